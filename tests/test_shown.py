@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 import headwater_lab as lab
 from headwater_lab.cli import app
-from headwater_lab.comparison.trials import trial_of
+from headwater_lab.comparison.trials import make_trial
 from headwater_lab.data.images import ImageSettings
 from headwater_lab.data.language import LanguageSettings
 from headwater_lab.data.tokenizer import byte_tokenizer
@@ -245,7 +245,7 @@ def recipes_of(name: str, values: dict[str, Any]) -> list[Recipe]:
         if values["arm"]:
             assert recipe.compare is not None
             assert values["arm"] in recipe.compare.arms
-            trial_of(recipe, values["arm"], recipe.seed, Path("runs"), values["size"])
+            make_trial(recipe, values["arm"], recipe.seed, Path("runs"), values["size"])
         assert values["stage"] in (None, *recipe.stage_names)
         return [recipe]
     arguments = {"compare": "recipes", "reproduce": "arguments"}

@@ -11,7 +11,7 @@ from saved import DIVERGES, Here, changed_times, record, tiny
 from headwater.plugins.registry import REGISTRY
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison import running, search
-from headwater_lab.comparison.running import compare
+from headwater_lab.comparison.running import run_comparison
 from headwater_lab.comparison.search import (
     FINAL_SEEDS,
     VANILLA,
@@ -20,7 +20,7 @@ from headwater_lab.comparison.search import (
     find_candidates,
     search_recipe,
 )
-from headwater_lab.comparison.trials import trials_of
+from headwater_lab.comparison.trials import list_trials
 from headwater_lab.recipe.schema import parse
 from headwater_lab.training.records import read_record, write_record
 from headwater_lab.util.endings import Interrupted
@@ -108,16 +108,16 @@ def searched(out, **changes):
     """As the command does: (search, chosen, final)."""
     made = recipe(**changes)
     selection = search_recipe(made, find_candidates(made, TWO)[0])
-    compare(selection, out)
+    run_comparison(selection, out)
     best = best_arms(selection, out)
     final = final_recipe(selection, out, best)
-    compare(final, out)
+    run_comparison(final, out)
     return selection, best, final
 
 
 def means(recipe, out):
     found = {}
-    for trial in trials_of(recipe, out):
+    for trial in list_trials(recipe, out):
         found.setdefault(trial.experiment.arm, []).append(read_record(trial.folder).result)
     return {arm: np.mean(results) for arm, results in found.items()}
 
@@ -153,7 +153,7 @@ def test_the_best_by_mean_are_chosen_and_none_that_diverged(tmp_path):
     results = {VANILLA: [0.9, 0.9], "kv_shift": [0.2, 0.4], "value_residual": [0.8, 0.1], BOTH: [0.9, None]}
 
     def fill():
-        for trial in trials_of(selection, tmp_path):
+        for trial in list_trials(selection, tmp_path):
             end = results[trial.experiment.arm][trial.recipe.seed]
             state = {"status": "diverged"} if end is None else {}
             trial.folder.mkdir(parents=True, exist_ok=True)

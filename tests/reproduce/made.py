@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headwater_lab.comparison.trials import trial_of
+from headwater_lab.comparison.trials import make_trial
 from headwater_lab.papers.measures import Runs
 from headwater_lab.papers.places import FinishedRun, SizedArm, claimed_arms
 from headwater_lab.papers.table import PaperTable
@@ -144,7 +144,7 @@ def save(
     recipe: Recipe, arm: str, size: str | None, seed: int, out: Path, loss: float, parameters: int, **more
 ) -> None:
     """A record where the run of a comparison would leave it."""
-    trial = trial_of(recipe, arm, seed, out, size)
+    trial = make_trial(recipe, arm, seed, out, size)
     one = record(seed, loss, parameters=parameters, identity=trial.recipe.identity, **more)
     one.experiment = trial.experiment
     trial.folder.mkdir(parents=True)

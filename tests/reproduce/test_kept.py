@@ -8,7 +8,7 @@ from made import RECIPE, changed, one_table, put, record, written
 
 from conftest import forking
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.trials import trial_of
+from headwater_lab.comparison.trials import make_trial
 from headwater_lab.papers.kept import keep_runs, restore_runs
 from headwater_lab.papers.result import reproduce_table
 from headwater_lab.papers.table import read_tables
@@ -71,7 +71,7 @@ def changed_line(file, which, **changes):
 def left(work, arm, seed=0, **changes):
     """A finished record in a run's folder, as training would leave it."""
     recipe = work.recipes[0][1]
-    trial = trial_of(recipe, arm, seed, work.trials)
+    trial = make_trial(recipe, arm, seed, work.trials)
     given = {"identity": trial.recipe.identity, "recipe": trial.recipe.model_dump(mode="json")} | changes
     one = record(seed, 1.0, **{name: value for name, value in given.items() if name != "seconds"})
     one = one.model_copy(update={"experiment": trial.experiment, "seconds": given.get("seconds", 1.0)})

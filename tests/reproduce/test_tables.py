@@ -11,7 +11,7 @@ import pytest
 from headwater.cost import counts as cost
 from headwater.cost.hardware import hardware
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.trials import trial_of
+from headwater_lab.comparison.trials import make_trial
 from headwater_lab.data.corpus import DOCS, STDLIB, TOPICS
 from headwater_lab.evaluation.tasks import GROUPS, parse_tasks
 from headwater_lab.inspection.scalars import Census
@@ -431,4 +431,4 @@ def test_folders_are_those_of_compare(tmp_path):
     for name, scale in (("kv-shifting/figure-7a", "cpu"), ("value-residual/main", "gpu")):
         for one in find_arms(find_table(name), scale, recipes(name, scale)).values():
             seed = one.seeds[-1]
-            assert one.folder(seed, tmp_path) == trial_of(one.recipe, one.arm, seed, tmp_path, one.size).folder
+            assert one.folder(seed, tmp_path) == make_trial(one.recipe, one.arm, seed, tmp_path, one.size).folder

@@ -18,9 +18,9 @@ from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.comparison import running, search
 from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.running import ArmKey
-from headwater_lab.comparison.trials import Job, describe_runs, trials_of
+from headwater_lab.comparison.trials import Job, describe_runs, list_trials
 from headwater_lab.recipe.schema import Recipe, read_recipe
-from headwater_lab.reports import Comparison, cells, columns, comparisons, write_report
+from headwater_lab.reports import Comparison, read_comparisons, result_cells, result_columns, write_report
 from headwater_lab.util.output_folder import occupied
 from headwater_lab.util.terminal import counted
 
@@ -36,12 +36,12 @@ class Compared(Result):
     @functools.cached_property
     def comparisons(self) -> list[Comparison]:
         """The comparisons in the folder as they are when first asked for."""
-        return [comparison for comparison in comparisons(self.folder) if comparison.name in self.names]
+        return [comparison for comparison in read_comparisons(self.folder) if comparison.name in self.names]
 
     def table(self) -> list[dict[str, Any]]:
         """A row per arm (and size), as text, with the columns of the report's table."""
         return [
-            _size_of(one) | dict(zip(["arm", *columns(one)[1:]], cells(summary, one), strict=True))
+            _size_of(one) | dict(zip(["arm", *result_columns(one)[1:]], result_cells(summary, one), strict=True))
             for one in self.comparisons
             for summary in one.summaries
         ]
@@ -175,7 +175,7 @@ def _train(
     part: Collection[ArmKey] | None = None,
 ) -> list[Outcome]:
     """Train what a recipe compares, or these arms and sizes of it; tell what diverged, and return what failed."""
-    for trial in trials_of(recipe, folder):
+    for trial in list_trials(recipe, folder):
         if unknown := as_mapping(trial.recipe.model.get("mechanisms") or {}).keys() & MECHANISMS.added.keys():
             raise HeadwaterError(
                 f"Mechanism {min(unknown)!r} was registered in this process, and a comparison trains in others; "
@@ -183,9 +183,9 @@ def _train(
             )
     if runs := describe_runs(recipe, None if part is None else len(part)):
         watch.tell(runs)
-    steps = sum(job.steps for job in running.jobs_of(recipe, folder, part))
+    steps = sum(job.steps for job in running.list_jobs(recipe, folder, part))
     bars = on_change or watched_trials(recipe.name, steps, watch)
-    return tell_failures(running.compare(recipe, folder, workers, bars, part, watch.tell), watch)
+    return tell_failures(running.run_comparison(recipe, folder, workers, bars, part, watch.tell), watch)
 
 
 def watched_trials(name: str, steps: int, watch: Observer) -> OnChange:

@@ -16,7 +16,7 @@ from headwater_lab.api.common import PathLike, Result, quiet
 from headwater_lab.api.comparing import tell_failures, watched_trials
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.comparison.pool import Outcome
-from headwater_lab.comparison.trials import slug
+from headwater_lab.comparison.trials import make_slug
 from headwater_lab.papers.kept import keep_runs as keep_runs
 from headwater_lab.papers.kept import restore_runs
 from headwater_lab.papers.price import estimate_price
@@ -86,7 +86,7 @@ def reproduce(
             raise HeadwaterError(
                 f"{table} is computed without training, so {overrides[0]!r} has no effect; leave it out."
             )
-        return Reproduced(compute_table(table), folder / slug(table))
+        return Reproduced(compute_table(table), folder / make_slug(table))
     extras.check("compare")
     work = prepare_work(table, scale, folder, overrides)
     work.check_tasks(files)

@@ -85,12 +85,12 @@ def _trial_of(
     recipe: Recipe, arm: str, size: str | None, overrides: Sequence[str], watch: Observer
 ) -> tuple[Recipe, Path, Experiment]:
     """The recipe, the folder and the place of an arm of a recipe's comparison; tell which overrides it replaces."""
-    from headwater_lab.comparison.trials import trial_of  # the rest of the package is not needed to train
+    from headwater_lab.comparison.trials import make_trial  # the rest of the package is not needed to train
 
     if recipe.compare is None or arm not in recipe.compare.arms:
         known = list(recipe.compare.arms) if recipe.compare else []
         raise HeadwaterError(f"{recipe.name!r} has no arm {arm!r}; {nearest(arm, known)}")
-    trial = trial_of(recipe, arm, recipe.seed, Path("runs") / recipe.name, size)
+    trial = make_trial(recipe, arm, recipe.seed, Path("runs") / recipe.name, size)
     for key in (text.partition("=")[0] for text in overrides):
         value = _at(recipe, key)
         if not isinstance(value, dict) and value != _at(trial.recipe, key):  # a section is merged, not replaced

@@ -193,8 +193,8 @@ def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath 
     out: The folder of its comparison, run or not; default: runs/NAME, as in compare.
     """
     from headwater_lab.comparison.budget import match_arms
-    from headwater_lab.comparison.prices import measure
-    from headwater_lab.comparison.trials import folder_of
+    from headwater_lab.comparison.prices import measure_prices
+    from headwater_lab.comparison.trials import find_folder
     from headwater_lab.reports.prices import terminal_prices
 
     loaded = match_arms(recipe_of(recipe, overrides))
@@ -203,10 +203,10 @@ def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath 
     if (section := loaded.compare) is None:
         raise HeadwaterError(f"{loaded.name!r} has no compare section; name a recipe whose arms can be measured.")
     for size in section.sizes or [None]:
-        folder = folder_of(loaded, size, out)
+        folder = find_folder(loaded, size, out)
         folder.mkdir(parents=True, exist_ok=True)
         arms = {arm: loaded.arm(arm, section.seeds[0], size) for arm in section.arms}
-        stdout.print(terminal_prices(measure(arms, section.baseline, folder, tell)))
+        stdout.print(terminal_prices(measure_prices(arms, section.baseline, folder, tell)))
 
 
 def bench_verdicts(
@@ -223,19 +223,26 @@ def bench_verdicts(
     seeds: Seeds per arm, and the maximum of comparisons until decided.
     comparisons: Comparisons to resample or to simulate.
     """
-    from headwater_lab.comparison.calibration import SHAPES, calibrate, dealing, planted_effect, results_of
+    from headwater_lab.comparison.calibration import (
+        SHAPES,
+        make_dealer,
+        measure_calibration,
+        planted_effect,
+        read_results,
+    )
 
     sources = SHAPES
     if folder is not None:
-        name, results = results_of(folder)
-        sources = {f"{len(results)} trials of {name!r}": dealing(results)}
+        name, results = read_results(folder)
+        sources = {f"{len(results)} trials of {name!r}": make_dealer(results)}
     title = (
         f"{comparisons:,} comparisons of {arms + 1} identical arms with {seeds} seeds; the planted difference is "
         f"{planted_effect(arms, seeds):.3g} standard deviations of paired differences"
     )
     rows = []
     for source, draw in sources.items():
-        for rule, measured in zip(("fixed", "until decided"), calibrate(draw, arms, seeds, comparisons), strict=True):
+        calibrations = measure_calibration(draw, arms, seeds, comparisons)
+        for rule, measured in zip(("fixed", "until decided"), calibrations, strict=True):
             if measured is not None:
                 rates = {"false alarms, at most 0.05 stated": measured.false_alarms, "planted found": measured.power}
                 shares = {name: _describe_rate(rate) for name, rate in rates.items()}

@@ -27,20 +27,21 @@ def match_arms(recipe: Recipe) -> Recipe:
     arms: dict[str, dict] = {}
     for name, change in section.arms.items():
         if not section.sizes:
-            arms[name] = change if name == section.baseline else _merge(change, fit(name, None))
+            arms[name] = change if name == section.baseline else _merge_changes(change, fit(name, None))
             continue
         # A change that depends on the size goes with the size, under the arm's name.
         arms[name] = change
         for size, overrides in section.sizes.items():
             fitted = {} if name == section.baseline else fit(name, size)
             sizes.setdefault(size, dict(overrides)).setdefault("arms", {})
-            sizes[size]["arms"] = sizes[size]["arms"] | {name: _merge(overrides.get("arms", {}).get(name, {}), fitted)}
+            changes = _merge_changes(overrides.get("arms", {}).get(name, {}), fitted)
+            sizes[size]["arms"] = sizes[size]["arms"] | {name: changes}
     return recipe.model_copy(
         update={"compare": section.model_copy(update={"arms": arms, "sizes": sizes, "match": None})}
     )
 
 
-def _merge(change: dict, changes: dict) -> dict:
+def _merge_changes(change: dict, changes: dict) -> dict:
     return change | {section: change.get(section, {}) | fields for section, fields in changes.items()}
 
 
@@ -73,7 +74,7 @@ class _Fit:
         data, arm_data = self.data(base), self.data(arm)
         if match == "parameters":
             target = sum(cost.parameters(base.config_for(data)).values())
-            return {"model": _resized(arm, arm_data, target, name)}
+            return {"model": _resize_feed_forward(arm, arm_data, target, name)}
         budget = base.training.steps * _step_cost(base, data, match == "flops")
         steps = round(budget / _step_cost(arm, arm_data, match == "flops"))
         if steps <= arm.training.warmup_steps:
@@ -95,7 +96,7 @@ def _reads_few(options: dict) -> bool:
     return bool(top_k.get("feed_forward") if isinstance(top_k, dict) else top_k)
 
 
-def _resized(recipe: Recipe, data: Data, target: int, name: str) -> dict:
+def _resize_feed_forward(recipe: Recipe, data: Data, target: int, name: str) -> dict:
     """The fields of `model:` whose parameters come closest to `wanted`."""
     config = recipe.config_for(data)
     mechanisms: dict = config.mechanisms or {}
@@ -110,7 +111,7 @@ def _resized(recipe: Recipe, data: Data, target: int, name: str) -> dict:
         return {"mechanisms": options | {mechanism: (options.get(mechanism) or {}) | {"ffn_pairs": width}}}
 
     def parameters(width: int) -> int:
-        return sum(cost.parameters(_changed(recipe, data, change(width))).values())
+        return sum(cost.parameters(_change_config(recipe, data, change(width))).values())
 
     # Parameters are linear in the width.
     narrow, wide = parameters(8), parameters(16)
@@ -123,5 +124,5 @@ def _resized(recipe: Recipe, data: Data, target: int, name: str) -> dict:
     return change(width)
 
 
-def _changed(recipe: Recipe, data: Data, fields: dict) -> HeadwaterConfig:
+def _change_config(recipe: Recipe, data: Data, fields: dict) -> HeadwaterConfig:
     return recipe.model_copy(update={"model": recipe.model | fields}).config_for(data)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from headwater.util.errors import HeadwaterError, NotTrusted
-from headwater_lab.comparison.trials import Trial, at_rate, trial_of
-from headwater_lab.comparison.tuning import found_rate
+from headwater_lab.comparison.trials import Trial, make_trial, set_rate
+from headwater_lab.comparison.tuning import find_tuned_rate
 from headwater_lab.recipe.schema import Recipe, parse
 from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.records import (
@@ -28,7 +28,7 @@ from headwater_lab.training.records import (
 Found = Sequence[tuple[RunRecord, Path]]
 
 
-def earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared: bool) -> list[tuple[RunRecord, Path]]:
+def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared: bool) -> list[tuple[RunRecord, Path]]:
     """The runs of the recipe's comparison below `out`, with their folders, except for those that tune learning rates.
 
     shared: only those in the folders of `trials`. Unreadable records are left to training.
@@ -51,7 +51,7 @@ def check_arms(recipe: Recipe, runs: Found, out: Path) -> None:
     section = recipe.compare
     assert section is not None
     for record, folder in runs:
-        experiment = _of(record)
+        experiment = _read_experiment(record)
         sizes: list[str | None] = [*section.sizes] or [None]
         if experiment.arm not in section.arms or experiment.size not in sizes:
             subject = f"size {experiment.size!r}" if experiment.size else "one size"
@@ -60,7 +60,7 @@ def check_arms(recipe: Recipe, runs: Found, out: Path) -> None:
                 f"{str(folder)!r} holds a run of the {subject}, which the recipe {recipe.name!r} does not have, and "
                 "the tables would compare it with the others; choose another --out, or remove it."
             )
-        trial = trial_of(recipe, experiment.arm, record.seed, out, experiment.size)
+        trial = make_trial(recipe, experiment.arm, record.seed, out, experiment.size)
         if trial.folder.resolve() != folder.resolve():
             raise HeadwaterError(
                 f"{str(folder)!r} holds a run of {trial.label}, whose place is {str(trial.folder)!r}, and the tables "
@@ -74,11 +74,11 @@ def check_plans(plan: SeedPlan | None, runs: Found) -> None:
     Runs of a comparison with fixed seeds become part of the plan.
     """
     for record, folder in runs:
-        earlier_plan = _of(record).seed_plan
+        earlier_plan = _read_experiment(record).seed_plan
         if earlier_plan is not None and earlier_plan != plan:
             raise HeadwaterError(
-                f"{str(folder)!r} was run until decided, with {_shown(earlier_plan)}, but now the recipe has "
-                f"{_shown(plan)}; the error rate holds only for a plan made before the results, so choose the "
+                f"{str(folder)!r} was run until decided, with {_describe_plan(earlier_plan)}, but now the recipe has "
+                f"{_describe_plan(plan)}; the error rate holds only for a plan made before the results, so choose the "
                 "same plan or another --out."
             )
 
@@ -92,13 +92,13 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: Found, out:
     assert section is not None
     rate_by_arm = dict(rates)
     for record, folder in runs:
-        experiment = _of(record)
-        expected = trial_of(recipe, experiment.arm, record.seed, out, experiment.size).recipe
+        experiment = _read_experiment(record)
+        expected = make_trial(recipe, experiment.arm, record.seed, out, experiment.size).recipe
         if section.learning_rates:
             if experiment.arm not in rate_by_arm:
-                tuned = found_rate(recipe, experiment.arm, out)
+                tuned = find_tuned_rate(recipe, experiment.arm, out)
                 rate_by_arm[experiment.arm] = record.recipe["training"]["learning_rate"] if tuned is None else tuned
-            expected = at_rate(expected, rate_by_arm[experiment.arm])
+            expected = set_rate(expected, rate_by_arm[experiment.arm])
         if record.identity != expected.identity and (record.status in ENDED or checkpoints(folder)):
             raise HeadwaterError(
                 f"{str(folder)!r} holds a run with other settings; choose another --out, or remove it."
@@ -108,21 +108,21 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: Found, out:
         if has_ended and evaluate_every != expected.reporting.evaluate_every:
             raise HeadwaterError(
                 f"{str(folder)!r} was evaluated with reporting.evaluate_every={json.dumps(evaluate_every)}, and the "
-                f"recipe now has {json.dumps(expected.reporting.evaluate_every)}: when an arm gets to compare.threshold "
-                "would depend on it; set it back, or choose another --out."
+                f"recipe now has {json.dumps(expected.reporting.evaluate_every)}: when an arm gets to "
+                "compare.threshold would depend on it; set it back, or choose another --out."
             )
 
 
-def adopt(recipe: Recipe, runs: Found, out: Path) -> None:
+def adopt_experiment(recipe: Recipe, runs: Found, out: Path) -> None:
     """Write what the recipe now says about its comparison, such as another threshold, into the runs that are there."""
     for record, folder in runs:
-        experiment = _of(record)
-        updated = trial_of(recipe, experiment.arm, record.seed, out, experiment.size).experiment
+        experiment = _read_experiment(record)
+        updated = make_trial(recipe, experiment.arm, record.seed, out, experiment.size).experiment
         if experiment != updated:
             write_record(record.model_copy(update={"experiment": updated}), folder)
 
 
-def mixed(runs: Found) -> str:
+def find_conflict(runs: Found) -> str:
     """A sentence if runs of one comparison, at one size, cannot stand in one table; "" if they can."""
     folders: dict[tuple[str, int], Path] = {}
     settings: dict[str, tuple[dict[str, Any], Path]] = {}
@@ -131,7 +131,7 @@ def mixed(runs: Found) -> str:
     for record, folder in runs:
         if record.status not in ENDED:
             continue
-        experiment = _of(record)
+        experiment = _read_experiment(record)
         earlier = folders.setdefault((experiment.arm, record.seed), folder)
         if earlier != folder:
             return f"{str(earlier)!r} and {str(folder)!r} both hold {experiment.arm!r} with seed {record.seed}"
@@ -163,12 +163,12 @@ def _same_settings(recipe_a: dict[str, Any], recipe_b: dict[str, Any]) -> bool:
         return False
 
 
-def _of(record: RunRecord) -> Experiment:
+def _read_experiment(record: RunRecord) -> Experiment:
     assert record.experiment is not None
     return record.experiment
 
 
-def _shown(plan: SeedPlan | None) -> str:
+def _describe_plan(plan: SeedPlan | None) -> str:
     if plan is None:
         return "fixed seeds"
     return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.pool import OnChange, Outcome, default_workers, run_trials
-from headwater_lab.comparison.statistics import standings
+from headwater_lab.comparison.statistics import find_standings
 from headwater_lab.comparison.trials import Trial
 from headwater_lab.training.records import RunRecord, SeedPlan, changed_data
 
@@ -73,7 +73,7 @@ class _Rounds:
         if changed := changed_data(self.records):
             raise HeadwaterError(changed)
         by_size = {
-            size: standings(
+            size: find_standings(
                 [record for record in self.records if record.experiment and record.experiment.size == size],
                 self.baseline,
                 self.plan,

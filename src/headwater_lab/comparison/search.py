@@ -9,8 +9,8 @@ from typing import Any
 
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.trials import trials_of
-from headwater_lab.comparison.tuning import WORST, score
+from headwater_lab.comparison.trials import list_trials
+from headwater_lab.comparison.tuning import WORST, find_score
 from headwater_lab.recipe.schema import Recipe, parse
 from headwater_lab.training.records import read_record
 
@@ -90,8 +90,8 @@ def best_arms(search: Recipe, out: Path) -> list[str]:
     Excludes vanilla and any arm with a diverged run. Raises `HeadwaterError` if all have.
     """
     scores: dict[str, list[float]] = {}
-    for trial in trials_of(search, out):
-        scores.setdefault(trial.experiment.arm, []).append(score(read_record(trial.folder)))
+    for trial in list_trials(search, out):
+        scores.setdefault(trial.experiment.arm, []).append(find_score(read_record(trial.folder)))
     means = {arm: sum(s) / len(s) for arm, s in scores.items() if arm != VANILLA and min(s) > WORST}
     if not means:
         raise HeadwaterError("Every combination diverged; lower training.learning_rate or compare.learning_rates.")
@@ -107,7 +107,7 @@ def final_recipe(search: Recipe, out: Path, best: Sequence[str]) -> Recipe:
     assert section is not None
     rates = {
         trial.experiment.arm: read_record(trial.folder).recipe["training"]["learning_rate"]
-        for trial in trials_of(search, out)
+        for trial in list_trials(search, out)
     }
     arms = {arm: section.arms[arm] | {"training": {"learning_rate": rates[arm]}} for arm in [VANILLA, *best]}
     changes = {"arms": arms, "seeds": FINAL_SEEDS, "learning_rates": []}

@@ -74,7 +74,7 @@ class Chain:
         def chance(ahead: np.ndarray) -> np.ndarray:
             """Of W' > reached, from W = tan(ahead)."""
             low, high = (np.clip(turn, -np.pi / 2, np.pi / 2) for turn in (angle - ahead, np.pi - angle - ahead))
-            return np.asarray(turned(n)(high) - turned(n)(low))
+            return np.asarray(distribute_angle(n)(high) - distribute_angle(n)(low))
 
         return np.asarray(self.masses @ (chance(np.arctan(w)) + chance(-np.arctan(w))))
 
@@ -87,7 +87,7 @@ class Chain:
 
 
 @functools.lru_cache(maxsize=256)
-def turned(n: int) -> interpolate.CubicHermiteSpline:
+def distribute_angle(n: int) -> interpolate.CubicHermiteSpline:
     """The distribution function of arctan(r), whose density is proportional to cosⁿ⁻¹."""
     angles = np.linspace(-np.pi / 2, np.pi / 2, 2001)
     peak = math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2)) / math.sqrt(math.pi)
@@ -145,7 +145,7 @@ def repeated_intervals(
     return mean, mean + np.where(constant, -width, low), mean + np.where(constant, width, high)
 
 
-def looks(
+def take_looks(
     differences: Sequence[float], level: float, min_pairs: int, max_pairs: int, same: bool | Sequence[bool] = False
 ) -> list[SeedLook]:
     """The looks at the first `first`, …, all differences, of at most `last`; see `repeated_intervals`."""
@@ -159,14 +159,14 @@ def looks(
     ]
 
 
-def inside(interval: tuple[float, float], margin: float) -> bool:
+def is_inside(interval: tuple[float, float], margin: float) -> bool:
     """Whether a difference is smaller than the margin: the verdict "equivalent"."""
     return -margin < interval[0] and interval[1] < margin
 
 
-def decides(interval: tuple[float, float] | None, margin: float) -> bool:
+def is_decisive(interval: tuple[float, float] | None, margin: float) -> bool:
     """Whether an arm needs no further seed: it differs from 0, or by less than the margin."""
-    return interval is not None and (interval[0] > 0 or interval[1] < 0 or inside(interval, margin))
+    return interval is not None and (interval[0] > 0 or interval[1] < 0 or is_inside(interval, margin))
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Standing:
     diverged: bool = False
 
 
-def standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping[int, float | None]) -> Standing:
+def find_standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping[int, float | None]) -> Standing:
     """Where an arm stands. arm, base: results by seed; None for a run that diverged.
 
     The first seed that either lacks ends the sample, whatever comes later, since leaving out a seed could change the
@@ -205,9 +205,9 @@ def standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping[int,
             paired.append((len(seeds), result - base_result))
     differences = [difference for _, difference in paired]
     same = [len({base[seed] for seed in seeds[:count]} - {None}) > 1 for count, _ in paired]  # by what a look has seen
-    arm_looks = looks(differences, LEVEL / len(plan.arms), plan.min_seeds, len(plan.seeds), same)
+    arm_looks = take_looks(differences, LEVEL / len(plan.arms), plan.min_seeds, len(plan.seeds), same)
     for count, look in enumerate(arm_looks, 1):
-        if decides(look.interval, plan.margin):
+        if is_decisive(look.interval, plan.margin):
             return Standing(seeds[: paired[look.pairs - 1][0]], differences[: look.pairs], arm_looks[:count], True)
     return Standing(seeds, differences, arm_looks, diverged, diverged)
 

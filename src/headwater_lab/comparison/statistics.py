@@ -17,9 +17,9 @@ from headwater_lab.comparison.sequential import (
     SeedLook,
     Standing,
     critical_values,
-    inside,
-    looks,
-    standing,
+    find_standing,
+    is_inside,
+    take_looks,
 )
 from headwater_lab.training.records import HeldOutPoint, RunRecord, SeedPlan
 
@@ -57,7 +57,7 @@ class Paired:
 
     @property
     def equivalent(self) -> bool:
-        return self.margin is not None and self.interval is not None and inside(self.interval, self.margin)
+        return self.margin is not None and self.interval is not None and is_inside(self.interval, self.margin)
 
     @property
     def found(self) -> bool:
@@ -69,10 +69,10 @@ def holm_tests(samples: Sequence[Sequence[float]]) -> list[Paired | None]:
 
     If no models differ, one or more differences are found in at most `LEVEL` of all cases (for normal differences).
     """
-    tests = [_p(sample) for sample in samples]
+    tests = [_find_p(sample) for sample in samples]
     levels = holm_levels(tests)
     return [
-        _paired(tuple(map(float, sample)), tests[index], levels[index]) if len(sample) else None
+        _summarize_pairs(tuple(map(float, sample)), tests[index], levels[index]) if len(sample) else None
         for index, sample in enumerate(samples)
     ]
 
@@ -100,7 +100,7 @@ def is_constant(differences: Sequence[float]) -> bool:
     return float(np.ptp(differences)) <= ROUNDING * max(1.0, float(np.abs(differences).max()))
 
 
-def _zero(differences: Sequence[float]) -> bool:
+def _is_zero(differences: Sequence[float]) -> bool:
     return float(np.abs(differences).max()) <= ROUNDING
 
 
@@ -109,18 +109,18 @@ def standard_error(differences: Sequence[float]) -> float:
     return float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
 
 
-def _p(differences: Sequence[float]) -> float | None:
+def _find_p(differences: Sequence[float]) -> float | None:
     if len(differences) < 2:
         return None
-    if _zero(differences):
+    if _is_zero(differences):
         return 1.0
     if is_constant(differences):
         return float(stats.binomtest(len(differences), len(differences)).pvalue)
     return float(2 * special.stdtr(len(differences) - 1, -abs(np.mean(differences)) / standard_error(differences)))
 
 
-def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Paired:
-    mean = 0.0 if _zero(differences) else float(np.mean(differences))
+def _summarize_pairs(differences: tuple[float, ...], p: float | None, level: float) -> Paired:
+    mean = 0.0 if _is_zero(differences) else float(np.mean(differences))
     interval: tuple[float, float] | None = None
     more_seeds: int | None = None
     detectable: float | None = None
@@ -130,7 +130,7 @@ def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Pa
     elif p is not None:
         interval = t_interval(mean, standard_error(differences), len(differences) - 1, level)
         spread = float(np.std(differences, ddof=1))
-        detectable = spread * _effect(len(differences), level)
+        detectable = spread * _find_effect(len(differences), level)
         if interval[0] <= 0 <= interval[1]:
             more_seeds = more_pairs([abs(mean) / spread], len(differences), level)
     return Paired(differences, mean, p, level, interval, more_seeds, detectable)
@@ -142,7 +142,7 @@ def t_interval(mean: float, error: float, freedom: int, level: float) -> tuple[f
     return mean - half, mean + half
 
 
-def power(effect: float, pairs: int, level: float = LEVEL) -> float:
+def find_power(effect: float, pairs: int, level: float = LEVEL) -> float:
     """Probability that a paired t test finds a difference of `effect` standard deviations (of the differences).
 
     P(|T| > t), with T of the noncentral t distribution with pairs - 1 degrees of freedom and center effect·√pairs.
@@ -153,7 +153,7 @@ def power(effect: float, pairs: int, level: float = LEVEL) -> float:
     return float(1 - below + beyond)
 
 
-def _effect(pairs: int, level: float) -> float:
+def _find_effect(pairs: int, level: float) -> float:
     """The effect that `pairs` pairs find with probability `POWER`; with the wrong sign it is almost never found."""
     center = special.nctdtrinc(pairs - 1, 1 - POWER, special.stdtrit(pairs - 1, 1 - level / 2))
     return float(center) / math.sqrt(pairs)
@@ -166,7 +166,7 @@ def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None
     """
 
     def chance(pairs: int) -> float:
-        return 1 - sum(1 - power(effect, pairs, level) for effect in effects)
+        return 1 - sum(1 - find_power(effect, pairs, level) for effect in effects)
 
     if chance(MOST) < POWER:
         return None
@@ -234,7 +234,7 @@ class Summary:
         if self.paired is None:
             return ""
         enough = len(self.paired.differences) > 1 if self.paired.margin is None else self.paired.looks
-        if enough and _zero(self.paired.differences):
+        if enough and _is_zero(self.paired.differences):
             return "identical"
         if self.paired.equivalent:
             return "equivalent"
@@ -243,7 +243,7 @@ class Summary:
         return "better" if (self.paired.mean < 0) == lower_is_better else "worse"
 
 
-def summarize(
+def summarize_arms(
     records: Sequence[RunRecord],
     baseline: str,
     threshold: float | Literal["baseline"] | None = None,
@@ -256,27 +256,28 @@ def summarize(
     Uses finished and diverged records; of comparisons that add seeds until they are decided, only
     those up to the decision.
     """
-    records = decisive(records, baseline)
+    records = choose_decisive(records, baseline)
     finished = finished_runs(records)
     plan, base = plan_of(records), finished.get(baseline, {})
     if plan is not None:
-        tested = {arm: _sequential(standing, plan) for arm, standing in standings(records, baseline, plan).items()}
+        stands = find_standings(records, baseline, plan)
+        tested = {arm: _summarize_standing(standing, plan) for arm, standing in stands.items()}
     else:
         compared = {arm: runs for arm, runs in finished.items() if arm not in (baseline, *budgets)}
-        differences = {arm: _differences(runs, base) for arm, runs in compared.items()}
+        differences = {arm: _find_differences(runs, base) for arm, runs in compared.items()}
         tested = dict(zip(differences, holm_tests(list(differences.values())), strict=True))
     ends = {seed: run.result for seed, run in base.items()}
 
     def there(run: RunRecord) -> Reached | None:
-        return _reached(run, ends.get(run.seed) if threshold == "baseline" else threshold)
+        return _find_reached(run, ends.get(run.seed) if threshold == "baseline" else threshold)
 
     reached = {arm: {seed: there(run) for seed, run in runs.items()} for arm, runs in finished.items()}
     untested = {baseline, *budgets}
     base_reached = reached.get(baseline, {})
     ratios = {arm: _log_ratios(reached[arm], base_reached) for arm in reached if arm not in untested}
-    cheaper = judged_beside(ratios, plan)
+    cheaper = judge_beside(ratios, plan)
     return [
-        _summary(
+        _summarize_arm(
             arm,
             runs,
             finished[arm],
@@ -288,7 +289,7 @@ def summarize(
     ]
 
 
-def _summary(arm: str, runs: Sequence[RunRecord], finished: Mapping[int, RunRecord], **tests: Any) -> Summary:
+def _summarize_arm(arm: str, runs: Sequence[RunRecord], finished: Mapping[int, RunRecord], **tests: Any) -> Summary:
     """An arm's runs, of which `finished` count, and what its tests say: fields of `Summary`."""
     results = np.array([run.result for run in finished.values()], dtype=float)
     rates = {run.recipe.get("training", {}).get("learning_rate") for run in runs}
@@ -309,7 +310,7 @@ def _summary(arm: str, runs: Sequence[RunRecord], finished: Mapping[int, RunReco
     )
 
 
-def judged_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None) -> dict[str, Paired | None]:
+def judge_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None) -> dict[str, Paired | None]:
     """Tests of another quantity than the one compared, by arm.
 
     With a plan, the number of seeds depends on the results: the interval is then the repeated one of the last look,
@@ -320,7 +321,7 @@ def judged_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None)
     level, tests = LEVEL / len(plan.arms), dict.fromkeys(samples)
     for arm, sample in samples.items():
         if len(sample):
-            sample_looks = looks(sample, level, plan.min_seeds, len(plan.seeds))
+            sample_looks = take_looks(sample, level, plan.min_seeds, len(plan.seeds))
             mean, interval = float(np.mean(sample)), sample_looks[-1].interval if sample_looks else None
             tests[arm] = Paired(tuple(sample), mean, None, level, interval, None, None)
     return tests
@@ -332,7 +333,7 @@ def plan_of(records: Sequence[RunRecord]) -> SeedPlan | None:
     return next(filter(None, plans), None)
 
 
-def decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
+def choose_decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
     """The records that count: with a plan, an arm's up to its decision, and the baseline's up to the last of these.
 
     How many seeds are trained beyond a decision depends on the number of workers, and must not change any result.
@@ -340,7 +341,7 @@ def decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
     plan = plan_of(records)
     if plan is None:
         return list(records)
-    seeds = {arm: set(standing.seeds) for arm, standing in standings(records, baseline, plan).items()}
+    seeds = {arm: set(standing.seeds) for arm, standing in find_standings(records, baseline, plan).items()}
     of_baseline = set().union(*seeds.values())
     seeds[baseline] = of_baseline
 
@@ -351,7 +352,7 @@ def decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
     return list(filter(counts, records))
 
 
-def standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> dict[str, Standing]:
+def find_standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> dict[str, Standing]:
     """Where each arm that is tested against the baseline stands."""
     results = {
         arm: {
@@ -362,7 +363,7 @@ def standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> di
         for arm, runs in _by_arm(records).items()
     }
     base = results.pop(baseline, {})
-    return {arm: standing(plan, arm_results, base) for arm, arm_results in results.items() if arm in plan.arms}
+    return {arm: find_standing(plan, arm_results, base) for arm, arm_results in results.items() if arm in plan.arms}
 
 
 def arm_of(record: RunRecord) -> str:
@@ -377,11 +378,11 @@ def _by_arm(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     return arms
 
 
-def _sequential(standing: Standing, plan: SeedPlan) -> Paired | None:
+def _summarize_standing(standing: Standing, plan: SeedPlan) -> Paired | None:
     if not standing.differences:
         return None
     d, level, max_pairs = standing.differences, LEVEL / len(plan.arms), len(plan.seeds)
-    mean = 0.0 if _zero(d) else float(np.mean(d))
+    mean = 0.0 if _is_zero(d) else float(np.mean(d))
     more_seeds = None
     if standing.looks and not standing.decided and not is_constant(d):
         # A fixed sample as strict as the last look, for whichever verdict is nearer.
@@ -405,8 +406,8 @@ def finished_runs(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord
     }
 
 
-def _reached(run: RunRecord, threshold: float | None) -> Reached | None:
-    point = None if threshold is None else _look(run, threshold)
+def _find_reached(run: RunRecord, threshold: float | None) -> Reached | None:
+    point = None if threshold is None else _find_point(run, threshold)
     if point is None:
         return None
     steps, tokens, seconds = 0, 0, 0.0
@@ -429,14 +430,14 @@ def _log_ratios(arm: dict[int, Reached | None], base: dict[int, Reached | None])
     return [math.log(a.flops / b.flops) for a, b in pairs if a and b and a.flops and b.flops]
 
 
-def among(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, str], Paired | None]:
+def compare_all_pairs(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, str], Paired | None]:
     """All pairs of `arms`, tested together: (first, second) -> first - second; None if they share no seed."""
     finished = finished_runs(records)
     pairs = list(combinations(arms, 2))
-    return dict(zip(pairs, holm_tests([_differences(finished[a], finished[b]) for a, b in pairs]), strict=True))
+    return dict(zip(pairs, holm_tests([_find_differences(finished[a], finished[b]) for a, b in pairs]), strict=True))
 
 
-def _differences(arm: dict[int, RunRecord], base: dict[int, RunRecord]) -> list[float]:
+def _find_differences(arm: dict[int, RunRecord], base: dict[int, RunRecord]) -> list[float]:
     """For the seeds that both have."""
     return [arm[seed].result - base[seed].result for seed in sorted(arm) if seed in base]  # type: ignore[operator]
 
@@ -447,11 +448,11 @@ def has_diverged(run: RunRecord) -> bool:
 
 def steps_to(record: RunRecord, threshold: float) -> int | None:
     """The first evaluation at which the deciding metric reached the threshold; None if it never did."""
-    point = _look(record, threshold)
+    point = _find_point(record, threshold)
     return None if point is None else point.step
 
 
-def _look(record: RunRecord, threshold: float) -> HeldOutPoint | None:
+def _find_point(record: RunRecord, threshold: float) -> HeldOutPoint | None:
     for point in record.held_out:
         value = point.metrics[record.metric]
         if (value <= threshold) if record.lower_is_better else (value >= threshold):

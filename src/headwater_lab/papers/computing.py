@@ -16,7 +16,7 @@ from headwater.cost import counts as cost
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater_lab.papers import theory
 from headwater_lab.papers.claims import ClaimVerdict
-from headwater_lab.reports.words import span
+from headwater_lab.reports.words import write_range
 from headwater_lab.training.estimate import draw_flops
 from headwater_lab.util.terminal import si
 
@@ -108,7 +108,7 @@ def compute_tokenformer_costs() -> Computed:
         [
             _judge(
                 "A TokenFormer's N is L·D·(n_q + n_k + n_v + n_o + 2·n_ff), as printed.",
-                f"built models have {span(of_printed[1:], '{:.3f}'.format)} times as many",
+                f"built models have {write_range(of_printed[1:], '{:.3f}'.format)} times as many",
                 printed_error < ROUGHLY,
             ),
             _judge(
@@ -123,7 +123,7 @@ def compute_tokenformer_costs() -> Computed:
             ),
             _judge(
                 "Token-token attention costs no more as a TokenFormer grows.",
-                f"{span(interaction[1:], si)} FLOPs per token at {CONTEXT:,} tokens",
+                f"{write_range(interaction[1:], si)} FLOPs per token at {CONTEXT:,} tokens",
                 max(interaction[1:]) == min(interaction[1:]),
             ),
         ],
@@ -150,7 +150,7 @@ def compute_tokenformer_flops() -> Computed:
         [
             _judge(
                 "A grown TokenFormer costs less than a Transformer of its size at every length.",
-                f"a Transformer takes {span(advantages.ravel(), '{:.2f}'.format)} times as many",
+                f"a Transformer takes {write_range(advantages.ravel(), '{:.2f}'.format)} times as many",
                 (advantages > 1).all(),
             ),
             _judge(

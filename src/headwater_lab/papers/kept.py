@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from headwater.models.load import reading
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
-from headwater_lab.comparison.running import jobs_of
-from headwater_lab.comparison.trials import Trial, at_rate, trial_of, tuning_trial
+from headwater_lab.comparison.running import list_jobs
+from headwater_lab.comparison.trials import Trial, make_trial, set_rate, tuning_trial
 from headwater_lab.papers.places import RESTORED, finished_runs
 from headwater_lab.papers.result import Reproduction, reproduce_table
 from headwater_lab.papers.table import ScaleName, find_table, reads_models
@@ -200,10 +200,10 @@ def _find_trial(record: RunRecord, recipe: Recipe, folder: Path, trials: Path) -
     if experiment.phase == "tuning":
         trial = tuning_trial(recipe, experiment.arm, rate, record.seed, trials)
     elif experiment.size in (section.sizes or [None]):
-        trial = trial_of(recipe, experiment.arm, record.seed, trials, experiment.size)
+        trial = make_trial(recipe, experiment.arm, record.seed, trials, experiment.size)
     else:
         return None
-    settings = at_rate(trial.recipe, rate) if section.learning_rates else trial.recipe
+    settings = set_rate(trial.recipe, rate) if section.learning_rates else trial.recipe
     return trial if trial.folder == folder and settings.identity == record.identity else None
 
 
@@ -216,5 +216,5 @@ def _list_comparisons(work: Work) -> list[Recipe]:
     return [
         recipe
         for recipe, only in work.comparisons()
-        if all(job.recipe.start is None for job in jobs_of(recipe, work.trials, only))
+        if all(job.recipe.start is None for job in list_jobs(recipe, work.trials, only))
     ]

@@ -18,7 +18,7 @@ from headwater.util.errors import HeadwaterError
 from headwater.util.files import read_bytes, replace_text
 from headwater_lab.comparison.scaling import Axis, Equal, fit_scaling
 from headwater_lab.comparison.statistics import has_diverged, steps_to
-from headwater_lab.comparison.trials import slug
+from headwater_lab.comparison.trials import make_slug
 from headwater_lab.evaluation import evaluate
 from headwater_lab.evaluation.tasks import TaskRequest, parse_tasks
 from headwater_lab.inspection.sample import sample_tokens
@@ -174,7 +174,7 @@ class Runs:
         return digest.hexdigest()
 
     def _figures(self, run: FinishedRun, name: str) -> list[dict[str, Any]]:
-        path = run.folder / f"evaluation-{slug(name)}.json"
+        path = run.folder / f"evaluation-{make_slug(name)}.json"
         key = {"identity": run.record.identity, "lm_eval": version("lm_eval")}
         if self.task_files is not None:  # otherwise any files they were evaluated with
             key["task_files"] = self._task_files

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.trials import at_rate, slug, trial_of
-from headwater_lab.comparison.tuning import found_rate
+from headwater_lab.comparison.trials import make_slug, make_trial, set_rate
+from headwater_lab.comparison.tuning import find_tuned_rate
 from headwater_lab.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner
 from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.checkpoints import checkpoints
@@ -55,13 +55,13 @@ class SizedArm:
 
     def folder(self, seed: int, out: Path) -> Path:
         """The folder of one seed's run of a comparison, as `trial_of` names it."""
-        size = [slug(self.size)] if self.size is not None else []
-        return out.joinpath(self.recipe.name, *size, f"{slug(self.arm)}-{seed}")
+        size = [make_slug(self.size)] if self.size is not None else []
+        return out.joinpath(self.recipe.name, *size, f"{make_slug(self.arm)}-{seed}")
 
     def run(self, seed: int, out: Path) -> tuple[Recipe, Path]:
         """The settings of one seed's run, and its folder below `out`."""
         if self.recipe.compare:
-            trial = trial_of(self.recipe, self.arm, seed, out, self.size)
+            trial = make_trial(self.recipe, self.arm, seed, out, self.size)
             return trial.recipe, trial.folder
         return chain(self.recipe, out / self.recipe.name)[self.recipe.stage_names.index(self.arm)]
 
@@ -153,7 +153,7 @@ def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
     """The existing runs of a place, by seed: finished or diverged, with exactly these settings."""
     runs: dict[int, FinishedRun] = {}
     tuned = arm.recipe.compare is not None and arm.recipe.compare.learning_rates
-    rate = found_rate(arm.recipe, arm.arm, out) if tuned and arm.devices == 1 else None
+    rate = find_tuned_rate(arm.recipe, arm.arm, out) if tuned and arm.devices == 1 else None
     for seed in arm.seeds:
         if arm.recipe.compare and not arm.folder(seed, out).is_dir():  # computing settings takes time
             continue
@@ -166,7 +166,7 @@ def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
             rate = record.recipe["training"]["learning_rate"]
         if tuned and rate is None:
             continue
-        recipe = recipe if rate is None else at_rate(recipe, rate)
+        recipe = recipe if rate is None else set_rate(recipe, rate)
         if record.status in ENDED and record.identity == recipe.identity:
             runs[seed] = FinishedRun(record, folder)
     return runs

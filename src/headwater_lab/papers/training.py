@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from headwater.util import extras
 from headwater_lab.comparison.pool import OnChange, Outcome
-from headwater_lab.comparison.running import compare, jobs_of
+from headwater_lab.comparison.running import list_jobs, run_comparison
 from headwater_lab.papers.kept import check_restored
 from headwater_lab.papers.places import RESTORED, finished_runs
 from headwater_lab.papers.table import reads_models
@@ -38,8 +38,8 @@ def train_table(work: Work, workers: int | None, comparing: Comparing, training:
         check_restored(work)
     for recipe, only in work.comparisons():
         if recipe.name in missing:
-            steps = sum(job.steps for job in jobs_of(recipe, work.trials, only))
-            outcomes += compare(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)
+            steps = sum(job.steps for job in list_jobs(recipe, work.trials, only))
+            outcomes += run_comparison(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)
     for recipe, count in work.chains():
         folder = work.trials / recipe.name
         for stage, (plain, stage_folder) in list(zip(recipe.stage_names, chain(recipe, folder), strict=True))[:count]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.budget import match_arms
-from headwater_lab.comparison.trials import slug
+from headwater_lab.comparison.trials import make_slug
 from headwater_lab.evaluation.tasks import Tasks
 from headwater_lab.papers.measures import tasks_of
 from headwater_lab.papers.places import ASIDE, SizedArm, find_arms, finished_runs, law_arms, short_digest, trials_folder
@@ -51,7 +51,7 @@ class Work:
 
     @property
     def folder(self) -> Path:
-        name = slug(self.name)
+        name = make_slug(self.name)
         return self.out / self.scale / (f"{name}-{short_digest(' '.join(self.own))}" if self.own else name)
 
     @property

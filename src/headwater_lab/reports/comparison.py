@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from headwater.util.errors import HeadwaterError, nearest
-from headwater_lab.comparison.earlier import mixed
-from headwater_lab.comparison.statistics import Summary, arm_of, decisive, plan_of, summarize
-from headwater_lab.comparison.worth import Worth, worth_of
+from headwater_lab.comparison.earlier import find_conflict
+from headwater_lab.comparison.statistics import Summary, arm_of, choose_decisive, plan_of, summarize_arms
+from headwater_lab.comparison.worth import Worth, measure_worth
 from headwater_lab.training.records import RunRecord, SeedPlan, changed_data, read_record, record_files
 
 UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token"}
@@ -49,12 +49,12 @@ class Comparison:
 
     @cached_property
     def summaries(self) -> list[Summary]:
-        return summarize(self.records, self.baseline, self.threshold, self.budgets)
+        return summarize_arms(self.records, self.baseline, self.threshold, self.budgets)
 
     @cached_property
     def worths(self) -> list[Worth]:
         """What each arm's result is worth; none without `budgets`."""
-        return worth_of(self.records, self.baseline, self.budgets) if self.budgets else []
+        return measure_worth(self.records, self.baseline, self.budgets) if self.budgets else []
 
     @property
     def changed_data(self) -> str:
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def unit(self) -> str:
-        return unit(self.metric, self.trained_on)
+        return name_unit(self.metric, self.trained_on)
 
     @property
     def trained_on(self) -> str:
@@ -102,7 +102,7 @@ class Comparison:
         return [record for record in self.runs(arm) if record.status == "finished"]
 
 
-def unit(metric: str, trained_on: str = "tokens") -> str:
+def name_unit(metric: str, trained_on: str = "tokens") -> str:
     """A metric in words. trained_on: tokens or images."""
     kind, _, domain = metric.partition("/")
     units = UNITS | ({"loss": "nats per image"} if trained_on == "images" else {})
@@ -111,7 +111,7 @@ def unit(metric: str, trained_on: str = "tokens") -> str:
     return f"{units[kind]} of {domain}" if domain and kind in units else units.get(metric, metric.replace("_", " "))
 
 
-def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Comparison]:
+def read_comparisons(folder: Path, only: Collection[str] | None = None) -> list[Comparison]:
     """The comparisons whose records are under `folder`, one for each size, the smaller first.
 
     only: names of experiments; default all. Raises `HeadwaterError` if there are none with a finished run, and if runs
@@ -157,7 +157,7 @@ def _has_ended(record: RunRecord) -> bool:
 
 
 def _make_comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord]) -> Comparison:
-    if wrong := mixed(runs):
+    if wrong := find_conflict(runs):
         raise HeadwaterError(
             f"{wrong}, so no table can be made of both; report their folders one by one, or remove one."
         )
@@ -165,8 +165,8 @@ def _make_comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRec
     experiment = next(filter(_is_finished, records)).experiment
     assert experiment is not None
     ended = list(filter(_has_ended, records))
-    decided = decisive(ended, experiment.baseline)
-    measured = {_key(record) for record in ended}
+    decided = choose_decisive(ended, experiment.baseline)
+    measured = {_find_key(record) for record in ended}
     return Comparison(
         name=experiment.name,
         title=experiment.title or experiment.name,
@@ -177,15 +177,15 @@ def _make_comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRec
         records=_sort_records(decided, experiment.baseline),
         tuning=tuning,
         failed=[record for record in records if record.status == "failed"],
-        unfinished=[record for record in records if record.status != "failed" and _key(record) not in measured],
-        folders={_key(record): folder for record, folder in runs if _is_finished(record)},
+        unfinished=[record for record in records if record.status != "failed" and _find_key(record) not in measured],
+        folders={_find_key(record): folder for record, folder in runs if _is_finished(record)},
         beyond=len(ended) - len(decided),
     )
 
 
 def _sort_records(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
     """The baseline's first, then the other arms', the best last, except for those without a mean."""
-    means = {summary.arm: summary.mean for summary in summarize(records, baseline)}
+    means = {summary.arm: summary.mean for summary in summarize_arms(records, baseline)}
     sign = 1 if records[0].lower_is_better else -1
 
     def rank(record: RunRecord) -> tuple[bool, bool, float, str, int]:
@@ -196,11 +196,11 @@ def _sort_records(records: Sequence[RunRecord], baseline: str) -> list[RunRecord
     return sorted(records, key=rank)
 
 
-def _key(record: RunRecord) -> tuple[str, int]:
+def _find_key(record: RunRecord) -> tuple[str, int]:
     return arm_of(record), record.seed
 
 
-def experiments(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
+def group_by_experiment(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
     """Comparisons grouped by name: the sizes of each."""
     by_name: dict[str, list[Comparison]] = {}
     for comparison in comparisons:

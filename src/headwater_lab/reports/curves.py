@@ -51,7 +51,7 @@ class Curves:
         return f"held-out {self.unit}" if kind == "held_out" else f"training loss (nats per {sample})"
 
 
-def arm_curves(comparison: Comparison) -> Curves:
+def make_arm_curves(comparison: Comparison) -> Curves:
     by_arm = {arm: comparison.runs(arm) for arm in comparison.arms}
     looks = [len(record.held_out) for arm in by_arm for record in comparison.finished(arm)]
     # Losses per different tokens share no axis.
@@ -60,8 +60,8 @@ def arm_curves(comparison: Comparison) -> Curves:
     )
 
     def with_means(kind: What) -> dict[str, tuple[list[Curve], Curve]]:
-        curves = {arm: [run_curve(run, kind) for run in runs] for arm, runs in by_arm.items()}
-        return {arm: (runs, mean_of(runs)) for arm, runs in curves.items()}
+        curves = {arm: [make_run_curve(run, kind) for run in runs] for arm, runs in by_arm.items()}
+        return {arm: (runs, average_curves(runs)) for arm, runs in curves.items()}
 
     return Curves(
         held_out=with_means("held_out"),
@@ -72,7 +72,7 @@ def arm_curves(comparison: Comparison) -> Curves:
     )
 
 
-def run_curve(record: RunRecord, kind: What) -> Curve:
+def make_run_curve(record: RunRecord, kind: What) -> Curve:
     points: Sequence[Any] = record.held_out if kind == "held_out" else record.curve
     origin = record.origin
     values = [float(p.metrics[record.metric] if kind == "held_out" else p.loss) for p in points]
@@ -88,7 +88,7 @@ def run_curve(record: RunRecord, kind: What) -> Curve:
     )
 
 
-def mean_of(runs: Sequence[Curve]) -> Curve:
+def average_curves(runs: Sequence[Curve]) -> Curve:
     """The mean over the steps at which every run has a number."""
     indices = [{step: i for i, step in enumerate(run.steps) if not math.isnan(run.values[i])} for run in runs]
     steps = sorted(set.intersection(*map(set, indices))) if indices else []
@@ -109,7 +109,7 @@ def mean_of(runs: Sequence[Curve]) -> Curve:
     )
 
 
-def y_limits(comparison: Comparison, curves: Curves, kind: str) -> tuple[float, float] | None:
+def choose_y_limits(comparison: Comparison, curves: Curves, kind: str) -> tuple[float, float] | None:
     """Limits without the first points of a curve, which would flatten the rest; None for those of all points."""
     curves_of_runs = [run.values for runs, _ in curves.of(kind).values() for run in runs]
     numbers = [[value for value in values if not math.isnan(value)] for values in curves_of_runs]

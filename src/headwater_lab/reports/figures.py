@@ -18,10 +18,10 @@ import plotly.graph_objects as go
 
 from headwater_lab.comparison.scaling import Law, Scaling, evaluate_law
 from headwater_lab.comparison.statistics import finished_runs
-from headwater_lab.reports.comparison import Comparison, differ_in_cost, unit
-from headwater_lab.reports.curves import Curve, Curves, arm_curves, y_limits
-from headwater_lab.reports.styles import Style, styles
-from headwater_lab.reports.words import between, verdict
+from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
+from headwater_lab.reports.curves import Curve, Curves, choose_y_limits, make_arm_curves
+from headwater_lab.reports.styles import Style, choose_styles
+from headwater_lab.reports.words import write_interval, write_verdict
 
 # Maximum points to draw per curve, to keep the page small.
 POINTS = 400
@@ -65,7 +65,7 @@ class Drawing:
         return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def escape(text: str) -> str:
+def escape_markup(text: str) -> str:
     """Text escaped from plotly's markup and %{template}s."""
     return html.escape(text).replace("{", "&#123;")
 
@@ -75,10 +75,10 @@ AXES = [Switch(f"{axis}type", f"{axis} axis", {"linear": "linear", "log": "log"}
 
 def curves_drawing(comparison: Comparison, name: str) -> Drawing:
     """Held-out metric and training loss over training."""
-    curves = arm_curves(comparison)
-    look = styles(comparison.arms, comparison.baseline)
+    curves = make_arm_curves(comparison)
+    look = choose_styles(comparison.arms, comparison.baseline)
     kinds = [kind for kind in ("held_out", "training") if _has_curve(curves, kind)] or ["held_out"]
-    figure = _figure()
+    figure = _make_figure()
     for kind in kinds:
         for trace in _curve_traces(comparison, curves, kind, look):
             figure.add_trace(trace)
@@ -93,7 +93,7 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
     return Drawing(
         name,
         f"Curves of {comparison.heading}: {curves.label(selected)} over training {comparison.trained_on}, one line for "
-        f"each arm: {'; '.join(_course(arm, mean) for arm, (_, mean) in curves.of(selected).items())}.",
+        f"each arm: {'; '.join(_describe_course(arm, mean) for arm, (_, mean) in curves.of(selected).items())}.",
         "Mean: over the points that all seeds of an arm have; the band, shown for up to four arms, is the range of "
         f"its seeds. {comparison.trained_on.capitalize()} and FLOPs include those of the model that a run started "
         f"from. Long curves are drawn with {POINTS} points.",
@@ -106,7 +106,7 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
             "x": {"tokens": f"training {comparison.trained_on}", "flops": "training FLOPs"},
             "what": {kind: curves.label(kind) for kind in kinds},
         },
-        {kind: y_limits(comparison, curves, kind) for kind in kinds},
+        {kind: choose_y_limits(comparison, curves, kind) for kind in kinds},
     )
 
 
@@ -118,13 +118,13 @@ def _curve_traces(comparison: Comparison, curves: Curves, kind: str, look: Mappi
     """By arm: the band of its seeds, the seeds, their mean."""
     for index, (arm, (runs, mean)) in enumerate(curves.of(kind).items()):
         meta = {"arm": index, "what": kind, "ink": look[arm].baseline, "unit": comparison.trained_on}
-        yield _band(thinned(mean), look[arm], meta | {"view": "mean"})
+        yield _draw_band(thin_curve(mean), look[arm], meta | {"view": "mean"})
         for run in runs:
-            yield _line(thinned(run), arm, look[arm], meta | {"view": "seed"})
-        yield _line(thinned(mean), arm, look[arm], meta | {"view": "mean"})
+            yield _draw_line(thin_curve(run), arm, look[arm], meta | {"view": "seed"})
+        yield _draw_line(thin_curve(mean), arm, look[arm], meta | {"view": "mean"})
 
 
-def _course(arm: str, mean: Curve) -> str:
+def _describe_course(arm: str, mean: Curve) -> str:
     if not mean.steps:
         return f"{arm} has no step at which all its seeds have a value"
     return (
@@ -132,7 +132,7 @@ def _course(arm: str, mean: Curve) -> str:
     )
 
 
-def thinned(curve: Curve) -> Curve:
+def thin_curve(curve: Curve) -> Curve:
     """At most `POINTS` points of it, including the first and the last."""
     if len(curve.steps) <= POINTS:
         return curve
@@ -141,18 +141,18 @@ def thinned(curve: Curve) -> Curve:
     return Curve(curve.seed, *([values[i] for i in indices] for values in lists))
 
 
-def _points(curve: Curve) -> list[list[float]]:
+def _list_points(curve: Curve) -> list[list[float]]:
     return [list(point) for point in zip(curve.steps, curve.tokens, curve.flops, strict=True)]
 
 
-def _line(curve: Curve, arm: str, style: Style, meta: dict[str, Any]) -> go.Scatter:
+def _draw_line(curve: Curve, arm: str, style: Style, meta: dict[str, Any]) -> go.Scatter:
     mean = curve.seed is None
     return go.Scatter(
         x=curve.tokens,
-        y=_numbers(curve.values),
-        customdata=_points(curve),
+        y=_drop_infinities(curve.values),
+        customdata=_list_points(curve),
         meta=meta,
-        name=escape(arm) + (", mean" if mean else f", seed {curve.seed}"),
+        name=escape_markup(arm) + (", mean" if mean else f", seed {curve.seed}"),
         mode="lines+markers" if mean or len(curve.steps) < 2 else "lines",
         line={"color": style.color, "dash": style.dash, "width": 2.2 if mean else 1},
         marker={"symbol": style.symbol, "size": 8, "color": style.color, "maxdisplayed": 9},
@@ -161,8 +161,8 @@ def _line(curve: Curve, arm: str, style: Style, meta: dict[str, Any]) -> go.Scat
     )
 
 
-def _band(mean: Curve, style: Style, meta: dict[str, Any]) -> go.Scatter:
-    points = _points(mean)
+def _draw_band(mean: Curve, style: Style, meta: dict[str, Any]) -> go.Scatter:
+    points = _list_points(mean)
     return go.Scatter(
         x=mean.tokens + mean.tokens[::-1],
         y=mean.high + mean.low[::-1],
@@ -171,21 +171,21 @@ def _band(mean: Curve, style: Style, meta: dict[str, Any]) -> go.Scatter:
         mode="lines",
         line={"width": 0},
         fill="toself",
-        fillcolor=_clear(style.color, 0.15),
+        fillcolor=_make_transparent(style.color, 0.15),
         hoverinfo="skip",
     )
 
 
-def _clear(color: str, alpha: float) -> str:
+def _make_transparent(color: str, alpha: float) -> str:
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha})"
 
 
-def _numbers(values: Sequence[float]) -> list[float | None]:
+def _drop_infinities(values: Sequence[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def _figure() -> go.Figure:
+def _make_figure() -> go.Figure:
     """Without a template: colors of text and grid follow the page."""
     axis = {"automargin": True, "ticks": "outside", "zeroline": False}
     return go.Figure(
@@ -207,16 +207,16 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
     summaries = [s for s in comparison.summaries if s.paired is not None]
     if not summaries:
         return None
-    look = styles(comparison.arms, comparison.baseline)
-    figure = _figure()
+    look = choose_styles(comparison.arms, comparison.baseline)
+    figure = _make_figure()
     descriptions, reach = [], [0.0]
     finished = finished_runs(comparison.records)
     for index, s in enumerate(summaries):
         assert s.paired is not None
         mean, style = s.paired.mean, look[s.arm]
         low, high = s.interval or (mean, mean)
-        text_of_verdict = verdict(s, comparison)
-        interval = between(s.interval) if s.interval else "no interval"
+        text_of_verdict = write_verdict(s, comparison)
+        interval = write_interval(s.interval) if s.interval else "no interval"
         # In the order of the differences: the plan's, if seeds are added until a question is decided.
         order = comparison.plan.seeds if comparison.plan else sorted(finished[s.arm])
         shared = [seed for seed in order if seed in finished[s.arm] and seed in finished[comparison.baseline]]
@@ -227,7 +227,7 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
             customdata=seeds,
             meta={"ink": True},
             mode="markers",
-            name=escape(s.arm),
+            name=escape_markup(s.arm),
             marker={"size": 5, "symbol": "circle-open", "color": style.color},
             hovertemplate="%{fullData.name}, seed %{customdata}<br><b>%{x:+.4f}</b><extra></extra>",
         )
@@ -235,7 +235,7 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
             x=[mean],
             y=[index],
             mode="markers",
-            name=escape(s.arm),
+            name=escape_markup(s.arm),
             marker={"size": 11, "symbol": style.symbol, "color": style.color},
             error_x={
                 "type": "data", "symmetric": False, "array": [high - mean], "arrayminus": [mean - low],
@@ -246,11 +246,11 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
         descriptions.append(f"{s.arm} {mean:+.3f}, {interval}, {text_of_verdict}")
         reach += [low, high, *s.paired.differences]
         figure.add_annotation(
-            text=f"<b>{escape(s.arm)}</b> {mean:+.3f} {escape(text_of_verdict)}",
+            text=f"<b>{escape_markup(s.arm)}</b> {mean:+.3f} {escape_markup(text_of_verdict)}",
             x=0, xref="paper", xanchor="left", y=index - 0.36, yanchor="middle", showarrow=False,
         )  # fmt: skip
     better = "left" if comparison.lower_is_better else "right"
-    title = escape(f"{comparison.unit}, minus {comparison.baseline}")
+    title = escape_markup(f"{comparison.unit}, minus {comparison.baseline}")
     # Every whole interval, and a little room for the marks at the ends.
     room = 0.05 * (max(reach) - min(reach)) or 0.001
     figure.update_xaxes(zeroline=True, zerolinewidth=2, range=[min(reach) - room, max(reach) + room], title_text=title)
@@ -269,9 +269,9 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
 
 def scaling_drawing(scaling: Scaling, name: str, title: str, arms: Sequence[str]) -> Drawing:
     """Loss against size, and the fitted laws."""
-    look = styles(arms, scaling.baseline)
+    look = choose_styles(arms, scaling.baseline)
     laws = {law.arm: law for law in scaling.laws}
-    figure = _figure()
+    figure = _make_figure()
     quantity = "parameters without embeddings" if scaling.axis == "parameters" else f"training {scaling.unit}"
     hover = "%{fullData.name}<br><b>%{y:.4f}</b> at %{x:.4s}<extra></extra>"
     for index, arm in enumerate(look):
@@ -282,10 +282,10 @@ def scaling_drawing(scaling: Scaling, name: str, title: str, arms: Sequence[str]
         meta = {"arm": index, "ink": style.baseline}
         figure.add_scatter(
             x=grid.tolist(),
-            y=_numbers(evaluate_law(constants(laws[arm]), grid).tolist()),
+            y=_drop_infinities(evaluate_law(law_constants(laws[arm]), grid).tolist()),
             meta=meta,
             mode="lines",
-            name=f"{escape(arm)}, law",
+            name=f"{escape_markup(arm)}, law",
             line={"color": style.color, "width": 2},
             hovertemplate=hover,
         )
@@ -294,7 +294,7 @@ def scaling_drawing(scaling: Scaling, name: str, title: str, arms: Sequence[str]
             y=[loss for _, loss in points],
             meta=meta,
             mode="markers",
-            name=escape(arm),
+            name=escape_markup(arm),
             marker={"symbol": style.symbol, "size": 10, "color": style.color},
             hovertemplate=hover,
         )
@@ -308,11 +308,11 @@ def scaling_drawing(scaling: Scaling, name: str, title: str, arms: Sequence[str]
         AXES,
         {arm: style for arm, style in look.items() if arm in laws},
         {"xtype": "log", "ytype": "log"},
-        {"y": {"": unit(scaling.metric, scaling.unit)}},
+        {"y": {"": name_unit(scaling.metric, scaling.unit)}},
         {},
     )
 
 
-def constants(law: Law) -> np.ndarray:
+def law_constants(law: Law) -> np.ndarray:
     """E, log A, a."""
     return np.array([law.e.value, math.log(max(law.a.value, 1e-300)), law.exponent.value])

@@ -19,11 +19,11 @@ from headwater.util.errors import HeadwaterError
 from headwater.util.layout import top_package
 from headwater_lab.comparison.scaling import Estimate, fit_scaling
 from headwater_lab.reports import words
-from headwater_lab.reports.comparison import Comparison, arm_of, comparisons, experiments
+from headwater_lab.reports.comparison import Comparison, arm_of, group_by_experiment, read_comparisons
 from headwater_lab.reports.figures import Drawing, curves_drawing, differences_drawing, scaling_drawing
 from headwater_lab.reports.pictures import curves_picture
-from headwater_lab.reports.prices import prices_of, prices_table, where_measured
-from headwater_lab.reports.recipes import differences, flat
+from headwater_lab.reports.prices import find_prices, prices_table, where_measured
+from headwater_lab.reports.recipes import find_changes, flatten_settings
 from headwater_lab.training.records import RunRecord
 from headwater_lab.util.names import file_name
 from headwater_lab.util.outputs import check_replaceable, save_figure, write_text
@@ -96,26 +96,26 @@ def write_report(
     Returns the page's path. Raises `HeadwaterError` if an experiment has no finished run.
     """
     target = target or folder / REPORT
-    results = [] if only is not None and not only else comparisons(folder, only)
-    pictures = {target.parent / f"{_slug(result)}-curves.png": curves_picture(result) for result in results}
+    results = [] if only is not None and not only else read_comparisons(folder, only)
+    pictures = {target.parent / f"{_name_file(result)}-curves.png": curves_picture(result) for result in results}
     for path in (target, *pictures):
         check_replaceable(path)
     for path, figure in pictures.items():
         save_figure(figure, path, dpi=160)
-    write_text(target, render([story(sizes) for sizes in experiments(results)], head))
+    write_text(target, render_page([tell_story(sizes) for sizes in group_by_experiment(results)], head))
     return target
 
 
-def _slug(comparison: Comparison) -> str:
+def _name_file(comparison: Comparison) -> str:
     """The name of a comparison in file names; an experiment's own name is kept if it is a valid file name."""
-    return file_name(comparison.name if comparison.size is None else f"{comparison.name}-{_id(comparison.size)}")
+    return file_name(comparison.name if comparison.size is None else f"{comparison.name}-{_make_id(comparison.size)}")
 
 
-def _id(text: str) -> str:
+def _make_id(text: str) -> str:
     return re.sub(r"\W+", "-", text).strip("-").lower() or "x"
 
 
-def render(stories: Sequence[Story], head: Head | None = None) -> str:
+def render_page(stories: Sequence[Story], head: Head | None = None) -> str:
     """The page as HTML."""
     loader = PackageLoader(top_package(__name__))
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -139,17 +139,17 @@ def render(stories: Sequence[Story], head: Head | None = None) -> str:
     return environment.get_template("report.html.j2").render(values)
 
 
-def story(sizes: Sequence[Comparison]) -> Story:
+def tell_story(sizes: Sequence[Comparison]) -> Story:
     """Everything about one experiment, at one or more sizes."""
     comparison = sizes[0]
-    name = _id(comparison.name)
+    name = _make_id(comparison.name)
     several = len(sizes) > 1
 
     def titled(text: str, size: Comparison) -> str:
         return f"{text}, {size.size}" if several else text
 
     def at(text: str, size: Comparison) -> str:
-        return f"{name}-{text}" + (f"-{_id(size.size or '')}" if several else "")
+        return f"{name}-{text}" + (f"-{_make_id(size.size or '')}" if several else "")
 
     sections = []
     for size in sizes:
@@ -159,7 +159,7 @@ def story(sizes: Sequence[Comparison]) -> Story:
         tables = [results_table(size), *further]
         sections.append(Section(at("results", size), titled("Results", size), tables=tables))
         if drawing := differences_drawing(size, at("differences", size)):
-            caption = f"Paired differences to {size.baseline}. {words.which_test(size)}"
+            caption = f"Paired differences to {size.baseline}. {words.describe_columns(size)}"
             tables = [PageTable(caption, *words.differences_table(size))]
             sections.append(
                 Section(at("differences", size), titled("Differences", size), drawing=drawing, tables=tables)
@@ -175,27 +175,27 @@ def story(sizes: Sequence[Comparison]) -> Story:
     sections.append(changes_part(sizes, f"{name}-changes"))
     environment = [data_table(comparison), machines_table(sizes)]
     sections.append(Section(f"{name}-environment", "Data and environment", tables=environment))
-    if warnings := notices(sizes):
+    if warnings := list_warnings(sizes):
         sections.append(Section(f"{name}-warnings", f"Warnings ({len(warnings)})", items=warnings))
     return Story(
         id=name,
         title=comparison.title,
-        question=words.question(sizes),
-        answers=[(f"{size.size}: " if several else "") + words.answer(size) for size in sizes],
+        question=words.state_question(sizes),
+        answers=[(f"{size.size}: " if several else "") + words.state_answer(size) for size in sizes],
         parts=sections,
     )
 
 
 def results_table(comparison: Comparison) -> PageTable:
-    names = words.columns(comparison)
+    names = words.result_columns(comparison)
     index = names.index("verdict")
     classes = {"better": "better", "worse": "worse", "diverged": "worse"}
     rows: list[list[PageCell]] = []
     for summary in comparison.summaries:
-        row: list[PageCell] = [*words.cells(summary, comparison)]
+        row: list[PageCell] = [*words.result_cells(summary, comparison)]
         row[index] = (str(row[index]), classes.get(summary.verdict(comparison.lower_is_better), ""))
         rows.append(row)
-    return PageTable(f"Held-out {comparison.unit} at the end. {words.note(comparison)}", names, rows)
+    return PageTable(f"Held-out {comparison.unit} at the end. {words.describe_test(comparison)}", names, rows)
 
 
 def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
@@ -239,7 +239,7 @@ def _rate_cell(records: Sequence[RunRecord], chosen: bool) -> PageCell:
 
 def prices_part(comparison: Comparison, name: str, title: str) -> Section | None:
     """Gains against what they cost; None if that was not measured."""
-    prices = prices_of(comparison)
+    prices = find_prices(comparison)
     if isinstance(prices, str):
         return Section(name, title, [prices]) if prices else None
     table = PageTable(f"What each arm costs. {where_measured(prices)}", *prices_table(comparison, prices))
@@ -259,8 +259,8 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
         return None
     rows = []
     for law in scaling.laws:
-        offset = _estimate(law.e) if law.e.value else "0, its bound"
-        rows.append([law.arm, offset, _estimate(law.a), _estimate(law.exponent), f"{law.error:.2g}"])
+        offset = _write_estimate(law.e) if law.e.value else "0, its bound"
+        rows.append([law.arm, offset, _write_estimate(law.a), _write_estimate(law.exponent), f"{law.error:.2g}"])
     caption = (
         "Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556). Intervals: 95 %, by the jackknife over the "
         "seeds. Error: root mean square of the residuals."
@@ -271,7 +271,7 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
     return Section(name, "Scaling", drawing=drawing, tables=[table], items=scaling.sentences())
 
 
-def _estimate(estimate: Estimate) -> str:
+def _write_estimate(estimate: Estimate) -> str:
     interval = "" if estimate.interval is None else " [{:.4g}, {:.4g}]".format(*estimate.interval)
     return f"{estimate.value:.4g}{interval}"
 
@@ -279,7 +279,7 @@ def _estimate(estimate: Estimate) -> str:
 def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
     """The baseline's recipe, and the command that trains it."""
     record = _baseline_record(sizes[0])
-    file = f"{_id(sizes[0].name)}.yaml"
+    file = f"{_make_id(sizes[0].name)}.yaml"
     text = (
         f"The recipe of {arm_of(record)}, seed {record.seed}, as recorded; the changes of the other arms follow. "
         f"`headwater train {file}` trains it."
@@ -302,13 +302,13 @@ def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
 
 def _arm_changes(comparison: Comparison) -> PageTable:
     base = comparison.baseline
-    rows = [[arm, *change] for arm, changes in differences(comparison).items() for change in changes]
+    rows = [[arm, *change] for arm, changes in find_changes(comparison).items() for change in changes]
     caption = f"Changes of each arm to {base}" + (f", {comparison.size}" if comparison.size else "")
     return PageTable(f"{caption}.", ["", "field", base, "here"], rows, text=True)
 
 
 def _size_changes(sizes: Sequence[Comparison]) -> PageTable:
-    settings = [flat(_baseline_record(comparison).recipe) for comparison in sizes]
+    settings = [flatten_settings(_baseline_record(comparison).recipe) for comparison in sizes]
     rows: list[list[PageCell]] = []
     for key in dict.fromkeys(chain.from_iterable(settings)):
         values = [values_of_size.get(key, "–") for values_of_size in settings]
@@ -340,7 +340,7 @@ def machines_table(sizes: Sequence[Comparison]) -> PageTable:
     return PageTable("Environment", ["", *names], rows, text=True)
 
 
-def notices(sizes: Sequence[Comparison]) -> list[str]:
+def list_warnings(sizes: Sequence[Comparison]) -> list[str]:
     """Warnings: skipped steps, failures, unfinished runs."""
     warnings = [size.changed_data for size in sizes if size.changed_data]
     for size in sizes:
@@ -361,7 +361,7 @@ def notices(sizes: Sequence[Comparison]) -> list[str]:
         for (step, message), those in messages.items():  # what many runs say is said once
             run = those[0] if len(those) == 1 else f"{those[0]} and {counted(len(those) - 1, 'other run')}"
             warnings.append(f"{run}, step {step}: {message}")
-        warnings += words.left_out(size)
+        warnings += words.list_left_out(size)
         if size.beyond:
             warnings.append(f"{counted(size.beyond, 'run')} came after the decision on their arm, and do not count.")
     return warnings

@@ -42,17 +42,17 @@ class Style:
     baseline: bool = False
 
 
-def styles(arms: Sequence[str], baseline: str) -> dict[str, Style]:
+def choose_styles(arms: Sequence[str], baseline: str) -> dict[str, Style]:
     """A style for each arm, no two alike among 210."""
     compared = [arm for arm in arms if arm != baseline]
-    by_arm = {arm: _style(index) for index, arm in enumerate(compared)}
+    by_arm = {arm: _choose_style(index) for index, arm in enumerate(compared)}
     if baseline in arms:
         path, marker = SYMBOLS["circle"]
         by_arm[baseline] = Style(GREY, "circle", path, marker, "solid", "", "-", baseline=True)
     return {arm: by_arm[arm] for arm in arms}
 
 
-def _style(index: int) -> Style:
+def _choose_style(index: int) -> Style:
     # Six colors and seven markers have no common divisor: each of the first 42 arms is a pair of its own.
     symbol = list(SYMBOLS)[(index + 1) % len(SYMBOLS)]
     path, marker = SYMBOLS[symbol]
