@@ -41,15 +41,16 @@ class Compared(Result):
     def table(self) -> list[dict[str, Any]]:
         """A row per arm (and size), as text, with the columns of the report's table."""
         return [
-            _size_of(one) | dict(zip(["arm", *result_columns(one)[1:]], result_cells(summary, one), strict=True))
-            for one in self.comparisons
-            for summary in one.summaries
+            _size_of(comparison)
+            | dict(zip(["arm", *result_columns(comparison)[1:]], result_cells(summary, comparison), strict=True))
+            for comparison in self.comparisons
+            for summary in comparison.summaries
         ]
 
     def _numbers(self) -> list[dict[str, Any]]:
         """A row per finished or diverged run: its arm, size and seed, its cost, and its last metrics."""
         return [
-            _size_of(one)
+            _size_of(comparison)
             | {
                 "arm": run.experiment.arm,
                 "seed": run.seed,
@@ -60,19 +61,19 @@ class Compared(Result):
                 "seconds": run.seconds,
             }
             | (run.held_out[-1].metrics if run.held_out else {})
-            for one in self.comparisons
-            for run in one.records
+            for comparison in self.comparisons
+            for run in comparison.records
             if run.experiment is not None
         ]
 
     def evidence(self) -> list[dict[str, Any]]:
         """With `sequential: true`, a row per arm, size and look: arm, seeds, difference, low, high; else no rows."""
         return [
-            _size_of(one)
+            _size_of(comparison)
             | {"arm": summary.arm, "seeds": look.pairs, "difference": look.mean}
             | dict(zip(("low", "high"), look.interval or (None, None), strict=True))
-            for one in self.comparisons
-            for summary in one.summaries
+            for comparison in self.comparisons
+            for summary in comparison.summaries
             for look in (summary.paired.looks if summary.paired is not None else ())
         ]
 
@@ -119,19 +120,19 @@ def compare(
     outside.trust(trust)
     extras.check("compare")
     sources = cast("Sequence[AnyRecipe]", recipe if isinstance(recipe, list | tuple) else [recipe])
-    recipes = [read_recipe(each, overrides) for each in sources]
+    recipes = [read_recipe(source, overrides) for source in sources]
     titles = [loaded.name for loaded in recipes]
     _check_titles(titles, searches)
-    parts = [_part(loaded, arms, sizes) if arms or sizes else None for loaded in recipes]
+    selections = [_part(loaded, arms, sizes) if arms or sizes else None for loaded in recipes]
     folder = local(out, "out") if out is not None else Path("runs") / titles[0]
     failed: list[Outcome] = []
     with occupied(folder):
         if searches:
             selection, failed = _select(recipes[0], mechanisms, folder, workers, on_change, watch)
-            recipes, parts = [selection] if failed else [_final(selection, folder, watch)], [None]
+            recipes, selections = [selection] if failed else [_final(selection, folder, watch)], [None]
             titles = list(dict.fromkeys((selection.name, recipes[0].name)))
-        for loaded, part in zip(recipes, parts, strict=True) if not failed else ():
-            failed += _train(loaded, folder, workers, on_change, watch, part)
+        for loaded, selected in zip(recipes, selections, strict=True) if not failed else ():
+            failed += _train(loaded, folder, workers, on_change, watch, selected)
     return Compared(folder, titles, failed)
 
 
@@ -153,12 +154,12 @@ def _part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmK
     section = recipe.compare
     if section is None:
         return None
-    for what, names, known in (("arm", arms, section.arms), ("size", sizes, section.sizes)):
+    for kind, names, possible in (("arm", arms, section.arms), ("size", sizes, section.sizes)):
         for name in names:
-            if what == "size" and not known:
+            if kind == "size" and not possible:
                 raise HeadwaterError(f"{recipe.name!r} compares at one size; leave out --size.")
-            if name not in known:
-                raise HeadwaterError(f"{recipe.name!r} has no {what} {name!r}; {nearest(name, known)}")
+            if name not in possible:
+                raise HeadwaterError(f"{recipe.name!r} has no {kind} {name!r}; {nearest(name, possible)}")
     untested = {section.baseline, *section.budget_arms}
     if section.sequential and arms and untested.issuperset(arms):
         raise HeadwaterError(f"{arms[0]!r} is what other arms are compared with; name an arm to decide with --arm.")
@@ -172,7 +173,7 @@ def _train(
     workers: int | None,
     on_change: OnChange | None,
     watch: Observer,
-    part: Collection[ArmKey] | None = None,
+    only: Collection[ArmKey] | None = None,
 ) -> list[Outcome]:
     """Train what a recipe compares, or these arms and sizes of it; tell what diverged, and return what failed."""
     for trial in list_trials(recipe, folder):
@@ -181,11 +182,11 @@ def _train(
                 f"Mechanism {min(unknown)!r} was registered in this process, and a comparison trains in others; "
                 "put its class into a module, and name it as module:Class."
             )
-    if runs := describe_runs(recipe, None if part is None else len(part)):
+    if runs := describe_runs(recipe, None if only is None else len(only)):
         watch.tell(runs)
-    steps = sum(job.steps for job in running.list_jobs(recipe, folder, part))
+    steps = sum(job.steps for job in running.list_jobs(recipe, folder, only))
     bars = on_change or watched_trials(recipe.name, steps, watch)
-    return tell_failures(running.run_comparison(recipe, folder, workers, bars, part, watch.tell), watch)
+    return tell_failures(running.run_comparison(recipe, folder, workers, bars, only, watch.tell), watch)
 
 
 def watched_trials(name: str, steps: int, watch: Observer) -> OnChange:
@@ -210,11 +211,11 @@ def tell_failures(outcomes: Sequence[Outcome], watch: Observer) -> list[Outcome]
     reasons: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:
         if outcome.error is not None:
-            what = "diverged" if outcome.record is not None else "failed"
-            reasons.setdefault((what, outcome.error), []).append(outcome.label)
-    for (what, why), labels in reasons.items():
-        others = f", and {len(labels) - 1} more," if len(labels) > 1 else ""
-        watch.tell(f"{labels[0]}{others} {what}: {why}")
+            outcome_kind = "diverged" if outcome.record is not None else "failed"
+            reasons.setdefault((outcome_kind, outcome.error), []).append(outcome.label)
+    for (outcome_kind, why), labels in reasons.items():
+        further = f", and {len(labels) - 1} more," if len(labels) > 1 else ""
+        watch.tell(f"{labels[0]}{further} {outcome_kind}: {why}")
     return [outcome for outcome in outcomes if outcome.record is None]
 
 
@@ -230,8 +231,8 @@ def _select(
     arms, refused = search.find_candidates(recipe, mechanisms)
     for reason in dict.fromkeys(refused.values()):
         labels = [label for label, why in refused.items() if why == reason]
-        more = f", and {len(labels) - 1} more" if len(labels) > 1 else ""
-        watch.tell(f"left out: {labels[0]}{more}: {reason}")
+        further = f", and {len(labels) - 1} more" if len(labels) > 1 else ""
+        watch.tell(f"left out: {labels[0]}{further}: {reason}")
     selection = search.search_recipe(recipe, arms)
     runs = counted((search.FINALISTS + 1) * len(search.FINAL_SEEDS), "run")
     watch.tell(

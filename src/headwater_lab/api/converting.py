@@ -113,14 +113,14 @@ def convert(
         built = recipe.data.build()
         if text is None and (warning := changed_text(trained, built)):
             watch.tell(f"{warning} Pass another text with --text.")
-        before = measured("measuring the original", trained.model.to(device), built, watch)
+        original = measured("measuring the original", trained.model.to(device), built, watch)
         del trained
         watch.tell("making the smaller model")
         record = train_stages(recipe, out, on_event=watched(recipe, chain(recipe, out), watch))
         result = _written(out, record, dtype)
         publish_model(result, out)
-        after = measured("measuring the result", open_source(str(result)).model.to(device), built, watch)
-        _report(out, record, price, (before, after), source, watch)
+        converted = measured("measuring the result", open_source(str(result)).model.to(device), built, watch)
+        _report(out, record, price, (original, converted), source, watch)
     return record
 
 
@@ -141,7 +141,7 @@ def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
     """Raise `HeadwaterError` for an override of what SOURCE or an option decides."""
-    for field in (one.partition("=")[0] for one in overrides):
+    for field in (override.partition("=")[0] for override in overrides):
         if field in ("start.checkpoint", "start"):
             raise HeadwaterError("The model to convert is SOURCE; leave out start.checkpoint.")
         if field.partition(".")[0] == "model" and field.removeprefix("model.") not in MAY_DIFFER:
@@ -163,9 +163,9 @@ def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
     trained = open_trained(target / record.stages[-1].folder)
     if trained.model.dtype == dtype:
         return newest_checkpoint(target)
-    place = target / FOLDER / f"step-{sum(stage.steps for stage in record.stages):06d}"
-    write_model(place, trained.model.to(dtype), trained.tokenizer, trained.history)
-    return place
+    checkpoint = target / FOLDER / f"step-{sum(stage.steps for stage in record.stages):06d}"
+    write_model(checkpoint, trained.model.to(dtype), trained.tokenizer, trained.history)
+    return checkpoint
 
 
 def _say_price(priced: ConversionPrice, teacher: str, watch: Observer) -> None:
@@ -176,11 +176,11 @@ def _say_price(priced: ConversionPrice, teacher: str, watch: Observer) -> None:
         ["parameters", *(f"{side['parameters']:,}" for side in sides)],
     ]
     watch.say(lined("", "before", "after", rows=rows))
-    parts = ", ".join(f"{name} {flops:.3g}" for name, flops in priced.flops.items())
-    held = f", of which {teacher} {si(priced.teacher_bytes)}B" if priced.teacher_bytes else ""
+    costs = ", ".join(f"{name} {flops:.3g}" for name, flops in priced.flops.items())
+    teacher_share = f", of which {teacher} {si(priced.teacher_bytes)}B" if priced.teacher_bytes else ""
     watch.say(
-        f"healing on {priced.tokens:,} tokens: {sum(priced.flops.values()):.3g} FLOPs ({parts}); about "
-        f"{si(priced.step_bytes)}B of memory in a step{held}"
+        f"healing on {priced.tokens:,} tokens: {sum(priced.flops.values()):.3g} FLOPs ({costs}); about "
+        f"{si(priced.step_bytes)}B of memory in a step{teacher_share}"
     )
 
 
@@ -193,15 +193,15 @@ def _report(
     watch: Observer,
 ) -> None:
     """Tell what the conversion did, and write it beside the run. measures: of the original and the result."""
-    before, after = measures
+    original, converted = measures
     curve = curve_of(record)
-    result = {"source": source, "price": asdict(priced), "before": before, "after": after, "curve": curve}
+    result = {"source": source, "price": asdict(priced), "before": original, "after": converted, "curve": curve}
     replace_text(target / "conversion.json", json.dumps(result, indent=1) + "\n")
     table = lined("", "before", "after", "after / before")
-    for name in [name for name in before if name in after]:
+    for name in [name for name in original if name in converted]:
         title = f"held-out {name.replace('_', ' ')}"
-        share = f"{after[name] / before[name]:.4f}" if before[name] else ""
-        table.add_row(title, f"{before[name]:.4f}", f"{after[name]:.4f}", share)
+        share = f"{converted[name] / original[name]:.4f}" if original[name] else ""
+        table.add_row(title, f"{original[name]:.4f}", f"{converted[name]:.4f}", share)
     watch.say(table)
     columns = ("tokens of healing", "cache, bytes a token (fp32)", record.metric.replace("_", " "))
     rows = [(f"{p['tokens']:,}", f"{p['cache_bytes_per_token']:,}", f"{p[record.metric]:.4f}") for p in curve]

@@ -64,11 +64,11 @@ def grow(
     try:
         change = Change.model_validate({"grow": pairs | arguments})
     except ValidationError as error:
-        first = error.errors()[0]
-        if first["type"] == "value_error":
-            raise HeadwaterError(str(first["ctx"]["error"])) from error
-        message = f"{first['msg'][0].lower()}{first['msg'][1:]}, not {shown(first['input'])}."
-        raise HeadwaterError(f"{'.'.join(map(str, first['loc'][1:]))}: {message}") from error
+        detail = error.errors()[0]
+        if detail["type"] == "value_error":
+            raise HeadwaterError(str(detail["ctx"]["error"])) from error
+        message = f"{detail['msg'][0].lower()}{detail['msg'][1:]}, not {shown(detail['input'])}."
+        raise HeadwaterError(f"{'.'.join(map(str, detail['loc'][1:]))}: {message}") from error
     try:
         trained = _opened("grow", model, with_state=out is not None)
     except HeadwaterError as error:
@@ -82,10 +82,10 @@ def grow(
     grown = changed(trained, change)
     if watch.listens:
         moved = _describe_change(function_change(trained.model, grown.model, ids))
-        before, after = trained.model.num_parameters(), grown.model.num_parameters()
-        watch.say(f"{before:,} → {after:,} parameters; {moved}, on {where}")
+        old_size, new_size = trained.model.num_parameters(), grown.model.num_parameters()
+        watch.say(f"{old_size:,} → {new_size:,} parameters; {moved}, on {where}")
         learning = sum(parameter.numel() for parameter in grown.model.parameters() if parameter.requires_grad)
-        if learning < after:
+        if learning < new_size:
             watch.say(f"{learning:,} of them learn, the new pairs")
     return _written(grown, out, watch)
 
@@ -107,20 +107,20 @@ def shrink(
     """
     trained = open_trained(checkpoint)
     ids = sample_rows(trained, text, rows)
-    seen = len(ids) if text is None else len(ids) - len(ids) // 4
-    weights = growth.importance(trained.model, ({trained.model.main_input_name: row[None]} for row in ids[:seen]))
+    calibrated = len(ids) if text is None else len(ids) - len(ids) // 4
+    weights = growth.importance(trained.model, ({trained.model.main_input_name: row[None]} for row in ids[:calibrated]))
     model = growth.shrink(trained.model, weights, attention_pairs, ffn_pairs)
     if text is None and (data := data_of(trained.history)) is not None:
         if warning := changed_text(trained, data):
             watch.tell(warning)
-        before, after = (
-            measured(f"measuring the {which} model", each, data, watch)[data.metric]
-            for which, each in (("old", trained.model), ("new", model))
+        old_loss, new_loss = (
+            measured(f"measuring the {which} model", measured_model, data, watch)[data.metric]
+            for which, measured_model in (("old", trained.model), ("new", model))
         )
-        moved = {"before": before, "after": after}
-        says = f"held-out {data.metric.replace('_', ' ')} {before:.4f} → {after:.4f}"
+        moved = {"before": old_loss, "after": new_loss}
+        says = f"held-out {data.metric.replace('_', ' ')} {old_loss:.4f} → {new_loss:.4f}"
     else:  # a text: the rest of it
-        moved = function_change(trained.model, model, ids[seen:])
+        moved = function_change(trained.model, model, ids[calibrated:])
         says = f"{_describe_change(moved)} (last quarter)"
     watch.say(f"{trained.model.num_parameters():,} → {model.num_parameters():,} parameters; {says}")
     details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs} | moved
@@ -142,7 +142,7 @@ def merge(base: Path, grown: Sequence[Path], *, out: Path | None = None, watch: 
         f"{data.metric.replace('_', ' ')} on the data of {path}" for path, data in zip(grown, sources, strict=True)
     ]
     columns = [
-        {name: measured(f"measuring {name}", each, data, watch)[data.metric] for name, each in models.items()}
+        {name: measured(f"measuring {name}", merged, data, watch)[data.metric] for name, merged in models.items()}
         for data in sources
     ]
     rows = [[name, *(f"{column[name]:.4f}" for column in columns)] for name in models]
@@ -191,35 +191,35 @@ def retrofit(
     in `train`. Raises `HeadwaterError`.
     """
     outside.trust(trust)
-    named = _named(mechanisms)
+    by_name = _named(mechanisms)
     trained = _opened("retrofit", model, layout, settings, family)
-    if not trained.foreign and not named:
+    if not trained.foreign and not by_name:
         raise HeadwaterError(f"{trained.source!r} is already a headwater model; name mechanisms to add.")
     ids, where = _tell_converted(trained, watch, text, rows)
     details: dict[str, Any] = {}
     result = trained.model
-    if named:
-        options = {name: dict(each) for name, each in named.items()}
+    if by_name:
+        options = {name: dict(fields) for name, fields in by_name.items()}
         result = add_mechanisms(trained.model, options, allow_change)
-        details["mechanisms"] = {name: (result.config.mechanisms or {})[name] for name in named}
+        details["mechanisms"] = {name: (result.config.mechanisms or {})[name] for name in by_name}
         if watch.listens or out is not None:
             details["moved"] = moved = function_change(trained.model, result, ids)
             new = result.num_parameters() - trained.model.num_parameters()
-            watch.say(f"{', '.join(named)} added, {new:+,} parameters: {_describe_change(moved)}, on {where}")
+            watch.say(f"{', '.join(by_name)} added, {new:+,} parameters: {_describe_change(moved)}, on {where}")
     return _written(trained.after("retrofitted", details, model=result) if details else trained, out, watch)
 
 
 def _named(mechanisms: Any) -> Mapping[str, Mapping[str, Any]]:
     """Mechanisms by name, with their options. Raises `HeadwaterError`."""
     outside.trust_names_in(mechanisms)
-    named = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
-    if not isinstance(named, Mapping):
-        raise HeadwaterError(f"mechanisms must be names, or a mapping name: options, not {shown(named)}.")
-    return named
+    by_name = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
+    if not isinstance(by_name, Mapping):
+        raise HeadwaterError(f"mechanisms must be names, or a mapping name: options, not {shown(by_name)}.")
+    return by_name
 
 
 def _opened(
-    what: str,
+    label: str,
     model: Any,
     layout: str | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -232,7 +232,7 @@ def _opened(
         return open_source(str(model), layout, dict(settings or {}), family, with_state=with_state)
     source = f"A {type(model).__name__}"
     if not isinstance(model, PreTrainedModel):
-        raise HeadwaterError(f"{what} takes a model, a folder or a name on the hub, not {type(model).__name__!r}.")
+        raise HeadwaterError(f"{label} takes a model, a folder or a name on the hub, not {type(model).__name__!r}.")
     if isinstance(model, HeadwaterPreTrainedModel):
         if family is not None:
             raise HeadwaterError(f"{source} is already a headwater model; leave out family={family!r}.")
@@ -271,7 +271,7 @@ def _written(trained: Trained, out: Path | None, watch: Observer) -> AnyModel:
         write_model(out, trained.model, trained.tokenizer, trained.history, trained.state or None)
         lines = [f"written to {out}", how_to_load(out)]
         if trained.tokenizer is None:
-            what = "image processor" if trained.model.main_input_name == "pixel_values" else "tokenizer"
-            lines.append(f"The source has no {what}, so none is written.")
+            kind = "image processor" if trained.model.main_input_name == "pixel_values" else "tokenizer"
+            lines.append(f"The source has no {kind}, so none is written.")
         watch.say("\n".join(lines))
     return trained.model

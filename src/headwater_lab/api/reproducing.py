@@ -49,7 +49,7 @@ class Reproduced(Result):
 
     def claims(self) -> list[tuple[str, str]]:
         """The paper's claims, and the verdicts."""
-        return [(one.says if isinstance(one.says, str) else str(one.says), one.verdict) for one in self.result.claims]
+        return [(claim.says, claim.verdict) for claim in self.result.claims]
 
     def report(self) -> Path:
         """Write the table's page, and return its path."""
@@ -78,10 +78,10 @@ def reproduce(
     """
     outside.trust(trust)
     folder, files = local(out, "out"), None if task_files is None else local(task_files, "task_files")
-    known = table_of(table)
+    paper_table = table_of(table)
     if scale not in SCALES:
         raise HeadwaterError(f"scale must be {either(SCALES)}, not {shown(scale)}.")
-    if known.computed:
+    if paper_table.computed:
         if overrides:
             raise HeadwaterError(
                 f"{table} is computed without training, so {overrides[0]!r} has no effect; leave it out."
@@ -90,9 +90,9 @@ def reproduce(
     extras.check("compare")
     work = prepare_work(table, scale, folder, overrides)
     work.check_tasks(files)
-    kept = None if keep is None else local(keep, "keep")
-    if kept is not None:
-        restore_runs(kept, work, watch.tell)
+    keep_file = None if keep is None else local(keep, "keep")
+    if keep_file is not None:
+        restore_runs(keep_file, work, watch.tell)
     if watch.listens:
         watch.tell(_cost(work))
     if work.cannot_show:
@@ -101,8 +101,8 @@ def reproduce(
         trials = partial(watched_trials, watch=watch)
         failed = tell_failures(train_table(work, workers, trials, partial(_watched_steps, watch)), watch)
     finally:  # also of what was interrupted
-        if kept is not None:
-            keep_runs(kept, work, watch.tell)
+        if keep_file is not None:
+            keep_runs(keep_file, work, watch.tell)
     unfinished = _unfinished(work, failed, watch)
     return Reproduced(reproduce_table(work, files, device), work.folder, failed, unfinished)
 
@@ -140,13 +140,13 @@ def _cost(work: Work) -> str:
 
 def chosen_tables(papers: Sequence[str]) -> dict[str, PaperTable]:
     """All tables, or those of `papers`, each a paper or a table."""
-    known = read_tables()
-    of = sorted({name.partition("/")[0] for name in known})
+    tables = read_tables()
+    names = sorted({name.partition("/")[0] for name in tables})
     for paper in papers:
-        if paper not in of and paper not in known:
-            raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, of)}")
-    chosen = {name for name in known if not papers or {name, name.partition("/")[0]} & {*papers}}
-    return {name: table for name, table in known.items() if name in chosen}
+        if paper not in names and paper not in tables:
+            raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, names)}")
+    chosen = {name for name in tables if not papers or {name, name.partition("/")[0]} & {*papers}}
+    return {name: table for name, table in tables.items() if name in chosen}
 
 
 def list_tables(papers: Sequence[str], folder: Path) -> Table:
@@ -161,14 +161,14 @@ def list_tables(papers: Sequence[str], folder: Path) -> Table:
     listing.columns[0].no_wrap = True
     for name, table in chosen_tables(papers).items():
         cells = ["computed", "", ""] if table.computed else []
-        for scale, at in table.scales.items():
-            if at.nothing:
+        for scale, settings in table.scales.items():
+            if settings.nothing:
                 cells.append("nothing")
                 continue
             work = prepare_work(name, scale, folder)
-            runs = sum(len(place.seeds) for place in work.trained)
+            runs = sum(len(arm.seeds) for arm in work.trained)
             time = duration(estimate_price(work.trained, scale).hours)
-            note = "; cannot show it" if at.cannot_show else ""
+            note = "; cannot show it" if settings.cannot_show else ""
             cells.append(f"{time}, {runs - len(work.missing())}/{runs}{note}")
         listing.add_row(name, table.title, *cells)
     return listing

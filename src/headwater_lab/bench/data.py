@@ -104,9 +104,9 @@ def _write_text(source: str | None, size: int, file: Path) -> tuple[int, int]:
     sources = [source] if source else [STDLIB, f"{sysconfig.get_path('purelib')}/**/*.py"]
     documents = written = 0
     with file.open("w") as lines:
-        for part in (part for one in sources for part in Stream(TextSource(one))):
-            lines.write(json.dumps({"text": part.text}) + "\n")
-            documents, written = documents + 1, written + len(part.data)
+        for document in (document for source in sources for document in Stream(TextSource(source))):
+            lines.write(json.dumps({"text": document.text}) + "\n")
+            documents, written = documents + 1, written + len(document.data)
             if written >= size:
                 break
     return documents, written

@@ -131,13 +131,13 @@ def bench_gpu(
         if name not in SHARES:
             raise HeadwaterError(f"There is no phase named {name!r}; {nearest(name, SHARES)}")
     out.mkdir(parents=True, exist_ok=True)
-    left = {name: share for name, share in SHARES.items() if not only or name in only}
+    shares = {name: share for name, share in SHARES.items() if not only or name in only}
     results: dict[str, Any] = {"headwater": __version__, "device": device, "budget": budget, "phases": {}}
     write_json(out / JSON, results)
-    for name in list(left):
+    for name in list(shares):
         remaining = budget - (time.monotonic() - begun) - RESERVE
-        allowed = remaining * left[name] / sum(left.values())
-        del left[name]
+        allowed = remaining * shares[name] / sum(shares.values())
+        del shares[name]
         if allowed < 1:
             phase: dict[str, Any] = {"status": "skipped", "seconds": 0.0, "rows": []}
         else:
@@ -180,19 +180,19 @@ def _apart(name: str, folder: Path, device: str, seconds: float) -> dict[str, An
 
 def _read(rows: Path) -> list[Measurement]:
     """The rows that were written completely."""
-    found = []
+    measurements = []
     for line in rows.read_text().splitlines() if rows.exists() else ():
         try:
-            found.append(json.loads(line))
+            measurements.append(json.loads(line))
         except ValueError:  # cut in the middle
             break
-    return found
+    return measurements
 
 
-def problems(found: dict[str, Any]) -> list[str]:
+def problems(results: dict[str, Any]) -> list[str]:
     """Problems in the results: phases that failed, results that differ, measurements that raised errors."""
-    wrong = [f"{name}: {phase['error']}" for name, phase in found["phases"].items() if "error" in phase]
-    for name, phase in found["phases"].items():
+    wrong = [f"{name}: {phase['error']}" for name, phase in results["phases"].items() if "error" in phase]
+    for name, phase in results["phases"].items():
         for row in phase["rows"]:
             outcome = row.get("outcome", "")
             if outcome == WRONG or outcome.startswith("failed"):
@@ -232,8 +232,8 @@ class Phase:
         except torch.OutOfMemoryError:
             self.put(**names, outcome="skipped: not enough memory")
         except Exception as error:
-            first = (str(error).strip().splitlines() or [""])[0]
-            self.put(**names, outcome=f"failed: {type(error).__name__}: {first[:300]}")
+            message = (str(error).strip().splitlines() or [""])[0]
+            self.put(**names, outcome=f"failed: {type(error).__name__}: {message[:300]}")
         if self.on_gpu:
             torch.cuda.empty_cache()
 
@@ -333,26 +333,27 @@ def bandwidth(phase: Phase) -> float:
 
 def correctness(phase: Phase) -> None:
     """The contract on this device: cached = uncached, packed = separate, half precision near fp64, compiled = eager."""
-    every = combinations()
-    for name, mechanisms in every.items():
-        phase.attempt(partial(_checked, phase, mechanisms), brief=True, mechanisms=name)
-    for name, mechanisms in every.items():
-        phase.attempt(partial(_same_tokens, phase, mechanisms, False), brief=True, tokens=name)
-    both = [name for name in ("none", "together") if name in every]
-    for name in both:
-        phase.attempt(partial(_token_waits, phase, every[name]), brief=True, waits=f"decoding step, {name}")
+    mechanisms_by_name = combinations()
+    for name, options in mechanisms_by_name.items():
+        phase.attempt(partial(_checked, phase, options), brief=True, mechanisms=name)
+    for name, options in mechanisms_by_name.items():
+        phase.attempt(partial(_same_tokens, phase, options, False), brief=True, tokens=name)
+    extremes = [name for name in ("none", "together") if name in mechanisms_by_name]
+    for name in extremes:
+        measure = partial(_token_waits, phase, mechanisms_by_name[name])
+        phase.attempt(measure, brief=True, waits=f"decoding step, {name}")
 
     # Compilation takes most of the time: that of as many mechanisms as fit, a minute or more.
     def compiled(name: str) -> None:
-        phase.attempt(partial(_compiled, phase, every[name]), compiled=name)
+        phase.attempt(partial(_compiled, phase, mechanisms_by_name[name]), compiled=name)
 
-    for name in every:
+    for name in mechanisms_by_name:
         if name in PRESETS[RECOMMENDED].fields["mechanisms"]:
             compiled(name)
-    for name in both:
+    for name in extremes:
         compiled(name)
-        phase.attempt(partial(_step_waits, phase, every[name]), waits=f"training step, {name}")
-        phase.attempt(partial(_same_tokens, phase, every[name], True), tokens=f"{name}, compiled")
+        phase.attempt(partial(_step_waits, phase, mechanisms_by_name[name]), waits=f"training step, {name}")
+        phase.attempt(partial(_same_tokens, phase, mechanisms_by_name[name], True), tokens=f"{name}, compiled")
 
 
 def _small(mechanisms: dict[str, dict]) -> HeadwaterConfig:
@@ -372,17 +373,17 @@ def _checked(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     config = _small(mechanisms)
     model = HeadwaterForCausalLM(config).to(phase.device, torch.float64).eval()
     ids = random_ids(256, 2, 48).to(phase.device)
-    whole = model(ids, use_cache=False).logits
-    cache, parts = DynamicCache(config=config), []
+    uncached = model(ids, use_cache=False).logits
+    cache, chunks = DynamicCache(config=config), []
     for chunk in ids.split([40, *[1] * 8], dim=1):
-        parts.append(model(chunk, past_key_values=cache).logits)
-    cached = float((torch.cat(parts, 1) - whole).abs().max())
+        chunks.append(model(chunk, past_key_values=cache).logits)
+    cached = float((torch.cat(chunks, 1) - uncached).abs().max())
     positions = torch.cat((torch.arange(20), torch.arange(28))).to(phase.device)[None].expand(2, -1)
     packed = model(ids, position_ids=positions, use_cache=False).logits
-    alone = torch.cat([model(part, use_cache=False).logits for part in ids.split([20, 28], 1)], 1)
+    alone = torch.cat([model(document, use_cache=False).logits for document in ids.split([20, 28], 1)], 1)
     apart = float((packed - alone).abs().max())
     half = model.to(torch.bfloat16)(ids, use_cache=False).logits.double()
-    near = float((half - whole).square().mean().sqrt() / whole.square().mean().sqrt())
+    near = float((half - uncached).square().mean().sqrt() / uncached.square().mean().sqrt())
     fine = cached < 1e-9 and apart < 1e-9 and near < 1e-2
     return {"cached - whole": cached, "packed - apart": apart, "bf16, rms": near, "outcome": "ok" if fine else WRONG}
 
@@ -391,11 +392,11 @@ def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> M
     """Tokens of a static cache, whose steps a GPU replays as a graph, against those without a cache."""
     model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device, torch.float64).eval()
     ids = random_ids(256, 2, 16).to(phase.device)
-    given = torch.ones_like(ids)
-    given[1, :5] = 0
-    static = Decoder(model, compiled, phase.sizes.backend)(ids, given, max_new_tokens=12)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    static = Decoder(model, compiled, phase.sizes.backend)(ids, mask, max_new_tokens=12)
     plain = model.generate(
-        ids, attention_mask=given, max_new_tokens=12, do_sample=False, use_cache=False, pad_token_id=0
+        ids, attention_mask=mask, max_new_tokens=12, do_sample=False, use_cache=False, pad_token_id=0
     )
     return {"outcome": "ok" if torch.equal(static, plain) else WRONG}
 
@@ -405,8 +406,8 @@ def _step_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device)
     ids = random_ids(256, 2, 48).to(phase.device)
     # On a CPU, reading position ids to choose a mask costs nothing, and is done.
-    given = {"position_ids": _documents(2, 48, phase.device)["position_ids"]} if phase.on_gpu else None
-    return _waits(phase, _steps(phase, model, ids, given))
+    inputs = {"position_ids": _documents(2, 48, phase.device)["position_ids"]} if phase.on_gpu else None
+    return _waits(phase, _steps(phase, model, ids, inputs))
 
 
 def _token_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
@@ -444,8 +445,8 @@ def _compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
         eager = gradients()
         _count()
         compile_blocks(model.model.layers, phase.sizes.backend)
-        found = gradients()
-    error = float((found - eager).norm() / eager.norm())
+        compiled_gradients = gradients()
+    error = float((compiled_gradients - eager).norm() / eager.norm())
     return {"gradients": error, **_count(), "outcome": "ok" if error < 1e-4 else WRONG}
 
 
@@ -460,18 +461,18 @@ def _count() -> Measurement:
 
 
 def _steps(
-    phase: Phase, model: PreTrainedModel, ids: Tensor, given: dict[str, Tensor] | None = None, whole: bool = False
+    phase: Phase, model: PreTrainedModel, ids: Tensor, extra: dict[str, Tensor] | None = None, whole_model: bool = False
 ) -> Callable[[], None]:
-    """Training steps in bf16, compiled: by block, or as a whole. given: further inputs.
+    """Training steps in bf16, compiled: by block, or as a whole. extra: further inputs.
 
     Output head and loss are compiled as one, so that no logits leave the graph.
     """
-    backend, inputs = phase.sizes.backend, {"use_cache": False, **(given or {})}
-    if isinstance(model, HeadwaterForCausalLM) and not whole:  # as `headwater train` has it
+    backend, inputs = phase.sizes.backend, {"use_cache": False, **(extra or {})}
+    if isinstance(model, HeadwaterForCausalLM) and not whole_model:  # as `headwater train` has it
         compile_model(model, backend)
         return training_step(model, lambda: model(ids, labels=ids, skip_logits=True, **inputs).loss, autocast=True)
     body: Callable[..., Any] = model.model
-    if whole:
+    if whole_model:
         body = torch.compile(model.model, backend=backend)
     else:
         compile_blocks(model.model.layers, backend)
@@ -523,19 +524,19 @@ def _shares(phase: Phase, step: Callable[[], None], steps: int = 3) -> Measureme
         with profile(activities=activities):  # the first step takes longer under a profiler
             step()
             wait()
-        with profile(activities=activities) as seen:
+        with profile(activities=activities) as profiler:
             started = time.perf_counter()
             for _ in range(steps):
                 step()
             wait()
-            passed = time.perf_counter() - started
+            elapsed = time.perf_counter() - started
     except RuntimeError as error:
         return {"shares": f"failed: {first_line(error)[:300]}"}
     busy = dict.fromkeys((*KERNELS, "other kernels"), 0.0)
-    for event in seen.key_averages():
-        kinds = (kind for kind, parts in KERNELS.items() if any(part in event.key.lower() for part in parts))
+    for event in profiler.key_averages():
+        kinds = (kind for kind, names in KERNELS.items() if any(name in event.key.lower() for name in names))
         spent = event.self_device_time_total if phase.on_gpu else event.self_cpu_time_total
-        busy[next(kinds, "other kernels")] += spent / 1e6 / passed
+        busy[next(kinds, "other kernels")] += spent / 1e6 / elapsed
     return {"idle": max(0.0, 1 - sum(busy.values())), **busy} if any(busy.values()) else {}
 
 
@@ -543,21 +544,21 @@ def training(phase: Phase) -> None:
     """Training steps at commonly published sizes, compiled by block and as a whole, and Llama's for comparison."""
     sizes, context = phase.sizes, phase.sizes.context
 
-    def measure(shape: tuple[int, int, int], whole: bool = False, llama: bool = False) -> Measurement:
+    def measure(shape: tuple[int, int, int], whole_model: bool = False, llama: bool = False) -> Measurement:
         layers, width, rows = shape
         config = ModelShape(layers, width, sizes.vocab_size).config(context)
         with torch.device(phase.device):
             model = LlamaForCausalLM(LlamaConfig(**config)) if llama else quickly(phase, layers, width, context)
         ids = phase.draw(rows, context)
         flops = cost.training_flops(HeadwaterConfig(**config), context) * ids.numel()
-        return _timed_steps(phase, _steps(phase, model, ids, whole=whole), flops, ids.numel())
+        return _timed_steps(phase, _steps(phase, model, ids, whole_model=whole_model), flops, ids.numel())
 
     for name, shape in sizes.training.items():
         phase.attempt(partial(measure, shape), model=name, compiled="blocks")
-    first = next(iter(sizes.training))
-    shape = sizes.training[first]
-    phase.attempt(partial(measure, shape, llama=True), model=f"{first}, transformers' Llama", compiled="blocks")
-    phase.attempt(partial(measure, shape, whole=True), model=first, compiled="whole")
+    smallest = next(iter(sizes.training))
+    shape = sizes.training[smallest]
+    phase.attempt(partial(measure, shape, llama=True), model=f"{smallest}, transformers' Llama", compiled="blocks")
+    phase.attempt(partial(measure, shape, whole_model=True), model=smallest, compiled="whole")
 
 
 def packing(phase: Phase) -> None:
@@ -571,13 +572,13 @@ def packing(phase: Phase) -> None:
         flops = cost.training_flops(model.config, context) * ids.numel()
         if not packed:
             return _timed_steps(phase, _steps(phase, model, ids), flops, ids.numel())
-        given = _documents(rows, context, phase.device)
-        found: Measurement = {}
+        documents = _documents(rows, context, phase.device)
+        row: Measurement = {}
         if attention == VARLEN:
-            found = _unlike_mask(phase, model, ids[:1])
+            row = _unlike_mask(phase, model, ids[:1])
         else:
-            del given["cu_seq_lens_q"]
-        return found | _timed_steps(phase, _steps(phase, model, ids, given), flops, ids.numel())
+            del documents["cu_seq_lens_q"]
+        return row | _timed_steps(phase, _steps(phase, model, ids, documents), flops, ids.numel())
 
     for context, rows in phase.sizes.packing.items():
         kinds = {"one document": ("sdpa", False), "packed, mask": ("sdpa", True), "packed, varlen": (VARLEN, True)}
@@ -599,13 +600,13 @@ def _documents(rows: int, context: int, device: torch.device) -> dict[str, Tenso
 def _unlike_mask(phase: Phase, model: HeadwaterForCausalLM, ids: Tensor) -> Measurement:
     """How far the hidden states of a packed row, in bf16, are from those under a mask."""
     rows, context = ids.shape
-    given = _documents(rows, context, phase.device)
-    found = []
+    documents = _documents(rows, context, phase.device)
+    states = []
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
         for attention in ("sdpa", VARLEN):
             model.set_attn_implementation(attention)
-            found.append(model.model(ids, use_cache=False, **given).last_hidden_state.double())
-    apart = float((found[1] - found[0]).square().mean().sqrt() / found[0].square().mean().sqrt())
+            states.append(model.model(ids, use_cache=False, **documents).last_hidden_state.double())
+    apart = float((states[1] - states[0]).square().mean().sqrt() / states[0].square().mean().sqrt())
     return {"from the mask, rms": apart, "outcome": "ok" if apart < 2e-2 else WRONG}
 
 
@@ -614,9 +615,9 @@ def mechanisms(phase: Phase) -> None:
     layers, width, rows = phase.sizes.mechanisms
     shape = StepShape(layers, width, phase.sizes.vocab_size, phase.sizes.context)
 
-    def measure(given: dict[str, dict]) -> Measurement:
+    def measure(options: dict[str, dict]) -> Measurement:
         with torch.device("meta"):  # their own initialization, on the CPU, would take longer than the steps
-            empty = twins(given, shape)
+            empty = twins(options, shape)
         models = [drawn(model, phase.device) for model in empty]
         ids = phase.draw(rows, phase.sizes.context)
         steps = [_steps(phase, model, ids) for model in models]
@@ -629,20 +630,20 @@ def mechanisms(phase: Phase) -> None:
         low, high = paired.quartiles
         return {"ratio": paired.ratio, "quartiles": f"{low:.3f}–{high:.3f}", "ms without": times["without"][-1] * 1e3}
 
-    asked: dict[str, dict[str, dict]] = {name: {name: {}} for name in REGISTRY}
-    asked[RECOMMENDED] = PRESETS[RECOMMENDED].fields["mechanisms"]
+    mechanisms_by_name: dict[str, dict[str, dict]] = {name: {name: {}} for name in REGISTRY}
+    mechanisms_by_name[RECOMMENDED] = PRESETS[RECOMMENDED].fields["mechanisms"]
 
     def order(name: str) -> tuple[bool, int]:
         """How many graphs they have at least decides last: one for each number of inputs."""
         try:
-            config = HeadwaterConfig(num_hidden_layers=layers, mechanisms=asked[name])
+            config = HeadwaterConfig(num_hidden_layers=layers, mechanisms=mechanisms_by_name[name])
             graphs = len({len(plan.reads) for plan in plan_layers(config)})
         except HeadwaterError:
             graphs = layers  # it does not fit this model, as its row will say
         return name != RECOMMENDED, graphs
 
-    for name in sorted(asked, key=order):
-        phase.attempt(partial(measure, asked[name]), mechanism=name)
+    for name in sorted(mechanisms_by_name, key=order):
+        phase.attempt(partial(measure, mechanisms_by_name[name]), mechanism=name)
 
 
 def decoding(phase: Phase) -> None:
@@ -651,7 +652,7 @@ def decoding(phase: Phase) -> None:
     The step is recorded as it is, and compiled.
     """
     sizes = phase.sizes
-    given = bandwidth(phase)
+    peak = bandwidth(phase)
 
     def measure(layers: int, width: int, rows: int, compiled: bool) -> Measurement:
         model = quickly(phase, layers, width, sizes.prompt + sizes.tokens).to(torch.bfloat16).eval()
@@ -671,7 +672,7 @@ def decoding(phase: Phase) -> None:
             "ms a token": second * 1e3,
             "tokens/s": rows / second,
             "GB a step": step / 1e9,
-            "of the copy bandwidth": step / second / given,
+            "of the copy bandwidth": step / second / peak,
         }
         decoder(ids, max_new_tokens=2)  # the cache has room again
         assert decoder.held is not None
@@ -680,8 +681,8 @@ def decoding(phase: Phase) -> None:
 
     # One compiled row first. Compilation takes a minute, so the steps that need none come next.
     shapes = list(product(sizes.batches, sizes.decoding))
-    first, *others = [(shape, True) for shape in shapes]
-    for (rows, name), compiled in (first, *((shape, False) for shape in shapes), *others):
+    first_compiled, *later_compiled = [(shape, True) for shape in shapes]
+    for (rows, name), compiled in (first_compiled, *((shape, False) for shape in shapes), *later_compiled):
         phase.attempt(
             partial(measure, *sizes.decoding[name], rows, compiled),
             model=name,

@@ -27,7 +27,8 @@ def bench_prefill(
     config's mechanisms), in turn.
     """
     sizes = shape.config(shape.context)
-    configs = {name: HeadwaterConfig(**sizes, mechanisms=given) for name, given in {VANILLA: {}, **mechanisms}.items()}
+    compared = {VANILLA: {}, **mechanisms}
+    configs = {name: HeadwaterConfig(**sizes, mechanisms=options) for name, options in compared.items()}
     ids = random_ids(shape.vocab_size, shape.batch_size, shape.context).to(device)
     runs = {}
     for name, config in configs.items():

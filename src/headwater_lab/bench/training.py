@@ -47,17 +47,17 @@ def text_pair(
     torch.manual_seed(0)
     sizes = shape.config(shape.context)
     of_gpt2 = HeadwaterConfig.gpt2(**sizes | {"intermediate_size": 4 * shape.width})
-    ours = HeadwaterForCausalLM(of_gpt2 if base == "gpt2" else HeadwaterConfig(**sizes))
-    theirs = to_transformers(ours, base)
-    ours.set_attn_implementation(attention)
+    model = HeadwaterForCausalLM(of_gpt2 if base == "gpt2" else HeadwaterConfig(**sizes))
+    reference = to_transformers(model, base)
+    model.set_attn_implementation(attention)
     inputs = tuple(_tokens(shape) for _ in range(2))
     if documents is not None:
         positions = packed_positions(shape.batch_size, shape.context, documents)
-        for each in inputs:
-            each["position_ids"] = positions
+        for batch in inputs:
+            batch["position_ids"] = positions
         if takes_documents(attention) and (borders := make_cu_seq_lens(positions)) is not None:
             inputs[0]["cu_seq_lens_q"] = borders
-    return ModelPair((ours, theirs), (inputs[0], inputs[1]))
+    return ModelPair((model, reference), (inputs[0], inputs[1]))
 
 
 def image_pair(
@@ -75,13 +75,13 @@ def image_pair(
         num_attention_heads=max(1, shape.width // 64),
         num_labels=CLASSES,
     )
-    ours = HeadwaterForImageClassification(config)
-    theirs = to_transformers(ours, "vit")
-    ours.set_attn_implementation(attention)
+    model = HeadwaterForImageClassification(config)
+    reference = to_transformers(model, "vit")
+    model.set_attn_implementation(attention)
     draw = torch.Generator().manual_seed(0)
     pixels = torch.randn(shape.batch_size, 3, image_size, image_size, generator=draw)
     inputs = {"pixel_values": pixels, "labels": torch.randint(CLASSES, (shape.batch_size,), generator=draw)}
-    return ModelPair((ours, theirs), (inputs, inputs))
+    return ModelPair((model, reference), (inputs, inputs))
 
 
 def mechanism_pair(mechanisms: dict[str, dict], shape: StepShape) -> ModelPair:
@@ -96,24 +96,28 @@ def _tokens(shape: StepShape) -> dict[str, Any]:
 
 
 def bench_steps(
-    compared: dict[str, ModelPair], other: str, title: str, *, precision: str, pairs: int, memory: bool, device: str
+    compared: dict[str, ModelPair], reference: str, title: str, *, precision: str, pairs: int, memory: bool, device: str
 ) -> Benchmark:
     """Time training steps of pairs of models, or measure what they store for the backward pass, a row for each pair.
 
-    other: the name of the second model of each. precision: as in `time_pair`.
+    reference: the name of the second model of each. precision: as in `time_pair`.
     """
     rows = []
     for label, pair in compared.items():
         if memory:
-            kept, kept_by_other = stored_by_pair(pair, precision)
-            row = {"": label, "MB kept": f"{kept / 1e6:.1f}", f"{other}, MB kept": f"{kept_by_other / 1e6:.1f}"}
-            rows.append(row | {"ratio": f"{kept / kept_by_other:.3f}"})
+            stored, stored_by_reference = stored_by_pair(pair, precision)
+            row = {
+                "": label,
+                "MB kept": f"{stored / 1e6:.1f}",
+                f"{reference}, MB kept": f"{stored_by_reference / 1e6:.1f}",
+            }
+            rows.append(row | {"ratio": f"{stored / stored_by_reference:.3f}"})
         else:
             paired = time_pair(pair, precision, pairs, device)
-            first, second = (statistics.median(times) for times in (paired.a, paired.b))
-            rows.append({"": label, "s": f"{first:.3f}", f"{other}, s": f"{second:.3f}"} | paired.cells())
-    how = "" if memory else f", pairs {pairs}; {describe_device(device)}"
-    return Benchmark(f"{title}, precision {precision}{how}", rows)
+            a, b = (statistics.median(times) for times in (paired.a, paired.b))
+            rows.append({"": label, "s": f"{a:.3f}", f"{reference}, s": f"{b:.3f}"} | paired.cells())
+    settings = "" if memory else f", pairs {pairs}; {describe_device(device)}"
+    return Benchmark(f"{title}, precision {precision}{settings}", rows)
 
 
 def time_pair(pair: ModelPair, precision: str, pairs: int, device: str = "cpu") -> PairedTimes:
@@ -125,14 +129,14 @@ def time_pair(pair: ModelPair, precision: str, pairs: int, device: str = "cpu") 
         keep_freed_memory()  # as training does
 
     autocast = precision == "bf16-mixed"
-    first, second = (training_step(model, loss, autocast) for model, loss in _passes(pair, precision, device))
+    step_a, step_b = (training_step(model, loss, autocast) for model, loss in _passes(pair, precision, device))
 
     def finish(step: Callable[[], None]) -> None:
         step()
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize()
 
-    return interleave(partial(finish, first), partial(finish, second), pairs)
+    return interleave(partial(finish, step_a), partial(finish, step_b), pairs)
 
 
 def stored_by_pair(pair: ModelPair, precision: str) -> tuple[int, int]:
@@ -200,11 +204,11 @@ def twins(mechanisms: dict[str, dict], shape: StepShape) -> tuple[HeadwaterForCa
     def model(mechanisms: dict[str, dict]) -> HeadwaterForCausalLM:
         return HeadwaterForCausalLM(HeadwaterConfig(**sizes, mechanisms=mechanisms))
 
-    ours, other = model(mechanisms), model({})
-    if any(hasattr(module, "build_twin") for module in ours.modules()):
-        other = model(mechanisms)
-        for parent in list(other.modules()):
+    with_mechanisms, without = model(mechanisms), model({})
+    if any(hasattr(module, "build_twin") for module in with_mechanisms.modules()):
+        without = model(mechanisms)
+        for parent in list(without.modules()):
             for name, child in parent.named_children():
                 if (build := getattr(child, "build_twin", None)) is not None:
                     setattr(parent, name, build())
-    return ours, other
+    return with_mechanisms, without

@@ -79,15 +79,15 @@ def _command(name: str, panel: str, path: str) -> Any:
         group.add_typer(command, name=name, rich_help_panel=panel)
     else:
         # `serve` passes unknown options to the server.
-        more = {"allow_extra_args": True, "ignore_unknown_options": True} if name == "serve" else {}
+        settings = {"allow_extra_args": True, "ignore_unknown_options": True} if name == "serve" else {}
         example, trusts = COMMANDS[panel][path], name != "list"
-        add_command(group, name, command, example, trusts=trusts, context_settings=more, rich_help_panel=panel)
+        add_command(group, name, command, example, trusts=trusts, context_settings=settings, rich_help_panel=panel)
     return guarded(typer.main.get_group(group).commands[name])
 
 
 class _Group(TyperGroup):
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self.commands = _Commands()  # type: ignore[assignment]  # none is ever added
 
 

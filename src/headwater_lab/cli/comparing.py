@@ -85,8 +85,8 @@ def show(folder: Path) -> None:
     from headwater_lab.reports.prices import find_prices, terminal_prices
 
     page = write_report(folder)  # before anything is printed, since the pipe may be closed
-    found = read_comparisons(folder)
-    for comparison in found:
+    comparisons = read_comparisons(folder)
+    for comparison in comparisons:
         for table in words.result_tables(comparison):
             stdout.print(table)
         if prices := find_prices(comparison):
@@ -96,7 +96,7 @@ def show(folder: Path) -> None:
             say(line)
         stdout.print()
     say(f"report: {page}")
-    if wrong := next((one.changed_data for one in found if one.changed_data), ""):
+    if wrong := next((comparison.changed_data for comparison in comparisons if comparison.changed_data), ""):
         raise HeadwaterError(wrong)
 
 

@@ -74,13 +74,13 @@ def show(folder: Path, *, check: bool = False) -> None:
     from headwater_lab.data import shards
 
     prepared = shards.open_all(folder)
-    stdout.print(_table([part.folder for part in prepared]))
-    first = prepared[0].manifest
+    stdout.print(_table([member.folder for member in prepared]))
+    manifest = prepared[0].manifest
     say(
-        f"{first.source}, tokenizer {first.tokenizer.name} ({first.tokenizer.vocab_size:,} tokens), {first.dtype}, "
-        f"made by headwater {first.headwater}"
+        f"{manifest.source}, tokenizer {manifest.tokenizer.name} ({manifest.tokenizer.vocab_size:,} tokens), "
+        f"{manifest.dtype}, made by headwater {manifest.headwater}"
     )
-    say(_skipped(first.skipped))
+    say(_skipped(manifest.skipped))
     if check:
         shards.check_all(prepared)
         say("all checksums match")
@@ -167,8 +167,8 @@ def _table(folders: list[Path]) -> Table:
                 f"{facts.bytes / facts.counted_tokens:.2f}" if facts.counted_tokens else "",
                 str(len(facts.shards)),
             )
-        kept = manifest.evaluation
-        table.add_row("", "evaluation text", f"{kept.documents:,}", f"{kept.bytes / 1e6:,.2f}")
+        evaluation = manifest.evaluation
+        table.add_row("", "evaluation text", f"{evaluation.documents:,}", f"{evaluation.bytes / 1e6:,.2f}")
     return table
 
 

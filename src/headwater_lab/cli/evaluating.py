@@ -72,17 +72,17 @@ def evaluate(
             trust_remote_code=trust_remote_code,
             seed=seed,
             progress=stderr.is_terminal,
-            on_windows=lambda what, done, total: progress.show(what, done, total, unit="window"),
+            on_windows=lambda label, done, total: progress.show(label, done, total, unit="window"),
         )
     for table in evaluating.build_tables(result):
         stdout.print(table)
     for name, facts in result.models.items():
         size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocab_size']:,}"
         say(f"{name}: {facts['family']}, {size}, documents begin with {facts['begins_with']}")
-        for what, counts in facts.get("texts", {}).items():
+        for label, counts in facts.get("texts", {}).items():
             if counts["unknown_tokens"]:
                 say(
-                    f"{name} cannot spell {what}: {counts['unknown_tokens']:,} of {counts['tokens']:,} tokens are "
+                    f"{name} cannot spell {label}: {counts['unknown_tokens']:,} of {counts['tokens']:,} tokens are "
                     "unknown, so its figures there are optimistic."
                 )
     if out is not None:

@@ -24,8 +24,8 @@ def list(kind: Catalogue | None = None, *, json: AsJson = False) -> None:
         return
     for name, listed in rows.items():
         columns = COLUMNS[name]
-        left, cells = set(columns) - set(NUMBERS), [[_text(row[title]) for title in columns] for row in listed]
-        table = lined(*columns, rows=cells, left=left, fold=True, title=name)
+        text_columns, cells = set(columns) - set(NUMBERS), [[_text(row[title]) for title in columns] for row in listed]
+        table = lined(*columns, rows=cells, left=text_columns, fold=True, title=name)
         table.columns[0].no_wrap = True
         stdout.print(table)
 
@@ -47,5 +47,5 @@ def _text(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, dict):
-        return " ".join(f"{name}={each}" for name, each in value.items())
+        return " ".join(f"{name}={inner}" for name, inner in value.items())
     return value if isinstance(value, str) else "; ".join(value)

@@ -59,7 +59,7 @@ FREE_TEXT = ("prompt", "stop", "separator")
 
 
 def add_command(
-    group: typer.Typer, name: str, function: Callable[..., Any], example: str, *, trusts: bool = True, **shown: Any
+    group: typer.Typer, name: str, function: Callable[..., Any], example: str, *, trusts: bool = True, **settings: Any
 ) -> None:
     """Add a function to a group as a command. shown: Typer's settings.
 
@@ -68,7 +68,7 @@ def add_command(
     them is the command's. trusts: the command has the option --trust.
     """
     signature = inspect.signature(function, eval_str=True)
-    types = {name: each.annotation for name, each in signature.parameters.items()}
+    types = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     sections = {name: kind for name, kind in types.items() if isinstance(kind, type) and is_dataclass(kind)}
     text, texts = _texts(function, signature.parameters)
     parameters = [inspect.Parameter("command_line", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
@@ -94,7 +94,7 @@ def add_command(
         function(**values)
 
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    group.command(name, help=text, epilog=f"Example: headwater {example}", **shown)(command)
+    group.command(name, help=text, epilog=f"Example: headwater {example}", **settings)(command)
 
 
 def group_of(
@@ -130,14 +130,14 @@ def _declared(parameter: inspect.Parameter, texts: dict[str, str]) -> inspect.Pa
 
 def _type_and_values(annotation: Any) -> tuple[Any, Values]:
     """A parameter's type as Typer knows it, and what its annotation says about the values."""
-    parts = get_args(annotation)
+    arguments = get_args(annotation)
     if get_origin(annotation) is Annotated:
-        return _type_and_values(parts[0])[0], parts[1]
+        return _type_and_values(arguments[0])[0], arguments[1]
     if get_origin(annotation) is Sequence:
-        kind, values = _type_and_values(parts[0])
+        kind, values = _type_and_values(arguments[0])
         return list[kind], values  # type: ignore[valid-type]
-    if type(None) in parts:
-        kind, values = _type_and_values(parts[0])
+    if type(None) in arguments:
+        kind, values = _type_and_values(arguments[0])
         return kind | None, values
     return annotation, Values()
 
@@ -168,10 +168,10 @@ def need(readers: str, *options: str) -> None:
         refuse(f"without {readers}", *options)
 
 
-def exclude(first: str, *others: str) -> None:
+def exclude(option: str, *options: str) -> None:
     """Raise `HeadwaterError` if an option and one of the others stand on the command line."""
-    if entered(first):
-        refuse(f"with {first}", *others)
+    if entered(option):
+        refuse(f"with {option}", *options)
 
 
 def extra_arguments() -> list[str]:
@@ -200,7 +200,7 @@ def _checked(parameter: Any, process: Callable[[Any, Any], Any], context: Any, t
         raise HeadwaterError(f"{name}: {problem[1]}.")
     if isinstance(value, int) and abs(value) >= 2**31 and parameter.name not in BYTES:
         raise HeadwaterError(f"{name}: {value:,} is too large; choose a smaller value.")
-    texts, values = (each if isinstance(each, list | tuple) else [each] for each in (text, value))
+    texts, values = (item if isinstance(item, list | tuple) else [item] for item in (text, value))
     for word in texts if parameter.name not in FREE_TEXT else ():
         if isinstance(word, str):
             check_local(word, name)

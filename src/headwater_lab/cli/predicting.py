@@ -29,8 +29,8 @@ def predict(
 
     for path in images:
         if not path.is_file():
-            what = "a folder" if path.is_dir() else "no file"
-            raise HeadwaterError(f"{str(path)!r} is {what}; name image files.")
+            kind = "a folder" if path.is_dir() else "no file"
+            raise HeadwaterError(f"{str(path)!r} is {kind}; name image files.")
     model, processor = load_for_prediction(checkpoint)
     model.to(device_of(device))
     for path, classes in zip(images, predicted(model, processor, images), strict=True):

@@ -68,8 +68,8 @@ def reproduce(
         refuse_training(f"for {name}, which is computed without training", "--scale")
     elif why := table.scales[scale].nothing:
         refuse_training(f"for {name}, which is not run at {scale} scale")
-        others = " or ".join(other for other in SCALES if not table.scales[other].nothing)
-        say(f"{name} is meaningless at {scale} scale and was not run: {why} Use --scale {others}.")
+        scales = " or ".join(option for option in SCALES if not table.scales[option].nothing)
+        say(f"{name} is meaningless at {scale} scale and was not run: {why} Use --scale {scales}.")
         return
     else:
         extras.check("compare")
@@ -94,8 +94,8 @@ def reproduce(
             keep=keep,
             watch=report,
         )
-    for part in terminal_tables(result.result):
-        stdout.print(part)
+    for renderable in terminal_tables(result.result):
+        stdout.print(renderable)
     say(f"report: {result.report()}")
     if result.unfinished:
         raise HeadwaterError(result.unfinished)
@@ -116,7 +116,7 @@ def _judge(records: Path, names: Sequence[str], scale: ScaleOption) -> None:
         for number, reproduction in enumerate(reproduce_recorded(chosen_tables(names), scale, records, Path(folder))):
             if number:
                 stdout.print()
-            for part in terminal_tables(reproduction):
-                stdout.print(part)
+            for renderable in terminal_tables(reproduction):
+                stdout.print(renderable)
     if reproduction is None:
         raise HeadwaterError(f"{str(records)!r} has no run of these tables at {scale} scale with their settings.")

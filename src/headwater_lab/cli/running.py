@@ -180,10 +180,10 @@ def export(
     check_writable(out, folder=True)
     trained = open_trained(checkpoint)
     if family == "source":
-        known = [event.details["family"] for event in trained.history if "family" in event.details]
-        if not known or not isinstance(known[0], str):
+        families = [event.details["family"] for event in trained.history if "family" in event.details]
+        if not families or not isinstance(families[0], str):
             raise HeadwaterError(f"{str(checkpoint)!r} was not retrofitted from a family; name one with --family.")
-        family = known[0]
+        family = families[0]
         find_family(family)
     if family is None:
         write(trained.model, out, materialise, trained.tokenizer)

@@ -116,10 +116,10 @@ def _stdlib_files(root: Path) -> list[Path]:
     unwanted = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"}
 
     def wanted(file: Path) -> bool:
-        parts = file.relative_to(root).parts
-        if unwanted.intersection(parts) or file.name.startswith("_sysconfigdata"):
+        names = file.relative_to(root).parts
+        if unwanted.intersection(names) or file.name.startswith("_sysconfigdata"):
             return False
-        return parts[0] != "encodings" or b"gencodec" not in file.read_bytes()
+        return names[0] != "encodings" or b"gencodec" not in file.read_bytes()
 
     return sorted(file for file in root.rglob("*.py") if file.is_file() and wanted(file))
 
@@ -141,9 +141,9 @@ def docstrings() -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib"))
     described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for file in _stdlib_files(root):
-        found = [node for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, described)]
-        found.sort(key=lambda node: getattr(node, "lineno", 0))
-        text = "\n\n".join(filter(None, map(ast.get_docstring, found)))
+        nodes = [node for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, described)]
+        nodes.sort(key=lambda node: getattr(node, "lineno", 0))
+        text = "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
         if text:
             relative = name_in(file, root)
             yield Document(relative, text + "\n", key=relative)
@@ -176,7 +176,7 @@ def local_files(source: str) -> tuple[Path, list[Path]] | None:
     if path.exists():
         raise HeadwaterError(f"{source!r} is not a regular file; save its contents to a file first.")
     if glob.has_magic(source):
-        fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+        fixed = Path(*itertools.takewhile(lambda name: not glob.has_magic(name), path.parts))
         files = _matches(fixed, path.parts[len(fixed.parts) :])
         if not files:
             raise HeadwaterError(f"No file matches {source!r}.")
@@ -192,39 +192,39 @@ def _walk(folder: Path) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise HeadwaterError(f"The folder {error.filename!r} cannot be read: {error.strerror}.") from error
 
-    found = (Path(where) / name for where, _, names in os.walk(folder, onerror=refuse) for name in names)
-    return sorted(file for file in found if file.is_file())
+    paths = (Path(where) / name for where, _, names in os.walk(folder, onerror=refuse) for name in names)
+    return sorted(file for file in paths if file.is_file())
 
 
 def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
+    return any(name.startswith(".") for name in relative.parts)
 
 
 def _matches(root: Path, pattern: tuple[str, ...]) -> list[Path]:
     """The regular files below `root` that match a shell pattern. `**` does not follow links either."""
     cut = pattern.index("**") if "**" in pattern else len(pattern)
     names = glob.glob(str(Path(*pattern[:cut])), root_dir=root) if cut else [""]
-    found = [root / name for name in names]
+    paths = [root / name for name in names]
     if cut < len(pattern):
-        found = [
+        paths = [
             file
-            for folder in found
+            for folder in paths
             for file in (_walk(folder) if folder.is_dir() else [])
             if _fits(file.relative_to(folder).parts, pattern[cut:])
         ]
-    return sorted(file for file in set(found) if file.is_file())
+    return sorted(file for file in set(paths) if file.is_file())
 
 
-def _fits(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+def _fits(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
     """Whether the parts of a path match those of a pattern; hidden names must be matched explicitly."""
-    if not parts or not pattern:
-        return not parts and not pattern
-    first, *rest = pattern
-    if first == "**":
-        inside = not parts[0].startswith(".") and (_fits(parts[1:], pattern) or (len(parts) == 1 and not rest))
-        return inside or _fits(parts, tuple(rest))
-    dotted = parts[0].startswith(".") and not first.startswith(".")
-    return not dotted and fnmatch.fnmatchcase(parts[0], first) and _fits(parts[1:], tuple(rest))
+    if not names or not pattern:
+        return not names and not pattern
+    head, *tail = pattern
+    if head == "**":
+        inside = not names[0].startswith(".") and (_fits(names[1:], pattern) or (len(names) == 1 and not tail))
+        return inside or _fits(names, tuple(tail))
+    dotted = names[0].startswith(".") and not head.startswith(".")
+    return not dotted and fnmatch.fnmatchcase(names[0], head) and _fits(names[1:], tuple(tail))
 
 
 def load_hub_rows(source: str, config: str | None = None, split: str | None = None, streaming: bool = False) -> Any:

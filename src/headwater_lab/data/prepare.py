@@ -153,22 +153,22 @@ def moved_document(stream: Stream, share: float, encoder: Encoder) -> float | No
     Raises `HeadwaterError` if there are fewer than two texts.
     """
     counts = Counter[float]()
-    first: Document | None = None
+    example: Document | None = None
     for document in stream:
-        if first is None:
-            first = document
+        if example is None:
+            example = document
             encoder.documents([document])
         counts[document.fraction()] += 1
         if len({fraction < share for fraction in counts}) > 1:
             return None
     source = stream.source.source
-    if first is None:
+    if example is None:
         raise no_text(source, stream.skipped)
     if len(counts) < 2:
-        what = f"one document of {len(first.data)} bytes" if counts.total() == 1 else "one text, again and again"
-        raise too_short(source, what)
+        content = f"one document of {len(example.data)} bytes" if counts.total() == 1 else "one text, again and again"
+        raise too_short(source, content)
     rarest = min(counts.values())
-    return min((one for one in counts if counts[one] == rarest), key=lambda one: abs(one - share))
+    return min((value for value in counts if counts[value] == rarest), key=lambda fraction: abs(fraction - share))
 
 
 class _Run:
@@ -218,8 +218,8 @@ class _Run:
             write_sealed(self.out / DOMAINS, {"settings": self.settings, "domains": domains})
 
     def _write_manifest(self, folder: _Folder) -> None:
-        place = folder.path / TOKENIZER
-        self.encoder.tokenizer.save_pretrained(place)
+        tokenizer_folder = folder.path / TOKENIZER
+        self.encoder.tokenizer.save_pretrained(tokenizer_folder)
         files = shards.tokenizer_files(folder.path)
         for path in (*files, *{file.parent for file in files}):
             flush(path)
@@ -231,9 +231,9 @@ class _Run:
             settings=self.settings,
             tokenizer=TokenizerFacts(
                 name=self.name,
-                sha256=sha256_of(place / "tokenizer.json"),
+                sha256=sha256_of(tokenizer_folder / "tokenizer.json"),
                 vocab_size=self.encoder.vocab_size,
-                files={file.relative_to(place).as_posix(): sha256_of(file) for file in files},
+                files={file.relative_to(tokenizer_folder).as_posix(): sha256_of(file) for file in files},
             ),
             separator=self.encoder.separator,
             dtype="uint16" if self.encoder.dtype.itemsize == 2 else "uint32",
@@ -252,8 +252,8 @@ class _Run:
         flush(folder.path)
 
     def _folder(self, domain: str | None) -> _Folder:
-        if (known := self.folders.get(domain)) is not None:
-            return known
+        if (folder := self.folders.get(domain)) is not None:
+            return folder
         if len(self.folders) >= MOST_DOMAINS:
             raise HeadwaterError(
                 f"Column {self.settings['by']!r} has more than {MOST_DOMAINS} values; --by is for the few domains of a "
@@ -377,9 +377,9 @@ class _Smallest:
         bisect.insort(self.texts, (fraction, name, text))
         self.size += len(text.encode())
         # The first that does not fit marks where the choice ends.
-        while self.size - (last := len(self.texts[-1][-1].encode())) > self.limit:
+        while self.size - (size := len(self.texts[-1][-1].encode())) > self.limit:
             self.texts.pop()
-            self.size -= last
+            self.size -= size
 
     def result(self) -> list[tuple[str, str]]:
         """(id, text) up to the first that does not fit."""
@@ -417,21 +417,21 @@ def _foreign(out: Path) -> HeadwaterError:
 def _finished(out: Path, settings: dict[str, Any], separator: int) -> list[Path]:
     """The prepared folders of a finished run with the same settings, with all checksums verified."""
     prepared = shards.open_all(out)
-    for one in prepared:
-        _check_same(out, settings, separator, one.manifest)
+    for folder in prepared:
+        _check_same(out, settings, separator, folder.manifest)
     shards.check_all(prepared)
-    return [one.folder for one in prepared]
+    return [folder.folder for folder in prepared]
 
 
 def _check_same(out: Path, settings: dict[str, Any], separator: int, manifest: Manifest) -> None:
     """Raise `HeadwaterError` if a folder was prepared with other settings."""
-    before = manifest.settings
-    names = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
+    earlier = manifest.settings
+    names = [name for name in {**earlier, **settings} if earlier.get(name) != settings.get(name)]
     if (names and names[0] == "tokenizer") or (not names and separator != manifest.separator):
         raise HeadwaterError(f"{str(out)!r} was prepared with another tokenizer; use that one, or name another folder.")
     if names:
-        first = names[0]
+        name = names[0]
         raise HeadwaterError(
-            f"{str(out)!r} was prepared with {first.replace('_', ' ')} {before.get(first)!r}, not "
-            f"{settings.get(first)!r}; use the same, or name another folder."
+            f"{str(out)!r} was prepared with {name.replace('_', ' ')} {earlier.get(name)!r}, not "
+            f"{settings.get(name)!r}; use the same, or name another folder."
         )

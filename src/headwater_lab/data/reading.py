@@ -82,8 +82,8 @@ class Columns:
     def outermost(self, names: Iterable[str]) -> list[str]:
         """Those columns of a table with these names that hold the wanted ones."""
         names = set(names)
-        wanted = [*self.options, *([MESSAGES] if self.text == DEFAULT else []), _beside(self.text)]
-        return [c for name in wanted for c in (name, name.partition(".")[0]) if c in names][: 2 * len(wanted)]
+        columns = [*self.options, *([MESSAGES] if self.text == DEFAULT else []), _beside(self.text)]
+        return [c for name in columns for c in (name, name.partition(".")[0]) if c in names][: 2 * len(columns)]
 
     def add_names(self, names: Iterable[str]) -> None:
         """Note names for the error about a missing column."""
@@ -126,10 +126,10 @@ class Columns:
         """Raise `HeadwaterError` if there were rows, and none of them had a column."""
         for column in self.missing if self.rows else ():
             names = [name if name.isprintable() else repr(name) for name in [*self.names][:NAMED_COLUMNS]]
-            more = ", …" if len(self.names) > NAMED_COLUMNS else ""
+            ellipsis = ", …" if len(self.names) > NAMED_COLUMNS else ""
             option = self.options[column]
             advice = f"set {option} to one of" if option else "rename one of its columns"
-            raise HeadwaterError(f"{where!r} has no column {column!r}; {advice}: {', '.join(names)}{more}.")
+            raise HeadwaterError(f"{where!r} has no column {column!r}; {advice}: {', '.join(names)}{ellipsis}.")
 
 
 def _beside(column: str) -> str:
@@ -353,9 +353,9 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[
     """(number, row); the first line names the columns, and says what divides them."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
     lines = _lines(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), file)
-    first = next(lines, "")
-    delimiter = _delimiter(first, DELIMITERS[table_kind(file) or "csv"], columns)
-    reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
+    header = next(lines, "")
+    delimiter = _delimiter(header, DELIMITERS[table_kind(file) or "csv"], columns)
+    reader = csv.reader(itertools.chain([header], lines), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     number = 0
     try:
@@ -401,13 +401,13 @@ def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
     with ParquetFile(stream, pre_buffer=False, buffer_size=2**20) as table:
         schema = table.schema_arrow
         columns.add_names(_fields(schema))
-        wanted = columns.outermost(schema.names)
+        names = columns.outermost(schema.names)
         # Metadata of columns is not looked at: where it is damaged, pyarrow 26 ends the process.
         groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
         size = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
         rows = max(1, min(ROWS, MOST_ROWS // max(1, size)))
         # The number of rows counts even if none of them has the column.
-        yield from table.iter_batches(batch_size=rows, columns=wanted or schema.names[:1])
+        yield from table.iter_batches(batch_size=rows, columns=names or schema.names[:1])
 
 
 def _fields(schema: Any) -> Iterator[str]:

@@ -40,8 +40,8 @@ def read_sealed(file: Path) -> dict[str, Any] | None:
     if not isinstance(values, dict):
         raise damaged(file)
     seal = values.pop(SEAL, None)
-    head, found, tail = data.rpartition(f'"{SEAL}": "{seal}"'.encode(errors="replace"))
-    if not found or hashlib.sha256(head + _EMPTY + tail).hexdigest() != seal:
+    head, match, tail = data.rpartition(f'"{SEAL}": "{seal}"'.encode(errors="replace"))
+    if not match or hashlib.sha256(head + _EMPTY + tail).hexdigest() != seal:
         raise damaged(file)
     return values
 

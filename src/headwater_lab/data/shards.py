@@ -203,8 +203,8 @@ class Shards:
 
         Raises `HeadwaterError` for a token beyond the vocabulary: a model would read past the end of its embedding.
         """
-        parts = [self._shard(i)[0][a:b] for i, a, b in self._spans(start, stop)]
-        tokens = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
+        pieces = [self._shard(i)[0][a:b] for i, a, b in self._spans(start, stop)]
+        tokens = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self.dtype), *pieces])
         if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
             raise HeadwaterError(
                 f"{str(self.folder)!r} holds token {largest}, but its tokenizer has only {self.vocab_size}; find the "
@@ -214,20 +214,20 @@ class Shards:
 
     def starts(self, start: int, stop: int) -> np.ndarray:
         """The positions in [start, stop) at which a document begins, int64 and sorted."""
-        found = [np.empty(0, np.int64)]
+        starts = [np.empty(0, np.int64)]
         for i, a, b in self._spans(start, stop):
             borders = self._shard(i)[1]
             low, high = np.searchsorted(borders, (a, b))
-            found.append(borders[low:high].astype(np.int64) + self.offsets[i])
-        return np.concatenate(found)
+            starts.append(borders[low:high].astype(np.int64) + self.offsets[i])
+        return np.concatenate(starts)
 
     def counts(self, start: int, stop: int) -> np.ndarray | None:
         """Which of the tokens [start, stop) are trained on, bool; None: all of the stream."""
         if self.facts.answer_tokens is None:
             return None
         files = [(self._shard(i)[2], a, b) for i, a, b in self._spans(start, stop)]
-        parts = [np.ones(b - a, bool) if answers is None else answers[a:b] != 0 for answers, a, b in files]
-        return np.concatenate([np.empty(0, bool), *parts])
+        pieces = [np.ones(b - a, bool) if answers is None else answers[a:b] != 0 for answers, a, b in files]
+        return np.concatenate([np.empty(0, bool), *pieces])
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(shard, first, last + 1) for each shard that has some of [start, stop)."""
@@ -375,10 +375,10 @@ def validated(kind: type[M], values: dict[str, Any], file: Path) -> M:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        detail = error.errors()[0]
+        where = ".".join(map(str, detail["loc"]))
         raise HeadwaterError(
-            f"{str(file)!r} is not a file of format {FORMAT_VERSION}: {where}: {first['msg']}"
+            f"{str(file)!r} is not a file of format {FORMAT_VERSION}: {where}: {detail['msg']}"
         ) from error
 
 
@@ -395,7 +395,7 @@ def check(prepared: Prepared) -> Iterator[str]:
 
 def check_all(prepared: list[Prepared]) -> None:
     """Check every file. Raises `HeadwaterError` with the names of those whose content has changed."""
-    if wrong := [str(one.folder / file) for one in prepared for file in check(one)]:
+    if wrong := [str(folder.folder / file) for folder in prepared for file in check(folder)]:
         raise HeadwaterError(
             f"Changed since they were written: {', '.join(wrong)}; copy them again, or prepare the folder again."
         )
@@ -409,10 +409,10 @@ def _changed(folder: Path, sums: Mapping[str, str]) -> Iterator[str]:
 
 def _changed_tokenizer(folder: Path, facts: TokenizerFacts) -> Iterator[str]:
     """Files of the tokenizer that were changed or added; an added one would be read too."""
-    named = {f"{TOKENIZER}/{name}": digest for name, digest in facts.files.items()}
-    yield from _changed(folder, named)
-    there = {f"{TOKENIZER}/{file.relative_to(folder / TOKENIZER).as_posix()}" for file in tokenizer_files(folder)}
-    yield from sorted(there - named.keys())
+    sums = {f"{TOKENIZER}/{name}": digest for name, digest in facts.files.items()}
+    yield from _changed(folder, sums)
+    files = {f"{TOKENIZER}/{file.relative_to(folder / TOKENIZER).as_posix()}" for file in tokenizer_files(folder)}
+    yield from sorted(files - sums.keys())
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

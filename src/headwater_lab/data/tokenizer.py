@@ -117,15 +117,15 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
-def extends(tokenizer: PreTrainedTokenizerBase | None, other: PreTrainedTokenizerBase | None) -> bool:
+def extends(tokenizer: PreTrainedTokenizerBase | None, base: PreTrainedTokenizerBase | None) -> bool:
     """Whether a tokenizer has all tokens of another one under their ids, and perhaps more."""
-    if tokenizer is None or other is None:
+    if tokenizer is None or base is None:
         return False
-    return other.get_vocab().items() <= tokenizer.get_vocab().items()
+    return base.get_vocab().items() <= tokenizer.get_vocab().items()
 
 
 @contextmanager
-def _one_sentence(what: str) -> Iterator[None]:
+def _one_sentence(problem: str) -> Iterator[None]:
     """Turn anything the tokenizers library raises into a `HeadwaterError`, even panics, which are no `Exception`s."""
     try:
         yield
@@ -133,7 +133,7 @@ def _one_sentence(what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise HeadwaterError(f"{what}: {text[:300].rstrip('.')}; use another, or create it again.") from error
+        raise HeadwaterError(f"{problem}: {text[:300].rstrip('.')}; use another, or create it again.") from error
 
 
 def separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -149,21 +149,21 @@ def encode_in_time(encode: Callable[[Sequence[str]], Sequence[Ids]], texts: Sequ
     if texts and len(texts[0]) > 2 * MEGABYTE:
         _timed(encode, [texts[0][:MEGABYTE]])
     results: list[Ids] = []
-    first, most = 0, MEGABYTE
-    while first < len(texts):
-        last, size = first + 1, len(texts[first])
-        while last < len(texts) and size + len(texts[last]) <= most:
-            size += len(texts[last])
-            last += 1
-        results += _timed(encode, texts[first:last])
-        first, most = last, 2 * most
+    start, most = 0, MEGABYTE
+    while start < len(texts):
+        end, size = start + 1, len(texts[start])
+        while end < len(texts) and size + len(texts[end]) <= most:
+            size += len(texts[end])
+            end += 1
+        results += _timed(encode, texts[start:end])
+        start, most = end, 2 * most
     return results
 
 
 def _timed(encode: Callable[[Sequence[str]], Sequence[Ids]], texts: Sequence[str]) -> Sequence[Ids]:
     seconds = SECONDS * max(1.0, sum(map(len, texts)) / MEGABYTE)
-    what = f"The tokenizer needs more than {SECONDS:g} seconds for a megabyte of this text"
-    return within(seconds, lambda: encode(texts), what)
+    problem = f"The tokenizer needs more than {SECONDS:g} seconds for a megabyte of this text"
+    return within(seconds, lambda: encode(texts), problem)
 
 
 def encode_plainly(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
@@ -204,7 +204,7 @@ class Encoder:
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         if self.backend is None:
             return self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
-        return [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def documents(self, documents: Sequence[Document]) -> list[Encoded]:
         """Documents, with the separator before each; conversations as their template writes them."""
@@ -213,8 +213,8 @@ class Encoder:
         return [
             self.chat(document.text, document.id)
             if document.is_chat
-            else Encoded(self._separated(islice(rows, len(parts))), None, len(document.data))
-            for document, parts in zip(documents, texts, strict=True)
+            else Encoded(self._separated(islice(rows, len(pieces))), None, len(document.data))
+            for document, pieces in zip(documents, texts, strict=True)
         ]
 
     def _separated(self, rows: Iterable[np.ndarray]) -> np.ndarray:
@@ -230,7 +230,7 @@ def _parts(text: str) -> list[str]:
     ends = [0]
     while len(text) - ends[-1] > LONGEST:
         ends.append(part_end(text, ends[-1]))
-    return [text[first:last] for first, last in pairwise([*ends, len(text)])]
+    return [text[start:end] for start, end in pairwise([*ends, len(text)])]
 
 
 def part_end(text: str, start: int) -> int:

@@ -58,7 +58,7 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
         raise ValueError("should be a text, a list of token ids, or a list of these that is not empty")
     if len(prompts) > MOST_PROMPTS:
         raise ValueError(f"should have at most {MOST_PROMPTS} texts")
-    if not (all(isinstance(one, str) for one in prompts) or all(map(_token_ids, prompts))):
+    if not (all(isinstance(prompt, str) for prompt in prompts) or all(map(_token_ids, prompts))):
         raise ValueError("should have texts alone, or lists of token ids alone, none of them empty")
     return prompts
 
@@ -130,7 +130,7 @@ def _content(content: Any) -> Any:
         return content
     if not isinstance(content, list) or not content:
         raise ValueError("should be a text, or a list of parts of type text")
-    return [TextPart.model_validate(part).model_dump() for part in content]
+    return [TextPart.model_validate(item).model_dump() for item in content]
 
 
 class Chat(AnswerFields):
@@ -183,9 +183,9 @@ def read_fields(fields: type[Sampling], content: dict[str, Any]) -> dict[str, An
 
 def _refusal(error: ValidationError) -> RequestError:
     """The first wrong field, as a sentence."""
-    first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"]) or None
-    kind, values = first["type"], first.get("ctx", {})
+    detail = error.errors(include_url=False)[0]
+    field = ".".join(str(step) for step in detail["loc"]) or None
+    kind, values = detail["type"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         message = "is not a field that this server reads; leave it out"
     elif kind == "literal_error":
@@ -196,8 +196,8 @@ def _refusal(error: ValidationError) -> RequestError:
         message = str(values["error"])
         message = message if "validation error" not in message else "should be a list of parts of type text"
     else:
-        message = first["msg"].replace("Input should", "should")
-    return RequestError(field, f"{message}, not {shown(first['input'])}" if kind.endswith("equal") else message)
+        message = detail["msg"].replace("Input should", "should")
+    return RequestError(field, f"{message}, not {shown(detail['input'])}" if kind.endswith("equal") else message)
 
 
 def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

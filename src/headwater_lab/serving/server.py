@@ -65,8 +65,8 @@ def install(name: str, source: Path) -> None:
             return name if model_id == name else super().process_model_name(model_id)
 
         def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
-            known = f"{source}@main" if model_id_and_revision == name else model_id_and_revision
-            model, tokenizer = super().load_model_and_processor(known, *args, **kwargs)
+            model_id = f"{source}@main" if model_id_and_revision == name else model_id_and_revision
+            model, tokenizer = super().load_model_and_processor(model_id, *args, **kwargs)
             tokenizer.response_template = None  # answers are text alone
             return model, tokenizer
 
@@ -393,7 +393,7 @@ class Continuation(StoppingCriteria):
         if self.cancelled:
             return torch.empty(0, dtype=torch.long)
         with _seeded(self.request.get("seed"), self.model.device):
-            made = self.model.generate(
+            generated = self.model.generate(
                 **self.inputs,
                 generation_config=self.config,
                 stopping_criteria=StoppingCriteriaList([self]),
@@ -401,7 +401,7 @@ class Continuation(StoppingCriteria):
         self._show("", end=True)
         if self.ended and self.total_tokens == self.config.max_new_tokens:
             self.config.max_new_tokens += 1  # handlers take as many tokens as asked for as cut off
-        return made[0, self.prompt_length : self.prompt_length + self.total_tokens]
+        return generated[0, self.prompt_length : self.prompt_length + self.total_tokens]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if not self.ended:  # where `generate` looks late, there is a token after the last
@@ -412,8 +412,8 @@ class Continuation(StoppingCriteria):
         return torch.full((len(input_ids),), self.ended or self.cancelled, device=input_ids.device)
 
     def _show(self, text: str, end: bool = False) -> None:
-        if shown := self.until.feed(text, end):
-            self.pass_on(shown)
+        if visible := self.until.feed(text, end):
+            self.pass_on(visible)
 
 
 def _set_length(config: Any, prompt: list[int], generation: GenerationConfig, request: dict[str, Any]) -> int:

@@ -19,13 +19,13 @@ class UntilStop:
         if self.stopped:
             return ""
         self.pending += text
-        before = before_stop(self.pending, self.stops)
-        self.stopped = before != self.pending
-        length = len(before)
+        text_before = before_stop(self.pending, self.stops)
+        self.stopped = text_before != self.pending
+        length = len(text_before)
         if not (self.stopped or end):
-            length -= max((_overlap(before, stop) for stop in self.stops), default=0)
-        self.pending, shown = self.pending[length:], self.pending[:length]
-        return shown
+            length -= max((_overlap(text_before, stop) for stop in self.stops), default=0)
+        self.pending, visible = self.pending[length:], self.pending[:length]
+        return visible
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:

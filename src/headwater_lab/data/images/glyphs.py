@@ -78,7 +78,9 @@ class GlyphSettings(ImageSettings):
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> GlyphSettings:
-        if len(set(self.characters)) < len(self.characters) or not all("!" <= one <= "~" for one in self.characters):
+        if len(set(self.characters)) < len(self.characters) or not all(
+            "!" <= character <= "~" for character in self.characters
+        ):
             raise ValueError("data.characters are visible ASCII characters, each once")
         for name in self.held_out_families:
             if name not in FAMILIES:

@@ -18,16 +18,16 @@ from headwater_lab.data.base import Batch
 T = TypeVar("T")
 
 
-def loaded(read: Callable[[T], Batch], parts: Iterable[T], workers: int) -> Generator[Batch, None, None]:
-    """`read` of each part, in order; `workers` processes, at most one per core, read ahead. 0: this process reads.
+def loaded(load: Callable[[T], Batch], batches: Iterable[T], workers: int) -> Generator[Batch, None, None]:
+    """`load` of each batch, in order; `workers` processes, at most one per core, read ahead. 0: this process reads.
 
     They start at once: those that begin in a thread cannot end well. The generator raises the `HeadwaterError`s of
     `read`, and one if a process ends.
     """
     workers = min(workers, cores())
     loader = DataLoader(
-        _Parts(read),
-        sampler=parts,
+        _Parts(load),
+        sampler=batches,
         batch_size=None,
         num_workers=workers,
         collate_fn=_unchanged,
@@ -77,12 +77,12 @@ def _checked(batches: Iterator[Batch | HeadwaterError]) -> Generator[Batch, None
 class _Parts(Dataset[Batch | HeadwaterError], Generic[T]):
     """A dataset whose indices are parts. Errors for the user are returned, since `DataLoader` would add a traceback."""
 
-    def __init__(self, read: Callable[[T], Batch]) -> None:
-        self.read = read
+    def __init__(self, load: Callable[[T], Batch]) -> None:
+        self.read = load
 
-    def __getitem__(self, part: T) -> Batch | HeadwaterError:
+    def __getitem__(self, batch: T) -> Batch | HeadwaterError:
         try:
-            return self.read(part)
+            return self.read(batch)
         except HeadwaterError as error:
             return error
 

@@ -58,8 +58,8 @@ def read_image(source: Path | bytes, name: str, channels: int) -> Image:
     except Pillow.UnidentifiedImageError as error:
         raise UnreadableImage(f"{name} is not an image in a format that is read, such as PNG or JPEG.") from error
     except Exception as error:  # readers of broken images raise anything
-        said = getattr(error, "strerror", None) or first_line(error)
-        raise UnreadableImage(f"{name} cannot be read: {said.rstrip('.')}.") from error
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UnreadableImage(f"{name} cannot be read: {reason.rstrip('.')}.") from error
 
 
 def _content(source: Path | bytes) -> IO[bytes]:
@@ -79,11 +79,11 @@ def suffixes() -> set[str]:
     """The endings of names that images in these formats have, in lower case."""
     from PIL import Image as Pillow
 
-    known = _known()
+    by_suffix = _known()
     return {
         suffix
         for suffix, kind in Pillow.registered_extensions().items()
-        if kind in known and Pillow.MIME.get(kind, "").startswith("image/")
+        if kind in by_suffix and Pillow.MIME.get(kind, "").startswith("image/")
     }
 
 

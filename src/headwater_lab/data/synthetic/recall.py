@@ -59,9 +59,9 @@ class RecallData(SyntheticData[RecallSettings]):
         # The Gumbel trick: drawn one after another without replacement, the first drawn for the first key.
         distances = torch.arange(1, length - 2 * pairs + 1)
         noise = -torch.empty(count, len(distances)).exponential_(generator=draw).log()
-        asked = 2 * pairs + ((self.settings.power - 1) * distances.log() + noise).topk(pairs).indices
-        labels = torch.full((count, length), -100).scatter_(1, asked, values)
-        return {"input_ids": row.scatter_(1, asked, keys), "shift_labels": labels}
+        queries = 2 * pairs + ((self.settings.power - 1) * distances.log() + noise).topk(pairs).indices
+        labels = torch.full((count, length), -100).scatter_(1, queries, values)
+        return {"input_ids": row.scatter_(1, queries, keys), "shift_labels": labels}
 
     def word(self, token: int) -> str:
         half = self.settings.vocab_size // 2
