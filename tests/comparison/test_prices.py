@@ -35,7 +35,7 @@ def clock(monkeypatch):
         works = [training_flops(one.__self__.model.config, 12) for one in (a, b)]
         return PairedTimes(*([work * 1e-9 * turn for turn in (1.0, 2.0, 3.0)] for work in works))
 
-    monkeypatch.setattr(prices, "interleave", interleave)
+    monkeypatch.setattr(prices, "time_interleaved", interleave)
     monkeypatch.setattr(prices, "_time_decoding", lambda configs, context, recipe: None)
     return timed
 

@@ -39,7 +39,7 @@ def check_outside(folder: Path, source: str | Path, around: bool = False) -> Non
         raise HeadwaterError(f"--out {str(folder)!r} is, holds, or is in the source; choose another folder.")
 
 
-def measured(label: str, model: AnyModel, data: Data, watch: Observer) -> dict[str, float]:
+def measure_held_out(label: str, model: AnyModel, data: Data, watch: Observer) -> dict[str, float]:
     """Measure a model on the held-out data, and report progress under the name `label`."""
     batches = count(1)
     return measure(model, data, lambda: watch.show(label, next(batches), unit="batch"))

@@ -123,16 +123,16 @@ def compare(
     recipes = [read_recipe(source, overrides) for source in sources]
     titles = [loaded.name for loaded in recipes]
     _check_titles(titles, searches)
-    selections = [_part(loaded, arms, sizes) if arms or sizes else None for loaded in recipes]
+    selections = [_select_part(loaded, arms, sizes) if arms or sizes else None for loaded in recipes]
     folder = local(out, "out") if out is not None else Path("runs") / titles[0]
     failed: list[Outcome] = []
     with occupied(folder):
         if searches:
-            selection, failed = _select(recipes[0], mechanisms, folder, workers, on_change, watch)
-            recipes, selections = [selection] if failed else [_final(selection, folder, watch)], [None]
+            selection, failed = _search_mechanisms(recipes[0], mechanisms, folder, workers, on_change, watch)
+            recipes, selections = [selection] if failed else [_final_recipe(selection, folder, watch)], [None]
             titles = list(dict.fromkeys((selection.name, recipes[0].name)))
         for loaded, selected in zip(recipes, selections, strict=True) if not failed else ():
-            failed += _train(loaded, folder, workers, on_change, watch, selected)
+            failed += _train_comparison(loaded, folder, workers, on_change, watch, selected)
     return Compared(folder, titles, failed)
 
 
@@ -149,7 +149,7 @@ def _check_titles(titles: list[str], searches: bool) -> None:
         raise HeadwaterError("--search takes one recipe; search them one by one.")
 
 
-def _part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmKey] | None:
+def _select_part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmKey] | None:
     """These arms of a recipe with its baseline and budgets, at these sizes; None without a compare section."""
     section = recipe.compare
     if section is None:
@@ -167,7 +167,7 @@ def _part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmK
     return {(arm, size) for arm in chosen for size in sizes or section.sizes or [None]}
 
 
-def _train(
+def _train_comparison(
     recipe: Recipe,
     folder: Path,
     workers: int | None,
@@ -219,7 +219,7 @@ def tell_failures(outcomes: Sequence[Outcome], watch: Observer) -> list[Outcome]
     return [outcome for outcome in outcomes if outcome.record is None]
 
 
-def _select(
+def _search_mechanisms(
     recipe: Recipe,
     mechanisms: Mapping[str, dict[str, Any]] | None,
     folder: Path,
@@ -238,10 +238,10 @@ def _select(
     watch.tell(
         f"{len(arms) - 1} combinations and {search.VANILLA}; then a test of the best {search.FINALISTS} in {runs}"
     )
-    return selection, _train(selection, folder, workers, on_change, watch)
+    return selection, _train_comparison(selection, folder, workers, on_change, watch)
 
 
-def _final(selection: Recipe, folder: Path, watch: Observer) -> Recipe:
+def _final_recipe(selection: Recipe, folder: Path, watch: Observer) -> Recipe:
     """The comparison of the best combinations on fresh seeds."""
     best = search.best_arms(selection, folder)
     watch.tell(f"chosen: {', '.join(best)}")

@@ -13,9 +13,9 @@ import torch
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
-from headwater_lab.api.common import measured, quiet
+from headwater_lab.api.common import measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
-from headwater_lab.api.training import watched
+from headwater_lab.api.training import watch_training
 from headwater_lab.recipe.schema import changed_recipe
 from headwater_lab.training.checkpoints import FOLDER, how_to_load, newest_checkpoint, publish_model, write_model
 from headwater_lab.training.estimate import ConversionPrice, count_of, price_of
@@ -113,14 +113,14 @@ def convert(
         built = recipe.data.build()
         if text is None and (warning := changed_text(trained, built)):
             watch.tell(f"{warning} Pass another text with --text.")
-        original = measured("measuring the original", trained.model.to(device), built, watch)
+        original = measure_held_out("measuring the original", trained.model.to(device), built, watch)
         del trained
         watch.tell("making the smaller model")
-        record = train_stages(recipe, out, on_event=watched(recipe, chain(recipe, out), watch))
-        result = _written(out, record, dtype)
+        record = train_stages(recipe, out, on_event=watch_training(recipe, chain(recipe, out), watch))
+        result = _write_start(out, record, dtype)
         publish_model(result, out)
-        converted = measured("measuring the result", open_source(str(result)).model.to(device), built, watch)
-        _report(out, record, price, (original, converted), source, watch)
+        converted = measure_held_out("measuring the result", open_source(str(result)).model.to(device), built, watch)
+        _report_conversion(out, record, price, (original, converted), source, watch)
     return record
 
 
@@ -158,7 +158,7 @@ def _check_context(context: int, most: int, tell: Callable[[str], object]) -> No
         tell(f"Rows of {most} tokens, because the model has no more positions.")
 
 
-def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
+def _write_start(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
     """The checkpoint of the result in the source's dtype: what training wrote, or a copy of it in OUT/checkpoints."""
     trained = open_trained(target / record.stages[-1].folder)
     if trained.model.dtype == dtype:
@@ -184,7 +184,7 @@ def _say_price(priced: ConversionPrice, teacher: str, watch: Observer) -> None:
     )
 
 
-def _report(
+def _report_conversion(
     target: Path,
     record: RunRecord,
     priced: ConversionPrice,

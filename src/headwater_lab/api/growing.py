@@ -19,7 +19,7 @@ from headwater.models.quantization import check_full_precision
 from headwater.plugins import outside
 from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, shown
-from headwater_lab.api.common import measured, quiet
+from headwater_lab.api.common import measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.data.base import Data
 from headwater_lab.recipe.schema import Change, changed_config
@@ -70,11 +70,11 @@ def grow(
         message = f"{detail['msg'][0].lower()}{detail['msg'][1:]}, not {shown(detail['input'])}."
         raise HeadwaterError(f"{'.'.join(map(str, detail['loc'][1:]))}: {message}") from error
     try:
-        trained = _opened("grow", model, with_state=out is not None)
+        trained = _open_model("grow", model, with_state=out is not None)
     except HeadwaterError as error:
         if out is None:
             raise
-        trained = _opened("grow", model)  # which raises what is not about the state
+        trained = _open_model("grow", model)  # which raises what is not about the state
         watch.tell(str(error))
     check_full_precision(trained.model)
     check_memory(changed_config(trained.model.config, change))
@@ -87,7 +87,7 @@ def grow(
         learning = sum(parameter.numel() for parameter in grown.model.parameters() if parameter.requires_grad)
         if learning < new_size:
             watch.say(f"{learning:,} of them learn, the new pairs")
-    return _written(grown, out, watch)
+    return _write_model(grown, out, watch)
 
 
 @quiet()
@@ -114,7 +114,7 @@ def shrink(
         if warning := changed_text(trained, data):
             watch.tell(warning)
         old_loss, new_loss = (
-            measured(f"measuring the {which} model", measured_model, data, watch)[data.metric]
+            measure_held_out(f"measuring the {which} model", measured_model, data, watch)[data.metric]
             for which, measured_model in (("old", trained.model), ("new", model))
         )
         moved = {"before": old_loss, "after": new_loss}
@@ -124,7 +124,7 @@ def shrink(
         says = f"{_describe_change(moved)} (last quarter)"
     watch.say(f"{trained.model.num_parameters():,} → {model.num_parameters():,} parameters; {says}")
     details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs} | moved
-    return _written(trained.after("shrunk", details, model=model), out, watch)
+    return _write_model(trained.after("shrunk", details, model=model), out, watch)
 
 
 @quiet()
@@ -142,14 +142,14 @@ def merge(base: Path, grown: Sequence[Path], *, out: Path | None = None, watch: 
         f"{data.metric.replace('_', ' ')} on the data of {path}" for path, data in zip(grown, sources, strict=True)
     ]
     columns = [
-        {name: measured(f"measuring {name}", merged, data, watch)[data.metric] for name, merged in models.items()}
+        {name: measure_held_out(f"measuring {name}", model, data, watch)[data.metric] for name, model in models.items()}
         for data in sources
     ]
     rows = [[name, *(f"{column[name]:.4f}" for column in columns)] for name in models]
     watch.say(lined("held-out measure", *names, rows=rows, left=("held-out measure",)))
     root.history += [event for copy in copies for event in copy.history[len(root.history) :]]
     details = {"merged": [str(path) for path in grown], "metrics": columns}
-    return _written(root.after("merged", details, model=model), out, watch)
+    return _write_model(root.after("merged", details, model=model), out, watch)
 
 
 def _data_since(root: Trained, copy: Trained, path: Path, base: Path, watch: Observer) -> Data:
@@ -191,8 +191,8 @@ def retrofit(
     in `train`. Raises `HeadwaterError`.
     """
     outside.trust(trust)
-    by_name = _named(mechanisms)
-    trained = _opened("retrofit", model, layout, settings, family)
+    by_name = _name_mechanisms(mechanisms)
+    trained = _open_model("retrofit", model, layout, settings, family)
     if not trained.foreign and not by_name:
         raise HeadwaterError(f"{trained.source!r} is already a headwater model; name mechanisms to add.")
     ids, where = _tell_converted(trained, watch, text, rows)
@@ -206,10 +206,10 @@ def retrofit(
             details["moved"] = moved = function_change(trained.model, result, ids)
             new = result.num_parameters() - trained.model.num_parameters()
             watch.say(f"{', '.join(by_name)} added, {new:+,} parameters: {_describe_change(moved)}, on {where}")
-    return _written(trained.after("retrofitted", details, model=result) if details else trained, out, watch)
+    return _write_model(trained.after("retrofitted", details, model=result) if details else trained, out, watch)
 
 
-def _named(mechanisms: Any) -> Mapping[str, Mapping[str, Any]]:
+def _name_mechanisms(mechanisms: Any) -> Mapping[str, Mapping[str, Any]]:
     """Mechanisms by name, with their options. Raises `HeadwaterError`."""
     outside.trust_names_in(mechanisms)
     by_name = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
@@ -218,7 +218,7 @@ def _named(mechanisms: Any) -> Mapping[str, Mapping[str, Any]]:
     return by_name
 
 
-def _opened(
+def _open_model(
     label: str,
     model: Any,
     layout: str | None = None,
@@ -265,7 +265,7 @@ def _describe_change(moved: dict[str, float]) -> str:
     return f"logits differ by {moved['logits']:.1e} relative to the largest, KL {max(moved['kl'], 0.0):.1e}{loss}"
 
 
-def _written(trained: Trained, out: Path | None, watch: Observer) -> AnyModel:
+def _write_model(trained: Trained, out: Path | None, watch: Observer) -> AnyModel:
     """The model, which is written to a new folder if there is one."""
     if out is not None:
         write_model(out, trained.model, trained.tokenizer, trained.history, trained.state or None)

@@ -94,7 +94,7 @@ def reproduce(
     if keep_file is not None:
         restore_runs(keep_file, work, watch.tell)
     if watch.listens:
-        watch.tell(_cost(work))
+        watch.tell(_describe_cost(work))
     if work.cannot_show:
         watch.tell("Models of this size cannot show what the table claims, so there will be no verdict.")
     try:
@@ -103,7 +103,7 @@ def reproduce(
     finally:  # also of what was interrupted
         if keep_file is not None:
             keep_runs(keep_file, work, watch.tell)
-    unfinished = _unfinished(work, failed, watch)
+    unfinished = _describe_unfinished(work, failed, watch)
     return Reproduced(reproduce_table(work, files, device), work.folder, failed, unfinished)
 
 
@@ -111,7 +111,7 @@ def _watched_steps(watch: Observer, name: str, steps: int) -> OnEvent:
     return lambda step, point: watch.show(name, step, steps, unit="step")
 
 
-def _unfinished(work: Work, failed: Sequence[Outcome], watch: Observer) -> str:
+def _describe_unfinished(work: Work, failed: Sequence[Outcome], watch: Observer) -> str:
     """Which runs need several devices, whose commands are told; "" if none. Raises `HeadwaterError` if no run is
     finished."""
     unfinished = ""
@@ -126,7 +126,7 @@ def _unfinished(work: Work, failed: Sequence[Outcome], watch: Observer) -> str:
     return unfinished
 
 
-def _cost(work: Work) -> str:
+def _describe_cost(work: Work) -> str:
     """What will be trained, and its cost."""
     missing = work.missing()
     runs = sum(len(arm.seeds) for arm in work.trained)
@@ -134,7 +134,7 @@ def _cost(work: Work) -> str:
         return f"all {runs} runs are finished"
     cost = estimate_price(work.trained, work.scale)
     finished = f", {runs - len(missing)} of them finished" if len(missing) < runs else ""
-    hours = f"about {duration(cost.hours)} of {cost.device}"
+    hours = f"about {write_duration(cost.hours)} of {cost.device}"
     return f"{counted(runs, 'run')}{finished}; {cost.flops:.2g} FLOPs in total, {hours}"
 
 
@@ -167,14 +167,14 @@ def list_tables(papers: Sequence[str], folder: Path) -> Table:
                 continue
             work = prepare_work(name, scale, folder)
             runs = sum(len(arm.seeds) for arm in work.trained)
-            time = duration(estimate_price(work.trained, scale).hours)
+            time = write_duration(estimate_price(work.trained, scale).hours)
             note = "; cannot show it" if settings.cannot_show else ""
             cells.append(f"{time}, {runs - len(work.missing())}/{runs}{note}")
         listing.add_row(name, table.title, *cells)
     return listing
 
 
-def duration(hours: float) -> str:
+def write_duration(hours: float) -> str:
     if hours < 1:
         return f"{max(1, round(60 * hours))} min"
     return f"{hours:,.1f} h" if hours < 10 else f"{hours:,.0f} h"

@@ -75,7 +75,7 @@ def train(
         resume=resume,
         experiment=experiment,
         only=stage,
-        on_event=on_event or watched(loaded, chain(loaded, folder), watch),
+        on_event=on_event or watch_training(loaded, chain(loaded, folder), watch),
     )
     stages = dict(zip(loaded.stage_names, (path for _, path in chain(loaded, folder)), strict=True))
     return Run(folder, record, folder if stage is None else stages[stage])
@@ -92,14 +92,14 @@ def _trial_of(
         raise HeadwaterError(f"{recipe.name!r} has no arm {arm!r}; {nearest(arm, arms)}")
     trial = make_trial(recipe, arm, recipe.seed, Path("runs") / recipe.name, size)
     for key in (text.partition("=")[0] for text in overrides):
-        value = _at(recipe, key)
-        if not isinstance(value, dict) and value != _at(trial.recipe, key):  # a section is merged, not replaced
+        value = _at_stage(recipe, key)
+        if not isinstance(value, dict) and value != _at_stage(trial.recipe, key):  # a section is merged, not replaced
             options = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
             watch.tell(f"{key} has no effect, because {options} sets it; change it in the recipe's compare section.")
     return trial.recipe, trial.folder, trial.experiment
 
 
-def _at(recipe: Recipe, key: str) -> Any:
+def _at_stage(recipe: Recipe, key: str) -> Any:
     """A recipe's value at a dotted key; None if there is none."""
     value: Any = recipe.model_dump(mode="json", exclude={"compare"})
     for name in key.split("."):
@@ -107,7 +107,7 @@ def _at(recipe: Recipe, key: str) -> Any:
     return value
 
 
-def watched(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer, name: str = "") -> OnEvent:
+def watch_training(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer, name: str = "") -> OnEvent:
     """Report the progress of runs in turn, which are a recipe's: steps, loss, speed, MFU; and warnings."""
     steps = sum(run.training.steps for run, _ in runs)
     fields = {"loss": "", "held-out": "", "speed": ""}

@@ -99,13 +99,14 @@ def decode_in_turns(
     models: Mapping[str, PreTrainedModel], ids: Tensor, tokens: int, turns: int
 ) -> dict[str, list[TimedGeneration]]:
     """Greedy generation of `tokens` tokens after ids [B, T] by each model in turn, so that a busy machine slows all."""
-    return take_turns(
-        {name: partial(_generate, model, ids, tokens, _read(model, ids)) for name, model in models.items()}, turns
-    )
+    runs = {
+        name: partial(_time_generation, model, ids, tokens, _read_prompt(model, ids)) for name, model in models.items()
+    }
+    return take_turns(runs, turns)
 
 
 @torch.no_grad()
-def _read(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
+def _read_prompt(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
     """The cache after all of the prompt but its last token, so that each turn need not read it again."""
     cache = DynamicCache(config=model.config)
     if ids.shape[1] > 1:
@@ -113,7 +114,7 @@ def _read(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
     return cache
 
 
-def _generate(model: PreTrainedModel, ids: Tensor, tokens: int, cache: DynamicCache) -> TimedGeneration:
+def _time_generation(model: PreTrainedModel, ids: Tensor, tokens: int, cache: DynamicCache) -> TimedGeneration:
     """Generate after a copy of the cache. Seconds are those per token after the first."""
     times: list[float] = []
 

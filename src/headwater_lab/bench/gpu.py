@@ -46,7 +46,7 @@ from headwater.util.errors import HeadwaterError, first_line, nearest
 from headwater.util.processor import describe_cpu
 from headwater_lab.bench.paired import PairedTimes, random_ids, take_turns
 from headwater_lab.bench.shapes import ModelShape, StepShape
-from headwater_lab.bench.training import training_step, twins
+from headwater_lab.bench.training import make_twins, training_step
 from headwater_lab.bench.waits import WaitError, no_waits
 from headwater_lab.util.machine import c_compiler
 from headwater_lab.util.outputs import write_json
@@ -143,7 +143,7 @@ def bench_gpu(
         else:
             tell(f"{name}: at most {allowed:.0f} s")
             with TemporaryDirectory() as folder:
-                phase = _apart(name, Path(folder), device, allowed)
+                phase = _run_phase(name, Path(folder), device, allowed)
         results["phases"][name] = phase
         tell(f"{name}: {phase['status']}, {phase['seconds']:.0f} s")
         for row in phase["rows"]:
@@ -153,7 +153,7 @@ def bench_gpu(
     return results
 
 
-def _apart(name: str, folder: Path, device: str, seconds: float) -> dict[str, Any]:
+def _run_phase(name: str, folder: Path, device: str, seconds: float) -> dict[str, Any]:
     """One phase in a separate process, ended at its deadline; its measurements until then are kept."""
     rows, log = folder / ROWS, folder / LOG
     started = time.monotonic()
@@ -171,14 +171,14 @@ def _apart(name: str, folder: Path, device: str, seconds: float) -> dict[str, An
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    result: dict[str, Any] = {"status": status, "seconds": time.monotonic() - started, "rows": _read(rows)}
+    result: dict[str, Any] = {"status": status, "seconds": time.monotonic() - started, "rows": _read_rows(rows)}
     if status == "failed":
         result["log"] = log.read_text(errors="replace").strip()
         result["error"] = (result["log"].splitlines() or ["no output"])[-1]
     return result
 
 
-def _read(rows: Path) -> list[Measurement]:
+def _read_rows(rows: Path) -> list[Measurement]:
     """The rows that were written completely."""
     measurements = []
     for line in rows.read_text().splitlines() if rows.exists() else ():
@@ -189,7 +189,7 @@ def _read(rows: Path) -> list[Measurement]:
     return measurements
 
 
-def problems(results: dict[str, Any]) -> list[str]:
+def find_problems(results: dict[str, Any]) -> list[str]:
     """Problems in the results: phases that failed, results that differ, measurements that raised errors."""
     wrong = [f"{name}: {phase['error']}" for name, phase in results["phases"].items() if "error" in phase]
     for name, phase in results["phases"].items():
@@ -258,15 +258,15 @@ class Phase:
         return random_ids(self.sizes.vocab_size, *shape).to(self.device)
 
 
-def quickly(phase: Phase, layers: int, width: int, context: int) -> HeadwaterForCausalLM:
+def make_model(phase: Phase, layers: int, width: int, context: int) -> HeadwaterForCausalLM:
     """A model with random weights, drawn on the device, since they do not affect speed."""
     config = HeadwaterConfig(**ModelShape(layers, width, phase.sizes.vocab_size).config(context))
     with torch.device("meta"):
         model = HeadwaterForCausalLM(config)
-    return drawn(model, phase.device)
+    return draw_weights(model, phase.device)
 
 
-def drawn(model: M, device: torch.device) -> M:
+def draw_weights(model: M, device: torch.device) -> M:
     """A model without storage, on the device, with random weights drawn there."""
     model.float().to_empty(device=device)
     with torch.no_grad():
@@ -279,13 +279,13 @@ def drawn(model: M, device: torch.device) -> M:
     return model
 
 
-def combinations(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, dict]]:
+def combine_mechanisms(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, dict]]:
     """None, each mechanism alone, and together as many as can act in one model."""
     alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in names}
     together: dict[str, dict] = {}
     for name in names:
         with suppress(HeadwaterError):
-            plan_layers(_small({**together, name: {}}))
+            plan_layers(_small_config({**together, name: {}}))
             together[name] = {}
     return {"none": {}, **alone, "together": together}
 
@@ -312,7 +312,7 @@ def environment(phase: Phase) -> None:
     if sheet is not None:
         phase.put(sheet=sheet.source, **{"bf16, TFLOP/s": sheet.flops / 1e12, "bandwidth, GB/s": sheet.bandwidth / 1e9})
     attempt = partial(phase.attempt, brief=True)
-    attempt(lambda: {"GB/s": bandwidth(phase) / 1e9}, measured="copy, bytes read and written")
+    attempt(lambda: {"GB/s": measure_bandwidth(phase) / 1e9}, measured="copy, bytes read and written")
 
     def matmul(dtype: torch.dtype, rounded: bool) -> Measurement:
         return {"TFLOP/s": matmul_flops(device, dtype, rounded) / 1e12}
@@ -324,7 +324,7 @@ def environment(phase: Phase) -> None:
         attempt(partial(matmul, dtype, rounded), measured=f"matmul {name}")
 
 
-def bandwidth(phase: Phase) -> float:
+def measure_bandwidth(phase: Phase) -> float:
     """Bytes/s of a long copy, which reads and writes each byte once."""
     source, target = (torch.ones(phase.sizes.copied // 4, device=phase.device) for _ in range(2))
     target.copy_(source)
@@ -333,9 +333,9 @@ def bandwidth(phase: Phase) -> float:
 
 def correctness(phase: Phase) -> None:
     """The contract on this device: cached = uncached, packed = separate, half precision near fp64, compiled = eager."""
-    mechanisms_by_name = combinations()
+    mechanisms_by_name = combine_mechanisms()
     for name, options in mechanisms_by_name.items():
-        phase.attempt(partial(_checked, phase, options), brief=True, mechanisms=name)
+        phase.attempt(partial(_check_model, phase, options), brief=True, mechanisms=name)
     for name, options in mechanisms_by_name.items():
         phase.attempt(partial(_same_tokens, phase, options, False), brief=True, tokens=name)
     extremes = [name for name in ("none", "together") if name in mechanisms_by_name]
@@ -345,7 +345,7 @@ def correctness(phase: Phase) -> None:
 
     # Compilation takes most of the time: that of as many mechanisms as fit, a minute or more.
     def compiled(name: str) -> None:
-        phase.attempt(partial(_compiled, phase, mechanisms_by_name[name]), compiled=name)
+        phase.attempt(partial(_check_compiled, phase, mechanisms_by_name[name]), compiled=name)
 
     for name in mechanisms_by_name:
         if name in PRESETS[RECOMMENDED].fields["mechanisms"]:
@@ -356,7 +356,7 @@ def correctness(phase: Phase) -> None:
         phase.attempt(partial(_same_tokens, phase, mechanisms_by_name[name], True), tokens=f"{name}, compiled")
 
 
-def _small(mechanisms: dict[str, dict]) -> HeadwaterConfig:
+def _small_config(mechanisms: dict[str, dict]) -> HeadwaterConfig:
     return HeadwaterConfig(
         vocab_size=256,
         hidden_size=128,
@@ -369,8 +369,8 @@ def _small(mechanisms: dict[str, dict]) -> HeadwaterConfig:
 
 
 @torch.no_grad()
-def _checked(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    config = _small(mechanisms)
+def _check_model(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    config = _small_config(mechanisms)
     model = HeadwaterForCausalLM(config).to(phase.device, torch.float64).eval()
     ids = random_ids(256, 2, 48).to(phase.device)
     uncached = model(ids, use_cache=False).logits
@@ -390,7 +390,7 @@ def _checked(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
 
 def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> Measurement:
     """Tokens of a static cache, whose steps a GPU replays as a graph, against those without a cache."""
-    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device, torch.float64).eval()
+    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device, torch.float64).eval()
     ids = random_ids(256, 2, 16).to(phase.device)
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
@@ -403,25 +403,25 @@ def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> M
 
 def _step_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     """Whether the host waits for the device within a training step; on a GPU, of packed rows."""
-    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device)
+    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device)
     ids = random_ids(256, 2, 48).to(phase.device)
     # On a CPU, reading position ids to choose a mask costs nothing, and is done.
-    inputs = {"position_ids": _documents(2, 48, phase.device)["position_ids"]} if phase.on_gpu else None
-    return _waits(phase, _steps(phase, model, ids, inputs))
+    inputs = {"position_ids": _pack_documents(2, 48, phase.device)["position_ids"]} if phase.on_gpu else None
+    return _find_waits(phase, _make_steps(phase, model, ids, inputs))
 
 
 def _token_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     """The same of a step that decodes a token."""
-    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device, torch.bfloat16).eval()
+    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device, torch.bfloat16).eval()
     ids = random_ids(256, 2, 16).to(phase.device)
     decoder = Decoder(model)
     decoder(ids, max_new_tokens=8)
     assert decoder.held is not None
     with torch.no_grad():
-        return _waits(phase, decoder.held.advance)
+        return _find_waits(phase, decoder.held.advance)
 
 
-def _waits(phase: Phase, step: Callable[[], None]) -> Measurement:
+def _find_waits(phase: Phase, step: Callable[[], None]) -> Measurement:
     for _ in range(2):  # the first compiles, and the optimizer makes its state
         step()
     try:
@@ -432,8 +432,8 @@ def _waits(phase: Phase, step: Callable[[], None]) -> Measurement:
     return {"outcome": "ok"}
 
 
-def _compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device).train()
+def _check_compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device).train()
     ids = random_ids(256, 2, 64).to(phase.device)
 
     def gradients() -> Tensor:
@@ -443,14 +443,14 @@ def _compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
 
     with tf32(False):  # or TF32 is compared with TF32
         eager = gradients()
-        _count()
+        _count_graphs()
         compile_blocks(model.model.layers, phase.sizes.backend)
         compiled_gradients = gradients()
     error = float((compiled_gradients - eager).norm() / eager.norm())
-    return {"gradients": error, **_count(), "outcome": "ok" if error < 1e-4 else WRONG}
+    return {"gradients": error, **_count_graphs(), "outcome": "ok" if error < 1e-4 else WRONG}
 
 
-def _count() -> Measurement:
+def _count_graphs() -> Measurement:
     """Graphs and breaks since the last call."""
     row = {
         "graphs": counters["stats"]["unique_graphs"],
@@ -460,7 +460,7 @@ def _count() -> Measurement:
     return row
 
 
-def _steps(
+def _make_steps(
     phase: Phase, model: PreTrainedModel, ids: Tensor, extra: dict[str, Tensor] | None = None, whole_model: bool = False
 ) -> Callable[[], None]:
     """Training steps in bf16, compiled: by block, or as a whole. extra: further inputs.
@@ -486,7 +486,7 @@ def _steps(
 
 def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: int) -> Measurement:
     """Speed of training steps. flops: of one step."""
-    _count()
+    _count_graphs()
     started = time.perf_counter()
     for _ in range(phase.sizes.warm):
         step()
@@ -500,7 +500,7 @@ def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: i
     if phase.on_gpu:
         row["MFU, measured peak"] = flops / second / matmul_flops(phase.device, torch.bfloat16)
         row["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
-    return row | _shares(phase, step) | {"first steps, s": begun} | _count()
+    return row | _time_shares(phase, step) | {"first steps, s": begun} | _count_graphs()
 
 
 # What names of kernels contain, by what they compute. Names of attention kernels contain those of the others too.
@@ -511,7 +511,7 @@ KERNELS = {
 }
 
 
-def _shares(phase: Phase, step: Callable[[], None], steps: int = 3) -> Measurement:
+def _time_shares(phase: Phase, step: Callable[[], None], steps: int = 3) -> Measurement:
     """Shares of the time of some steps: in which the device runs no kernel, and by kinds of kernels; of a GPU's, since
     a CPU's have other names.
 
@@ -548,10 +548,10 @@ def training(phase: Phase) -> None:
         layers, width, rows = shape
         config = ModelShape(layers, width, sizes.vocab_size).config(context)
         with torch.device(phase.device):
-            model = LlamaForCausalLM(LlamaConfig(**config)) if llama else quickly(phase, layers, width, context)
+            model = LlamaForCausalLM(LlamaConfig(**config)) if llama else make_model(phase, layers, width, context)
         ids = phase.draw(rows, context)
         flops = cost.training_flops(HeadwaterConfig(**config), context) * ids.numel()
-        return _timed_steps(phase, _steps(phase, model, ids, whole_model=whole_model), flops, ids.numel())
+        return _timed_steps(phase, _make_steps(phase, model, ids, whole_model=whole_model), flops, ids.numel())
 
     for name, shape in sizes.training.items():
         phase.attempt(partial(measure, shape), model=name, compiled="blocks")
@@ -566,19 +566,19 @@ def packing(phase: Phase) -> None:
     layers, width, _ = next(iter(phase.sizes.training.values()))
 
     def measure(context: int, rows: int, attention: str, packed: bool) -> Measurement:
-        model = quickly(phase, layers, width, context)
+        model = make_model(phase, layers, width, context)
         model.set_attn_implementation(attention)
         ids = phase.draw(rows, context)
         flops = cost.training_flops(model.config, context) * ids.numel()
         if not packed:
-            return _timed_steps(phase, _steps(phase, model, ids), flops, ids.numel())
-        documents = _documents(rows, context, phase.device)
+            return _timed_steps(phase, _make_steps(phase, model, ids), flops, ids.numel())
+        documents = _pack_documents(rows, context, phase.device)
         row: Measurement = {}
         if attention == VARLEN:
             row = _unlike_mask(phase, model, ids[:1])
         else:
             del documents["cu_seq_lens_q"]
-        return row | _timed_steps(phase, _steps(phase, model, ids, documents), flops, ids.numel())
+        return row | _timed_steps(phase, _make_steps(phase, model, ids, documents), flops, ids.numel())
 
     for context, rows in phase.sizes.packing.items():
         kinds = {"one document": ("sdpa", False), "packed, mask": ("sdpa", True), "packed, varlen": (VARLEN, True)}
@@ -588,7 +588,7 @@ def packing(phase: Phase) -> None:
             phase.attempt(partial(measure, context, rows, attention, packed), context=context, rows=name)
 
 
-def _documents(rows: int, context: int, device: torch.device) -> dict[str, Tensor]:
+def _pack_documents(rows: int, context: int, device: torch.device) -> dict[str, Tensor]:
     """Three documents in each row."""
     positions = (torch.arange(context) % max(1, context // 3 + 1))[None].expand(rows, -1)
     borders = make_cu_seq_lens(positions)
@@ -600,7 +600,7 @@ def _documents(rows: int, context: int, device: torch.device) -> dict[str, Tenso
 def _unlike_mask(phase: Phase, model: HeadwaterForCausalLM, ids: Tensor) -> Measurement:
     """How far the hidden states of a packed row, in bf16, are from those under a mask."""
     rows, context = ids.shape
-    documents = _documents(rows, context, phase.device)
+    documents = _pack_documents(rows, context, phase.device)
     states = []
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
         for attention in ("sdpa", VARLEN):
@@ -617,10 +617,10 @@ def mechanisms(phase: Phase) -> None:
 
     def measure(options: dict[str, dict]) -> Measurement:
         with torch.device("meta"):  # their own initialization, on the CPU, would take longer than the steps
-            empty = twins(options, shape)
-        models = [drawn(model, phase.device) for model in empty]
+            empty = make_twins(options, shape)
+        models = [draw_weights(model, phase.device) for model in empty]
         ids = phase.draw(rows, phase.sizes.context)
-        steps = [_steps(phase, model, ids) for model in models]
+        steps = [_make_steps(phase, model, ids) for model in models]
         for step in steps:
             for _ in range(phase.sizes.warm):
                 step()
@@ -652,10 +652,10 @@ def decoding(phase: Phase) -> None:
     The step is recorded as it is, and compiled.
     """
     sizes = phase.sizes
-    peak = bandwidth(phase)
+    peak = measure_bandwidth(phase)
 
     def measure(layers: int, width: int, rows: int, compiled: bool) -> Measurement:
-        model = quickly(phase, layers, width, sizes.prompt + sizes.tokens).to(torch.bfloat16).eval()
+        model = make_model(phase, layers, width, sizes.prompt + sizes.tokens).to(torch.bfloat16).eval()
         config = model.config
         decoder, ids = Decoder(model, compiled, sizes.backend), phase.draw(rows, sizes.prompt)
         times: list[float] = []  # when the tokens of each step were on the host
@@ -677,7 +677,7 @@ def decoding(phase: Phase) -> None:
         decoder(ids, max_new_tokens=2)  # the cache has room again
         assert decoder.held is not None
         with torch.no_grad():
-            return row | _shares(phase, decoder.held.advance, 20)
+            return row | _time_shares(phase, decoder.held.advance, 20)
 
     # One compiled row first. Compilation takes a minute, so the steps that need none come next.
     shapes = list(product(sizes.batches, sizes.decoding))
@@ -694,7 +694,7 @@ def decoding(phase: Phase) -> None:
 PHASES = {phase.__name__: phase for phase in (environment, correctness, training, mechanisms, decoding, packing)}
 
 
-def main(name: str, rows: str, device: str, deadline: str) -> None:
+def run_main(name: str, rows: str, device: str, deadline: str) -> None:
     """One phase, in the process that `bench_gpu` starts for it. deadline: by `time.time`."""
     transformers.logging.set_verbosity_error()
     if torch.device(device).index is not None:
@@ -705,4 +705,4 @@ def main(name: str, rows: str, device: str, deadline: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_main(*sys.argv[1:])

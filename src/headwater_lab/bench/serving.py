@@ -66,9 +66,9 @@ def bench_serving(
         for number, (name, model) in enumerate(models.items()):
             model_folder = folder / str(number)
             model.to(dtype).save_pretrained(model_folder)
-            engine = stack.enter_context(_engine(str(model_folder), settings, name))
-            sizes[name] = _answer(engine, name)
-            engines[name] = partial(_ask, engine, name, (prompts, shape.tokens))
+            engine = stack.enter_context(_start_engine(str(model_folder), settings, name))
+            sizes[name] = _receive_answer(engine, name)
+            engines[name] = partial(_ask_engine, engine, name, (prompts, shape.tokens))
         del models, model
         runs = take_turns(engines, shape.turns)
     rows = [_describe_runs(name, sizes[name], runs) for name in runs]
@@ -100,11 +100,11 @@ def _describe_runs(name: str, cache_tokens: int, runs: dict[str, list[ServedRun]
 
 
 @contextmanager
-def _engine(folder: str, settings: dict[str, Any], name: str) -> Iterator[Connection]:
+def _start_engine(folder: str, settings: dict[str, Any], name: str) -> Iterator[Connection]:
     """An engine in a process of its own, which answers each list of prompts with a `ServedRun`."""
     method = multiprocessing.get_context("spawn")
     connection, child_connection = method.Pipe()
-    process = method.Process(target=_work, args=(child_connection, folder, settings), name=name, daemon=True)
+    process = method.Process(target=_run_engine, args=(child_connection, folder, settings), name=name, daemon=True)
     process.start()
     child_connection.close()
     try:
@@ -117,12 +117,12 @@ def _engine(folder: str, settings: dict[str, Any], name: str) -> Iterator[Connec
         process.join()
 
 
-def _ask(engine: Connection, name: str, question: Any) -> Any:
+def _ask_engine(engine: Connection, name: str, question: Any) -> Any:
     engine.send(question)
-    return _answer(engine, name)
+    return _receive_answer(engine, name)
 
 
-def _answer(engine: Connection, name: str) -> Any:
+def _receive_answer(engine: Connection, name: str) -> Any:
     try:
         answer = engine.recv()
     except EOFError:
@@ -132,7 +132,7 @@ def _answer(engine: Connection, name: str) -> Any:
     return answer
 
 
-def _work(parent: Connection, folder: str, settings: dict[str, Any]) -> None:
+def _run_engine(parent: Connection, folder: str, settings: dict[str, Any]) -> None:
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -150,13 +150,13 @@ def _work(parent: Connection, folder: str, settings: dict[str, Any]) -> None:
         engine = LLM(model=folder, **settings).llm_engine
         parent.send(engine.vllm_config.cache_config.kv_cache_size_tokens)
         while (request := parent.recv()) is not None:
-            parent.send(_timed(engine, *request))
+            parent.send(_time_requests(engine, *request))
         engine.engine_core.shutdown()
     except Exception as error:
         parent.send(" ".join(str(error).split()) or type(error).__name__)
 
 
-def _timed(engine: Any, prompts: list[list[int]], tokens: int) -> ServedRun:
+def _time_requests(engine: Any, prompts: list[list[int]], tokens: int) -> ServedRun:
     from vllm import SamplingParams
 
     scheduler = engine.engine_core.engine_core.scheduler

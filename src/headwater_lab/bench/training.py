@@ -19,7 +19,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
 from headwater.testing.measures import saved_bytes
-from headwater_lab.bench.paired import DTYPES, PairedTimes, describe_device, interleave, random_ids
+from headwater_lab.bench.paired import DTYPES, PairedTimes, describe_device, random_ids, time_interleaved
 from headwater_lab.bench.shapes import Benchmark, StepShape
 
 CLASSES = 1000
@@ -50,7 +50,7 @@ def text_pair(
     model = HeadwaterForCausalLM(of_gpt2 if base == "gpt2" else HeadwaterConfig(**sizes))
     reference = to_transformers(model, base)
     model.set_attn_implementation(attention)
-    inputs = tuple(_tokens(shape) for _ in range(2))
+    inputs = tuple(_draw_tokens(shape) for _ in range(2))
     if documents is not None:
         positions = packed_positions(shape.batch_size, shape.context, documents)
         for batch in inputs:
@@ -85,12 +85,12 @@ def image_pair(
 
 
 def mechanism_pair(mechanisms: dict[str, dict], shape: StepShape) -> ModelPair:
-    """A model with `mechanisms` and the one that it is compared with (`twins`), on the same tokens."""
-    inputs = _tokens(shape)
-    return ModelPair(twins(mechanisms, shape), (inputs, inputs))
+    """A model with `mechanisms` and the one that it is compared with (`make_twins`), on the same tokens."""
+    inputs = _draw_tokens(shape)
+    return ModelPair(make_twins(mechanisms, shape), (inputs, inputs))
 
 
-def _tokens(shape: StepShape) -> dict[str, Any]:
+def _draw_tokens(shape: StepShape) -> dict[str, Any]:
     ids = random_ids(shape.vocab_size, shape.batch_size, shape.context)
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
@@ -129,14 +129,14 @@ def time_pair(pair: ModelPair, precision: str, pairs: int, device: str = "cpu") 
         keep_freed_memory()  # as training does
 
     autocast = precision == "bf16-mixed"
-    step_a, step_b = (training_step(model, loss, autocast) for model, loss in _passes(pair, precision, device))
+    step_a, step_b = (training_step(model, loss, autocast) for model, loss in _make_passes(pair, precision, device))
 
     def finish(step: Callable[[], None]) -> None:
         step()
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize()
 
-    return interleave(partial(finish, step_a), partial(finish, step_b), pairs)
+    return time_interleaved(partial(finish, step_a), partial(finish, step_b), pairs)
 
 
 def stored_by_pair(pair: ModelPair, precision: str) -> tuple[int, int]:
@@ -145,14 +145,14 @@ def stored_by_pair(pair: ModelPair, precision: str) -> tuple[int, int]:
     The parameters are not counted; under autocast their casts to bf16 are.
     """
     sizes = []
-    for model, loss in _passes(pair, precision, "cpu"):
+    for model, loss in _make_passes(pair, precision, "cpu"):
         model.train()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
             sizes.append(saved_bytes(loss, model.parameters()))
     return sizes[0], sizes[1]
 
 
-def _passes(pair: ModelPair, precision: str, device: str) -> list[tuple[PreTrainedModel, Callable[[], Tensor]]]:
+def _make_passes(pair: ModelPair, precision: str, device: str) -> list[tuple[PreTrainedModel, Callable[[], Tensor]]]:
     """Each model of a pair on the device, and its forward pass to the loss."""
     dtype = DTYPES[precision]
     passes: list[tuple[PreTrainedModel, Callable[[], Tensor]]] = []
@@ -194,7 +194,7 @@ def packed_positions(rows: int, context: int, documents: int) -> Tensor:
     return slot - torch.where(starts, slot, 0).cummax(1).values
 
 
-def twins(mechanisms: dict[str, dict], shape: StepShape) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
+def make_twins(mechanisms: dict[str, dict], shape: StepShape) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
     """A model with `mechanisms` and the one it is compared with, without them.
 
     If a mechanism replaces linear layers, the other model has its plain twin (`build_twin`), with the same matmuls.

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.files import disk_problem
 from headwater_lab.cli.common import LOOK, MAKE, TRAIN, USE
-from headwater_lab.cli.options import add_command, guarded
+from headwater_lab.cli.options import add_command, guard_command
 from headwater_lab.util.endings import Interrupted
 from headwater_lab.util.terminal import literal
 
@@ -82,7 +82,7 @@ def _command(name: str, panel: str, path: str) -> Any:
         settings = {"allow_extra_args": True, "ignore_unknown_options": True} if name == "serve" else {}
         example, trusts = COMMANDS[panel][path], name != "list"
         add_command(group, name, command, example, trusts=trusts, context_settings=settings, rich_help_panel=panel)
-    return guarded(typer.main.get_group(group).commands[name])
+    return guard_command(typer.main.get_group(group).commands[name])
 
 
 class _Group(TyperGroup):

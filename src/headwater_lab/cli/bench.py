@@ -52,7 +52,7 @@ def bench_train(
         title = f"{shape}, attention {attention}" + ("" if documents is None else f", documents {documents}")
     name, device = {"llama": "Llama", "gpt2": "GPT-2", "vit": "ViT"}[base], _device_of(device, memory)
     settings: dict[str, Any] = {"precision": precision, "pairs": pairs, "memory": memory, "device": device}
-    _print(bench_steps({"headwater": pair}, name, title, **settings))
+    _print_benchmark(bench_steps({"headwater": pair}, name, title, **settings))
 
 
 def bench_mechanisms(
@@ -67,14 +67,14 @@ def bench_mechanisms(
     """Time a training step with each mechanism against the same model without it."""
     from headwater_lab.bench.training import bench_steps, mechanism_pair
 
-    compared = {label: mechanism_pair(options, shape) for label, options in _mechanisms(mechanism).items()}
+    compared = {label: mechanism_pair(options, shape) for label, options in _read_mechanisms(mechanism).items()}
     settings: dict[str, Any] = {
         "precision": precision,
         "pairs": pairs,
         "memory": memory,
         "device": _device_of(device, memory),
     }
-    _print(bench_steps(compared, "without", str(shape), **settings))
+    _print_benchmark(bench_steps(compared, "without", str(shape), **settings))
 
 
 def _device_of(device: str, memory: bool) -> str:
@@ -96,7 +96,7 @@ def bench_decode(
     """Measure time per generated token: transformers' Llama, headwater without mechanisms, and with each."""
     from headwater_lab.bench import decoding
 
-    _print(decoding.bench_decode(_mechanisms(mechanism), shape, precision, device_of(device)))
+    _print_benchmark(decoding.bench_decode(_read_mechanisms(mechanism), shape, precision, device_of(device)))
 
 
 def bench_prefill(
@@ -109,7 +109,7 @@ def bench_prefill(
     """Measure the time to read a prompt, up to its last token's logits: without mechanisms, and with each."""
     from headwater_lab.bench import prefill
 
-    _print(prefill.bench_prefill(_mechanisms(mechanism), shape, precision, device_of(device)))
+    _print_benchmark(prefill.bench_prefill(_read_mechanisms(mechanism), shape, precision, device_of(device)))
 
 
 def bench_serve(
@@ -131,7 +131,7 @@ def bench_serve(
 
     if find_spec("vllm") is None:
         raise MissingExtra("vLLM", "vllm")
-    _print(bench_serving(_mechanisms(mechanism) if mechanism else {}, shape, precision, cache_memory))
+    _print_benchmark(bench_serving(_read_mechanisms(mechanism) if mechanism else {}, shape, precision, cache_memory))
 
 
 def bench_gpu(
@@ -151,7 +151,7 @@ def bench_gpu(
     only: Run only this phase; repeatable. Default: all.
     """
     from headwater_lab.bench.gpu import bench_gpu as measure
-    from headwater_lab.bench.gpu import problems
+    from headwater_lab.bench.gpu import find_problems
 
     check_writable(out, folder=True)
     device = device_of(device)
@@ -159,7 +159,7 @@ def bench_gpu(
         stderr.print("No GPU found: the sizes are tiny, and the figures say nothing about a GPU.")
     results = measure(out, device=device, budget=budget, only=list(only) or None, tell=stderr.print)
     stdout.print(f"written to {out / 'gpu.json'}")
-    if wrong := problems(results):
+    if wrong := find_problems(results):
         raise HeadwaterError("; ".join(wrong))
 
 
@@ -180,7 +180,7 @@ def bench_data(
     """
     from headwater_lab.bench.data import bench_data as measure
 
-    _print(measure(source, megabytes, pairs, workers, vocab_size))
+    _print_benchmark(measure(source, megabytes, pairs, workers, vocab_size))
 
 
 def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath | None = None) -> None:
@@ -247,17 +247,17 @@ def bench_verdicts(
                 rates = {"false alarms, at most 0.05 stated": measured.false_alarms, "planted found": measured.power}
                 shares = {name: _describe_rate(rate) for name, rate in rates.items()}
                 rows.append({"results": source, "seeds": rule} | shares | {"seeds, mean": f"{measured.seeds:.1f}"})
-    _print(Benchmark(title, rows))
+    _print_benchmark(Benchmark(title, rows))
 
 
-def _mechanisms(arguments: Sequence[str]) -> dict[str, dict[str, dict]]:
+def _read_mechanisms(arguments: Sequence[str]) -> dict[str, dict[str, dict]]:
     """Mechanisms by the text that names them; every mechanism by default."""
     from headwater.plugins.registry import MECHANISMS
 
     return {text: mechanisms_of(text.split(" + ")) for text in arguments or MECHANISMS.names}
 
 
-def _print(benchmark: Benchmark) -> None:
+def _print_benchmark(benchmark: Benchmark) -> None:
     """Print a benchmark's table and notes."""
     longest: dict[str, str] = max(benchmark.rows, key=len, default={})
     columns = list(longest)

@@ -24,7 +24,8 @@ def list(kind: Catalogue | None = None, *, json: AsJson = False) -> None:
         return
     for name, listed in rows.items():
         columns = COLUMNS[name]
-        text_columns, cells = set(columns) - set(NUMBERS), [[_text(row[title]) for title in columns] for row in listed]
+        cells = [[_write_value(row[title]) for title in columns] for row in listed]
+        text_columns = set(columns) - set(NUMBERS)
         table = lined(*columns, rows=cells, left=text_columns, fold=True, title=name)
         table.columns[0].no_wrap = True
         stdout.print(table)
@@ -40,7 +41,7 @@ COLUMNS = {
 NUMBERS = ("layers", "width", "heads", "kv_heads", "parameters", "guess")
 
 
-def _text(value: Any) -> str:
+def _write_value(value: Any) -> str:
     """A cell of a table."""
     if isinstance(value, float):
         return f"{value:.3f}"

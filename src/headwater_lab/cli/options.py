@@ -70,18 +70,18 @@ def add_command(
     signature = inspect.signature(function, eval_str=True)
     types = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     sections = {name: kind for name, kind in types.items() if isinstance(kind, type) and is_dataclass(kind)}
-    text, texts = _texts(function, signature.parameters)
+    text, texts = _list_texts(function, signature.parameters)
     parameters = [inspect.Parameter("command_line", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     for parameter in [*signature.parameters.values(), *([TRUST] if trusts else [])]:
         if (section := sections.get(parameter.name)) is not None:
             for base in reversed(section.__mro__):
-                texts |= _texts(base, [field.name for field in fields(section)])[1]
+                texts |= _list_texts(base, [field.name for field in fields(section)])[1]
             for field in fields(section):
                 values = Values(**field.metadata)
                 option = parameter.replace(name=field.name, default=field.default, annotation=Annotated[int, values])
-                parameters.append(_declared(option, texts))
+                parameters.append(_declared_values(option, texts))
         else:
-            parameters.append(_declared(parameter, texts))
+            parameters.append(_declared_values(parameter, texts))
 
     def command(command_line: typer.Context, trust: Sequence[str] = (), **values: Any) -> None:
         from headwater.plugins import outside
@@ -108,14 +108,14 @@ def group_of(
     return group
 
 
-def _texts(documented: Any, names: Iterable[str]) -> tuple[str, dict[str, str]]:
+def _list_texts(documented: Any, names: Iterable[str]) -> tuple[str, dict[str, str]]:
     """The docstring of a function or class: the text before its lines `name: text`, and those by name."""
     begin = re.compile(rf"^(?=(?:{'|'.join(names) or '$'}): )", re.MULTILINE)
     text, *lines = begin.split(inspect.getdoc(documented) or "")
     return text.strip(), {name: " ".join(words.split()) for name, _, words in (line.partition(": ") for line in lines)}
 
 
-def _declared(parameter: inspect.Parameter, texts: dict[str, str]) -> inspect.Parameter:
+def _declared_values(parameter: inspect.Parameter, texts: dict[str, str]) -> inspect.Parameter:
     """A function's parameter as Typer's."""
     kind, values = _type_and_values(parameter.annotation)
     settings = vars(values) | {"show_default": parameter.default not in (None, ())}
@@ -179,20 +179,20 @@ def extra_arguments() -> list[str]:
     return _running.get().args
 
 
-def guarded(command: Any) -> Any:
+def guard_command(command: Any) -> Any:
     """A command or a group of them that rejects option values which no command can use.
 
     A number that is not finite or beyond 64 bits passes through every range that Typer checks, and an empty path is
     the working directory.
     """
     for parameter in command.params:
-        parameter.process_value = functools.partial(_checked, parameter, parameter.process_value)
+        parameter.process_value = functools.partial(_check_value, parameter, parameter.process_value)
     for below in getattr(command, "commands", {}).values():
-        guarded(below)
+        guard_command(below)
     return command
 
 
-def _checked(parameter: Any, process: Callable[[Any, Any], Any], context: Any, text: Any) -> Any:
+def _check_value(parameter: Any, process: Callable[[Any, Any], Any], context: Any, text: Any) -> Any:
     """A parameter's value, processed. Raises `HeadwaterError` if no command can use it."""
     value = process(context, text)
     name = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.name.upper()

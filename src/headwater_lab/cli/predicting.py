@@ -25,7 +25,7 @@ def predict(
     jsonl: Print {"image": …, "classes": {NAME: PROBABILITY, …}}, one line per image.
     """
     from headwater_lab.serving.prediction import load_for_prediction
-    from headwater_lab.serving.prediction import predict as predicted
+    from headwater_lab.serving.prediction import predict_images as predicted
 
     for path in images:
         if not path.is_file():

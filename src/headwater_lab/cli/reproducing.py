@@ -54,7 +54,7 @@ def reproduce(
         return
     if records is not None:
         refuse_training("with --records")
-        _judge(records, names, scale)
+        _judge_records(records, names, scale)
         return
     from headwater_lab.papers.table import SCALES
     from headwater_lab.papers.table import find_table as paper_table
@@ -102,7 +102,7 @@ def reproduce(
     complain(result.failed)
 
 
-def _judge(records: Path, names: Sequence[str], scale: ScaleOption) -> None:
+def _judge_records(records: Path, names: Sequence[str], scale: ScaleOption) -> None:
     """Print the tables whose runs are in a file, with their claims."""
     from tempfile import TemporaryDirectory
 

@@ -150,9 +150,9 @@ def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"]
         )
     from transformers.cli.transformers import main as transformers_cli
 
-    from headwater_lab.serving.server import install
+    from headwater_lab.serving.server import install_checkpoint
 
-    install(str(checkpoint), source)
+    install_checkpoint(str(checkpoint), source)
     sys.argv = ["transformers", "serve", str(checkpoint), *extra_arguments()]
     transformers_cli()
 

@@ -57,21 +57,21 @@ def verify(
             raise HeadwaterError(f"{str(checkpoint)!r} is an image model, which has no cache to verify.")
     results: dict[str, list[Verified]] = {}
     with ProgressReport() as progress:
-        for name, one in _models(trained, model, trust_remote_code, seed):
+        for name, one in _list_models(trained, model, trust_remote_code, seed):
             progress.show("verifying", 0, info=name)
             results[name] = verifying.verify(one, seed)
     failed = any(way.ok is False for ways in results.values() for way in ways)
     if json:
         models = [{"name": name, "ways": _as_data(ways)} for name, ways in results.items()]
-        print_json({"versions": _versions(), "seed": seed, "models": models}, indent=None)
+        print_json({"versions": _list_versions(), "seed": seed, "models": models}, indent=None)
     else:
-        _print(results)
+        _print_ways(results)
     if failed:
         stderr.print("headwater: Decoding with a cache differs from decoding without one; see ✗ above.")
         raise typer.Exit(1)
 
 
-def _models(
+def _list_models(
     trained: PreTrainedModel | None, sources: Sequence[str], trust_remote_code: bool, seed: int
 ) -> Iterator[tuple[str, PreTrainedModel]]:
     """Names and models, each made when its turn comes. Mechanisms that are invalid on their own have none."""
@@ -79,7 +79,7 @@ def _models(
     from headwater.plugins.registry import MECHANISMS
 
     if trained is not None:
-        yield _name(trained.config.mechanisms or {}), trained
+        yield _write_name(trained.config.mechanisms or {}), trained
     elif sources:
         for source in sources:
             yield source, verifying.open_model(source, trust_remote_code)
@@ -87,10 +87,10 @@ def _models(
         choices: list[dict[str, Any]] = [{}, *({name: {}} for name in MECHANISMS.names)]
         for mechanisms in choices:
             if (model := verifying.tiny(mechanisms, seed=seed)) is not None:
-                yield _name(mechanisms), model
+                yield _write_name(mechanisms), model
 
 
-def _versions() -> dict[str, str]:
+def _list_versions() -> dict[str, str]:
     import torch
     import transformers
 
@@ -113,11 +113,11 @@ def _as_data(verdicts: Sequence[Verified]) -> list[dict[str, Any]]:
     ]
 
 
-def _name(mechanisms: dict[str, Any]) -> str:
+def _write_name(mechanisms: dict[str, Any]) -> str:
     return " + ".join(mechanisms) or "none"
 
 
-def _print(results: dict[str, list[Verified]]) -> None:
+def _print_ways(results: dict[str, list[Verified]]) -> None:
     """The table, and a line for each way that is not the same."""
     columns = ("model", "same", "different", "not run", "fp64", "fp32")
     table = lined(*columns, left=("model",), title="Ways of decoding with a cache against without")
@@ -134,10 +134,10 @@ def _print(results: dict[str, list[Verified]]) -> None:
     for name, ways in results.items():
         for way in ways:
             if way.ok is not True or way.only_rounded:
-                say(f"{MARKS[way.ok]} {name}: {way.check}: {_where(way)}")
+                say(f"{MARKS[way.ok]} {name}: {way.check}: {_describe_way(way)}")
 
 
-def _where(way: Verified) -> str:
+def _describe_way(way: Verified) -> str:
     """Where a way parts, or why it does not run."""
     if way.ok is None:
         return way.why or "does not apply"

@@ -22,7 +22,7 @@ from headwater.models.kinds import is_of_images
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
 from headwater_lab.bench.decoding import decode_in_turns
-from headwater_lab.bench.paired import PairedTimes, interleave
+from headwater_lab.bench.paired import PairedTimes, time_interleaved
 from headwater_lab.recipe.schema import Recipe
 from headwater_lab.training.loop import stepping
 from headwater_lab.training.records import device_name
@@ -157,7 +157,7 @@ def _measure_price(arm: Recipe, baseline: Recipe) -> ArmPrice:
         stepping(arm, Path(folder) / "a") as a,
         stepping(baseline, Path(folder) / "b") as b,
     ):
-        times = interleave(a.settled_step, b.settled_step, STEPS)
+        times = time_interleaved(a.settled_step, b.settled_step, STEPS)
         config, context = a.model.config, a.data.context
         sizes = [run.progress.tokens / run.progress.step for run in (a, b)]
         training = _summarize_times([t / sizes[0] for t in times.a], [t / sizes[1] for t in times.b])

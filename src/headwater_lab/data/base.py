@@ -129,7 +129,7 @@ def list_kinds() -> dict[str, type[DataSettings]]:
     return dict(sorted(_KINDS.items()))
 
 
-def shuffled(rows: int, seed: int, start: int, *key: str | int) -> Iterator[int]:
+def shuffle_rows(rows: int, seed: int, start: int, *key: str | int) -> Iterator[int]:
     """An endless stream of row numbers: every epoch is a new permutation, a function of (seed, epoch, key)."""
     epoch, position = divmod(start, rows)
     while True:

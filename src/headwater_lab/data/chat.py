@@ -76,13 +76,13 @@ def content_of(value: Any, column: str, where: str, row: int) -> tuple[str, bool
     if not value:
         return "", True
     try:
-        messages = [_message(message) for message in value]
+        messages = [_read_message(message) for message in value]
     except ValueError as error:
         raise HeadwaterError(f"Column {column!r} of {where!r}: {error}, in row {row}; correct it.") from None
     has_answer = any(message["role"] == ASSISTANT for message in messages)
     if not has_answer or any(message["content"] is None for message in messages):
         return None
-    return as_text(messages, _functions(tools, where, row)), True
+    return as_text(messages, _read_functions(tools, where, row)), True
 
 
 def _parse_list(value: Any) -> Any:
@@ -104,7 +104,7 @@ def as_fields(conversation: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"messages": value}
 
 
-def _functions(tools: Any, where: str, row: int) -> list[Any] | None:
+def _read_functions(tools: Any, where: str, row: int) -> list[Any] | None:
     """The tools of a conversation: JSON objects, or such a list in JSON. Raises `HeadwaterError` for anything else."""
     if isinstance(tools, str):
         try:
@@ -128,7 +128,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _message(message: dict[Any, Any]) -> ChatMessage:
+def _read_message(message: dict[Any, Any]) -> ChatMessage:
     """A message with a role and a content in text, None if it has none. Raises `ValueError`."""
     fields = {str(name): value for name, value in message.items() if value is not None}
     role = fields.pop("role", None) or ROLES.get(str(speaker := fields.pop("from", None)), speaker)
@@ -136,7 +136,7 @@ def _message(message: dict[Any, Any]) -> ChatMessage:
         raise ValueError("a message has no role, such as user or assistant")
     content = fields.pop("content", fields.pop("value", None))
     if isinstance(content, list):
-        content = "".join(map(_text_part, content))
+        content = "".join(map(_read_text_part, content))
     if content is None and "tool_calls" in fields:
         content = ""
     if content is not None and not isinstance(content, str):
@@ -144,7 +144,7 @@ def _message(message: dict[Any, Any]) -> ChatMessage:
     return {"role": role, "content": content, **fields}
 
 
-def _text_part(item: Any) -> str:
+def _read_text_part(item: Any) -> str:
     """The text of one part of a content. Raises `ValueError`."""
     if isinstance(item, str):
         return item

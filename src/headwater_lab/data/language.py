@@ -20,7 +20,7 @@ from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Shar
 from headwater_lab.data.chat import Encoded
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.rows import RowLayout, Rows, Tokens
-from headwater_lab.data.tokenizer import Encoder, vocabulary
+from headwater_lab.data.tokenizer import Encoder, vocabulary_size
 from headwater_lab.util.names import is_file_name
 
 # Metrics of held-out text; for a domain, METRIC/NAME.
@@ -86,7 +86,7 @@ class LanguageData:
         self.context, self.tokenizer, self.metric = settings.context, tokenizer, settings.metric
         # Each is measured separately, and the overall result is their mean.
         self.domains = settings.held_out_domains is not None
-        self.vocab_size = vocabulary(tokenizer)
+        self.vocab_size = vocabulary_size(tokenizer)
         for name, (stream, _) in streams.items():
             if stream.tokens <= self.context:
                 raise HeadwaterError(
@@ -102,7 +102,7 @@ class LanguageData:
         groups = [[(name, document) for document in several] for name, several in held_out.items()]
         self.held_out: list[HeldOut] = []
         for group in groups if self.domains else [list(chain(*groups))]:
-            sizes = limits([document for _, document in group], settings.held_out_bytes)
+            sizes = choose_limits([document for _, document in group], settings.held_out_bytes)
             excerpts = zip(group, sizes, strict=True)
             self.held_out += [HeldOut(name, d.id, self.excerpt(d, limit)) for (name, d), limit in excerpts if limit]
         facts = self.facts(held_out) if self.domains else {}
@@ -185,12 +185,13 @@ class LanguageData:
 
     def metrics(self, nats: np.ndarray) -> dict[str, float]:
         """The metrics of these losses of the held-out documents, the deciding one first."""
-        metrics = _average(float(nats.sum()), self.held_out)
+        metrics = _average_losses(float(nats.sum()), self.held_out)
         by_stream: dict[str, list[int]] = {}
         for index, excerpt in enumerate(self.held_out):
             by_stream.setdefault(excerpt.stream, []).append(index)
         for name, indices in by_stream.items() if len(self.names) > 1 or self.domains else ():
-            averages = _average(float(sum(nats[index] for index in indices)), [self.held_out[i] for i in indices])
+            total = float(sum(nats[index] for index in indices))
+            averages = _average_losses(total, [self.held_out[index] for index in indices])
             shown = METRICS if self.domains else METRICS[:1]
             metrics |= {f"{metric}/{name}": averages[metric] for metric in shown}
         for metric in METRICS if self.domains else ():
@@ -199,7 +200,7 @@ class LanguageData:
         return {self.metric: metrics[self.metric]} | metrics
 
 
-def _average(total: float, excerpts: Sequence[HeldOut]) -> dict[str, float]:
+def _average_losses(total: float, excerpts: Sequence[HeldOut]) -> dict[str, float]:
     """Bits per byte and loss of excerpts. total: their nats."""
     size, tokens = sum(excerpt.bytes for excerpt in excerpts), sum(excerpt.tokens for excerpt in excerpts)
     return {"bits_per_byte": total / math.log(2) / size, "loss": total / tokens}
@@ -216,11 +217,11 @@ class HeldOut:
         self.tokens = int((self.labels != -100).sum())
 
 
-def limits(documents: Sequence[Document], budget: int | None) -> list[int]:
+def choose_limits(documents: Sequence[Document], budget: int | None) -> list[int]:
     """Bytes to use of each: of texts equal shares; whole conversations, in the order of their hashes, one at least."""
     sizes = [len(document.text.encode()) for document in documents]
     if not any(document.is_chat for document in documents):
-        return shares(sizes, budget)
+        return share_budget(sizes, budget)
     chosen, budget_left = [0] * len(documents), sum(sizes) if budget is None else budget
     for turn, index in enumerate(sorted(range(len(documents)), key=lambda i: documents[i].fraction("excerpt"))):
         if not turn or sizes[index] <= budget_left:
@@ -229,7 +230,7 @@ def limits(documents: Sequence[Document], budget: int | None) -> list[int]:
     return chosen
 
 
-def shares(sizes: Sequence[int], budget: int | None) -> list[int]:
+def share_budget(sizes: Sequence[int], budget: int | None) -> list[int]:
     """Bytes to use of each: equal shares of the budget; what short ones do not use goes to the others."""
     budget_left = sum(sizes) if budget is None else min(budget, sum(sizes))
     limits = [0] * len(sizes)

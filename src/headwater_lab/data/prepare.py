@@ -31,7 +31,7 @@ from headwater.util.files import STAGING, explaining, flush, replace_text, settl
 from headwater_lab.data import shards
 from headwater_lab.data.chat import Encoded, as_fields
 from headwater_lab.data.corpus import Document, no_text, too_short
-from headwater_lab.data.reading import check_name, printable
+from headwater_lab.data.reading import check_name, escape_name
 from headwater_lab.data.sealed import write_sealed
 from headwater_lab.data.shards import (
     DOMAINS,
@@ -103,28 +103,28 @@ def prepare(
     if encoder.backend is None:
         kind = type(encoder.tokenizer).__name__
         raise HeadwaterError(f"{kind} has no tokenizer.json; data prepare needs a fast tokenizer.")
-    settings = _settings(source, encoder, options)
+    settings = _collect_settings(source, encoder, options)
     try:
         advice = "fix that and run the same command again"
         with explaining(lambda problem: f"{str(out)!r} could not be written: {problem}; {advice}."):
             out = settled(out)
             if out.exists() and not out.is_dir():
-                raise _foreign(out)
+                raise _describe_foreign(out)
             with occupied(out):
                 names = {path.name for path in out.iterdir() if not path.name.startswith(STAGING)} - {LOCK}
                 if names & {MANIFEST, DOMAINS}:
-                    return _finished(out, settings, encoder.separator)
+                    return _check_finished(out, settings, encoder.separator)
                 if names and not (out / WRITING).exists():
-                    raise _foreign(out)
+                    raise _describe_foreign(out)
                 moved = moved_document(Stream(source), options.held_out, encoder)
                 stream = Stream(source)
                 shutil.rmtree(out / WRITING, ignore_errors=True)
                 (out / WRITING).mkdir()
-                run = _Run(out / WRITING, settings, stream, printable(tokenizer), encoder, moved)
+                run = _Run(out / WRITING, settings, stream, escape_name(tokenizer), encoder, moved)
                 try:
                     run.work(workers or min(cores(), MOST_WORKERS), batch_bytes, on_progress or (lambda *_: None))
                     run.finish()
-                    _publish(out / WRITING, out)
+                    _publish_folder(out / WRITING, out)
                 finally:
                     run.close()
                     shutil.rmtree(out / WRITING, ignore_errors=True)
@@ -133,7 +133,7 @@ def prepare(
         raise Interrupted("Stopped; run the same command again to start over.") from None
 
 
-def _settings(source: TextSource, encoder: Encoder, options: Options) -> dict[str, Any]:
+def _collect_settings(source: TextSource, encoder: Encoder, options: Options) -> dict[str, Any]:
     """Everything that affects the result, as the manifest keeps it."""
     # In the form that save_pretrained writes.
     content = encoder.tokenizer.backend_tokenizer.to_str(pretty=True)
@@ -141,7 +141,7 @@ def _settings(source: TextSource, encoder: Encoder, options: Options) -> dict[st
     settings |= {"tokenizer": hashlib.sha256(content.encode()).hexdigest(), **asdict(options)}
     if template := encoder.tokenizer.chat_template:
         settings["chat_template"] = hashlib.sha256(json.dumps(template).encode()).hexdigest()
-    return {name: printable(value) if isinstance(value, str) else value for name, value in settings.items()}
+    return {name: escape_name(value) if isinstance(value, str) else value for name, value in settings.items()}
 
 
 def moved_document(stream: Stream, share: float, encoder: Encoder) -> float | None:
@@ -189,7 +189,7 @@ class _Run:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches already run in parallel
         with ThreadPoolExecutor(workers) as pool:
             try:
-                for documents in chain(_batches(self.stream, batch_bytes), [None]):
+                for documents in chain(_make_batches(self.stream, batch_bytes), [None]):
                     if documents is not None:
                         pending.append((documents, pool.submit(self.encoder.documents, documents)))
                     while len(pending) >= (1 if documents is None else 2 * workers):
@@ -386,7 +386,7 @@ class _Smallest:
         return [(name, text) for _, name, text in (self.texts[:-1] if self.size > self.limit else self.texts)]
 
 
-def _batches(stream: Stream, size: int) -> Iterator[list[Document]]:
+def _make_batches(stream: Stream, size: int) -> Iterator[list[Document]]:
     """Documents in groups of about `size` bytes."""
     group: list[Document] = []
     gathered = 0
@@ -400,7 +400,7 @@ def _batches(stream: Stream, size: int) -> Iterator[list[Document]]:
         yield group
 
 
-def _publish(written: Path, out: Path) -> None:
+def _publish_folder(written: Path, out: Path) -> None:
     """Move what is written to its folder, last the file that says that it is finished."""
     for path in sorted(written.iterdir(), key=lambda path: path.name in (MANIFEST, DOMAINS)):
         if (target := out / path.name).is_dir():  # of a run that was killed here
@@ -410,11 +410,11 @@ def _publish(written: Path, out: Path) -> None:
     flush(out)
 
 
-def _foreign(out: Path) -> HeadwaterError:
+def _describe_foreign(out: Path) -> HeadwaterError:
     return HeadwaterError(f"{str(out)!r} holds other files; name a new folder.")
 
 
-def _finished(out: Path, settings: dict[str, Any], separator: int) -> list[Path]:
+def _check_finished(out: Path, settings: dict[str, Any], separator: int) -> list[Path]:
     """The prepared folders of a finished run with the same settings, with all checksums verified."""
     prepared = shards.open_all(out)
     for folder in prepared:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headwater.util.seeding import generator
-from headwater_lab.data.base import Batch, shuffled
+from headwater_lab.data.base import Batch, shuffle_rows
 from headwater_lab.data.chat import Encoded
 
 RowLayout = Literal["packed", "contiguous"]
@@ -77,7 +77,7 @@ class Rows:
     def order(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
         """An endless stream of (stream, row), from the `start`-th on: a function of the seed."""
         if len(self.streams) == 1:
-            yield from ((0, row) for row in shuffled(self.counts[0], seed, start))
+            yield from ((0, row) for row in shuffle_rows(self.counts[0], seed, start))
             return
         drawn_rows = np.zeros(len(self.streams), dtype=np.int64)
         for block in range(start // BLOCK):
@@ -85,7 +85,7 @@ class Rows:
         block_draws = self.draw(seed, start // BLOCK)
         drawn_rows += np.bincount(block_draws[: start % BLOCK], minlength=len(drawn_rows))
         orders = [
-            shuffled(count, seed, int(done), "stream", index)
+            shuffle_rows(count, seed, int(done), "stream", index)
             for index, (count, done) in enumerate(zip(self.counts, drawn_rows, strict=True))
         ]
         later_draws = (self.draw(seed, block) for block in itertools.count(start // BLOCK + 1))

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.corpus import FEW_PIECES, Document, check_column_is_read, pieces, too_short
+from headwater_lab.data.corpus import FEW_PIECES, Document, check_column_is_read, cut_document, too_short
 from headwater_lab.data.language import LanguageData, LanguageSettings
 from headwater_lab.data.rows import TokenArray
 from headwater_lab.data.stream import read_corpus
@@ -66,7 +66,7 @@ class TextSettings(LanguageSettings):
         left_out: dict[str, int] = {}
         if self.held_out_domains is None:
             return by_domain, left_out
-        trained = {piece.text for train_document in train for piece in pieces(train_document)}
+        trained = {piece.text for train_document in train for piece in cut_document(train_document)}
         for name, source in self.held_out_domains.items():
             if source == self.source:
                 by_domain[name], left_out[name] = held_out, len(train)
@@ -77,7 +77,7 @@ class TextSettings(LanguageSettings):
             by_domain[name] = [
                 document
                 for document in documents
-                if joined not in trained and not any(piece.text in trained for piece in pieces(document))
+                if joined not in trained and not any(piece.text in trained for piece in cut_document(document))
             ]
             left_out[name] = len(documents) - len(by_domain[name])
             if not by_domain[name]:

@@ -17,7 +17,7 @@ from headwater.models.load import check_finite, check_layers, check_size, model_
 from headwater.models.weights import check_files
 from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.hub import check_reachable
-from headwater_lab.data.tokenizer import separator
+from headwater_lab.data.tokenizer import separator_id
 from headwater_lab.training.checkpoints import check, history_of, load_model, newest_checkpoint
 from headwater_lab.training.models import tokenizer_of
 
@@ -143,7 +143,7 @@ def _read_candidate(name: str, source: str, trust_remote_code: bool) -> Candidat
             f"{source!r} has no tokenizer, so it cannot read text; add its tokenizer's files to that folder."
         )
     trained_here = is_headwater and _was_trained(path)
-    begin = separator(tokenizer) if trained_here or tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    begin = separator_id(tokenizer) if trained_here or tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if begin is None:
         raise HeadwaterError(
             f"The tokenizer of {source!r} has neither an end-of-text nor a begin-of-text token to begin a document "

@@ -23,7 +23,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST, Decoder
 from headwater.models.load import read_tokenizer
 from headwater.util.errors import HeadwaterError, shown
-from headwater_lab.data.tokenizer import encode_plainly, separator
+from headwater_lab.data.tokenizer import encode_plainly, separator_id
 from headwater_lab.serving.stops import UntilStop, before_stop
 from headwater_lab.training.checkpoints import check, load_model, newest_checkpoint
 
@@ -36,7 +36,7 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
     tokenizer = read_tokenizer(path, model.config.vocab_size)
     if tokenizer is None:
         raise HeadwaterError(f"{str(path)!r} has no tokenizer: its model was not trained on text.")
-    if separator(tokenizer) is None:
+    if separator_id(tokenizer) is None:
         raise HeadwaterError(
             f"The tokenizer in {str(path)!r} has neither an end-of-text nor a begin-of-text token to start a text "
             f"with; add its tokenizer_config.json, or use the tokenizer the model was trained with."
@@ -80,7 +80,7 @@ def continue_prompts(
     decoder: continue with this one's static cache instead of a growing one; the texts are the same.
     """
     _check_texts(prompts, stop)
-    start = cast(int, separator(tokenizer))  # as `load_for_generation` has checked
+    start = cast(int, separator_id(tokenizer))  # as `load_for_generation` has checked
     rows = [[start, *ids] for ids in encode_plainly(tokenizer, prompts)]
     longest = max(map(len, rows))
     _check_length(model, longest, max_new_tokens)

@@ -52,7 +52,7 @@ def _token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
+def _check_prompts(prompt: Any) -> list[str | list[int]]:
     prompts = [prompt] if isinstance(prompt, str) or _token_ids(prompt) else prompt
     if not isinstance(prompts, list) or not prompts:
         raise ValueError("should be a text, a list of token ids, or a list of these that is not empty")
@@ -104,7 +104,7 @@ class AnswerFields(Sampling):
 
 
 class Completion(AnswerFields):
-    prompt: Annotated[Any, AfterValidator(_prompts)]
+    prompt: Annotated[Any, AfterValidator(_check_prompts)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
@@ -119,13 +119,13 @@ class Message(_Fields):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Any, AfterValidator(lambda content: _content(content))]
+    content: Annotated[Any, AfterValidator(lambda content: _check_content(content))]
     # OpenAI's clients send answers back with these
     type: Literal["message"] | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-def _content(content: Any) -> Any:
+def _check_content(content: Any) -> Any:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -171,7 +171,7 @@ def read_fields(fields: type[Sampling], content: dict[str, Any]) -> dict[str, An
     try:
         request = fields.model_validate(content).model_dump(exclude_none=True)
     except ValidationError as error:
-        raise _refusal(error) from error
+        raise _describe_refusal(error) from error
     if "stream_options" in request and not request["stream"]:
         raise RequestError("stream_options", "applies to streams; leave it out, or set stream to true")
     if request["stream"] and len(request.get("prompt", ())) > 1:
@@ -181,7 +181,7 @@ def read_fields(fields: type[Sampling], content: dict[str, Any]) -> dict[str, An
     return request
 
 
-def _refusal(error: ValidationError) -> RequestError:
+def _describe_refusal(error: ValidationError) -> RequestError:
     """The first wrong field, as a sentence."""
     detail = error.errors(include_url=False)[0]
     field = ".".join(str(step) for step in detail["loc"]) or None

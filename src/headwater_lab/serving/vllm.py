@@ -27,7 +27,7 @@ def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
         dtype = str(config.dtype).rpartition(".")[2]
         added += ["--dtype", dtype] * ("--dtype" not in names and dtype != "None")
         added += ["--enforce-eager"] * (not names & {"--enforce-eager", "--no-enforce-eager"})
-        free = int(available_memory() / 4 / _processes(options) // 2**30)  # vLLM keeps so much for each process
+        free = int(available_memory() / 4 / _count_processes(options) // 2**30)  # vLLM keeps so much for each process
         if "--kv-cache-memory-bytes" not in names:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, free)))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the checkpoint is here
@@ -45,7 +45,7 @@ def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
         raise
 
 
-def _processes(options: list[str]) -> int:
+def _count_processes(options: list[str]) -> int:
     """How many processes vLLM is asked for. What is no number is left for vLLM to refuse."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)

@@ -53,7 +53,7 @@ def of_preset(name: str) -> Trainer.Config:
         model_spec=spec(config, name),
         dump_folder=f"runs/titan-{name}",
         training=TrainingConfig(seq_len=config.max_position_embeddings, disable_cuda_graphs=True),
-        parallelism=parallelism(),
+        parallelism=choose_parallelism(),
         optimizer=default_adamw(),
         loss=CrossEntropyLoss.Config(),
         dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),
@@ -91,8 +91,8 @@ def of_recipe(name: str) -> Trainer.Config:
             dtype="bfloat16" if training.precision == "bf16-true" else "float32",
             mixed_precision_param="float32" if training.precision == "32-true" else "bfloat16",
         ),
-        parallelism=parallelism(),
-        optimizer=optimizer(recipe, config),
+        parallelism=choose_parallelism(),
+        optimizer=make_optimizer(recipe, config),
         lr_scheduler=LRSchedulersContainer.Config(
             warmup_steps=training.warmup_steps,
             decay_ratio=0.0 if training.schedule == "constant" else None,
@@ -147,7 +147,7 @@ def check_hooks(config: HeadwaterConfig) -> None:
             )
 
 
-def parallelism() -> ParallelismConfig:
+def choose_parallelism() -> ParallelismConfig:
     """The choices that headwater models need; the degrees are for the command line."""
     return ParallelismConfig(
         spmd_backend="partial_dtensor", enable_sequence_parallel=False, context_parallel_load_balancer=None
@@ -164,7 +164,7 @@ def with_attention(config: HeadwaterConfig, name: str | None) -> HeadwaterConfig
     return config
 
 
-def optimizer(recipe: Recipe, config: HeadwaterConfig) -> OptimizersContainer.Config:
+def make_optimizer(recipe: Recipe, config: HeadwaterConfig) -> OptimizersContainer.Config:
     """AdamW with the groups of `headwater train`: weight decay and the scalars' rate."""
     training = recipe.training
     with torch.device("meta"):
@@ -180,7 +180,7 @@ def optimizer(recipe: Recipe, config: HeadwaterConfig) -> OptimizersContainer.Co
         implementation="fused" if torch.cuda.is_available() else "for-loop",
         param_groups=[
             ParamGroupConfig(
-                pattern=pattern(names),
+                pattern=match_names(names),
                 optimizer_name="AdamW",
                 optimizer_kwargs=dict(lr=rate, betas=training.betas, eps=training.epsilon, weight_decay=decay),
             )
@@ -189,7 +189,7 @@ def optimizer(recipe: Recipe, config: HeadwaterConfig) -> OptimizersContainer.Co
     )
 
 
-def pattern(names: list[str]) -> str:
+def match_names(names: list[str]) -> str:
     """A regular expression for exactly these parameters, as torchtitan names them, checkpointed or not."""
     escaped = {re.escape(theirs_of(name)) for name in names}
     patterns = {re.sub(r"^(layers\\\.\d+\\\.)", r"\1(?:_checkpoint_wrapped_module\\.)?", name) for name in escaped}

@@ -87,13 +87,13 @@ class Changer:
         std: Sequence[float],
         shorter: int | None = None,
     ) -> None:
-        """shorter: without a random crop, as for `fitted`."""
+        """shorter: without a random crop, as for `fit_image`."""
         if settings.draws:
             from torchvision.transforms import v2
             from torchvision.transforms.v2 import InterpolationMode
 
         self.draws, self.size = settings.draws, size
-        self.transforms: list[Callable[[Image], Image]] = [partial(fitted, size=size, shorter=shorter)]
+        self.transforms: list[Callable[[Image], Image]] = [partial(fit_image, size=size, shorter=shorter)]
         if settings.crop is not None:
             crop = v2.RandomResizedCrop(size, scale=settings.crop, interpolation=InterpolationMode.BICUBIC)
             self.transforms = [crop]
@@ -119,7 +119,7 @@ class Changer:
             return changed if self.erase is None else self.erase(changed)
 
 
-def fitted(image: Image, size: tuple[int, int], shorter: int | None) -> Image:
+def fit_image(image: Image, size: tuple[int, int], shorter: int | None) -> Image:
     """An image of this height and width, as evaluation takes it: the whole one squeezed, or the center of one resized
     to have a shorter side of `shorter` pixels."""
     from PIL.Image import Resampling
@@ -140,7 +140,7 @@ def _rand_augmented(by_level: list[Any], settings: Augmentation, image: Image) -
     return by_level[round(float(level))](image)
 
 
-def mixed(
+def mix_images(
     settings: Augmentation,
     pixels: Tensor,
     labels: Tensor,
@@ -154,7 +154,7 @@ def mixed(
     """
     from torchvision.transforms import v2
 
-    kinds = [kind(alpha=a, num_classes=classes) for kind, a in _mixes(v2, settings) if a]
+    kinds = [kind(alpha=a, num_classes=classes) for kind, a in _choose_mixes(v2, settings) if a]
     images = torch.empty_like(pixels[settings.back :])
     shares = torch.empty(len(images), classes)
     for row, draw in enumerate(draws):
@@ -166,5 +166,5 @@ def mixed(
     return images, shares
 
 
-def _mixes(v2: Any, settings: Augmentation) -> list[tuple[Any, float]]:
+def _choose_mixes(v2: Any, settings: Augmentation) -> list[tuple[Any, float]]:
     return [(v2.MixUp, settings.mixup), (v2.CutMix, settings.cutmix)]

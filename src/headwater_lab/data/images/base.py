@@ -17,9 +17,9 @@ from transformers import BaseImageProcessor
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
-from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Share, shuffled
-from headwater_lab.data.images.augment import Augmentation, Changer, mixed
-from headwater_lab.data.images.loading import loaded
+from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Share, shuffle_rows
+from headwater_lab.data.images.augment import Augmentation, Changer, mix_images
+from headwater_lab.data.images.loading import load_batches
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -135,12 +135,13 @@ class ImageData:
 
     def order(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
         """An endless stream of (epoch, index), from row `start` on: a function of the seed."""
-        images = shuffled(len(self.train), seed, start)
+        images = shuffle_rows(len(self.train), seed, start)
         return ((row // len(self.train), index) for row, index in zip(itertools.count(start), images, strict=False))
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
         local_rows = range(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
-        return loaded(partial(self.read, seed, local_rows), self.parts(seed, batch_size, start), self.settings.workers)
+        load = partial(self.read, seed, local_rows)
+        return load_batches(load, self.parts(seed, batch_size, start), self.settings.workers)
 
     def parts(self, seed: int, batch_size: int, start: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         """(number of its first row, its rows) of each batch; mixed rows come with the `back` rows before them."""
@@ -164,7 +165,7 @@ class ImageData:
         labels = torch.tensor([self.train.labels[index] for _, index in rows])
         if settings.back:
             draws = [partial(generator, "mix", seed, start + row) for row in local_rows]
-            pixels, labels = mixed(settings, pixels, labels, len(self.classes), draws)
+            pixels, labels = mix_images(settings, pixels, labels, len(self.classes), draws)
         return {"pixel_values": pixels, "labels": labels}
 
     def changed(self, seed: int, epoch: int, index: int) -> Tensor:
@@ -192,7 +193,7 @@ class ImageData:
         starts = [firsts[min(number, len(firsts) - 1)] for number in numbers]
         ranges = [range(start, min(start + size, count)) for start in starts]
         workers = min(self.settings.workers, len(ranges) - 1)
-        with closing(loaded(self.held_out_images, ranges, workers)) as batches:
+        with closing(load_batches(self.held_out_images, ranges, workers)) as batches:
             for number, images, batch in zip(numbers, ranges, batches, strict=True):
                 scores, labels = logits(batch).float().cpu(), batch["labels"]
                 if number < len(firsts):

@@ -12,7 +12,7 @@ from pydantic import Field
 from headwater.util.seeding import generator
 from headwater_lab.data.base import register_kind
 from headwater_lab.data.images.base import ImageData, ImageSettings
-from headwater_lab.data.images.reading import converted
+from headwater_lab.data.images.reading import convert_channels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -62,7 +62,7 @@ class DigitImages:
         from PIL.Image import fromarray
 
         self.numbers, self.labels = numbers, [labels[number] for number in numbers]
-        self.images = [converted(fromarray(pixels[number]), "", channels) for number in numbers]
+        self.images = [convert_channels(fromarray(pixels[number]), "", channels) for number in numbers]
 
     def __len__(self) -> int:
         return len(self.numbers)

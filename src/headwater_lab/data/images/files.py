@@ -16,9 +16,9 @@ from pydantic import Field
 from headwater.util.errors import HeadwaterError, first_line, nearest, shown
 from headwater.util.hub import check_reachable
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.hosted import check_card, downloads
+from headwater_lab.data.hosted import check_card, download_folders
 from headwater_lab.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
-from headwater_lab.data.images.reading import read_image, suffixes
+from headwater_lab.data.images.reading import image_suffixes, read_image
 from headwater_lab.data.reading import local_path
 
 if TYPE_CHECKING:
@@ -58,15 +58,15 @@ class ImageFilesSettings(ImageSettings):
     def build(self) -> ImageData:
         """Raises `HeadwaterError` for anything that is missing or does not fit."""
         self.check_extras()
-        splits = _splits(self)
+        splits = _open_splits(self)
         held_out = self.held_out
         if held_out is None:
             held_out = next((name for name in SPLITS if name in splits and name != self.split), 0.1)
-        chosen = [_opened(splits, self.split, repr(self.source))]
+        chosen = [_open_dataset(splits, self.split, repr(self.source))]
         if isinstance(held_out, str):
-            chosen.append(_opened(splits, held_out, f"data.held_out: {self.source!r}"))
-        classes = _classes(chosen[0])
-        sides = [numbered(split, classes, self.channels) for split in chosen]
+            chosen.append(_open_dataset(splits, held_out, f"data.held_out: {self.source!r}"))
+        classes = _find_classes(chosen[0])
+        sides = [number_classes(split, classes, self.channels) for split in chosen]
         if not isinstance(held_out, str):
             sides = sides[0].divided(held_out)
         for name, side in zip(("train", "held out"), sides, strict=True):
@@ -74,7 +74,7 @@ class ImageFilesSettings(ImageSettings):
                 raise HeadwaterError(
                     f"{self.source!r}: no images are left for {name}; use more images or other splits."
                 )
-        notices = [*chain.from_iterable(split.notices for split in chosen), *_unused(classes, sides[0].labels)]
+        notices = [*chain.from_iterable(split.notices for split in chosen), *_note_unused(classes, sides[0].labels)]
         digest = hashlib.sha256("".join(side.digest for side in sides).encode()).hexdigest()
         middle, spread = (list(values) if self.channels == 3 else [sum(values) / 3] for values in (MEAN, STD))
         return ImageData(
@@ -107,7 +107,7 @@ class ImageSplit(NamedTuple):
     sizes: Sequence[int] | None = None
 
 
-def _splits(settings: ImageFilesSettings) -> dict[str, Callable[[], ImageSplit]]:
+def _open_splits(settings: ImageFilesSettings) -> dict[str, Callable[[], ImageSplit]]:
     """The splits of the source, not yet read. Raises `HeadwaterError` if it is neither a folder nor a dataset."""
     folder = local_path(settings.source)
     if not folder.is_dir() and (folder.exists() or folder.is_absolute()):
@@ -121,14 +121,14 @@ def _splits(settings: ImageFilesSettings) -> dict[str, Callable[[], ImageSplit]]
     return _dataset_splits(settings, folder)
 
 
-def _opened(splits: dict[str, Callable[[], ImageSplit]], name: str, where: str) -> ImageSplit:
+def _open_dataset(splits: dict[str, Callable[[], ImageSplit]], name: str, where: str) -> ImageSplit:
     """A split by its name. Raises `HeadwaterError` if there is none, and as the split does."""
     if name not in splits:
         raise HeadwaterError(f"{where} has no split {name!r}; {nearest(name, splits)}")
     return splits[name]()
 
 
-def _unused(classes: list[str], labels: list[int]) -> list[str]:
+def _note_unused(classes: list[str], labels: list[int]) -> list[str]:
     """A notice if there are classes without an image."""
     unused = sorted(set(range(len(classes))) - set(labels))
     names = ", ".join(classes[number] for number in unused[:5])
@@ -137,7 +137,7 @@ def _unused(classes: list[str], labels: list[int]) -> list[str]:
 
 def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], ImageSplit]]:
     """The splits of a folder, not yet read. Raises `HeadwaterError` if its folders are neither splits nor classes."""
-    inside = {path.name: path for path in _folders(folder)}
+    inside = {path.name: path for path in _find_folders(folder)}
     if settings.split not in inside:
         held_out = next((name for name in SPLITS if name in inside), None)
         if held_out is None:
@@ -153,13 +153,13 @@ def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Call
 
 def _folder_split(folder: Path) -> ImageSplit:
     """A folder of folders, one for each class. Raises `HeadwaterError` if it has none, or one has no images."""
-    classes = [path.name for path in _folders(folder)]
+    classes = [path.name for path in _find_folders(folder)]
     if not classes:
         raise HeadwaterError(
             f"The folder {str(folder)!r} has no classes; put the images of each class into a folder of its name."
         )
 
-    endings = suffixes()
+    endings = image_suffixes()
     files: list[Path] = []
     labels: list[int] = []
     left_out = [path for path in sorted(folder.iterdir()) if _is_file(path)]
@@ -187,7 +187,7 @@ def _is_file(path: Path) -> bool:
     return not path.name.startswith(".") and path.is_file()
 
 
-def _folders(folder: Path) -> list[Path]:
+def _find_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
@@ -200,7 +200,7 @@ def _dataset_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Cal
     try:
         if local:
             check_card(folder)
-            splits = _tables(folder, settings.config)
+            splits = _read_tables(folder, settings.config)
         else:
             check_reachable("dataset", source)
             splits = load_dataset(source, settings.config)
@@ -208,11 +208,11 @@ def _dataset_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Cal
         raise
     except Exception as error:  # the many ways a download or a dataset's own layout can fail
         raise HeadwaterError(f"The dataset {source!r} could not be loaded: {first_line(error)}") from error
-    roots = [folder] if local else downloads(source)
+    roots = [folder] if local else download_folders(source)
     return {name: lambda name=name: _dataset_split(settings, name, splits[name], roots) for name in splits}  # type: ignore[misc]
 
 
-def _tables(folder: Path, config: str | None) -> Any:
+def _read_tables(folder: Path, config: str | None) -> Any:
     """The splits of a folder of tables. Raises `HeadwaterError` if datasets would read files of another kind."""
     from datasets import load_dataset_builder
     from datasets.packaged_modules.parquet.parquet import Parquet
@@ -262,10 +262,10 @@ def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any, roots: Se
     read_image = partial(_read_row, images, settings.image_column, where, roots)
     names = [f"row {number}" for number in range(len(rows))]
     classes = list(kind.names) if isinstance(kind, ClassLabel) else None
-    return ImageSplit(where, read_image, names, list(labels), classes, sizes=_sizes(images, settings.image_column))
+    return ImageSplit(where, read_image, names, list(labels), classes, sizes=_read_sizes(images, settings.image_column))
 
 
-def _sizes(rows: Any, column: str) -> list[int]:
+def _read_sizes(rows: Any, column: str) -> list[int]:
     """Bytes of each encoded image of a dataset, which are not read; 0 of one that is a file of its own, or missing."""
     import pyarrow.compute as arrow
 
@@ -295,7 +295,7 @@ def _read_row(rows: Any, column: str, where: str, roots: Sequence[Path], number:
     return inside
 
 
-def _classes(split: ImageSplit) -> list[str]:
+def _find_classes(split: ImageSplit) -> list[str]:
     """The names of a split's classes. Raises `HeadwaterError` for labels that are neither names nor numbers from 0."""
     if split.classes is not None:
         return split.classes
@@ -317,7 +317,7 @@ def _classes(split: ImageSplit) -> list[str]:
     return [str(number) for number in range(count)]
 
 
-def numbered(split: ImageSplit, classes: list[str], channels: int) -> ImageFiles:
+def number_classes(split: ImageSplit, classes: list[str], channels: int) -> ImageFiles:
     """Its images, with labels as numbers. Raises `HeadwaterError` for a label that is no class."""
     numbers = {name: number for number, name in enumerate(classes)}
     # What is a class's number in one split may be another's in the other, if a folder lacks a class.

@@ -85,7 +85,7 @@ class ArithmeticSettings(SyntheticSettings):
     def width(self, most: int) -> int:
         """The longest row with at most this many operations."""
         prompt = (most + MOST_UNNEEDED) * STATEMENT_TOKENS + (most + 1) * NUMBER_TOKENS + QUESTION_TOKENS
-        return blocks(prompt + most * STEP_TOKENS + 1)
+        return pad_to_block(prompt + most * STEP_TOKENS + 1)
 
     def build(self) -> ArithmeticData:
         return ArithmeticData(self)
@@ -178,7 +178,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         prompts = [self.encode(prompt_of(problem)) for problem in problems]
         solutions = [self.encode(solution_of(problem, self.settings.modulus)) for problem in problems]
         longest = max((len(p) + len(s) for p, s in zip(prompts, solutions, strict=True)), default=1)
-        length = blocks(longest) if most is None else self.settings.width(most)
+        length = pad_to_block(longest) if most is None else self.settings.width(most)
         ids = torch.zeros(len(problems), length, dtype=torch.long)
         labels = torch.full_like(ids, -100)
         for row, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
@@ -233,7 +233,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         open_rows = list(range(len(rows)))
         while float(share.total(torch.tensor([float(len(open_rows))]))):
             turn = open_rows or [0]
-            length = blocks(max(len(rows[row]) for row in turn))
+            length = pad_to_block(max(len(rows[row]) for row in turn))
             ids = torch.tensor([rows[row] + [0] * (length - len(rows[row])) for row in turn])
             ends = torch.tensor([len(rows[row]) - 1 for row in turn])
             scores = logits({"input_ids": ids})
@@ -249,7 +249,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         return [self.words[token] if token < len(self.words) else "<pad>" for token in behind]
 
 
-def blocks(length: int) -> int:
+def pad_to_block(length: int) -> int:
     """`length` and what pads it."""
     return -(-length // BLOCK) * BLOCK
 

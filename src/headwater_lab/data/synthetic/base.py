@@ -192,6 +192,6 @@ def share_of(hits: Tensor, where: Tensor) -> float:
     return float(hits[where].double().mean())
 
 
-def distinct(draw: torch.Generator, rows: int, vocab_size: int, count: int) -> Tensor:
+def draw_distinct(draw: torch.Generator, rows: int, vocab_size: int, count: int) -> Tensor:
     """[rows, count]: different tokens below `vocab_size` in each row, every choice and order of them equally likely."""
     return torch.rand(rows, vocab_size, generator=draw).topk(count).indices

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from headwater_lab.data.base import Batch, register_kind
-from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, distinct
+from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, draw_distinct
 
 
 @register_kind
@@ -93,12 +93,12 @@ class InductionData(SyntheticData[InductionSettings]):
         length = self.settings.length
         lag = length // 2
         positions = torch.arange(length + 1)
-        segment = distinct(draw, count, self.settings.vocab_size, lag)
+        segment = draw_distinct(draw, count, self.settings.vocab_size, lag)
         return segment[:, positions % lag], (positions[:-1] >= lag).expand(count, -1)
 
     def scattered(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
         length = self.settings.length
-        pool = distinct(draw, count, self.settings.vocab_size, self.settings.distinct)
+        pool = draw_distinct(draw, count, self.settings.vocab_size, self.settings.distinct)
         turns = length + 1  # each adds one or two tokens
         chance = torch.rand(count, turns, generator=draw)
         # A row begins with new pairs: were there one or two to repeat, they would come at lag 2 or 4 most of the time.

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, model_validator
 
 from headwater_lab.data.base import Batch, register_kind
-from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, distinct
+from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, draw_distinct
 
 
 @register_kind
@@ -52,8 +52,8 @@ class RecallData(SyntheticData[RecallSettings]):
     def sample(self, draw: torch.Generator, count: int) -> Batch:
         pairs, vocab_size, length = self.settings.pairs, self.settings.vocab_size, self.settings.length
         half = vocab_size // 2
-        keys = distinct(draw, count, half, pairs)
-        values = half + distinct(draw, count, vocab_size - half, pairs)
+        keys = draw_distinct(draw, count, half, pairs)
+        values = half + draw_distinct(draw, count, vocab_size - half, pairs)
         row = torch.randint(half, vocab_size, (count, length), generator=draw)
         row[:, : 2 * pairs] = torch.stack([keys, values], dim=2).flatten(1)
         # The Gumbel trick: drawn one after another without replacement, the first drawn for the first key.
