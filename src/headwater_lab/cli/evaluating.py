@@ -42,7 +42,7 @@ def evaluate(
     context: Context in tokens. Default: the model's own; for text, at most 2048.
     stride: Tokens between a text's windows. Default: context / 2.
     dtype: float32, bfloat16, float16 or float64; auto: as in the checkpoint.
-    seed: NaturalInt for choosing few-shot examples and for sampling.
+    seed: Seed for choosing few-shot examples and for sampling.
     out: Also write all results to this JSON file.
     """
     extras.check("evaluate" if tasks else "report", spared=("matplotlib", "plotly", "jinja2"))

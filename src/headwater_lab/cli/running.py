@@ -48,7 +48,7 @@ def generate(
     temperature: Sampling temperature; 0 is greedy.
     top_p: Sample from the most likely tokens with this total probability.
     top_k: Sample from this many most likely tokens; 0 means all.
-    seed: NaturalInt for sampling.
+    seed: Seed for sampling.
     batch_size: Prompts per batch with --jsonl.
     stop: Stop before this text; repeatable.
     cache: dynamic: grows with the text. static: allocated once, so that a GPU replays each token as one CUDA graph; the

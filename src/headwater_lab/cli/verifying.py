@@ -38,7 +38,7 @@ def verify(
         mechanism.
     model: Any causal language model: a folder, or organization/name on the Hugging Face hub; repeatable.
     json: Print the verdicts as JSON, and nothing else.
-    seed: NaturalInt for prompts and parameters.
+    seed: Seed for prompts and parameters.
     """
     from headwater import verification as verifying
     from headwater.models.kinds import MODEL_TYPES
