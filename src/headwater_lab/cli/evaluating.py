@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headwater.util import extras
 from headwater_lab.cli.common import check_writable, device_of, say, stderr, stdout
 from headwater_lab.cli.options import DeviceName, NaturalInt, PositiveInt, TrustRemoteCode, need
 from headwater_lab.cli.progress import ProgressReport
+
+if TYPE_CHECKING:
+    from headwater_lab.evaluation import EvaluationResult
 
 
 def evaluate(
@@ -76,6 +80,14 @@ def evaluate(
         )
     for table in evaluating.build_tables(result):
         stdout.print(table)
+    _print_models(result)
+    if out is not None:
+        outputs.write_json(out, evaluating.to_json(result))
+        say(f"written to {out}")
+
+
+def _print_models(result: EvaluationResult) -> None:
+    """A line for each model, and for each text that it cannot spell."""
     for name, facts in result.models.items():
         size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocab_size']:,}"
         say(f"{name}: {facts['family']}, {size}, documents begin with {facts['begins_with']}")
@@ -85,6 +97,3 @@ def evaluate(
                     f"{name} cannot spell {label}: {counts['unknown_tokens']:,} of {counts['tokens']:,} tokens are "
                     "unknown, so its figures there are optimistic."
                 )
-    if out is not None:
-        outputs.write_json(out, evaluating.to_json(result))
-        say(f"written to {out}")

@@ -64,13 +64,8 @@ def generate(
 
     if (prompt is None) == (jsonl is None):
         raise HeadwaterError("Pass exactly one of: a prompt, - for stdin, --jsonl.")
-    if temperature == 0:
-        refuse("at --temperature 0, which is greedy", "--top-p", "--top-k", "--seed")
     need("--jsonl", "--batch-size")
-    if 0 < temperature < 0.01:
-        raise HeadwaterError("--temperature below 0.01 is almost greedy; use 0 for greedy decoding.")
-    if "" in stop:
-        raise HeadwaterError("--stop needs a text to stop at, not an empty one.")
+    _check_sampling(temperature, stop)
     if compile and cache == "dynamic":
         raise HeadwaterError("--compile needs --cache static: with a growing cache every token has another shape.")
     if jsonl is not None:
@@ -108,6 +103,15 @@ def generate(
     )
 
 
+def _check_sampling(temperature: float, stop: Sequence[str]) -> None:
+    if temperature == 0:
+        refuse("at --temperature 0, which is greedy", "--top-p", "--top-k", "--seed")
+    if 0 < temperature < 0.01:
+        raise HeadwaterError("--temperature below 0.01 is almost greedy; use 0 for greedy decoding.")
+    if "" in stop:
+        raise HeadwaterError("--stop needs a text to stop at, not an empty one.")
+
+
 def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"] = "transformers") -> None:
     """Answer OpenAI-style requests over HTTP, through the server of transformers or vLLM, which receives all other
     options.
@@ -120,20 +124,13 @@ def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"]
 
     from transformers.utils import is_serve_available
 
-    from headwater.models.load import has_tokenizer
     from headwater.util.extras import MissingExtra
-    from headwater_lab.training.checkpoints import check, newest_checkpoint
 
     if engine == "transformers" and not is_serve_available():
         raise MissingExtra("transformers' server", "serve")
     if engine == "vllm" and find_spec("vllm") is None:
         raise MissingExtra("vLLM", "vllm")
-    source = newest_checkpoint(checkpoint)
-    check(source)
-    if not (source / "config.json").is_file():
-        raise HeadwaterError(f"{str(source)!r} is not a checkpoint: it has no config.json.")
-    if not has_tokenizer(source):
-        raise HeadwaterError(f"{str(source)!r} has no tokenizer, so it cannot answer text.")
+    source = _find_text_checkpoint(checkpoint)
     if engine == "vllm":
         from headwater_lab.serving.vllm import serve_with_vllm
 
@@ -155,6 +152,20 @@ def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"]
     install_checkpoint(str(checkpoint), source)
     sys.argv = ["transformers", "serve", str(checkpoint), *extra_arguments()]
     transformers_cli()
+
+
+def _find_text_checkpoint(checkpoint: Path) -> Path:
+    """The newest checkpoint of a run. Raises `HeadwaterError` if it cannot answer text."""
+    from headwater.models.load import has_tokenizer
+    from headwater_lab.training.checkpoints import check, newest_checkpoint
+
+    source = newest_checkpoint(checkpoint)
+    check(source)
+    if not (source / "config.json").is_file():
+        raise HeadwaterError(f"{str(source)!r} is not a checkpoint: it has no config.json.")
+    if not has_tokenizer(source):
+        raise HeadwaterError(f"{str(source)!r} has no tokenizer, so it cannot answer text.")
+    return source
 
 
 def export(

@@ -1,8 +1,8 @@
 """transformers' server for one checkpoint, with requests checked field by field and answered as OpenAI's API says.
 
 transformers' handlers ignore or misread many fields. Here each request is checked against `requests` first; what it
-asks for is then done by `generate` in one thread, one request after the other. `install_checkpoint` puts these classes in
-the place of transformers' own before its command starts.
+asks for is then done by `generate` in one thread, one request after the other. `install_checkpoint` puts these classes
+in the place of transformers' own before its command starts.
 """
 
 from __future__ import annotations
