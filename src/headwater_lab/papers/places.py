@@ -54,7 +54,7 @@ class SizedArm:
         return self.recipe.training.devices * self.recipe.training.nodes
 
     def folder(self, seed: int, out: Path) -> Path:
-        """The folder of one seed's run of a comparison, as `trial_of` names it."""
+        """The folder of one seed's run of a comparison, as `make_trial` names it."""
         size = [make_slug(self.size)] if self.size is not None else []
         return out.joinpath(self.recipe.name, *size, f"{make_slug(self.arm)}-{seed}")
 
