@@ -245,7 +245,7 @@ def finished(tmp_path_factory):
 @pytest.fixture(scope="session")
 def recipe(corpus):
     """Makes recipes of small runs; the arguments are sections to change, e.g. training={"steps": 3}."""
-    from headwater_lab.recipe.schema import parse
+    from headwater_lab.recipe.recipe import parse
 
     def make(**changes):
         values = {

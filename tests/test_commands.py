@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from headwater_lab.recipe.loading import find_recipe
 
 import headwater
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli import COMMANDS, app
 from headwater_lab.cli.common import check_writable
-from headwater_lab.recipe.schema import find_recipe
 from headwater_lab.recipe.shipped import recipes_folder, shipped_recipes
 
 TINY = {

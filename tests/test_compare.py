@@ -4,11 +4,11 @@ import json
 import re
 
 import pytest
+from headwater_lab.recipe.recipe import parse
 from PIL import Image
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.trials import list_trials
-from headwater_lab.recipe.schema import parse
 from headwater_lab.reports import read_comparisons, write_report
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import read_record

@@ -12,6 +12,10 @@ from typing import Any, get_args
 
 import pytest
 import typer
+from headwater_lab.recipe.change import Growth, Start, TrainingStage
+from headwater_lab.recipe.comparison import Compare
+from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.training import Reporting, Training
 from pydantic import BaseModel
 
 import headwater
@@ -24,15 +28,6 @@ from headwater_lab.api import comparing, planning, reproducing, training
 from headwater_lab.cli import app
 from headwater_lab.data.base import list_kinds
 from headwater_lab.data.images import Augmentation
-from headwater_lab.recipe.schema import (
-    Compare,
-    Growth,
-    Recipe,
-    Reporting,
-    Start,
-    Training,
-    TrainingStage,
-)
 from headwater_lab.training import records
 
 ROOT = Path(__file__).parents[1]

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from headwater_lab.recipe.loading import load_recipe
 
 from headwater.testing import Contract
-from headwater_lab.recipe.schema import load_recipe
 from headwater_lab.training.loop import train
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()

@@ -236,7 +236,7 @@ hide("wandb", "accelerate", "torchtitan", "rendercv_fonts")  # transformers look
 from headwater_lab.evaluation.tasks import prepare_lm_eval
 from headwater.integrations.torchtitan import spec
 from headwater_lab.training.run_folder import start_wandb
-from headwater_lab.recipe.schema import parse
+from headwater_lab.recipe.recipe import parse
 recipe = parse(small | {"reporting": {"wandb": "mine"}}, "the recipe")
 def titans():
     from headwater.integrations.torchtitan import model

@@ -9,6 +9,9 @@ import textwrap
 import pytest
 import torch
 import yaml
+from headwater_lab.optimization.registry import OPTIMIZERS
+from headwater_lab.recipe.loading import read_recipe
+from headwater_lab.recipe.recipe import parse
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -23,7 +26,6 @@ from headwater.mechanisms import Context, Cost, Mechanism
 from headwater.plugins.outside import VARIABLE, may_read, trust
 from headwater.plugins.registry import MECHANISMS, register
 from headwater.util.errors import NotTrusted
-from headwater_lab.recipe.schema import OPTIMIZERS, parse, read_recipe
 from headwater_lab.training.optimizers import make_optimizers, parameter_groups
 
 SMALL = '''
@@ -174,7 +176,7 @@ def test_but_data_below_the_current_folder_and_those_that_the_user_trusts(here, 
 
 
 def test_data_of_the_users_own_recipe_are_trusted(here, private):
-    from headwater_lab.recipe.schema import read_recipe
+    from headwater_lab.recipe.loading import read_recipe
 
     read_recipe({"name": "a", "title": "/", "data": {"kind": "text", "source": str(private), "context": 8}})
     assert trained_on({"source": str(private)}).vocab_size == 257
@@ -547,7 +549,7 @@ def test_groups_are_what_the_mechanism_and_the_shapes_say(convolved):
         "bank": ("tensors", 0.1),
         "mix": ("vectors", 0.0),
     }
-    from headwater_lab.recipe.schema import Training
+    from headwater_lab.recipe.training import Training
 
     muon, _ = make_optimizers(model, Training(optimizer="muon"), torch.device("cpu"))
     assert all(parameter.ndim == 2 for group in muon.param_groups for parameter in group["params"])

@@ -15,6 +15,8 @@ from string import Template
 from types import SimpleNamespace
 
 import pytest
+from headwater_lab.recipe.loading import load_recipe
+from headwater_lab.recipe.recipe import Recipe, parse
 
 from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
@@ -23,7 +25,6 @@ from headwater.cost import price
 from headwater.cost.hardware import hardware
 from headwater.growth import grown_config
 from headwater_lab.comparison.trials import list_trials
-from headwater_lab.recipe.schema import Recipe, load_recipe, parse
 from headwater_lab.training.loop import train
 
 ROOT = Path(__file__).parents[1] / "recipes"

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from headwater_lab.recipe.model import MODEL_FIELDS
 
 from headwater import (
     HeadwaterConfig,
@@ -21,7 +22,6 @@ from headwater.config.presets import PRESETS, preset
 from headwater.cost.counts import parameters
 from headwater.mechanisms import Mechanism
 from headwater_lab.recipe.overrides import plain
-from headwater_lab.recipe.schema import MODEL_FIELDS
 from headwater_lab.training.models import init_diagnostics, sample_tokens
 
 PAGE = Path(__file__).parents[1] / "docs" / "presets.md"

@@ -6,11 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+from headwater_lab.recipe.identity import IDENTITY_VERSION
+from headwater_lab.recipe.loading import load_recipe
+from headwater_lab.recipe.model import MODEL_FIELDS
+from headwater_lab.recipe.recipe import Recipe, parse
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import list_kinds
 from headwater_lab.data.synthetic.induction import InductionData, InductionSettings
-from headwater_lab.recipe.schema import IDENTITY_VERSION, MODEL_FIELDS, Recipe, load_recipe, parse
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
 
@@ -335,9 +338,12 @@ def test_every_field_is_documented():
             assert f"`{name}`" in page, name
             assert field.description or name in ("kind", "training", "reporting", "compare", "arms"), name
 
+    from headwater_lab.recipe.change import Growth, Start, TrainingStage
+    from headwater_lab.recipe.comparison import Compare
+    from headwater_lab.recipe.training import Reporting, Training
+
     from headwater_lab.data.prepared import PreparedSettings
     from headwater_lab.data.text import TextSettings
-    from headwater_lab.recipe.schema import Compare, Growth, Reporting, Start, Training, TrainingStage
 
     sections = (Training, Reporting, Compare, Start, TrainingStage, Growth)
     for model in (Recipe, *sections, TextSettings, PreparedSettings, InductionSettings):

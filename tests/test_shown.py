@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 import typer
+from headwater_lab.recipe.loading import find_recipe, load_recipe
+from headwater_lab.recipe.recipe import Recipe, parse
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import headwater_lab as lab
@@ -33,7 +35,6 @@ from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.papers.price import list_stages
 from headwater_lab.papers.table import find_table as paper_table
 from headwater_lab.papers.work import prepare_work
-from headwater_lab.recipe.schema import Recipe, find_recipe, load_recipe, parse
 
 ROOT = Path(__file__).parents[1]
 Run = Callable[..., tuple[int, str, str]]

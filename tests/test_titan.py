@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("torchtitan")
 pytest.importorskip("triton", reason="torchtitan's models import it, without a GPU too")
 
+from headwater_lab.recipe.loading import load_recipe
 from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import ConfigManager, ParallelismConfig
 
@@ -28,7 +29,6 @@ from headwater.mechanisms.contract import Mechanism
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater_lab import train
-from headwater_lab.recipe.schema import load_recipe
 from headwater_lab.titan import config_registry
 from headwater_lab.titan.data import RecipeLoader
 from headwater_lab.training.optimizers import parameter_groups

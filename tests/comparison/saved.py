@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from headwater_lab.recipe.recipe import parse
+
 from headwater_lab.comparison.pool import Outcome, read_finished
-from headwater_lab.recipe.schema import parse
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import Experiment, HeldOutPoint, RunRecord, environment, read_record
 from headwater_lab.util.endings import Diverged

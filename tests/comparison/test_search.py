@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import yaml
+from headwater_lab.recipe.recipe import parse
 from saved import DIVERGES, Here, changed_times, record, tiny
 
 from headwater.plugins.registry import REGISTRY
@@ -21,7 +22,6 @@ from headwater_lab.comparison.search import (
     search_recipe,
 )
 from headwater_lab.comparison.trials import list_trials
-from headwater_lab.recipe.schema import parse
 from headwater_lab.training.records import read_record, write_record
 from headwater_lab.util.endings import Interrupted
 

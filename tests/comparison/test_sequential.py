@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from headwater_lab.recipe.recipe import parse
 from pydantic import ValidationError
 from saved import record, tiny
 from scipy import special, stats
@@ -29,7 +30,6 @@ from headwater_lab.comparison.sequential import (
     take_looks,
 )
 from headwater_lab.comparison.trials import list_trials
-from headwater_lab.recipe.schema import parse
 from headwater_lab.reports import read_comparisons, result_cells, write_report
 from headwater_lab.reports.words import state_answer
 from headwater_lab.training.records import SeedPlan, read_record, write_record

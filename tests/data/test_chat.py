@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from headwater_lab.recipe.recipe import parse
 from pyarrow import parquet
 
 from headwater.util.errors import HeadwaterError
@@ -20,7 +21,6 @@ from headwater_lab.data.stream import TextSource, read_corpus
 from headwater_lab.data.text import TextSettings
 from headwater_lab.data.tokenizer import byte_tokenizer, train_tokenizer
 from headwater_lab.evaluation.text import read_text
-from headwater_lab.recipe.schema import parse
 from headwater_lab.training.loop import train
 from headwater_lab.util.endings import Interrupted
 

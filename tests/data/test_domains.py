@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from headwater_lab.recipe.recipe import parse
 
 from conftest import disturb
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -14,7 +15,6 @@ from headwater_lab.data.prepare import Options, prepare
 from headwater_lab.data.prepared import PreparedSettings
 from headwater_lab.data.stream import TextSource
 from headwater_lab.data.text import TextSettings
-from headwater_lab.recipe.schema import parse
 from headwater_lab.training.loop import train
 from headwater_lab.training.models import measure
 from headwater_lab.training.records import read_record

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from headwater_lab.recipe.recipe import parse
 from PIL import Image
 
 from headwater.cost.hardware import cores
@@ -31,7 +32,6 @@ from headwater_lab.data.images.digits import DigitsSettings
 from headwater_lab.data.images.files import ImageFilesSettings
 from headwater_lab.data.images.glyphs import FAMILIES, GlyphImages, GlyphSettings, files_of
 from headwater_lab.data.images.reading import UnreadableImage, read_image
-from headwater_lab.recipe.schema import parse
 from headwater_lab.training.loop import batches
 
 v2 = pytest.importorskip("torchvision.transforms.v2") if find_spec("torchvision") else None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from headwater_lab.recipe.recipe import parse
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
@@ -23,7 +24,6 @@ from headwater_lab.data.synthetic.hop import HopSettings
 from headwater_lab.data.synthetic.induction import InductionData, InductionSettings
 from headwater_lab.data.synthetic.ngram import NgramSettings
 from headwater_lab.data.synthetic.recall import RecallSettings
-from headwater_lab.recipe.schema import parse
 
 SMALL = [
     InductionSettings(vocab_size=32, length=24, held_out=300),

@@ -12,9 +12,13 @@ from typing import Any
 
 import typer
 import yaml
+from headwater_lab.recipe.change import Growth, Start, TrainingStage
+from headwater_lab.recipe.comparison import Compare
+from headwater_lab.recipe.model import MODEL_FIELDS
+from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.training import Reporting, Training
 
 from headwater_lab.cli import app
-from headwater_lab.recipe.schema import MODEL_FIELDS, Compare, Growth, Recipe, Reporting, Start, Training, TrainingStage
 
 # Command lines that work, quickly. @name is a path of the world; {out} is new in each case.
 COMMANDS = {

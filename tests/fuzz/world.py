@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from headwater_lab.recipe.recipe import parse
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater_lab.data.tokenizer import byte_tokenizer
-from headwater_lab.recipe.schema import parse
 from headwater_lab.training.checkpoints import write_model
 from headwater_lab.training.records import Experiment
 from headwater_lab.training.stages import train_stages

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from headwater_lab.recipe.data import DATA
+from headwater_lab.recipe.loading import load_recipe as read_recipe_file
 from typer.main import get_command
 
 from headwater import HeadwaterConfig as TextConfig
@@ -30,8 +32,6 @@ from headwater_lab.papers.result import reproduce_table as judge_table
 from headwater_lab.papers.table import SCALES, read_tables
 from headwater_lab.papers.table import reads_models as looks_into_models
 from headwater_lab.papers.work import prepare_work as prepare_table
-from headwater_lab.recipe.schema import DATA
-from headwater_lab.recipe.schema import load_recipe as read_recipe_file
 from headwater_lab.recipe.shipped import shipped_recipes
 from headwater_lab.reports import read_comparisons, result_cells, result_columns
 from headwater_lab.training.records import write_record

@@ -6,13 +6,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from headwater_lab.recipe.recipe import parse
 
 from conftest import build
 from headwater.util.files import replace_text
 from headwater_lab.data.tokenizer import load_tokenizer
 from headwater_lab.inspection import inspect_model, to_json
 from headwater_lab.inspection.pictures import draw_pictures, heads_picture, scalars_picture
-from headwater_lab.recipe.schema import parse
 from headwater_lab.training.checkpoints import write_model
 from headwater_lab.training.loop import train
 from headwater_lab.training.models import Trained, open_trained

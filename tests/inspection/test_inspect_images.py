@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from headwater_lab.recipe.recipe import parse
 from PIL import Image
 
 from headwater.nn.patches import raster_positions
@@ -16,7 +17,6 @@ from headwater_lab.inspection.images import ImageSample
 from headwater_lab.inspection.inspection import InspectedText
 from headwater_lab.inspection.pictures import attention_picture, heads_picture
 from headwater_lab.inspection.watch import SHOWN, read_sample
-from headwater_lab.recipe.schema import parse
 from headwater_lab.training.checkpoints import write_model
 from headwater_lab.training.loop import train
 from headwater_lab.training.models import open_trained

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from headwater_lab.recipe.loading import load_recipe
 from test_pattention import FORMS, layer, random
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from headwater.mechanisms.pattention import default_tau
 from headwater.mechanisms.product_keys import ProductKeys, find_largest
 from headwater.testing import naive
 from headwater_lab import grow
-from headwater_lab.recipe.schema import load_recipe
 from headwater_lab.training.loop import train
 from headwater_lab.training.models import init_diagnostics
 from headwater_lab.training.optimizers import parameter_groups

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from headwater_lab.recipe.recipe import parse
 from torch import _dynamo
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +18,6 @@ from headwater.nn.documents import make_cu_seq_lens, restarted_positions
 from headwater.plugins.registry import REGISTRY, resolve
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.gpu import combine_mechanisms
-from headwater_lab.recipe.schema import parse
 from headwater_lab.training.loop import with_documents
 from headwater_lab.training.models import attention_of
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from headwater_lab.recipe.recipe import Recipe, parse
 
 from headwater_lab.comparison.trials import make_trial
 from headwater_lab.papers.measures import Runs
 from headwater_lab.papers.places import FinishedRun, SizedArm, claimed_arms
 from headwater_lab.papers.table import PaperTable
-from headwater_lab.recipe.schema import Recipe, parse
 from headwater_lab.training.records import HeldOutPoint, RunRecord, environment, write_record
 
 ARMS = ("vanilla", "shift", "third")

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from headwater_lab.recipe.loading import load_recipe
 from made import ARMS, RECIPE, changed, one_table, record, runs, save, written
 from pydantic import ValidationError
 from scipy import stats
@@ -21,7 +22,6 @@ from headwater_lab.papers.places import FinishedRun, SizedArm
 from headwater_lab.papers.result import describe_evidence as said
 from headwater_lab.papers.table import PaperTable
 from headwater_lab.papers.work import prepare_work
-from headwater_lab.recipe.schema import load_recipe
 
 LEVEL = 0.05
 DIVERGED = {"status": "diverged"}

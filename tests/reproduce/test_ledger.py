@@ -1,8 +1,9 @@
 """The ledger's recipes and tables."""
 
+from headwater_lab.recipe.loading import load_recipe
+
 from headwater.plugins.registry import MECHANISMS
 from headwater_lab.papers.table import read_tables
-from headwater_lab.recipe.schema import load_recipe
 from headwater_lab.recipe.shipped import recipes_folder
 
 LEDGER = sorted(path.stem for path in (recipes_folder() / "ledger").glob("*.yaml"))

@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+from headwater_lab.recipe.loading import load_recipe
 from made import RECIPE, changed, one_table, put, record, runs, save, written
 
 import headwater_lab as lab
@@ -26,7 +27,6 @@ from headwater_lab.papers.result import (
 from headwater_lab.papers.table import Column, PaperTable, TableCell, read_tables
 from headwater_lab.papers.training import train_table
 from headwater_lab.papers.work import prepare_work
-from headwater_lab.recipe.schema import load_recipe
 from headwater_lab.training.records import HeldOutPoint
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from headwater_lab.recipe.loading import load_recipe
+from headwater_lab.recipe.recipe import Recipe
 
 from headwater.cost import counts as cost
 from headwater.cost.hardware import hardware
@@ -20,7 +22,6 @@ from headwater_lab.papers.places import SizedArm, find_arm, find_arms, list_refe
 from headwater_lab.papers.price import TablePrice, estimate_price
 from headwater_lab.papers.table import SCALES, Pair, PaperTable, counts_steps, find_table, read_tables
 from headwater_lab.papers.work import prepare_work
-from headwater_lab.recipe.schema import Recipe, load_recipe
 from headwater_lab.recipe.shipped import recipes_folder
 
 NAMES = {

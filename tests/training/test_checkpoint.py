@@ -44,7 +44,7 @@ def test_a_damaged_file_is_seen(whole_run, tmp_path, name, spoil):
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
     """One finished run for all that only look at it."""
-    from headwater_lab.recipe.schema import parse
+    from headwater_lab.recipe.recipe import parse
 
     folder = tmp_path_factory.mktemp("whole")
     for i in range(25):

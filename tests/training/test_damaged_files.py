@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from headwater_lab.recipe.change import Change
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -22,7 +23,6 @@ from headwater.models.load import read_config, read_tensors
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.inspection import inspect_model
-from headwater_lab.recipe.schema import Change
 from headwater_lab.serving.generation import continue_prompts, load_for_generation
 from headwater_lab.training.checkpoints import write_model
 from headwater_lab.training.models import changed, open_source, open_trained

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from headwater_lab.recipe.recipe import parse
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -10,7 +11,6 @@ from headwater.kernels import varlen
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.plugins.registry import REGISTRY
 from headwater_lab.bench.waits import NoWaits, WaitError, no_waits
-from headwater_lab.recipe.schema import parse
 from headwater_lab.training.loop import TrainingRun, train
 
 LEARNING = {"value_residual": {"mode": "learnable"}, "kv_shift": {"window": 3}}

@@ -6,9 +6,9 @@ import time
 
 import pytest
 import yaml
+from headwater_lab.recipe.training import Training
 
 import processes
-from headwater_lab.recipe.schema import Training
 from headwater_lab.training.processes import placed
 
 TORCHRUN = {

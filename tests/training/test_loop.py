@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from headwater_lab.recipe.recipe import parse
+from headwater_lab.recipe.training import Training
 from safetensors.torch import load_file
 from torch import _dynamo
 from torch._dynamo.utils import counters
@@ -22,7 +24,6 @@ from headwater.cost.counts import training_flops
 from headwater.models.compiling import compile_model
 from headwater.util.errors import HeadwaterError
 from headwater.util.processor import describe_cpu
-from headwater_lab.recipe.schema import Training, parse
 from headwater_lab.training import loop
 from headwater_lab.training import start as setup
 from headwater_lab.training.checkpoints import checkpoints, load_model

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
+from headwater_lab.recipe.training import Training
 from torch import nn
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.mechanisms import KVShift
 from headwater.util.errors import HeadwaterError
-from headwater_lab.recipe.schema import Training
 from headwater_lab.training.optimizers import (
     Muon,
     clip,

@@ -9,13 +9,13 @@ import socket
 import pytest
 import torch
 import worker
+from headwater_lab.recipe.recipe import parse
 from safetensors import safe_open
 from safetensors.torch import load_file
 from trials import same_end
 
 import processes
 from headwater.util.errors import HeadwaterError
-from headwater_lab.recipe.schema import parse
 from headwater_lab.training.checkpoints import checkpoints, damage, load_model
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import read_record

@@ -157,7 +157,7 @@ class TestStrays:
 
     @pytest.fixture(scope="class")
     def cut(self, tmp_path_factory):
-        from headwater_lab.recipe.schema import parse
+        from headwater_lab.recipe.recipe import parse
 
         folder = tmp_path_factory.mktemp("strays")
         (folder / "corpus").mkdir()

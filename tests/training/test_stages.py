@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from headwater_lab.recipe.loading import load_recipe
+from headwater_lab.recipe.recipe import parse
 
 from headwater import HeadwaterError
 from headwater_lab.comparison import pool
 from headwater_lab.comparison.pool import Outcome, run_trials
 from headwater_lab.comparison.trials import list_trials, order_jobs
-from headwater_lab.recipe.schema import load_recipe, parse
 from headwater_lab.reports import read_comparisons, write_report
 from headwater_lab.reports.comparison import differ_in_cost
 from headwater_lab.training.checkpoints import newest_checkpoint, optimizer_state

@@ -7,6 +7,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from headwater_lab.recipe.change import Start
+from headwater_lab.recipe.data import AnyData
+from headwater_lab.recipe.recipe import parse
 from PIL import Image
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
@@ -17,7 +20,6 @@ from headwater.config.vision import HeadwaterVisionConfig
 from headwater.nn.loss import smoothed
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli import main
-from headwater_lab.recipe.schema import AnyData, Start, parse
 from headwater_lab.serving.prediction import load_for_prediction, predict_images
 from headwater_lab.training import estimate as priced
 from headwater_lab.training.checkpoints import checkpoints, load_model, newest_checkpoint

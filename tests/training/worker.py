@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from headwater_lab.recipe.recipe import parse
 from torch import _dynamo
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
 from headwater.models.compiling import compile_model
 from headwater.util.errors import HeadwaterError
-from headwater_lab.recipe.schema import parse
 from headwater_lab.training import start
 from headwater_lab.training.checkpoints import Shard
 from headwater_lab.training.loop import TrainingRun, train

@@ -19,7 +19,8 @@ from headwater_lab.comparison import running, search
 from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.running import ArmKey
 from headwater_lab.comparison.trials import Job, describe_runs, list_trials
-from headwater_lab.recipe.schema import Recipe, read_recipe
+from headwater_lab.recipe.loading import read_recipe
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.reports import Comparison, read_comparisons, result_cells, result_columns, write_report
 from headwater_lab.util.output_folder import occupied
 from headwater_lab.util.terminal import counted

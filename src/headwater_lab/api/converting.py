@@ -16,7 +16,7 @@ from headwater.util.files import replace_text
 from headwater_lab.api.common import measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.api.training import watch_training
-from headwater_lab.recipe.schema import changed_recipe
+from headwater_lab.recipe.loading import changed_recipe
 from headwater_lab.training.checkpoints import FOLDER, how_to_load, newest_checkpoint, publish_model, write_model
 from headwater_lab.training.estimate import ConversionPrice, count_of, price_of
 from headwater_lab.training.models import Trained, changed_text, data_settings, open_source, open_trained

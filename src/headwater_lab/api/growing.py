@@ -22,7 +22,7 @@ from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.api.common import measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.data.base import Data
-from headwater_lab.recipe.schema import Change, changed_config
+from headwater_lab.recipe.change import Change, changed_config
 from headwater_lab.training.checkpoints import how_to_load, write_model
 from headwater_lab.training.models import (
     Trained,

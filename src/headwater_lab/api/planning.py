@@ -11,7 +11,7 @@ from headwater.cost import Price
 from headwater.cost.hardware import Hardware
 from headwater.plugins import outside
 from headwater_lab.api.common import PathLike, Result
-from headwater_lab.recipe.schema import Recipe
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.estimate import draw_flops, planned
 from headwater_lab.training.estimate import prices as prices_of
 

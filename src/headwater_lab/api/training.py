@@ -13,7 +13,8 @@ from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import local
 from headwater_lab.api.common import PathLike, Result, check_outside, quiet
 from headwater_lab.api.observer import SILENT, Observer
-from headwater_lab.recipe.schema import Recipe, read_recipe
+from headwater_lab.recipe.loading import read_recipe
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import load_model, newest_checkpoint
 from headwater_lab.training.records import CurvePoint, Experiment, HeldOutPoint, Notice, RunRecord, SpeedPoint
 from headwater_lab.training.run_folder import Activity, OnEvent, Point

@@ -14,7 +14,7 @@ from headwater.util.files import absence
 from headwater_lab.util.terminal import Terminal
 
 if TYPE_CHECKING:
-    from headwater_lab.recipe.schema import Recipe
+    from headwater_lab.recipe.recipe import Recipe
 
 # Tables need this much; a narrower terminal wraps lines rather than losing figures.
 stdout = Terminal(width=max(120, Terminal().width))
@@ -94,7 +94,7 @@ def device_of(name: str) -> str:
 
 def recipe_of(argument: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe by its path, or by the name of a shipped one. Raises `HeadwaterError`."""
-    from headwater_lab.recipe.schema import find_recipe, load_recipe
+    from headwater_lab.recipe.loading import find_recipe, load_recipe
 
     return load_recipe(find_recipe(argument), overrides)
 

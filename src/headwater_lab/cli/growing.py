@@ -22,7 +22,7 @@ def grow(checkpoint: str, fields: Sequence[str] = (), *, out: Out = None) -> Non
         method=lemon, …
     """
     from headwater_lab.api.growing import grow as enlarge
-    from headwater_lab.recipe.schema import values_of
+    from headwater_lab.recipe.loading import values_of
 
     values = values_of(fields)
     enlarge(checkpoint, **values, out=new_folder(out, checkpoint, "grown"), watch=ProgressReport())
@@ -91,7 +91,7 @@ def retrofit(
     rows: Rows in the sample of --text.
     """
     from headwater_lab.api.growing import retrofit as convert
-    from headwater_lab.recipe.schema import values_of
+    from headwater_lab.recipe.loading import values_of
 
     need("--layout", "--set")
     need("--text", "--rows")

@@ -6,7 +6,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import Data
-from headwater_lab.recipe.schema import Recipe
+from headwater_lab.recipe.recipe import Recipe
 
 # How far an arm may differ from the baseline's parameters, since the feed-forward's width is a whole number.
 TOLERANCE = 0.01

@@ -13,7 +13,7 @@ from typing import Any
 from headwater.util.errors import HeadwaterError, NotTrusted
 from headwater_lab.comparison.trials import Trial, make_trial, set_rate
 from headwater_lab.comparison.tuning import find_tuned_rate
-from headwater_lab.recipe.schema import Recipe, parse
+from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.records import (
     ENDED,

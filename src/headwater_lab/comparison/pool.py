@@ -19,7 +19,7 @@ from headwater.cost.hardware import cores
 from headwater.util.errors import HeadwaterError, NotTrusted
 from headwater.util.files import read_bytes
 from headwater_lab.comparison.trials import Job, Trial, order_jobs
-from headwater_lab.recipe.schema import Recipe
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import ENDED, RECORD, Experiment, RunRecord, read_record, write_record

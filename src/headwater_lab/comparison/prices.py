@@ -23,7 +23,7 @@ from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
 from headwater_lab.bench.decoding import decode_in_turns
 from headwater_lab.bench.paired import PairedTimes, time_interleaved
-from headwater_lab.recipe.schema import Recipe
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.loop import stepping
 from headwater_lab.training.records import device_name
 from headwater_lab.util.machine import set_threads

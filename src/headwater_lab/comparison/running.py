@@ -18,7 +18,7 @@ from headwater_lab.comparison.prices import Told, check_priced, measure_prices
 from headwater_lab.comparison.rounds import run_sequentially
 from headwater_lab.comparison.trials import Job, Trial, find_folder, list_trials, make_plan, order_jobs, set_rates
 from headwater_lab.comparison.tuning import choose_rates, list_tuning_trials
-from headwater_lab.recipe.schema import Recipe
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.util.output_folder import occupied
 
 # An arm at a size.

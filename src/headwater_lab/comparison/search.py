@@ -11,7 +11,7 @@ from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.trials import list_trials
 from headwater_lab.comparison.tuning import WORST, find_score
-from headwater_lab.recipe.schema import Recipe, parse
+from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.records import read_record
 
 VANILLA = "vanilla"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.comparison.budget import match_arms
-from headwater_lab.recipe.schema import Compare, Recipe
+from headwater_lab.recipe.comparison import Compare
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import STAGES
 from headwater_lab.training.records import Experiment, SeedPlan
 from headwater_lab.util.names import file_name

@@ -12,7 +12,7 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.statistics import steps_to
 from headwater_lab.comparison.trials import Trial, tuning_trial
-from headwater_lab.recipe.schema import Recipe
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.records import ENDED, RunRecord, read_record
 
 # The score of a diverged run.

@@ -23,7 +23,7 @@ from headwater_lab.papers.places import RESTORED, finished_runs
 from headwater_lab.papers.result import Reproduction, reproduce_table
 from headwater_lab.papers.table import ScaleName, find_table, reads_models
 from headwater_lab.papers.work import Work, prepare_work
-from headwater_lab.recipe.schema import Recipe
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.records import (
     ENDED,

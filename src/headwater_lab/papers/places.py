@@ -13,7 +13,7 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.trials import make_slug, make_trial, set_rate
 from headwater_lab.comparison.tuning import find_tuned_rate
 from headwater_lab.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner
-from headwater_lab.recipe.schema import Recipe
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.records import ENDED, RunRecord, read_record
 from headwater_lab.training.stages import chain

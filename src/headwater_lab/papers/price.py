@@ -13,7 +13,7 @@ from headwater_lab.data.base import DataShape
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.papers.places import SizedArm
 from headwater_lab.papers.table import ScaleName
-from headwater_lab.recipe.schema import Recipe
+from headwater_lab.recipe.recipe import Recipe
 
 # FLOP/s of a core in fp32, and additional seconds per step: least squares of relative errors over 300 arms of widths 64
 # to 160, the fastest run of each, two at a time on an AMD EPYC (family 25, model 1). Most take 0.8 to 1.4 times that.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headwater_lab.comparison.prices import Prices, TimeRatio, read_prices
-from headwater_lab.recipe.schema import parse
+from headwater_lab.recipe.recipe import parse
 from headwater_lab.reports.comparison import Comparison
 from headwater_lab.reports.words import write_difference
 from headwater_lab.util.terminal import Table, lined

@@ -26,7 +26,8 @@ from headwater.mechanisms.capabilities import ActsInTraining
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.plugins.registry import REGISTRY, resolve
 from headwater.util.errors import HeadwaterError
-from headwater_lab.recipe.schema import Recipe, find_recipe, load_recipe
+from headwater_lab.recipe.loading import find_recipe, load_recipe
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.titan.data import NoTokenizer, RecipeLoader
 from headwater_lab.training.models import set_attention
 from headwater_lab.training.optimizers import parameter_groups

@@ -23,18 +23,13 @@ from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater.util.files import absence, is_address
 from headwater_lab.data.base import DataShape
 from headwater_lab.data.tokenizer import local_size
+from headwater_lab.recipe.change import changed_config
+from headwater_lab.recipe.loading import read_recipe, values_of
+from headwater_lab.recipe.model import IMAGE_FIELDS, MODEL_FIELDS
 from headwater_lab.recipe.overrides import merged
-from headwater_lab.recipe.schema import (
-    IMAGE_FIELDS,
-    MODEL_FIELDS,
-    Recipe,
-    Training,
-    changed_config,
-    parse,
-    read_recipe,
-    values_of,
-)
+from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.recipe.shipped import shipped_recipes
+from headwater_lab.recipe.training import Training
 from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.models import kernel_for, open_source, step_settings
 from headwater_lab.util.outputs import COLORS, default_style

@@ -33,7 +33,7 @@ from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.seeding import number
 from headwater_lab.data.base import LABELS, Batch, Data, Share, labels_of, main_input, units
 from headwater_lab.data.images.base import UnreadableImage
-from headwater_lab.recipe.schema import Recipe
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import (
     FOLDER,
     Progress,

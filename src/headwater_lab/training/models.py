@@ -48,8 +48,11 @@ from headwater_lab.data.images import ImageData
 from headwater_lab.data.reading import PACKED, table_kind
 from headwater_lab.data.stream import read_documents
 from headwater_lab.data.tokenizer import encode_plainly, extends
+from headwater_lab.recipe.change import Change
+from headwater_lab.recipe.data import AnyData
+from headwater_lab.recipe.messages import untrusted_in
 from headwater_lab.recipe.overrides import MOST_TEXT, read_text
-from headwater_lab.recipe.schema import AnyData, Change, Training, untrusted_in
+from headwater_lab.recipe.training import Training
 from headwater_lab.training.checkpoints import check, history_of, load_model, newest_checkpoint, optimizer_state
 from headwater_lab.training.records import Event
 

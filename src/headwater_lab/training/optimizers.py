@@ -19,7 +19,8 @@ from headwater.mechanisms.named import Named, owner_of
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError, sentence
-from headwater_lab.recipe.schema import OPTIMIZERS, SCHEDULES, Training
+from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES
+from headwater_lab.recipe.training import Training
 from headwater_lab.training.processes import local
 
 # The groups in order, and which of them decay under each `weight_decay_on`.

@@ -34,7 +34,8 @@ from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.kinds import AnyModel
 from headwater.nn.block import Block
 from headwater.util.errors import HeadwaterError, first_line
-from headwater_lab.recipe.schema import Recipe, Training
+from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.training import Training
 from headwater_lab.util.workers import die_with_parent
 
 if TYPE_CHECKING:  # reading a checkpoint needs none of the trainer's packages

@@ -34,7 +34,7 @@ from headwater.models.kinds import unit_of
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import disk_problem, explaining, read_bytes, replace_text, settled
 from headwater_lab.data.base import Evaluation
-from headwater_lab.recipe.schema import Recipe
+from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import STAGES, Progress, checkpoints, newest_whole, tidy, withdraw_model
 from headwater_lab.training.processes import first
 from headwater_lab.training.records import (

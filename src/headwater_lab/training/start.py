@@ -41,7 +41,9 @@ from headwater.util.errors import HeadwaterError, sentence
 from headwater_lab.data.base import LABELS, Batch, Data
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.tokenizer import extends
-from headwater_lab.recipe.schema import Distillation, Recipe, Start, Training
+from headwater_lab.recipe.change import Start
+from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.training import Distillation, Training
 from headwater_lab.training.checkpoints import (
     Progress,
     begin_with,
