@@ -12,7 +12,7 @@ import pytest
 import headwater
 import headwater_lab as lab
 from headwater.util.errors import HeadwaterError
-from headwater_lab.papers.table import tables
+from headwater_lab.papers.table import read_tables
 
 ROOT = Path(__file__).parents[1]
 TINY = {
@@ -168,7 +168,7 @@ def test_grow_takes_a_model_or_its_folder_and_nothing_prints(tmp_path, capfd):
 
 
 def test_reproduce_gives_a_table_and_claims(tmp_path):
-    name = next(name for name, table in tables().items() if table.computed == "tokenformer_flops")
+    name = next(name for name, table in read_tables().items() if table.computed == "tokenformer_flops")
     found = lab.reproduce(name, out=tmp_path)
     assert found.table()
     assert {verdict for _, verdict in found.claims()}

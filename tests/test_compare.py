@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.trials import trials_of
+from headwater_lab.comparison.trials import list_trials
 from headwater_lab.recipe.recipe import parse
-from headwater_lab.reports import comparisons, write_report
+from headwater_lab.reports import read_comparisons, write_report
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import read_record
 
@@ -37,7 +37,7 @@ def recipe():
 
 @pytest.mark.slow
 def test_a_report_of_trials_needs_no_network(recipe, tmp_path):
-    for trial in trials_of(recipe, tmp_path):
+    for trial in list_trials(recipe, tmp_path):
         for job in trial.jobs:
             train(job.recipe, job.folder, experiment=job.experiment)
 
@@ -46,7 +46,7 @@ def test_a_report_of_trials_needs_no_network(recipe, tmp_path):
     assert "A tiny comparison" in html
     own = re.sub(r"(?s)<script>.*?</script>", "", html)
     assert not re.search(r'(?:src|href)="(?!data:|#)', own), "the page must need no network"
-    for summary in comparisons(tmp_path)[0].summaries:
+    for summary in read_comparisons(tmp_path)[0].summaries:
         assert f"{summary.mean:.3f}" in html
     with Image.open(tmp_path / "tiny-curves.png") as picture:
         assert picture.width > 800

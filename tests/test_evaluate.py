@@ -27,12 +27,12 @@ from conftest import build
 from headwater import HeadwaterError
 from headwater.conversion import from_transformers
 from headwater_lab.data.tokenizer import byte_tokenizer, train_tokenizer
-from headwater_lab.evaluation import evaluate, table, to_json
+from headwater_lab.evaluation import build_tables, evaluate, to_json
 from headwater_lab.evaluation import tasks as tasks_module
-from headwater_lab.evaluation.candidates import candidates, same_tokenizer, unique_names
+from headwater_lab.evaluation.candidates import find_candidates, same_tokenizer, unique_names
 from headwater_lab.evaluation.paired import Items, difference
-from headwater_lab.evaluation.tasks import GROUPS, parse
-from headwater_lab.evaluation.text import nats, windows
+from headwater_lab.evaluation.tasks import GROUPS, parse_tasks
+from headwater_lab.evaluation.text import list_windows, sum_log_likelihoods
 from headwater_lab.training.checkpoints import write_model
 from headwater_lab.training.records import Event
 
@@ -86,7 +86,7 @@ def loglikelihoods(model, ids: list[int], begin: int) -> list[float]:
 @pytest.mark.parametrize(("targets", "context", "stride"), [(1, 8, 4), (8, 8, 4), (9, 8, 4), (30, 8, 3), (30, 8, 8)])
 def test_windows_score_every_token_once_with_the_history_they_promise(targets, context, stride):
     scored = []
-    for start, end, count in windows(targets, context, stride):
+    for start, end, count in list_windows(targets, context, stride):
         assert end - start <= context
         for target in range(
             end - count + 1, end + 1
@@ -99,7 +99,7 @@ def test_windows_score_every_token_once_with_the_history_they_promise(targets, c
 def test_text_is_scored_as_by_hand():
     model, tokenizer = build(vocab_size=257), byte_tokenizer()
     ids = [tokenizer(text).input_ids for text in ("ab", LETTERS * 2, LETTERS[:7])]
-    found = nats(model, [np.array(row) for row in ids], 256, context=16, stride=5, batch_size=3)
+    found = sum_log_likelihoods(model, [np.array(row) for row in ids], 256, context=16, stride=5, batch_size=3)
     for row, total in zip(ids, found, strict=True):
         full = [256, *row]
         expected = 0.0
@@ -111,27 +111,27 @@ def test_text_is_scored_as_by_hand():
             expected += logits.log_softmax(-1)[full[target]].item()
         assert total == pytest.approx(expected, rel=1e-9)
     with pytest.raises(HeadwaterError, match="gives id 300, but the model has embeddings for only 257"):
-        nats(model, [np.array([300])], 256, context=16, stride=5, batch_size=1)
+        sum_log_likelihoods(model, [np.array([300])], 256, context=16, stride=5, batch_size=1)
 
 
 def test_windows_without_overlap_are_lm_evals_rolling_windows(folder):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    [one] = candidates([str(folder / "twin")])
+    [one] = find_candidates([str(folder / "twin")])
     model = one.load("cpu", "float32")
     lm = HFLM(pretrained=model, tokenizer=one.tokenizer, backend="causal", batch_size=2, max_length=32)
     documents = [LETTERS, LETTERS * 5, "x"]
     requests = [Instance("loglikelihood_rolling", {}, (text,), index) for index, text in enumerate(documents)]
     theirs = lm.loglikelihood_rolling(requests, disable_tqdm=True)
     ids = [np.array(one.tokenizer(text).input_ids) for text in documents]
-    ours = nats(model, ids, one.begin, context=32, stride=32, batch_size=4)
+    ours = sum_log_likelihoods(model, ids, one.begin, context=32, stride=32, batch_size=4)
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_measures_of_a_text_are_of_its_nats_tokens_and_bytes(folder):
     result = evaluate([str(folder / "twin")], text=[str(folder / "texts")], context=96, stride=96)
-    [one] = candidates([str(folder / "twin")])
+    [one] = find_candidates([str(folder / "twin")])
     model = one.load("cpu", "float32")
     documents = [(folder / "texts" / f"{index}.txt").read_text() for index in range(3)]
     items = next(row.figures["twin"].items for row in result.rows if row.metric == "loss")
@@ -152,7 +152,7 @@ def test_measures_of_a_text_are_of_its_nats_tokens_and_bytes(folder):
 
 def test_choices_are_scored_as_by_hand(folder):
     result = evaluate([str(folder / "twin")], ["closing"], task_files=TASKS)
-    [one] = candidates([str(folder / "twin")])
+    [one] = find_candidates([str(folder / "twin")])
     model = one.load("cpu", "float32")
     expected = []
     for line in (TASKS / "closing.jsonl").read_text().splitlines():
@@ -178,7 +178,7 @@ def test_a_llama_and_its_twin_agree(folder):
         assert (ours.value, ours.stderr) == (theirs.value, theirs.stderr), row.metric
     assert result.tasks[0]["hashes"]
     json.dumps(to_json(result), allow_nan=False)
-    assert len(table(result)) == 2
+    assert len(build_tables(result)) == 2
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ def test_the_papers_groups_name_tasks_that_lm_eval_has():
     places = ("lambada", "hellaswag", "piqa", "arc", "winogrande", "mmlu", "cmmlu", "hendrycks_math")
     known = TaskIndex.build([root / place for place in places])  # the whole index takes five seconds
     for group in GROUPS:
-        for one in parse(group):
+        for one in parse_tasks(group):
             config = known[one.name].cfg
             metrics = config.get("metric_list") or config["aggregate_metric_list"]
             assert set(one.metrics) <= {metric["metric"] for metric in metrics}
@@ -297,7 +297,7 @@ def other(tmp_path):
 
 def test_different_tokenizers_are_compared_by_bytes_alone(folder, other):
     models, texts = [str(folder / "twin"), str(other)], [str(folder / "texts")]
-    assert not same_tokenizer(*candidates(models))
+    assert not same_tokenizer(*find_candidates(models))
     result = evaluate(models, text=texts)
     assert [row.metric for row in result.rows] == ["bits per byte"]
     assert result.settings["window"] == 48  # what both can take
@@ -385,7 +385,7 @@ def test_configs_larger_than_their_weights_are_refused_before_memory_is_taken(ch
     file = tmp_path / "llama" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(HeadwaterError, match=said):
-        candidates([str(tmp_path / "llama")])[0].load("cpu", "auto")
+        find_candidates([str(tmp_path / "llama")])[0].load("cpu", "auto")
 
 
 def test_data_that_are_out_of_reach_are_said_to_be(folder, monkeypatch, tmp_path):

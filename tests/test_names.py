@@ -6,10 +6,10 @@ import pytest
 import rich.console
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.trials import slug, trials_of
-from headwater_lab.reports import comparisons, write_report
+from headwater_lab.comparison.trials import list_trials, make_slug
+from headwater_lab.reports import read_comparisons, write_report
 from headwater_lab.reports.pictures import curves_picture
-from headwater_lab.reports.words import table
+from headwater_lab.reports.words import result_table
 from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.records import StageRecord, read_record, write_record
 from headwater_lab.util.names import file_name, is_file_name
@@ -46,13 +46,13 @@ def test_whatever_a_text_is_its_file_is_one_and_its_own():
     names = {file_name(text) for text in [*PATHS, *MARKUP]}
     assert len(names) == len(PATHS) + len(MARKUP)
     assert all(map(is_file_name, names))
-    assert all(is_file_name(slug(text)) for text in [*PATHS[:-1], *MARKUP])
+    assert all(is_file_name(make_slug(text)) for text in [*PATHS[:-1], *MARKUP])
 
 
 def test_trials_of_any_arms_and_sizes_lie_below_their_folder(recipe, tmp_path):
     arms = {name: {} for name in ["base", "../x", "/tmp/y", "a/b", "..", "", "z" * 300, "a[/c]"]}
     made = recipe(compare={"baseline": "base", "seeds": [0], "arms": arms, "sizes": {"../../S": {}, "L" * 300: {}}})
-    trials = trials_of(made, tmp_path / "out")
+    trials = list_trials(made, tmp_path / "out")
     for trial in trials:
         trial.folder.mkdir(parents=True)
         assert trial.folder.resolve().is_relative_to(tmp_path / "out")
@@ -146,14 +146,15 @@ def test_the_command_line_shows_names_whole(tmp_path, run, monkeypatch):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["$x$", "$\\frac{$", "a$b$c", "_under", "x\x1by", "line\nend"])
 def test_pictures_show_names_as_they_are(tmp_path, name):
-    found = comparisons(saved(tmp_path, three("base", BASE) + three(name, GOOD)))[0]
+    found = read_comparisons(saved(tmp_path, three("base", BASE) + three(name, GOOD)))[0]
     picture = curves_picture(found)
     picture.savefig(io.BytesIO(), format="png")
     assert literal(name) in [text.get_text() for text in picture.axes[0].get_legend().get_texts()]
 
 
 def test_the_table_of_a_report_is_literal_in_the_callers_console(tmp_path):
-    found = comparisons(saved(tmp_path, three("base", BASE) + three("kv [keys]", GOOD) + three("kv [values]", GOOD)))[0]
-    shown = printed(rich.console.Console(file=io.StringIO(), width=200), table(found))
+    records = three("base", BASE) + three("kv [keys]", GOOD) + three("kv [values]", GOOD)
+    found = read_comparisons(saved(tmp_path, records))[0]
+    shown = printed(rich.console.Console(file=io.StringIO(), width=200), result_table(found))
     assert "kv [keys]" in shown
     assert "kv [values]" in shown

@@ -22,7 +22,7 @@ from headwater.cost import counts as cost
 from headwater.cost import price
 from headwater.cost.hardware import hardware
 from headwater.growth import grown_config
-from headwater_lab.comparison.trials import trials_of
+from headwater_lab.comparison.trials import list_trials
 from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.loop import train
@@ -500,7 +500,7 @@ def test_the_head_says_source_figures_cost_and_commands(name):
         changed = read(*[word for word in words if "=" in word])
         config(changed)
         if command == "compare":
-            trained = [(trial.experiment.arm, trial.recipe.seed) for trial in trials_of(changed, Path("runs"))]
+            trained = [(trial.experiment.arm, trial.recipe.seed) for trial in list_trials(changed, Path("runs"))]
         else:
             assert arm is None or arm in arms
             trained = [(arm, int(seed or 0))]

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.trials import trials_of
-from headwater_lab.reports import Head, PageTable, comparisons, write_report
-from headwater_lab.reports.curves import arm_curves
+from headwater_lab.comparison.trials import list_trials
+from headwater_lab.reports import Head, PageTable, read_comparisons, write_report
+from headwater_lab.reports.curves import make_arm_curves
 from headwater_lab.reports.figures import POINTS, curves_drawing, differences_drawing
-from headwater_lab.reports.page import notices, rates_table, render, scaling_part, story
-from headwater_lab.reports.styles import styles
-from headwater_lab.reports.words import answer, differences_table, note, table
+from headwater_lab.reports.page import list_warnings, rates_table, render_page, scaling_part, tell_story
+from headwater_lab.reports.styles import choose_styles
+from headwater_lab.reports.words import describe_test, differences_table, result_table, state_answer
 from headwater_lab.training.records import (
     CurvePoint,
     Experiment,
@@ -89,57 +89,59 @@ def text_of(html):
 
 class TestWhatIsSaid:
     def test_better_and_inconclusive(self, tmp_path):
-        found = comparisons(saved(tmp_path, three("base", BASE) + three("good", GOOD) + three("unclear", UNCLEAR)))[0]
-        assert answer(found).startswith("good is better than base by 0.497 bits per byte (97.5 % interval 0.4")
-        assert "at Holm's levels for 2 arms" in note(found)
+        records = three("base", BASE) + three("good", GOOD) + three("unclear", UNCLEAR)
+        found = read_comparisons(saved(tmp_path, records))[0]
+        assert state_answer(found).startswith("good is better than base by 0.497 bits per byte (97.5 % interval 0.4")
+        assert "at Holm's levels for 2 arms" in describe_test(found)
 
     def test_the_best_of_several_is_tested_against_the_others(self, tmp_path):
         """All pairs of the better arms together, and no winner is named where chance may have made it."""
         near = [2.52, 2.58, 2.4]
         far = [2.8, 2.91, 2.71]
-        found = comparisons(saved(tmp_path, three("base", BASE) + three("good", GOOD) + three("far", far)))[0]
-        assert answer(found).endswith("; it is better than far too.")
+        found = read_comparisons(saved(tmp_path, three("base", BASE) + three("good", GOOD) + three("far", far)))[0]
+        assert state_answer(found).endswith("; it is better than far too.")
         saved(tmp_path / "more", three("near", near))
-        found = comparisons(tmp_path)[0]
+        found = read_comparisons(tmp_path)[0]
         assert [s.verdict(True) for s in found.summaries if s.arm != "base"] == ["better"] * 3
-        assert answer(found).endswith("; it is better than far too; the comparison with good is inconclusive.")
+        assert state_answer(found).endswith("; it is better than far too; the comparison with good is inconclusive.")
 
     def test_more_seeds_are_those_of_the_statistics(self, tmp_path):
-        found = comparisons(saved(tmp_path, three("base", BASE) + three("close", [2.9, 3.0, 2.87])))[0]
+        found = read_comparisons(saved(tmp_path, three("base", BASE) + three("close", [2.9, 3.0, 2.87])))[0]
         paired = found.summaries[1].paired
         assert paired.more is not None
-        assert answer(found).startswith("The comparison with base is inconclusive after 3 seeds")
+        assert state_answer(found).startswith("The comparison with base is inconclusive after 3 seeds")
         names, rows = differences_table(found)
         assert rows[0][names.index("more seeds")] == f"{paired.more:,}"
-        assert "Holm" not in note(found), "one arm needs no correction"
+        assert "Holm" not in describe_test(found), "one arm needs no correction"
 
     def test_the_same_to_the_last_digit(self, tmp_path):
-        found = comparisons(saved(tmp_path, three("base", BASE) + three("twin", BASE)))[0]
-        assert answer(found) == "No arm differs from base in any digit."
+        found = read_comparisons(saved(tmp_path, three("base", BASE) + three("twin", BASE)))[0]
+        assert state_answer(found) == "No arm differs from base in any digit."
 
     def test_worse_is_not_hidden(self, tmp_path):
-        found = comparisons(saved(tmp_path, three("base", GOOD) + three("bad", BASE) + three("unclear", UNCLEAR)))[0]
-        assert answer(found).startswith("No arm was found better than base; bad is worse by 0.497")
+        records = three("base", GOOD) + three("bad", BASE) + three("unclear", UNCLEAR)
+        found = read_comparisons(saved(tmp_path, records))[0]
+        assert state_answer(found).startswith("No arm was found better than base; bad is worse by 0.497")
 
     def test_one_seed_says_nothing(self, tmp_path):
-        found = comparisons(saved(tmp_path, [record("base", 0, 3.0), record("other", 0, 1.0)]))[0]
-        assert "no test" in note(found)
+        found = read_comparisons(saved(tmp_path, [record("base", 0, 3.0), record("other", 0, 1.0)]))[0]
+        assert "no test" in describe_test(found)
 
     def test_diverged_arms_stand_in_the_table_and_interrupted_runs_do_not(self, tmp_path):
         wild = [record("wild", 0, 2.0), record("wild", 1, math.nan, status="diverged", error="step 7: loss is nan")]
         late = [record("late", 0, 2.0), record("late", 1, 2.0, steps=2, status="stopped")]
-        found = comparisons(saved(tmp_path, [*three("base", BASE), *wild, *late]))[0]
+        found = read_comparisons(saved(tmp_path, [*three("base", BASE), *wild, *late]))[0]
         rows = {cells[0]: cells for cells in rows_of(found)}
         assert rows["wild"][3] == "diverged 1 of 2"
-        assert "wild, seed 1: diverged, so the mean of the arm's other seeds is optimistic" in notices([found])[0]
+        assert "wild, seed 1: diverged, so the mean of the arm's other seeds is optimistic" in list_warnings([found])[0]
         assert [run.name for run in found.unfinished] == ["late-1"]
-        assert "late-1: stopped, not finished" in text_of(render([story([found])]))
+        assert "late-1: stopped, not finished" in text_of(render_page([tell_story([found])]))
 
     def test_sizes_are_apart_and_tuning_is_no_part(self, tmp_path):
         big = three("base", BASE, size="L", parameters=20) + three("good", GOOD, size="L", parameters=20)
         small = three("base", BASE, size="S") + three("good", GOOD, size="S")
         tries = [record("good", 1000, 0.5, size="S", phase="tuning")]
-        found = comparisons(saved(tmp_path, big + small + tries))
+        found = read_comparisons(saved(tmp_path, big + small + tries))
         assert [(one.size, len(one.records), len(one.tuning)) for one in found] == [("S", 6, 1), ("L", 6, 1)]
         assert found[0].summaries[1].mean == pytest.approx(np.mean(GOOD))
 
@@ -151,7 +153,7 @@ class TestWhatIsSaid:
         tries = [tried("base", 0.01, 4.0), tried("base", 0.1, 3.0), tried("base", 1.0, 3.5)]
         tries += [tried("good", 0.1, 3.0), tried("good", 0.01, 3.5), tried("good", 1.0, math.nan, "diverged")]
         runs = three("base", BASE) + three("good", GOOD)
-        grid, edges = rates_table(comparisons(saved(tmp_path, runs + tries)))
+        grid, edges = rates_table(read_comparisons(saved(tmp_path, runs + tries)))
         assert grid.columns == ["", "0.01", "0.1", "1"]
         assert grid.rows[0] == ["base", "4.000", ("3.000 chosen", "better"), "3.500"]
         assert grid.rows[1] == ["good", "3.500", ("3.000 chosen", "better"), "diverged 1 of 1"]
@@ -166,7 +168,7 @@ class TestWhatIsSaid:
             record("base", 9, 3.0, phase="tuning", recipe={"training": {"steps": 4, "learning_rate": r}})
             for r in (0.01, 0.1, 1.0)
         ]
-        found = comparisons(saved(tmp_path, three("base", BASE, recipe=recipe) + tries))
+        found = read_comparisons(saved(tmp_path, three("base", BASE, recipe=recipe) + tries))
         assert rates_table(found)[1] == [f"base: {chosen:g} is the {other} one may be better."]
 
     def test_what_is_not_there_is_one_sentence(self, tmp_path):
@@ -179,15 +181,15 @@ class TestWhatIsSaid:
 
 def rows_of(found):
     """The rows of the terminal's table."""
-    return [list(map(str, row)) for row in zip(*(column.cells for column in table(found).columns), strict=True)]
+    return [list(map(str, row)) for row in zip(*(column.cells for column in result_table(found).columns), strict=True)]
 
 
 class TestCurves:
     def test_means_are_over_the_points_that_all_seeds_have(self, tmp_path):
         short = record("other", 1, 2.4, steps=3, status="diverged", error="x", recipe=record("other", 0, 2.0).recipe)
         ragged = [record("other", 0, 2.0, steps=4), short]
-        found = comparisons(saved(tmp_path, three("base", BASE) + ragged))[0]
-        (one, other), mean = arm_curves(found).held_out["other"]
+        found = read_comparisons(saved(tmp_path, three("base", BASE) + ragged))[0]
+        (one, other), mean = make_arm_curves(found).held_out["other"]
         assert mean.steps == [10, 20, 30]
         assert mean.values == pytest.approx([(a + b) / 2 for a, b in zip(one.values, other.values, strict=False)])
         assert mean.low == pytest.approx(np.minimum(one.values[:3], other.values))
@@ -195,11 +197,11 @@ class TestCurves:
 
     def test_losses_that_are_no_numbers_leave_gaps(self, tmp_path):
         wild = [record("wild", 0, 2.0), record("wild", 1, math.nan, status="diverged")]
-        found = comparisons(saved(tmp_path, three("base", BASE) + wild))[0]
+        found = read_comparisons(saved(tmp_path, three("base", BASE) + wild))[0]
         drawn = json.loads(curves_drawing(found, "x").json)
         line = next(t for t in drawn["data"] if t.get("name") == "wild, seed 1")
         assert line["y"] == [None] * 4
-        assert arm_curves(found).held_out["wild"][1].steps == []
+        assert make_arm_curves(found).held_out["wild"][1].steps == []
 
     @pytest.mark.parametrize("order", [[2, 0, 1], None], ids=["in the plan's order", "sorted"])
     def test_each_ring_has_the_seed_of_its_difference(self, tmp_path, order):
@@ -207,12 +209,12 @@ class TestCurves:
         runs = three("base", BASE) + three("other", UNCLEAR) + [record("other", 3, 1.0)]
         for one in runs:
             one.experiment.seed_plan = plan
-        found = comparisons(saved(tmp_path, runs))[0]
+        found = read_comparisons(saved(tmp_path, runs))[0]
         rings = next(t for t in json.loads(differences_drawing(found, "x").json)["data"] if len(t["x"]) == 3)
         assert dict(zip(rings["customdata"], rings["x"], strict=True)) == {i: UNCLEAR[i] - BASE[i] for i in range(3)}
 
     def test_long_curves_are_thinned_with_both_ends(self, tmp_path):
-        found = comparisons(saved(tmp_path, three("base", BASE, steps=3 * POINTS)))[0]
+        found = read_comparisons(saved(tmp_path, three("base", BASE, steps=3 * POINTS)))[0]
         drawing = curves_drawing(found, "x")
         assert f" {POINTS} points" in drawing.caption
         line = json.loads(drawing.json)["data"][1]
@@ -221,7 +223,7 @@ class TestCurves:
 
     def test_fourteen_arms_are_told_apart_without_color(self):
         arms = ["base", *(f"arm {i}" for i in range(13))]
-        look = styles(arms, "base")
+        look = choose_styles(arms, "base")
         assert len({(s.symbol, s.dash) for s in look.values()}) == len(arms)
         assert len({(s.color, s.symbol) for s in look.values()}) == len(arms)
 
@@ -255,7 +257,7 @@ class TestRecipe:
             record(t.experiment.arm, t.recipe.seed, 2.0, recipe=t.recipe.model_dump(mode="json"),
                    identity=t.recipe.identity, parameters=t.recipe.model["hidden_size"])
             .model_copy(update={"experiment": t.experiment})
-            for t in trials_of(made, tmp_path)
+            for t in list_trials(made, tmp_path)
         ]  # fmt: skip
 
     def test_runs_with_different_data_are_not_compared(self, tmp_path):
@@ -263,23 +265,23 @@ class TestRecipe:
         text = {"model": {}, "data": {"kind": "text"}, "training": {"steps": 1, "learning_rate": 0.1}}
         same = [record(arm, 0, 3.0, data=one, recipe=text) for arm in ("base", "good")]
         fine = record("mixed", 0, 3.0, data=other, recipe=text | {"data": {"kind": "prepared"}})
-        assert not comparisons(saved(tmp_path / "one", [*same, fine]))[0].changed_data
+        assert not read_comparisons(saved(tmp_path / "one", [*same, fine]))[0].changed_data
         # A seed of both arms on another text is a part of their mean difference.
         later = [record(arm, 1, 3.0, data=other, recipe=text) for arm in ("base", "good")]
         assert (
             "had different data (base-0; base-1)"
-            in comparisons(saved(tmp_path / "two", [*same, *later]))[0].changed_data
+            in read_comparisons(saved(tmp_path / "two", [*same, *later]))[0].changed_data
         )
         held_out = record("worse", 0, 3.0, data=one | {"held_out_sha256": {"y": "b"}}, recipe=text)
         for number, wrong in enumerate([record("worse", 0, 3.0, data=other, recipe=text), held_out]):
-            (found,) = comparisons(saved(tmp_path / f"{number}", [*same, wrong]))
+            (found,) = read_comparisons(saved(tmp_path / f"{number}", [*same, wrong]))
             assert "had different data (base-0; worse-0), so their results cannot be compared" in found.changed_data
-            assert answer(found) == found.changed_data
-            assert found.changed_data in text_of(render([story([found])]))
+            assert state_answer(found) == found.changed_data
+            assert found.changed_data in text_of(render_page([tell_story([found])]))
 
     def test_only_changed_fields_are_listed(self, trials, tmp_path):
-        found = comparisons(saved(tmp_path, trials))
-        part = next(p for p in story(found).parts if p.title == "Changes")
+        found = read_comparisons(saved(tmp_path, trials))
+        part = next(p for p in tell_story(found).parts if p.title == "Changes")
         small, _, sizes = part.tables
         assert ["longer", "training.steps", "12", "20"] in small.rows
         assert ["longer", "training.max_grad_norm", "1.0", "null"] in small.rows
@@ -291,7 +293,7 @@ def test_what_many_runs_say_is_said_once(tmp_path):
     slow = Notice(step=0, message="The run computes in fp32.")
     runs = [r.model_copy(update={"notices": [slow]}) for r in (*three("base", BASE), *three("good", GOOD))]
     runs[1].notices.append(Notice(step=7, message="the loss jumped"))
-    told = notices(comparisons(saved(tmp_path, runs)))
+    told = list_warnings(read_comparisons(saved(tmp_path, runs)))
     assert [line for line in told if "fp32" in line] == [
         "base, seed 0 and 5 other runs, step 0: The run computes in fp32."
     ]
@@ -305,12 +307,12 @@ class TestPage:
                  for r in three(arm, [x - 0.3 * i for x in results], size=size, parameters=10 * 3**i)]  # fmt: skip
         noted = sized[0].model_copy(update={"skipped_steps": 2, "notices": [Notice(step=7, message="the loss jumped")]})
         tries = [record("base", 9, 3.0, phase="tuning", size="S")]
-        found = comparisons(saved(tmp_path, [noted, *sized[1:], *tries]))
-        one = story(found)
+        found = read_comparisons(saved(tmp_path, [noted, *sized[1:], *tries]))
+        one = tell_story(found)
         titles = list(dict.fromkeys(part.title.partition(",")[0] for part in one.parts))
         assert titles == ["Curves", "Results", "Differences", "Learning rates", "Scaling", "Recipe", "Changes",
                           "Data and environment", "Warnings (2)"]  # fmt: skip
-        html = render([one])
+        html = render_page([one])
         ids = re.findall(r'<section id="([^"]+)"', html)
         assert len(set(ids)) == len(ids)
         assert set(re.findall(r'href="#([^"]+)"', html)) <= set(ids)
@@ -326,7 +328,7 @@ class TestPage:
 
     @pytest.mark.slow
     def test_numbers_on_the_page_are_those_of_the_statistics(self, tmp_path):
-        found = comparisons(saved(tmp_path, three("base", BASE) + three("good", GOOD)))[0]
+        found = read_comparisons(saved(tmp_path, three("base", BASE) + three("good", GOOD)))[0]
         text = text_of(write_report(tmp_path).read_text())
         for summary in found.summaries:
             assert f"{summary.mean:.3f} ± {summary.spread:.3f}" in text
@@ -373,7 +375,7 @@ class TestPage:
         page = write_report(saved(tmp_path, three("base", BASE) + three("good", GOOD)))
         assert page.stat().st_size < 2.2e6
         icons = re.findall(r'data-arm="\d+"[^>]*><svg [^>]*style="color: ([^"]*)"', page.read_text())
-        assert icons == ["var(--soft)", styles(["base", "good"], "base")["good"].color]
+        assert icons == ["var(--soft)", choose_styles(["base", "good"], "base")["good"].color]
 
     def test_text_has_contrast_in_light_and_dark(self):
         css = (Path(write_report.__code__.co_filename).parents[1] / "templates" / "report.css").read_text()
@@ -423,7 +425,7 @@ class TestImages:
             for n, loss in ((100, 3.0), (200, 2.5), (400, 2.2), (800, 2.1))
             for seed in (0, 1)
         ]
-        part = scaling_part(comparisons(saved(tmp_path, sizes)), "scaling")
+        part = scaling_part(read_comparisons(saved(tmp_path, sizes)), "scaling")
         assert part.drawing.figure.layout.xaxis.title.text == "training images"
         assert part.drawing.titles == {"y": {"": "nats per image"}}
 
@@ -705,11 +707,11 @@ class TestBrowser:
     def test_pictures_follow_the_theme_and_say_what_they_show(self, browser, tmp_path):
         from matplotlib.figure import Figure
 
-        from headwater_lab.papers.result import _png
+        from headwater_lab.papers.result import _encode_png
 
         figure = Figure()
         figure.subplots().plot([1, 2], [3.5, 0.25], label="arm <b>")
-        pictures = [("A caption", _png(figure))]
+        pictures = [("A caption", _encode_png(figure))]
         target = write_report(tmp_path, head=Head("T", pictures=pictures), only=(), target=tmp_path / "head.html")
         style = "getComputedStyle(document.querySelector('img')).filter"
         for scheme, inverted in (("light", False), ("dark", True)):

@@ -28,13 +28,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 import headwater_lab as lab
 from headwater_lab.cli import app
-from headwater_lab.comparison.trials import trial_of
+from headwater_lab.comparison.trials import make_trial
 from headwater_lab.data.images import ImageSettings
 from headwater_lab.data.language import LanguageSettings
 from headwater_lab.data.tokenizer import byte_tokenizer
-from headwater_lab.papers.price import stages
-from headwater_lab.papers.table import table as paper_table
-from headwater_lab.papers.work import prepare
+from headwater_lab.papers.price import list_stages
+from headwater_lab.papers.table import find_table as paper_table
+from headwater_lab.papers.work import prepare_work
 from headwater_lab.recipe.loading import find_recipe, load_recipe
 from headwater_lab.recipe.recipe import Recipe, parse
 
@@ -267,7 +267,7 @@ def recipes_of(name: str, values: dict[str, Any]) -> list[Recipe]:
         if values["arm"]:
             assert recipe.compare is not None
             assert values["arm"] in recipe.compare.arms
-            trial_of(recipe, values["arm"], recipe.seed, Path("runs"), values["size"])
+            make_trial(recipe, values["arm"], recipe.seed, Path("runs"), values["size"])
         assert values["stage"] in (None, *recipe.stage_names)
         return [recipe]
     arguments = {"compare": "recipes", "reproduce": "arguments"}
@@ -281,7 +281,7 @@ def recipes_of(name: str, values: dict[str, Any]) -> list[Recipe]:
         table, scale = paper_table(names[0]), values["scale"]
         if table.computed or table.scales[scale].nothing:
             return []
-        return [recipe for _, recipe in prepare(names[0], scale, Path("runs"), overrides).recipes]
+        return [recipe for _, recipe in prepare_work(names[0], scale, Path("runs"), overrides).recipes]
     return [load_recipe(find_recipe(word), overrides) for word in names]
 
 
@@ -307,7 +307,7 @@ def check(command: Command) -> list[str]:
         arms = recipe.compare.arms if recipe.compare and name != "train" else ()
         sizes = (recipe.compare.sizes if recipe.compare and name != "train" else None) or [None]
         for one in [recipe.arm(arm, recipe.seed, size) for arm in arms for size in sizes] or [recipe]:
-            assert all(flops > 0 for _, flops, _ in stages(one))
+            assert all(flops > 0 for _, flops, _ in list_stages(one))
     return small + list(dict.fromkeys(text for recipe in recipes for text in smaller(recipe)))
 
 

@@ -63,20 +63,20 @@ def test_the_border_slots_matter_by_their_weight_at_most():
 def test_one_layer_with_kv_shifting_is_the_machine(width, length, sharpness):
     x, match = normal(2, length, width), normal(width, width, seed=1)
     head = theory.shifted_head(INDUCTION, width, sharpness, match)
-    assert_near(theory.attend(head, x), theory.induction_head(x, sharpness, match), 1e-12)
+    assert_near(theory.run_attention(head, x), theory.induction_head(x, sharpness, match), 1e-12)
 
 
 def test_it_is_the_machine_at_every_length():
     x = normal(1, 20, 6)
     head, out = theory.shifted_head(INDUCTION, 6, 2.0), theory.induction_head(x, 2.0)
     for length in range(1, 21):
-        assert_near(theory.attend(head, x[:, :length])[:, -1], out[:, length - 1], 1e-12)
+        assert_near(theory.run_attention(head, x[:, :length])[:, -1], out[:, length - 1], 1e-12)
 
 
 @pytest.mark.parametrize("other", [(1, 0, 1, 0), (0, 1, 0, 1), (1, 0, 0, 1), (0.01, 1, 1, 0), (0, 1, 1, 0.01)])
 def test_no_other_scalars_are_the_machine(other):
     x = normal(1, 20, 6)
-    difference = theory.attend(theory.shifted_head(other, 6, 2.0), x) - theory.induction_head(x, 2.0)
+    difference = theory.run_attention(theory.shifted_head(other, 6, 2.0), x) - theory.induction_head(x, 2.0)
     assert difference.abs().max() > 1e-3
 
 
@@ -85,7 +85,7 @@ def test_the_machine_says_what_came_next_and_vanilla_attention_does_not():
     x = torch.eye(50, dtype=torch.float64)[tokens][None]
 
     def right(values: tuple[float, ...]) -> int:
-        guess = theory.attend(theory.shifted_head(values, 50, sharpness=20.0), x)[0].argmax(-1)
+        guess = theory.run_attention(theory.shifted_head(values, 50, sharpness=20.0), x)[0].argmax(-1)
         return int((guess[50:-1] == tokens[51:]).sum())
 
     assert right(INDUCTION) == 49
@@ -173,7 +173,7 @@ def test_with_gaussian_embeddings_the_loss_comes_closer_as_one_over_the_root_of_
 
 def test_the_flow_goes_down_in_the_plane_of_the_figure():
     alpha1, beta1 = (c.requires_grad_() for c in (2 * torch.rand(2, 30, dtype=torch.float64) - 0.5))
-    loss, u, v = theory.flow(alpha1, beta1, 12)
+    loss, u, v = theory.gradient_flow(alpha1, beta1, 12)
     down = torch.autograd.grad(-loss.sum(), (alpha1, beta1))
     assert_near(u, down[0], 1e-12)
     assert_near(v, down[1], 1e-12)
@@ -184,7 +184,7 @@ def test_from_equal_shares_the_flow_leads_to_the_induction_head(length):
     point = torch.tensor([0.5, 0.5], dtype=torch.float64)
     before = math.inf
     for _ in range(20_000):
-        loss, *step = theory.flow(point[0], point[1], length)
+        loss, *step = theory.gradient_flow(point[0], point[1], length)
         assert loss < before
         before = loss
         point = point + 0.2 * torch.stack(step) / torch.stack(step).norm().clamp(min=0.2)

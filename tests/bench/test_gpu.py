@@ -14,17 +14,17 @@ from headwater_lab.bench import gpu
 def rows_of(name, tmp_path) -> list[dict]:
     path = tmp_path / "rows"
     gpu.PHASES[name](gpu.Phase(path, "cpu", 600))
-    rows = gpu._read(path)
+    rows = gpu._read_rows(path)
     assert rows
     found = {"device": "cpu", "phases": {name: {"status": "done", "seconds": 1.0, "rows": rows}}}
-    assert gpu.problems(found) == []
+    assert gpu.find_problems(found) == []
     return rows
 
 
 @pytest.fixture
 def few(monkeypatch):
     both = {"kv_shift": {}, "value_residual": {}}
-    monkeypatch.setattr(gpu, "combinations", lambda: {"together": both})
+    monkeypatch.setattr(gpu, "combine_mechanisms", lambda: {"together": both})
     monkeypatch.setattr(gpu, "REGISTRY", ["kv_shift"])
 
 
@@ -58,9 +58,9 @@ def test_a_wrong_result_is_seen(few, tmp_path, monkeypatch):
         KVShift, "forward", lambda self, k, v, q=None, reach=None, tail=None: forward(self, k, v, q, reach)
     )
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
-    phase.attempt(lambda: gpu._checked(phase, {"kv_shift": {}}), mechanisms="kv_shift")
-    found = {"device": "cpu", "phases": {"correctness": {"status": "done", "rows": gpu._read(tmp_path / "rows")}}}
-    assert gpu.problems(found) == ["correctness, kv_shift: WRONG"]
+    phase.attempt(lambda: gpu._check_model(phase, {"kv_shift": {}}), mechanisms="kv_shift")
+    found = {"device": "cpu", "phases": {"correctness": {"status": "done", "rows": gpu._read_rows(tmp_path / "rows")}}}
+    assert gpu.find_problems(found) == ["correctness, kv_shift: WRONG"]
 
 
 @pytest.mark.parametrize("what", [gpu._step_waits, gpu._token_waits])
@@ -87,7 +87,7 @@ def test_the_preset_is_measured_first(tmp_path, monkeypatch):
     """And what compiles nothing before what does, the longest last: time may run out at any row."""
     tried = []
     monkeypatch.setattr(gpu.Phase, "attempt", lambda self, measure, **names: tried.append(names))
-    monkeypatch.setattr(gpu, "bandwidth", lambda phase: 1.0)
+    monkeypatch.setattr(gpu, "measure_bandwidth", lambda phase: 1.0)
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
     phase.sizes = gpu.ON_GPU
     gpu.mechanisms(phase)
@@ -113,7 +113,7 @@ def test_the_preset_is_measured_first(tmp_path, monkeypatch):
         "together",
         *gpu.PRESETS[gpu.RECOMMENDED].fields["mechanisms"],
     }
-    assert [names["mechanisms"] for names in tried if "mechanisms" in names] == list(gpu.combinations())
+    assert [names["mechanisms"] for names in tried if "mechanisms" in names] == list(gpu.combine_mechanisms())
 
 
 def test_what_fails_leaves_the_rest(tmp_path):
@@ -126,7 +126,7 @@ def test_what_fails_leaves_the_rest(tmp_path):
     scarce.sizes = gpu.ON_GPU
     scarce.attempt(lambda: {"seconds": 1.0}, brief=True, part="four")
     scarce.attempt(lambda: {"seconds": 1.0}, part="five")
-    first, second, third, fourth, fifth = gpu._read(tmp_path / "rows")
+    first, second, third, fourth, fifth = gpu._read_rows(tmp_path / "rows")
     assert "ZeroDivisionError" in first["outcome"]
     assert second == {"part": "two", "seconds": 1.0}
     assert fourth == {"part": "four", "seconds": 1.0}
@@ -134,12 +134,14 @@ def test_what_fails_leaves_the_rest(tmp_path):
 
 
 def test_a_mechanism_that_does_not_fit_is_a_row_and_the_rest_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "twins", lambda given, shape: gpu.HeadwaterConfig(num_hidden_layers=2, mechanisms=given))
+    monkeypatch.setattr(
+        gpu, "make_twins", lambda given, shape: gpu.HeadwaterConfig(num_hidden_layers=2, mechanisms=given)
+    )
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
     phase.sizes = phase.sizes._replace(mechanisms=(2, 64, 2))  # with two layers, backout's middle layer is the last
     monkeypatch.setattr(gpu, "REGISTRY", ["backout", "svformer"])
     gpu.mechanisms(phase)
-    rows = {row["mechanism"]: row for row in gpu._read(tmp_path / "rows")}
+    rows = {row["mechanism"]: row for row in gpu._read_rows(tmp_path / "rows")}
     assert set(rows) == {"svformer", gpu.RECOMMENDED, "backout"}
     assert "change layer, or num_hidden_layers" in str(rows["backout"])
 
@@ -152,19 +154,19 @@ def test_all_mechanisms_fit_the_tiny_model():
 
 def test_models_of_the_mechanisms_phase_are_drawn_on_the_device(tmp_path, monkeypatch):
     """Drawing 124M parameters on a CPU takes longer than the steps that are timed."""
-    made, steps, twins = [], [], gpu.twins
+    made, steps, twins = [], [], gpu.make_twins
 
     def seen(*given, **shape):
         made.extend(found := twins(*given, **shape))
         assert {parameter.device.type for model in found for parameter in model.parameters()} == {"meta"}
         return found
 
-    monkeypatch.setattr(gpu, "twins", seen)
-    monkeypatch.setattr(gpu, "_steps", lambda phase, model, ids: steps.append(model(ids).logits) or (lambda: None))
+    monkeypatch.setattr(gpu, "make_twins", seen)
+    monkeypatch.setattr(gpu, "_make_steps", lambda phase, model, ids: steps.append(model(ids).logits) or (lambda: None))
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
     monkeypatch.setattr(gpu, "REGISTRY", ["pattention", "kv_shift"])
     gpu.mechanisms(phase)
-    assert gpu.problems({"phases": {"mechanisms": {"rows": gpu._read(tmp_path / "rows")}}}) == []
+    assert gpu.find_problems({"phases": {"mechanisms": {"rows": gpu._read_rows(tmp_path / "rows")}}}) == []
     assert len(made) == len(steps) == 6  # with the preset's
     assert all(bool(logits.isfinite().all()) for logits in steps)
 
@@ -200,7 +202,7 @@ def test_every_phase_runs_and_a_cut_after_any_keeps_what_came_before(tmp_path):
 
     found = gpu.bench_gpu(tmp_path, device="cpu", budget=3600, tell=tell)
     assert [phase["status"] for phase in found["phases"].values()] == ["done"] * len(gpu.PHASES)
-    assert gpu.problems(found) == []
+    assert gpu.find_problems(found) == []
     names = list(gpu.PHASES)
     assert [list(kept["phases"]) for kept in left] == [names[:count] for count in range(len(names))]
     for kept in left:
@@ -241,14 +243,14 @@ def test_too_little_memory_is_no_error(tmp_path):
 
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
     phase.attempt(large, model="350M")
-    found = {"phases": {"training": {"rows": gpu._read(tmp_path / "rows")}}}
+    found = {"phases": {"training": {"rows": gpu._read_rows(tmp_path / "rows")}}}
     assert found["phases"]["training"]["rows"] == [{"model": "350M", "outcome": "skipped: not enough memory"}]
-    assert gpu.problems(found) == []
+    assert gpu.find_problems(found) == []
 
 
 def test_a_profiler_that_fails_loses_no_timing(tmp_path, monkeypatch):
     phase, steps = gpu.Phase(tmp_path / "rows", "cpu", 600), []
-    shares = gpu._shares(phase, lambda: steps.append(torch.ones(1000).sum()), 2)
+    shares = gpu._time_shares(phase, lambda: steps.append(torch.ones(1000).sum()), 2)
     assert set(shares) == {"idle", *gpu.KERNELS, "other kernels"}
     assert len(steps) == 3
 
@@ -256,4 +258,4 @@ def test_a_profiler_that_fails_loses_no_timing(tmp_path, monkeypatch):
         raise RuntimeError("CUPTI is in use")
 
     monkeypatch.setattr(gpu, "profile", fails)
-    assert gpu._shares(phase, lambda: None) == {"shares": "failed: CUPTI is in use"}
+    assert gpu._time_shares(phase, lambda: None) == {"shares": "failed: CUPTI is in use"}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from headwater_lab.comparison.pool import Outcome, result_of
+from headwater_lab.comparison.pool import Outcome, read_finished
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import Experiment, HeldOutPoint, RunRecord, environment, read_record
@@ -70,7 +70,7 @@ class Here:
         return [self.run(job) for trial in trials for job in trial.jobs]
 
     def run(self, job):
-        if (there := result_of(job)) is not None:
+        if (there := read_finished(job)) is not None:
             return Outcome(job.label, there, there.error)
         self.trained.append((job.label, job.recipe.training.learning_rate))
         try:

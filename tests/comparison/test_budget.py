@@ -7,7 +7,7 @@ from headwater import HeadwaterForCausalLM
 from headwater.cost.counts import training_flops
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.budget import TOLERANCE, match_arms
-from headwater_lab.comparison.trials import trials_of
+from headwater_lab.comparison.trials import list_trials
 
 ARMS = {
     "base": {},
@@ -45,7 +45,7 @@ def built(recipe):
 @pytest.mark.parametrize("sizes", [{}, SIZES], ids=["one size", "sizes"])
 def test_models_really_have_equal_parameters(tmp_path, sizes, position):
     made = comparison("parameters", sizes=sizes, model={"position": position})
-    trials = trials_of(made, tmp_path)
+    trials = list_trials(made, tmp_path)
     base = {trial.experiment.size: trial.recipe for trial in trials if trial.experiment.arm == "base"}
     assert len(trials) == len(ARMS) * max(1, len(sizes))
     for trial in trials:

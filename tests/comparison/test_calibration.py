@@ -6,8 +6,15 @@ from saved import record
 from scipy import stats
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.calibration import SHAPES, Rate, calibrate, dealing, planted_effect, results_of
-from headwater_lab.comparison.statistics import power
+from headwater_lab.comparison.calibration import (
+    SHAPES,
+    Rate,
+    make_dealer,
+    measure_calibration,
+    planted_effect,
+    read_results,
+)
+from headwater_lab.comparison.statistics import find_power
 from headwater_lab.training.records import Experiment, write_record
 
 
@@ -26,12 +33,12 @@ def between(rate, low=0.0, high=1.0):
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [3, 5])
 def test_false_alarms_and_power_of_fixed_seeds_are_as_stated(seeds):
-    fixed, sequential = calibrate(dealing(pool()), 1, seeds, 500)
+    fixed, sequential = measure_calibration(make_dealer(pool()), 1, seeds, 500)
     assert sequential is None
     assert fixed.seeds == seeds
     assert between(fixed.false_alarms, 0.05, 0.05)
     assert between(fixed.power, 0.8, 0.8)
-    assert power(planted_effect(1, seeds), seeds) == pytest.approx(0.8)
+    assert find_power(planted_effect(1, seeds), seeds) == pytest.approx(0.8)
 
 
 @pytest.mark.slow
@@ -39,7 +46,7 @@ def test_false_alarms_and_power_of_fixed_seeds_are_as_stated(seeds):
     ("shape", "arms", "seeds"), [("normal", 1, 30), ("exponential", 3, 20), ("t, 3 degrees", 3, 12)]
 )
 def test_several_arms_and_looks_have_no_more_false_alarms(shape, arms, seeds):
-    fixed, sequential = calibrate(SHAPES[shape], arms, seeds, 500)
+    fixed, sequential = measure_calibration(SHAPES[shape], arms, seeds, 500)
     assert between(fixed.false_alarms, high=0.05)
     assert between(fixed.power, low=0.75)
     assert sequential.false_alarms.value > 0
@@ -52,8 +59,8 @@ def test_several_arms_and_looks_have_no_more_false_alarms(shape, arms, seeds):
 def test_what_is_counted_is_what_a_loop_over_scipys_test_counts():
     values = np.random.default_rng(0).normal(size=12)
     draws = []
-    deal = dealing(values)
-    fixed, _ = calibrate(lambda *size: draws.append(deal(*size)) or draws[-1], 1, 6, 200)
+    deal = make_dealer(values)
+    fixed, _ = measure_calibration(lambda *size: draws.append(deal(*size)) or draws[-1], 1, 6, 200)
     differences = draws[0][:, 1] - draws[0][:, 0]
     assert fixed.false_alarms.count == sum(stats.ttest_1samp(d, 0).pvalue <= 0.05 for d in differences)
     planted = planted_effect(1, 6) * np.sqrt(2) * draws[0].std(ddof=1)
@@ -65,8 +72,9 @@ def test_what_is_counted_is_what_a_loop_over_scipys_test_counts():
 
 
 def test_the_same_seed_deals_the_same():
-    assert calibrate(dealing(pool()), 2, 3, 50) == calibrate(dealing(pool()), 2, 3, 50)
-    assert calibrate(dealing(pool()), 2, 3, 50, seed=1)[0].power != calibrate(dealing(pool()), 2, 3, 50)[0].power
+    assert measure_calibration(make_dealer(pool()), 2, 3, 50) == measure_calibration(make_dealer(pool()), 2, 3, 50)
+    powers = [measure_calibration(make_dealer(pool()), 2, 3, 50, seed=seed)[0].power for seed in (0, 1)]
+    assert powers[0] != powers[1]
 
 
 def test_a_rate_has_its_binomial_interval():
@@ -86,7 +94,7 @@ def test_a_rate_has_its_binomial_interval():
 )
 def test_too_few_trials_are_one_sentence(arms, seeds, message):
     with pytest.raises(HeadwaterError, match=message) as error:
-        calibrate(dealing(pool(20)), arms, seeds, 10)
+        measure_calibration(make_dealer(pool(20)), arms, seeds, 10)
     assert "\n" not in str(error.value)
 
 
@@ -108,10 +116,10 @@ def test_results_are_those_of_one_arm_of_one_comparison(tmp_path):
     save(tmp_path, "few", 0, 5.0)
     for seed, (result, status) in enumerate([(1.0, "stopped"), (None, "diverged"), (float("nan"), "finished")], 10):
         save(tmp_path, "few", seed, result, status=status)
-    assert results_of(tmp_path) == ("base", [9.0, 9.0, 9.0, 7.0])
-    assert results_of(tmp_path / "e") == ("base", [1.0, 2.0, 3.0])
+    assert read_results(tmp_path) == ("base", [9.0, 9.0, 9.0, 7.0])
+    assert read_results(tmp_path / "e") == ("base", [1.0, 2.0, 3.0])
     with pytest.raises(HeadwaterError, match="no finished runs of a comparison"):
-        results_of(tmp_path / "nowhere")
+        read_results(tmp_path / "nowhere")
 
 
 def test_the_command_prints_the_rates_and_refuses_in_one_sentence(run, tmp_path):
@@ -120,7 +128,7 @@ def test_the_command_prints_the_rates_and_refuses_in_one_sentence(run, tmp_path)
     code, out, _ = run("bench", "verdicts", tmp_path, "--seeds", 8, "--comparisons", 50)
     assert code == 0
     assert "20 trials of 'base'" in out
-    for measured in calibrate(dealing(pool(20)), 1, 8, 50):
+    for measured in measure_calibration(make_dealer(pool(20)), 1, 8, 50):
         for rate in (measured.false_alarms, measured.power):
             assert "{:.4f} ({:.4f} – {:.4f})".format(rate.value, *rate.interval) in out
     for arguments, message in (((tmp_path, "--arms", 3, "--seeds", 8), "headwater: 3 arms and a baseline"),):

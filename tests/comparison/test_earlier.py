@@ -6,10 +6,10 @@ import yaml
 from comparison.saved import Here, changed_times, record, tiny
 from headwater import HeadwaterError
 from headwater_lab.comparison import pool, rounds
-from headwater_lab.comparison.calibration import results_of
-from headwater_lab.comparison.running import compare
-from headwater_lab.comparison.trials import trials_of
-from headwater_lab.reports import comparisons
+from headwater_lab.comparison.calibration import read_results
+from headwater_lab.comparison.running import run_comparison
+from headwater_lab.comparison.trials import list_trials
+from headwater_lab.reports import read_comparisons
 from headwater_lab.training.records import HeldOutPoint, changed_data, read_record, write_record
 
 ARMS = {"base": {}, "wide": {"model": {"hidden_size": 16}}}
@@ -27,7 +27,7 @@ def here(monkeypatch):
 
 def ended(made, out, **changes):
     """Runs of a recipe's comparison that are there, with results that were never measured."""
-    for trial in trials_of(made, out):
+    for trial in list_trials(made, out):
         place(trial, trial.folder, **changes)
     return made
 
@@ -45,9 +45,9 @@ def place(trial, folder, **changes):
 
 def test_runs_of_the_comparison_stay_and_seeds_are_added(tmp_path, here):
     ended(tiny({"arms": ARMS}), tmp_path)
-    compare(tiny({"arms": ARMS, "seeds": [1, 2]}), tmp_path)
+    run_comparison(tiny({"arms": ARMS, "seeds": [1, 2]}), tmp_path)
     assert [label for label, *_ in here.trained] == ["base · seed 2", "wide · seed 2"]
-    assert comparisons(tmp_path)[0].seeds == [0, 1, 2]
+    assert read_comparisons(tmp_path)[0].seeds == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_runs_of_another_comparison_are_refused_whatever_their_seeds_and_stay_as
     then = {"compare": {"arms": ARMS}} | now
     times = changed_times(tmp_path)
     with pytest.raises(HeadwaterError, match=message) as error:
-        compare(tiny(then.pop("compare") | {"seeds": [70]}, **then), tmp_path)
+        run_comparison(tiny(then.pop("compare") | {"seeds": [70]}, **then), tmp_path)
     assert "\n" not in str(error.value)
     assert not here.trained
     assert changed_times(tmp_path) == times
@@ -88,38 +88,38 @@ def test_a_refused_plan_is_not_written_into_the_runs(tmp_path):
     """Else the comparison that they belong to could not go on."""
     made = ended(tiny({"arms": ARMS}), tmp_path)
     with pytest.raises(HeadwaterError, match="other settings"):
-        compare(tiny({"arms": ARMS, **PLAN}, training={"steps": 6}), tmp_path)
-    compare(made, tmp_path)
-    assert comparisons(tmp_path)[0].plan is None
+        run_comparison(tiny({"arms": ARMS, **PLAN}, training={"steps": 6}), tmp_path)
+    run_comparison(made, tmp_path)
+    assert read_comparisons(tmp_path)[0].plan is None
 
 
 def test_runs_of_other_arms_and_settings_may_be_there_where_no_table_is_made_of_all(tmp_path, here):
     ended(tiny({"arms": ARMS | {"deep": {}}}, training={"steps": 6}), tmp_path)
-    compare(tiny({"arms": ARMS, "seeds": [7]}), tmp_path, shared=True)
+    run_comparison(tiny({"arms": ARMS, "seeds": [7]}), tmp_path, shared=True)
     assert len(here.trained) == 2
 
 
 def test_what_says_how_results_are_read_holds_for_all_runs(tmp_path):
     ended(tiny({"arms": ARMS}), tmp_path)
-    compare(tiny({"arms": ARMS, "seeds": [2], "baseline": "wide", "threshold": 0.3}), tmp_path)
-    (found,) = comparisons(tmp_path)
+    run_comparison(tiny({"arms": ARMS, "seeds": [2], "baseline": "wide", "threshold": 0.3}), tmp_path)
+    (found,) = read_comparisons(tmp_path)
     assert (found.baseline, found.threshold, found.seeds) == ("wide", 0.3, [0, 1, 2])
 
 
 def test_arms_that_are_evaluated_at_different_steps_have_no_steps_to_compare(tmp_path):
     ended(tiny({"arms": ARMS, "threshold": 0.3}, reporting={"evaluate_every": 2}), tmp_path)
     with pytest.raises(HeadwaterError, match=r"evaluate_every=2, and the recipe now has 8"):
-        compare(tiny({"arms": ARMS, "threshold": 0.3, "seeds": [2]}, reporting={"evaluate_every": 8}), tmp_path)
-    compare(tiny({"arms": ARMS, "seeds": [2]}, reporting={"evaluate_every": 8}), tmp_path)
+        run_comparison(tiny({"arms": ARMS, "threshold": 0.3, "seeds": [2]}, reporting={"evaluate_every": 8}), tmp_path)
+    run_comparison(tiny({"arms": ARMS, "seeds": [2]}, reporting={"evaluate_every": 8}), tmp_path)
 
 
 def test_a_run_in_two_places_counts_once_or_not_at_all(tmp_path):
     made = ended(tiny({"arms": ARMS}), tmp_path)
-    place(trials_of(made, tmp_path)[0], tmp_path / "copy")
+    place(list_trials(made, tmp_path)[0], tmp_path / "copy")
     with pytest.raises(HeadwaterError, match="copy' holds a run of base · seed 0, whose place is"):
-        compare(made, tmp_path)
+        run_comparison(made, tmp_path)
     with pytest.raises(HeadwaterError, match=r"copy' and .*base-0' both hold 'base' with seed 0, so no table"):
-        comparisons(tmp_path)
+        read_comparisons(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -136,34 +136,34 @@ def test_a_folder_with_runs_of_several_comparisons_has_no_table(tmp_path, other,
     given = {"compare": {"arms": ARMS}} | other
     ended(tiny(given.pop("compare") | {"seeds": [8, 9]}, **given), tmp_path / "two")
     with pytest.raises(HeadwaterError, match=message):
-        comparisons(tmp_path)
-    assert len(comparisons(tmp_path / "one")) == len(comparisons(tmp_path / "two")) == 1
+        read_comparisons(tmp_path)
+    assert len(read_comparisons(tmp_path / "one")) == len(read_comparisons(tmp_path / "two")) == 1
 
 
 def test_fields_that_were_added_later_are_no_different_settings(tmp_path):
     made = ended(tiny({"arms": ARMS}), tmp_path)
-    path = trials_of(made, tmp_path)[0].folder
+    path = list_trials(made, tmp_path)[0].folder
     old = read_record(path)
     without = {key: value for key, value in old.recipe["training"].items() if key not in ("ema_decay", "distillation")}
     write_record(old.model_copy(update={"recipe": old.recipe | {"training": without}}), path)
-    assert comparisons(tmp_path)[0].seeds == [0, 1]
-    compare(made, tmp_path)
+    assert read_comparisons(tmp_path)[0].seeds == [0, 1]
+    run_comparison(made, tmp_path)
 
 
 def test_results_of_several_settings_are_not_resampled_as_one_arm(tmp_path):
     ended(tiny({"arms": ARMS}), tmp_path / "one")
-    assert results_of(tmp_path) == ("base", [0.5, 0.5])
+    assert read_results(tmp_path) == ("base", [0.5, 0.5])
     ended(tiny({"arms": ARMS, "seeds": [8]}, training={"steps": 6}), tmp_path / "two")
     with pytest.raises(HeadwaterError, match="different settings, so they are not results of one arm"):
-        results_of(tmp_path)
+        read_results(tmp_path)
 
 
 def test_a_run_that_has_ended_is_not_trained_over_though_its_checkpoints_are_gone(tmp_path):
-    (job,) = trials_of(ended(tiny({}), tmp_path), tmp_path)[0].jobs
-    (other,) = trials_of(tiny({}, training={"steps": 6}), tmp_path)[0].jobs
-    assert pool.result_of(job) is not None
+    (job,) = list_trials(ended(tiny({}), tmp_path), tmp_path)[0].jobs
+    (other,) = list_trials(tiny({}, training={"steps": 6}), tmp_path)[0].jobs
+    assert pool.read_finished(job) is not None
     with pytest.raises(HeadwaterError, match="holds a run with other settings"):
-        pool.result_of(other)
+        pool.read_finished(other)
 
 
 def staged(seed, digest, stages):
@@ -185,20 +185,20 @@ def test_data_that_changed_are_seen_in_runs_with_stages():
 
 def test_nothing_is_decided_from_runs_with_different_data(tmp_path):
     made = tiny({"arms": ARMS, **PLAN})
-    for number, trial in enumerate(trials_of(made, tmp_path)):
+    for number, trial in enumerate(list_trials(made, tmp_path)):
         look = HeldOutPoint(step=1, tokens=1, metrics={"accuracy": number / 10})
         place(
             trial, trial.folder, data={"source": "x", "sha256": "a" if trial.recipe.seed < 1 else "b"}, held_out=[look]
         )
     with pytest.raises(HeadwaterError, match="had different data"):
-        compare(made, tmp_path)
+        run_comparison(made, tmp_path)
 
 
 def test_an_interrupted_run_is_none_that_was_given_up(tmp_path):
     made = ended(tiny({"arms": ARMS, "seeds": [0]}), tmp_path)
-    trial = next(one for one in trials_of(made, tmp_path) if one.experiment.arm == "wide")
+    trial = next(one for one in list_trials(made, tmp_path) if one.experiment.arm == "wide")
     place(trial, trial.folder, status="stopped")
-    (found,) = comparisons(tmp_path)
+    (found,) = read_comparisons(tmp_path)
     assert [one.seed for one in found.unfinished] == [0]
     assert found.arms == ["base"]
 

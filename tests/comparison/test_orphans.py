@@ -19,7 +19,7 @@ import headwater_lab.util.workers
 import processes
 from headwater_lab.comparison import pool
 from headwater_lab.comparison.pool import run_trials
-from headwater_lab.comparison.trials import trials_of
+from headwater_lab.comparison.trials import list_trials
 from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.records import read_record
 from headwater_lab.training.run_folder import METRICS, is_running
@@ -42,7 +42,7 @@ class Comparison:
         self.temporary.mkdir()
         (folder / "r.yaml").write_text(yaml.safe_dump(self.recipe.model_dump(mode="json")))
         self.command = ["compare", folder / "r.yaml", "--workers", 2, "--out", self.out]
-        self.trials = trials_of(self.recipe, self.out)
+        self.trials = list_trials(self.recipe, self.out)
 
     def start(self):
         """With workers that are processes of their own, as in a command."""
@@ -93,7 +93,7 @@ class Comparison:
             here = Here()  # what the command would do, without workers of its own
             patch.setattr(pool, "_run_pool", lambda jobs, *_: {job.folder: here.run(job) for job in jobs})
             assert all(outcome.error is None for outcome in run_trials(self.trials))
-        for trial, whole in zip(self.trials, trials_of(self.recipe, folder), strict=True):
+        for trial, whole in zip(self.trials, list_trials(self.recipe, folder), strict=True):
             Here().run(whole.jobs[0])
             one, other = read_record(trial.folder), read_record(whole.folder)
             assert (one.status, one.curve, one.held_out) == ("finished", other.curve, other.held_out)

@@ -12,11 +12,11 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.paired import PairedTimes
 from headwater_lab.cli import main
 from headwater_lab.comparison import prices
-from headwater_lab.comparison.prices import PRICES, measure, read_prices, timed_recipe
-from headwater_lab.comparison.running import compare
-from headwater_lab.reports import comparisons
+from headwater_lab.comparison.prices import PRICES, measure_prices, read_prices, timed_recipe
+from headwater_lab.comparison.running import run_comparison
+from headwater_lab.reports import read_comparisons
 from headwater_lab.reports.page import prices_part
-from headwater_lab.reports.prices import prices_of, prices_table, terminal_prices
+from headwater_lab.reports.prices import find_prices, prices_table, terminal_prices
 from headwater_lab.training.records import read_record
 
 DEEP = {"model": {"num_hidden_layers": 2}}
@@ -35,8 +35,8 @@ def clock(monkeypatch):
         works = [training_flops(one.__self__.model.config, 12) for one in (a, b)]
         return PairedTimes(*([work * 1e-9 * turn for turn in (1.0, 2.0, 3.0)] for work in works))
 
-    monkeypatch.setattr(prices, "interleave", interleave)
-    monkeypatch.setattr(prices, "_decoding", lambda configs, context, recipe: None)
+    monkeypatch.setattr(prices, "time_interleaved", interleave)
+    monkeypatch.setattr(prices, "_time_decoding", lambda configs, context, recipe: None)
     return timed
 
 
@@ -46,7 +46,7 @@ def arms_of(recipe):
 
 def test_prices_are_those_of_the_models_and_are_measured_once(tmp_path, clock):
     recipe = tiny({"arms": ARMS})
-    found = measure(arms_of(recipe), "base", tmp_path)
+    found = measure_prices(arms_of(recipe), "base", tmp_path)
     config = HeadwaterConfig(vocab_size=9, hidden_size=8, num_hidden_layers=2, num_attention_heads=1)
     deep = found.arms["deep"]
     assert deep.cache == cache_bytes_per_token(config) == 2 * found.arms["base"].cache
@@ -57,12 +57,12 @@ def test_prices_are_those_of_the_models_and_are_measured_once(tmp_path, clock):
 
     # Neither seeds nor steps nor rates change a price; what is computed does.
     again = tiny({"arms": ARMS}, training={"steps": 99, "learning_rate": 0.5}, reporting={"log_every": 1})
-    assert measure({name: again.arm(name, 7) for name in ARMS}, "base", tmp_path) == found
+    assert measure_prices({name: again.arm(name, 7) for name in ARMS}, "base", tmp_path) == found
     assert len(clock) == 3
     wider = {"base": {}, "shift": SHIFT, "deep": {"model": {"num_hidden_layers": 3}}}
     other = arms_of(tiny({"arms": wider}))
     assert not found.fit(other, "base")
-    measure(other, "base", tmp_path)
+    measure_prices(other, "base", tmp_path)
     assert len(clock) == 6
     assert read_prices(tmp_path).fit({name: other[name] for name in ("base", "deep")}, "base")
     # Another baseline makes them all another's.
@@ -72,7 +72,7 @@ def test_prices_are_those_of_the_models_and_are_measured_once(tmp_path, clock):
 def test_each_size_is_measured(tmp_path, clock):
     sizes = {"shallow": {}, "deep": {"model": {"num_hidden_layers": 2}}}
     recipe = tiny({"arms": {"base": {}, "shift": SHIFT}, "sizes": sizes, "costs": True})
-    compare(recipe, tmp_path, workers=1)
+    run_comparison(recipe, tmp_path, workers=1)
     assert len(clock) == 4
     shallow, deep = (json.loads((tmp_path / recipe.name / size / PRICES).read_text()) for size in sizes)
     assert deep["arms"]["shift"]["flops"] > shallow["arms"]["shift"]["flops"]
@@ -80,23 +80,23 @@ def test_each_size_is_measured(tmp_path, clock):
 
 def test_other_machines_and_versions_are_measured_again(tmp_path, clock, monkeypatch):
     arms = arms_of(tiny({"arms": {"base": {}}}))
-    measure(arms, "base", tmp_path)
+    measure_prices(arms, "base", tmp_path)
     stored = json.loads((tmp_path / PRICES).read_text())
     for change in ({"device_name": "another"}, {"torch": "1.0"}, {"threads": 7}):
         (tmp_path / PRICES).write_text(json.dumps(stored | change))
         clock.clear()
-        assert measure(arms, "base", tmp_path).model_dump(mode="json") == stored
+        assert measure_prices(arms, "base", tmp_path).model_dump(mode="json") == stored
         assert len(clock) == 1
     (tmp_path / PRICES).write_text("{")
     with pytest.raises(HeadwaterError, match=r"damaged; remove it"):
-        measure(arms, "base", tmp_path)
+        measure_prices(arms, "base", tmp_path)
 
 
 def test_arms_that_cannot_be_timed_are_refused_before_anything_is_trained(tmp_path, monkeypatch):
     monkeypatch.setattr("headwater_lab.comparison.running.run_trials", lambda *_: pytest.fail("trained"))
     stages = {"stages": [{"name": "more"}]}
     with pytest.raises(HeadwaterError, match=r"the arm 'staged' has stages"):
-        compare(tiny({"arms": {"base": {}, "staged": stages}, "costs": True}), tmp_path)
+        run_comparison(tiny({"arms": {"base": {}, "staged": stages}, "costs": True}), tmp_path)
 
 
 def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monkeypatch):
@@ -104,15 +104,15 @@ def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monke
 
     monkeypatch.setattr("headwater_lab.comparison.running.run_trials", Here())
     recipe = tiny({"arms": ARMS, "costs": True}, training={"steps": 4})
-    compare(recipe, tmp_path)
+    run_comparison(recipe, tmp_path)
     for arm, result in (("base", 0.5), ("shift", 0.4), ("deep", 0.6)):
         for seed in (0, 1):
             file = tmp_path / "tiny" / f"{arm}-{seed}" / "record.json"
             record = read_record(file)
             record.held_out[-1].metrics["accuracy"] = result + 0.01 * seed * (arm == "deep")
             file.write_text(record.model_dump_json())
-    (comparison,) = comparisons(tmp_path)
-    found = prices_of(comparison)
+    (comparison,) = read_comparisons(tmp_path)
+    found = find_prices(comparison)
     names, rows = prices_table(comparison, found)
     assert {row[0] for row in rows} == {"base", "shift", "deep"}
     assert "time/token" in "".join(names)
@@ -159,7 +159,7 @@ def test_a_recipe_is_priced_before_it_runs(tmp_path, clock, capsys, monkeypatch)
 def test_real_times_are_positive_and_relative_to_the_baseline(tmp_path):
     """With the clock: a model of four times the layers takes longer, in training and in generation."""
     recipe = tiny({"arms": {"base": {}, "deep": {"model": {"num_hidden_layers": 8}}}}, data={"length": 64})
-    found = measure(arms_of(recipe), "base", tmp_path).arms
+    found = measure_prices(arms_of(recipe), "base", tmp_path).arms
     assert 0.5 < found["base"].training.ratio < 2
     assert found["deep"].training.ratio > 1.5
     assert found["deep"].decoding.ratio > 1.5

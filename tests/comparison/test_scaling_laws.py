@@ -9,7 +9,7 @@ from scipy import stats
 from scipy.optimize import curve_fit
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.scaling import fit, invert, predict, scaling_of
+from headwater_lab.comparison.scaling import evaluate_law, fit_law, fit_scaling, invert_law
 
 SIZES = {"S": 1e5, "M": 4e5, "L": 1.6e6, "XL": 6.4e6}
 
@@ -40,7 +40,7 @@ def runs(losses, seeds=(0,), sizes=SIZES, axis="parameters", more=(), tokens=Map
 def test_a_law_without_noise_is_found_and_inverted(axis):
     true = (1.5, 40.0, 0.3)
     losses = {"base": lambda n, _: law(n, *true), "other": lambda n, _: law(1.1 * n, *true)}
-    found = scaling_of(runs(losses, axis=axis))
+    found = fit_scaling(runs(losses, axis=axis))
     assert found.axis == axis
     assert found.metric == "loss"
     for one in found.laws[:1]:
@@ -59,7 +59,7 @@ def test_for_an_arm_that_sees_fewer_tokens_in_the_same_time_it_is_how_much_longe
     shorter = {size: 0.75 * n for size, n in SIZES.items()}
     made = runs({"base": lambda n, _: law(n, *true)}, axis="tokens")
     made += runs({"other": lambda n, _: law(1.5 * n, *true)}, sizes=shorter, axis="tokens")
-    found = scaling_of(made).equals
+    found = fit_scaling(made).equals
     assert [one.more.value for one in found] == pytest.approx([0.75 * 1.5 - 1] * 4, abs=1e-4)
 
 
@@ -70,9 +70,11 @@ def test_the_fit_is_at_least_as_good_as_a_general_one():
         loss = law(n, 1.5, 40.0, 0.3) + random.normal(0, 0.01, 4)
         start = (1.5, np.log(40.0), 0.3)
         theirs, _ = curve_fit(lambda n, e, a, b: e + np.exp(a - b * np.log(n)), n, loss, p0=start, maxfev=20_000)
-        ours = fit(n, loss)
+        ours = fit_law(n, loss)
         if theirs[0] > 0 and 1e-3 < theirs[2] < 4:
-            assert np.sum((predict(ours, n) - loss) ** 2) <= np.sum((predict(theirs, n) - loss) ** 2) * (1 + 1e-6)
+            assert np.sum((evaluate_law(ours, n) - loss) ** 2) <= np.sum((evaluate_law(theirs, n) - loss) ** 2) * (
+                1 + 1e-6
+            )
             assert ours == pytest.approx(theirs, rel=1e-3)
 
 
@@ -86,7 +88,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
             arm: lambda n, _, factor=factor: law(factor * n, *true) + random.normal(0, 0.005)
             for arm, factor in (("base", 1.0), ("other", 1.25))
         }
-        found = scaling_of(runs(noisy, seeds=range(4)))
+        found = fit_scaling(runs(noisy, seeds=range(4)))
         estimates = {"e": found.laws[0].e, "a": found.laws[0].a, "exponent": found.laws[0].exponent}
         estimates["more"] = found.equals[1].more
         for (name, one), value in zip(estimates.items(), (*true, 0.25), strict=True):
@@ -102,11 +104,11 @@ def test_the_jackknife_is_that_of_the_equation():
         arm: lambda n, seed, arm=arm: law(n, 1.5, 40.0, 0.3) + noise[arm[0], n, seed] - 0.01 * (arm == "other")
         for arm in ("base", "other")
     }
-    found = scaling_of(runs(losses, seeds=range(3))).equals[0]
+    found = fit_scaling(runs(losses, seeds=range(3))).equals[0]
 
     def needed(seeds):
         base, other = (np.array([np.mean([losses[a](n, s) for s in seeds]) for n in SIZES.values()]) for a in losses)
-        return np.log(invert(fit(np.array(list(SIZES.values())), base), other[0]) / SIZES["S"])
+        return np.log(invert_law(fit_law(np.array(list(SIZES.values())), base), other[0]) / SIZES["S"])
 
     parts = [needed([s for s in range(3) if s != left]) for left in range(3)]
     half = stats.t.ppf(0.975, 2) * np.sqrt(2 / 3 * np.sum((parts - np.mean(parts)) ** 2))
@@ -117,14 +119,14 @@ def test_the_jackknife_is_that_of_the_equation():
 
 def test_a_loss_below_all_of_the_law_is_infinitely_far():
     losses = {"base": lambda n, _: law(n, 1.5, 40.0, 0.3), "other": lambda n, _: 1.2 - 1e-8 * n}
-    found = scaling_of(runs(losses, seeds=(0, 1)))
+    found = fit_scaling(runs(losses, seeds=(0, 1)))
     assert all(one.more.value == np.inf and one.more.interval is None and not one.inside for one in found.equals)
     assert found.sentences()[0] == "other, S: no base of any size has its loss, by the fitted law."
 
 
 def test_a_baseline_that_does_not_fall_equals_nothing():
     losses = {"base": lambda n, _: 1.0 + 1e-8 * n, "other": lambda n, _: law(n, 1.5, 40.0, 0.3)}
-    found = scaling_of(runs(losses, seeds=(0, 1)))
+    found = fit_scaling(runs(losses, seeds=(0, 1)))
     assert found.laws[0].a.value == 0
     assert found.laws[0].e.value == pytest.approx(np.mean([1.0 + 1e-8 * n for n in SIZES.values()]))
     assert "do not fall" in found.sentences()[0]
@@ -139,39 +141,39 @@ def test_what_is_missing_is_left_out():
             one.held_out[-1].metrics["loss"] = float("nan")
         if (one.experiment.arm, one.experiment.size, one.seed) == ("whole", "S", 1):
             one.status = "diverged"
-    found = scaling_of(made)
+    found = fit_scaling(made)
     assert list(found.points) == ["base", "whole"]
     assert found.laws[0].e.interval is None  # one seed is left that all have
-    assert scaling_of([one for one in made if one.experiment.arm != "base"]) is None
-    assert scaling_of([]) is None
+    assert fit_scaling([one for one in made if one.experiment.arm != "base"]) is None
+    assert fit_scaling([]) is None
     # A size that the baseline lacks is none.
     without = [one for one in made if (one.experiment.arm, one.experiment.size) != ("base", "XL")]
-    assert [len(points) for points in scaling_of(without).points.values()] == [3, 3]
+    assert [len(points) for points in fit_scaling(without).points.values()] == [3, 3]
 
 
 def test_two_sizes_are_too_few_for_three_constants():
     losses = {"base": lambda n, _: law(n, 1.5, 40.0, 0.3), "other": lambda n, _: law(n, 1.5, 39.0, 0.3)}
     two = {"S": 1e5, "M": 4e5}
-    assert scaling_of(runs(losses, sizes=two)) is None
+    assert fit_scaling(runs(losses, sizes=two)) is None
     with pytest.raises(HeadwaterError, match="3 sizes with different parameters, and these have 2"):
-        scaling_of(runs(losses, sizes={"S": 1e5, "M": 4e5, "M again": 4e5}))
+        fit_scaling(runs(losses, sizes={"S": 1e5, "M": 4e5, "M again": 4e5}))
 
 
 def test_losses_of_other_tokens_are_not_compared():
     """By token `other` looks better, having shorter ones; by byte it is what a tenth fewer parameters give."""
     losses = {"base": lambda n, _: law(n, 3.0, 80.0, 0.3), "other": lambda n, _: law(0.9 * n, 3.0, 80.0, 0.3) / 2}
-    found = scaling_of(runs(losses, tokens={"base": 2.0, "other": 1.0}))
+    found = fit_scaling(runs(losses, tokens={"base": 2.0, "other": 1.0}))
     assert found.metric == "bits_per_byte"
     assert [one.more.value for one in found.equals] == pytest.approx([-0.1] * 4, abs=1e-4)
     assert found.laws[0].e.value == pytest.approx(1.5, rel=1e-4)
-    same = scaling_of(runs(losses))
+    same = fit_scaling(runs(losses))
     assert same.metric == "loss"
     assert all(one.more.value == np.inf for one in same.equals)
 
 
 def test_a_constant_at_its_bound_has_no_interval():
     losses = {"base": lambda n, seed: law(n, 0.0, 8.0 + 0.01 * seed, 0.07) - 1e-7 * np.sqrt(n)}
-    found = scaling_of(runs(losses, seeds=(0, 1, 2))).laws[0]
+    found = fit_scaling(runs(losses, seeds=(0, 1, 2))).laws[0]
     assert (found.e.value, found.e.interval) == (0.0, None)
     assert found.a.interval is not None
 
@@ -181,26 +183,26 @@ def test_the_law_is_of_the_domain_that_decides():
     # The mean of the domains has no one ratio of bits to nats; each domain has.
     parts = {"loss/a": 2.0, "bits_per_byte/a": 1.0, "loss/b": 3.0, "bits_per_byte/b": 2.0}
     made = runs(losses, more=parts.items(), tokens={"other": 4.0})
-    assert scaling_of(made).metric == "loss"
+    assert fit_scaling(made).metric == "loss"
     for one in made:
         one.held_out[-1].metrics["loss/b"] = one.held_out[-1].metrics["loss"]
         one.held_out[-1].metrics["bits_per_byte/b"] = one.held_out[-1].metrics["loss"] / 3
     by_b = [one.model_copy(update={"metric": "bits_per_byte/b"}) for one in made]
-    assert scaling_of(by_b).metric == "loss/b"
+    assert fit_scaling(by_b).metric == "loss/b"
     made[0].held_out[-1].metrics["bits_per_byte/a"] = 1.1  # another tokenizer, which only this domain shows
-    assert scaling_of(made).metric == "bits_per_byte"
+    assert fit_scaling(made).metric == "bits_per_byte"
 
 
 def test_tasks_are_judged_by_their_loss_or_refused():
     losses = {"base": lambda n, _: law(n, 1.5, 40.0, 0.3), "other": lambda n, _: law(n, 1.5, 39.0, 0.3)}
-    found = scaling_of(runs(losses, metric="accuracy"))
+    found = fit_scaling(runs(losses, metric="accuracy"))
     assert found.metric == "loss"
     assert found.points["base"][0][1] == pytest.approx(law(1e5, 1.5, 40.0, 0.3))
     made = runs(losses, metric="accuracy")
     for one in made:
         del one.held_out[-1].metrics["loss"]
     with pytest.raises(HeadwaterError, match="A scaling law needs losses"):
-        scaling_of(made)
+        fit_scaling(made)
     same = runs(losses, sizes={"S": 1e5, "M": 1e5, "L": 1e5})
     with pytest.raises(HeadwaterError, match="differ neither in parameters nor in tokens"):
-        scaling_of(same)
+        fit_scaling(same)

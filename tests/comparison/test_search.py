@@ -11,9 +11,16 @@ from saved import DIVERGES, Here, changed_times, record, tiny
 from headwater.plugins.registry import REGISTRY
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison import running, search
-from headwater_lab.comparison.running import compare
-from headwater_lab.comparison.search import FINAL_SEEDS, VANILLA, best_arms, candidates, final_recipe, search_recipe
-from headwater_lab.comparison.trials import trials_of
+from headwater_lab.comparison.running import run_comparison
+from headwater_lab.comparison.search import (
+    FINAL_SEEDS,
+    VANILLA,
+    best_arms,
+    final_recipe,
+    find_candidates,
+    search_recipe,
+)
+from headwater_lab.comparison.trials import list_trials
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.records import read_record, write_record
 from headwater_lab.util.endings import Interrupted
@@ -39,7 +46,7 @@ def recipe(**changes):
 
 def test_all_that_fit_together_are_candidates():
     three = {"svformer": {}, "value_residual": {"mode": "identity"}, "kv_shift": {}}
-    arms, refused = candidates(recipe(), three)
+    arms, refused = find_candidates(recipe(), three)
     # In the registry's order, and vanilla without what the recipe itself has.
     assert list(arms) == [VANILLA, "kv_shift", "value_residual", "svformer", BOTH, "kv_shift + svformer"]
     assert arms[VANILLA] == {"model": {"mechanisms": {}}}
@@ -47,7 +54,7 @@ def test_all_that_fit_together_are_candidates():
     # Layers that share another's values have none of their own to mix into.
     assert list(refused) == ["value_residual + svformer", "kv_shift + value_residual + svformer"]
     assert all("has none, because it shares another layer's" in why for why in refused.values())
-    arms, refused = candidates(recipe(), None)
+    arms, refused = find_candidates(recipe(), None)
     names = list(REGISTRY)
     every = {" + ".join(some) for size in (1, 2) for some in itertools.combinations(names, size)}
     assert set(arms) - {VANILLA} | set(refused) == every
@@ -56,7 +63,7 @@ def test_all_that_fit_together_are_candidates():
 
 def test_the_search_is_a_comparison_of_the_candidates():
     made = recipe()
-    arms, _ = candidates(made, TWO)
+    arms, _ = find_candidates(made, TWO)
     chosen = search_recipe(made, arms)
     section = chosen.compare
     assert (chosen.name, section.baseline, section.seeds) == ("tiny-search", VANILLA, [0, 1])
@@ -73,7 +80,7 @@ def test_the_search_is_a_comparison_of_the_candidates():
 def test_what_cannot_be_searched_is_one_sentence(mechanism, left):
     made = recipe()
     with pytest.raises(HeadwaterError, match=f"nothing to choose: besides vanilla only {left} is left") as error:
-        search_recipe(made, candidates(made, {mechanism: {}})[0])
+        search_recipe(made, find_candidates(made, {mechanism: {}})[0])
     assert "\n" not in str(error.value)
 
 
@@ -86,7 +93,7 @@ def test_what_cannot_be_searched_is_one_sentence(mechanism, left):
 )
 def test_recipes_that_are_no_run_from_scratch_are_refused(changes, message):
     with pytest.raises(HeadwaterError, match=message):
-        candidates(recipe(**changes), TWO)
+        find_candidates(recipe(**changes), TWO)
 
 
 @pytest.fixture
@@ -100,17 +107,17 @@ def small(monkeypatch):
 def searched(out, **changes):
     """As the command does: (search, chosen, final)."""
     made = recipe(**changes)
-    selection = search_recipe(made, candidates(made, TWO)[0])
-    compare(selection, out)
+    selection = search_recipe(made, find_candidates(made, TWO)[0])
+    run_comparison(selection, out)
     best = best_arms(selection, out)
     final = final_recipe(selection, out, best)
-    compare(final, out)
+    run_comparison(final, out)
     return selection, best, final
 
 
 def means(recipe, out):
     found = {}
-    for trial in trials_of(recipe, out):
+    for trial in list_trials(recipe, out):
         found.setdefault(trial.experiment.arm, []).append(read_record(trial.folder).result)
     return {arm: np.mean(results) for arm, results in found.items()}
 
@@ -142,11 +149,11 @@ def test_the_best_of_the_first_phase_are_tested_on_fresh_seeds(here, small, tmp_
 
 def test_the_best_by_mean_are_chosen_and_none_that_diverged(tmp_path):
     made = recipe()
-    selection = search_recipe(made, candidates(made, TWO)[0])
+    selection = search_recipe(made, find_candidates(made, TWO)[0])
     results = {VANILLA: [0.9, 0.9], "kv_shift": [0.2, 0.4], "value_residual": [0.8, 0.1], BOTH: [0.9, None]}
 
     def fill():
-        for trial in trials_of(selection, tmp_path):
+        for trial in list_trials(selection, tmp_path):
             end = results[trial.experiment.arm][trial.recipe.seed]
             state = {"status": "diverged"} if end is None else {}
             trial.folder.mkdir(parents=True, exist_ok=True)

@@ -19,19 +19,19 @@ from scipy import special, stats
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison import rounds
 from headwater_lab.comparison.pool import run_trials
-from headwater_lab.comparison.running import compare
+from headwater_lab.comparison.running import run_comparison
 from headwater_lab.comparison.sequential import (
     Chain,
     critical_values,
-    looks,
+    find_standing,
     repeated_intervals,
     skewed_error,
-    standing,
+    take_looks,
 )
-from headwater_lab.comparison.trials import trials_of
+from headwater_lab.comparison.trials import list_trials
 from headwater_lab.recipe.recipe import parse
-from headwater_lab.reports import cells, comparisons, write_report
-from headwater_lab.reports.words import answer
+from headwater_lab.reports import read_comparisons, result_cells, write_report
+from headwater_lab.reports.words import state_answer
 from headwater_lab.training.records import SeedPlan, read_record, write_record
 from headwater_lab.util.endings import Interrupted
 
@@ -99,13 +99,13 @@ def test_intervals_are_t_intervals_with_these_critical_values_wider_towards_the_
 
 
 def test_one_number_over_and_over_is_judged_by_its_signs():
-    at = {n: look.interval for n, look in enumerate(looks([0.02] * 10, 0.05, 3, 10), 3)}
+    at = {n: look.interval for n, look in enumerate(take_looks([0.02] * 10, 0.05, 3, 10), 3)}
     assert at[5] is None
     assert at[6] == pytest.approx((0.02, 0.02))
-    assert looks([0.0] * 10, 0.05, 3, 10)[-1].interval is None, "0 has no sign"
-    assert looks([0.0] * 3, 0.05, 3, 10, same=True)[0].interval == (0, 0)
-    assert looks([0.02] * 9, 0.05 / 20, 3, 10)[-1].interval is None
-    assert looks([0.02] * 2, 0.05, 3, 10) == []
+    assert take_looks([0.0] * 10, 0.05, 3, 10)[-1].interval is None, "0 has no sign"
+    assert take_looks([0.0] * 3, 0.05, 3, 10, same=True)[0].interval == (0, 0)
+    assert take_looks([0.02] * 9, 0.05 / 20, 3, 10)[-1].interval is None
+    assert take_looks([0.02] * 2, 0.05, 3, 10) == []
 
 
 def test_two_arms_at_the_margin_are_rarely_called_equivalent_and_those_at_0_are():
@@ -141,38 +141,38 @@ def noise(seed, size=12):
 def test_a_decision_depends_on_the_seeds_up_to_it_in_order_and_on_no_later_one():
     base = dict.fromkeys(range(12), 3.0)
     arm = {seed: 3.3 + x for seed, x in noise(0).items()}
-    whole = standing(PLAN, arm, base)
+    whole = find_standing(PLAN, arm, base)
     assert whole.decided
     used = len(whole.seeds)
     assert 3 <= used < 12
-    assert not standing(PLAN, {seed: arm[seed] for seed in range(used - 1)}, base).decided
+    assert not find_standing(PLAN, {seed: arm[seed] for seed in range(used - 1)}, base).decided
     later = {seed: value if seed < used else -100.0 for seed, value in reversed(arm.items())}
-    assert standing(PLAN, later, base) == whole
-    assert standing(PLAN, later | {used: None}, base) == whole
+    assert find_standing(PLAN, later, base) == whole
+    assert find_standing(PLAN, later | {used: None}, base) == whole
     # A seed that is missing holds up all that come after it.
     gap = {seed: value for seed, value in arm.items() if seed != 2}
-    assert (standing(PLAN, gap, base).seeds, standing(PLAN, gap, base).decided) == ([0, 1], False)
+    assert (find_standing(PLAN, gap, base).seeds, find_standing(PLAN, gap, base).decided) == ([0, 1], False)
 
 
 def test_runs_that_diverged():
     base = dict.fromkeys(range(12), 3.0)
     arm = {seed: 3.0 + x for seed, x in noise(1).items()}
-    lost = standing(PLAN, arm | {1: None}, base)
+    lost = find_standing(PLAN, arm | {1: None}, base)
     assert (lost.seeds, lost.decided, lost.diverged) == ([0, 1], True, True)
     # The baseline's takes away a difference, and the next seed takes its place.
-    without = standing(PLAN, arm, base | {1: None})
+    without = find_standing(PLAN, arm, base | {1: None})
     assert without.seeds[:3] == [0, 1, 2]
     assert without.differences[:2] == pytest.approx([arm[0] - 3, arm[2] - 3])
 
 
 def test_results_are_the_same_if_they_change_from_seed_to_seed_together():
     losses = {seed: 3 + x for seed, x in noise(2).items()}
-    assert standing(PLAN, losses, losses).decided
+    assert find_standing(PLAN, losses, losses).decided
     perfect = dict.fromkeys(range(12), 1.0)  # accuracies, which may hide that one run in ten fails
-    assert not standing(PLAN, perfect, perfect).decided
+    assert not find_standing(PLAN, perfect, perfect).decided
     # Nor does a later seed decide what a look could not yet know: here that both arms are one model.
-    assert not standing(PLAN, perfect | {6: 0.2}, perfect | {6: 0.99}).decided
-    after = standing(PLAN, perfect | {6: 0.99}, perfect | {6: 0.99})
+    assert not find_standing(PLAN, perfect | {6: 0.2}, perfect | {6: 0.99}).decided
+    after = find_standing(PLAN, perfect | {6: 0.99}, perfect | {6: 0.99})
     assert (after.decided, after.seeds) == (True, list(range(7)))
 
 
@@ -185,7 +185,7 @@ def known(folder, arms=GAIN, seeds=range(12), diverges=(), **changes):
     """A comparison whose runs are there already, with differences that are known: an arm's gain and a little noise."""
     given = {"arms": {"base": {}} | {arm: {"training": {"weight_decay": 0.1 + i}} for i, arm in enumerate(arms)}}
     made = tiny(given | SEQUENTIAL | changes)
-    for trial in trials_of(made, folder):
+    for trial in list_trials(made, folder):
         arm, seed = trial.experiment.arm, trial.recipe.seed
         if seed in seeds:
             # Equal differences are told by their signs: after eight seeds, for four arms.
@@ -201,8 +201,8 @@ def known(folder, arms=GAIN, seeds=range(12), diverges=(), **changes):
 
 def test_each_arm_gets_its_verdict_and_stops(tmp_path):
     made = known(tmp_path)
-    outcomes = compare(made, tmp_path, workers=1)
-    (found,) = comparisons(tmp_path)
+    outcomes = run_comparison(made, tmp_path, workers=1)
+    (found,) = read_comparisons(tmp_path)
     verdicts = {s.arm: s.verdict(found.lower_is_better) for s in found.summaries}
     assert verdicts == {"base": "", "better": "better", "worse": "worse", "zero": "equivalent", "tiny": "equivalent"}
     asked = {arm: sum(o.label.startswith(f"{arm} ·") for o in outcomes) for arm in verdicts}
@@ -214,7 +214,7 @@ def test_each_arm_gets_its_verdict_and_stops(tmp_path):
     tiny_arm = next(s for s in found.summaries if s.arm == "tiny")
     low, high = tiny_arm.interval
     assert 0 < low <= high < 0.1  # both hold, and what is smaller than the margin does not matter
-    assert [cells(s, found)[4] for s in found.summaries] == [str(s.runs) for s in found.summaries]
+    assert [result_cells(s, found)[4] for s in found.summaries] == [str(s.runs) for s in found.summaries]
     page = write_report(tmp_path).read_text()
     assert "came after the decision" in page
 
@@ -244,8 +244,8 @@ def test_a_planted_difference_of_trained_models_is_found_and_a_planted_zero_call
         },
         "test",
     )
-    compare(made, tmp_path / "runs", workers=1)
-    (found,) = comparisons(tmp_path / "runs")
+    run_comparison(made, tmp_path / "runs", workers=1)
+    (found,) = read_comparisons(tmp_path / "runs")
     assert {s.arm: s.verdict(found.lower_is_better) for s in found.summaries} == {
         "base": "",
         "0.02": "worse",
@@ -257,9 +257,9 @@ def test_a_planted_difference_of_trained_models_is_found_and_a_planted_zero_call
 
 def test_the_baseline_with_other_budgets_is_not_tested_and_has_its_seeds(tmp_path):
     made = known(tmp_path, ["better", "zero"], budget_arms=["zero"])
-    assert trials_of(made, tmp_path)[0].experiment.seed_plan.arms == ["better"]
-    compare(made, tmp_path, workers=1)
-    (found,) = comparisons(tmp_path)
+    assert list_trials(made, tmp_path)[0].experiment.seed_plan.arms == ["better"]
+    run_comparison(made, tmp_path, workers=1)
+    (found,) = read_comparisons(tmp_path)
     used = {s.arm: s.runs for s in found.summaries}
     assert used["zero"] == used["base"] == used["better"]
     assert {s.arm: s.verdict(False) for s in found.summaries}["better"] == "better"
@@ -268,25 +268,25 @@ def test_the_baseline_with_other_budgets_is_not_tested_and_has_its_seeds(tmp_pat
 
 def test_another_threshold_or_baseline_holds_for_runs_that_are_there(tmp_path):
     made = known(tmp_path, ["better", "zero"])
-    compare(made, tmp_path, workers=1)
-    assert comparisons(tmp_path)[0].threshold is None
+    run_comparison(made, tmp_path, workers=1)
+    assert read_comparisons(tmp_path)[0].threshold is None
     other = made.compare.model_copy(update={"threshold": 0.6})
-    compare(made.model_copy(update={"compare": other}), tmp_path, workers=1)
-    assert comparisons(tmp_path)[0].threshold == 0.6
+    run_comparison(made.model_copy(update={"compare": other}), tmp_path, workers=1)
+    assert read_comparisons(tmp_path)[0].threshold == 0.6
     fixed = {"sequential": False, "margin": None, "baseline": "zero", "seeds": [0, 1, 2]}
     for path in tmp_path.glob("tiny/*/record.json"):
         one = read_record(path)
         plain = one.experiment.model_copy(update={"seed_plan": None})
         write_record(one.model_copy(update={"experiment": plain}), path.parent)
-    compare(made.model_copy(update={"compare": made.compare.model_copy(update=fixed)}), tmp_path, workers=1)
-    assert comparisons(tmp_path)[0].baseline == "zero"
+    run_comparison(made.model_copy(update={"compare": made.compare.model_copy(update=fixed)}), tmp_path, workers=1)
+    assert read_comparisons(tmp_path)[0].baseline == "zero"
 
 
 def test_how_many_are_trained_at_a_time_changes_nothing(tmp_path):
-    compare(known(tmp_path, ["better", "zero"]), tmp_path, workers=1)
-    one = comparisons(tmp_path)[0].summaries
-    asked = compare(known(tmp_path, ["better", "zero"]), tmp_path, workers=20)
-    assert comparisons(tmp_path)[0].summaries == one
+    run_comparison(known(tmp_path, ["better", "zero"]), tmp_path, workers=1)
+    one = read_comparisons(tmp_path)[0].summaries
+    asked = run_comparison(known(tmp_path, ["better", "zero"]), tmp_path, workers=20)
+    assert read_comparisons(tmp_path)[0].summaries == one
     assert len(asked) > sum(s.runs for s in one)
 
 
@@ -307,22 +307,22 @@ def test_interrupted_at_random_moments_it_decides_the_same(tmp_path, monkeypatch
 
     monkeypatch.setattr(rounds, "run_trials", copied)
     stops = []
-    compare(made, tmp_path / "whole", workers=3)
+    run_comparison(made, tmp_path / "whole", workers=3)
     stops = ["Stopped."] * 20
     for _ in range(25):
         with contextlib.suppress(Interrupted):
-            compare(made, tmp_path / "killed", workers=chance.choice([1, 3, 9]))
+            run_comparison(made, tmp_path / "killed", workers=chance.choice([1, 3, 9]))
     assert not stops
-    compare(made, tmp_path / "killed", workers=3)
-    whole, killed = (comparisons(tmp_path / out)[0] for out in ("whole", "killed"))
+    run_comparison(made, tmp_path / "killed", workers=3)
+    whole, killed = (read_comparisons(tmp_path / out)[0] for out in ("whole", "killed"))
     assert whole.summaries == killed.summaries
-    assert answer(whole) == answer(killed)
+    assert state_answer(whole) == state_answer(killed)
 
 
 def test_a_diverged_arm_stops_and_the_others_go_on(tmp_path):
     made = known(tmp_path, diverges={("zero", 1)})
-    outcomes = compare(made, tmp_path, workers=1)
-    (found,) = comparisons(tmp_path)
+    outcomes = run_comparison(made, tmp_path, workers=1)
+    (found,) = read_comparisons(tmp_path)
     zero = next(s for s in found.summaries if s.arm == "zero")
     assert (zero.verdict(False), zero.runs, zero.diverged) == ("diverged", 1, 1)
     assert sum(o.label.startswith("zero ·") for o in outcomes) == 3  # the first round, which was under way
@@ -330,34 +330,34 @@ def test_a_diverged_arm_stops_and_the_others_go_on(tmp_path):
 
 def test_what_is_left_at_the_maximum_is_inconclusive(tmp_path):
     made = known(tmp_path, margin=0.0011, max_seeds=4, arms={"zero": 0.0})
-    compare(made, tmp_path, workers=1)
-    (found,) = comparisons(tmp_path)
+    run_comparison(made, tmp_path, workers=1)
+    (found,) = read_comparisons(tmp_path)
     summary = found.summaries[1]
     assert (summary.runs, summary.verdict(False)) == (4, "inconclusive")
     assert summary.paired.more > 0
-    assert "is inconclusive" in answer(found)
+    assert "is inconclusive" in state_answer(found)
 
 
 def test_a_plan_cannot_change_after_its_results_and_fixed_seeds_become_part_of_one(tmp_path):
     made = known(tmp_path, ["better"])
     other = made.model_copy(update={"compare": made.compare.model_copy(update={"max_seeds": 20})})
     with pytest.raises(HeadwaterError, match="a plan made before the results"):
-        compare(other, tmp_path, workers=1)
+        run_comparison(other, tmp_path, workers=1)
     # Nor can an arm be exchanged for another one, which would have a chance to be wrong, too; nor the baseline.
     with pytest.raises(
         HeadwaterError, match=r"better-.*' holds a run of the arm 'better', which the recipe 'tiny' does"
     ):
-        compare(known(tmp_path.with_name("x"), ["zero"]), tmp_path, workers=1)
+        run_comparison(known(tmp_path.with_name("x"), ["zero"]), tmp_path, workers=1)
     with pytest.raises(HeadwaterError, match="the arms better against base"):
-        compare(known(tmp_path.with_name("y"), ["better", "zero"]), tmp_path, workers=1)
+        run_comparison(known(tmp_path.with_name("y"), ["better", "zero"]), tmp_path, workers=1)
     turned = made.model_copy(update={"compare": made.compare.model_copy(update={"baseline": "better"})})
     with pytest.raises(HeadwaterError, match="the arms base against better"):
-        compare(turned, tmp_path, workers=1)
+        run_comparison(turned, tmp_path, workers=1)
     for path in tmp_path.glob("tiny/*/record.json"):
         one = read_record(path)
         fixed = one.experiment.model_copy(update={"seed_plan": None})
         write_record(one.model_copy(update={"experiment": fixed}), path.parent)
-    compare(made, tmp_path, workers=1)
+    run_comparison(made, tmp_path, workers=1)
     assert all(read_record(path).experiment.seed_plan for path in tmp_path.glob("tiny/*/record.json"))
 
 
@@ -384,7 +384,7 @@ def test_wrong_fields_are_one_sentence(section, message):
 def test_seeds_count_on_from_the_listed_ones():
     made = tiny({"arms": {"base": {}, "b": {}}, "seeds": [10, 12], **SEQUENTIAL, "max_seeds": 5})
     assert made.compare.all_seeds == [10, 12, 13, 14, 15]
-    plan = trials_of(made, Path("x"))[0].experiment.seed_plan
+    plan = list_trials(made, Path("x"))[0].experiment.seed_plan
     assert (plan.seeds, len(plan.arms), plan.margin, plan.min_seeds) == ([10, 12, 13, 14, 15], 1, 0.1, 3)
     assert skewed_error(plan) == 0.09
     assert skewed_error(plan.model_copy(update={"seeds": list(range(30))})) is None
@@ -436,7 +436,7 @@ def test_killed_at_random_moments_it_comes_to_the_same_decision(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     assert started("killed", 2).wait() == 0
-    whole, killed = (comparisons(tmp_path / out)[0] for out in ("whole", "killed"))
+    whole, killed = (read_comparisons(tmp_path / out)[0] for out in ("whole", "killed"))
     assert [s.arm for s in whole.summaries] == [s.arm for s in killed.summaries]
     for one, other in zip(whole.summaries, killed.summaries, strict=True):
         assert (one.mean, one.runs, one.paired, one.verdict(False)) == (
@@ -445,4 +445,4 @@ def test_killed_at_random_moments_it_comes_to_the_same_decision(tmp_path):
             other.paired,
             other.verdict(False),
         )
-    assert answer(whole) == answer(killed)
+    assert state_answer(whole) == state_answer(killed)

@@ -10,20 +10,20 @@ from scipy import stats
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import TTestPower
 
-from headwater_lab.comparison.sequential import ROUNDING, looks
+from headwater_lab.comparison.sequential import ROUNDING, take_looks
 from headwater_lab.comparison.statistics import (
-    _effect,
+    _find_effect,
+    find_power,
     holm_tests,
     is_constant,
-    judged_beside,
+    judge_beside,
     more_pairs,
-    power,
     steps_to,
-    summarize,
+    summarize_arms,
 )
-from headwater_lab.comparison.worth import worth_of
+from headwater_lab.comparison.worth import measure_worth
 from headwater_lab.reports.comparison import Comparison
-from headwater_lab.reports.words import cost_columns, times, worth_columns
+from headwater_lab.reports.words import cost_columns, worth_columns, write_factor
 from headwater_lab.training.records import Origin, SeedPlan, StageRecord
 
 
@@ -93,7 +93,7 @@ def test_an_arm_that_fails_is_tested_at_the_level_it_failed_at():
 
 def test_no_difference_at_all_is_the_same():
     for base, other in (([3.0, 2.0], [3.0, 2.0]), ([0.3, 0.3, 1.0], [0.1 + 0.2, 0.3, 1.0])):
-        summary = summarize([*of("base", base), *of("other", other)], "base")[1]
+        summary = summarize_arms([*of("base", base), *of("other", other)], "base")[1]
         assert (summary.paired.p, summary.interval, summary.paired.more) == (1, (0, 0), None)
         assert summary.verdict(True) == summary.verdict(False) == "identical"
 
@@ -101,7 +101,7 @@ def test_no_difference_at_all_is_the_same():
 @pytest.mark.parametrize("seeds", range(2, 9))
 def test_one_number_over_and_over_is_judged_by_its_signs(seeds):
     base = np.linspace(0.3, 2.1, seeds)
-    paired = summarize([*of("base", base), *of("other", base - 0.1)], "base")[1].paired
+    paired = summarize_arms([*of("base", base), *of("other", base - 0.1)], "base")[1].paired
     assert len(set(paired.differences)) > 1 or seeds < 4  # subtraction rounds
     assert paired.p == pytest.approx(2.0 ** (1 - seeds))
     assert paired.detectable is None
@@ -114,19 +114,19 @@ def test_one_number_over_and_over_is_judged_by_its_signs(seeds):
 
 
 def test_one_seed_and_no_shared_seed_leave_everything_open():
-    one, none = (summarize([record("base", 0, 3.0), record("other", seed, 2.0)], "base")[1] for seed in (0, 1))
+    one, none = (summarize_arms([record("base", 0, 3.0), record("other", seed, 2.0)], "base")[1] for seed in (0, 1))
     assert (one.difference, one.interval, one.paired.p, one.verdict(True)) == (-1, None, None, "inconclusive")
     assert (none.paired, none.verdict(True)) == (None, "")
 
 
 def test_seeds_that_only_one_arm_has_are_not_paired():
     records = [record("base", 0, 3.0), record("base", 1, 2.0), record("other", 1, 1.5), record("other", 2, 9.0)]
-    assert summarize(records, "base")[1].paired.differences == (-0.5,)
+    assert summarize_arms(records, "base")[1].paired.differences == (-0.5,)
 
 
 def test_means_and_intervals_are_students():
     base, other = [3.0, 3.5, 2.5], [2.9, 3.3, 2.45]
-    summary = summarize([*of("base", base), *of("other", other)], "base")[1]
+    summary = summarize_arms([*of("base", base), *of("other", other)], "base")[1]
     differences = np.subtract(other, base)
     half = 4.302652729911275 * differences.std(ddof=1) / np.sqrt(3)  # t quantile 0.975 with 2 degrees of freedom
     assert summary.difference == pytest.approx(differences.mean())
@@ -147,7 +147,7 @@ def test_means_and_intervals_are_students():
 )
 def test_a_verdict_needs_an_interval_without_zero(other, lower, verdict):
     base = [3.0, 3.05, 2.9]
-    assert summarize([*of("base", base), *of("other", other)], "base")[1].verdict(lower) == verdict
+    assert summarize_arms([*of("base", base), *of("other", other)], "base")[1].verdict(lower) == verdict
 
 
 def test_arms_that_diverged():
@@ -160,7 +160,7 @@ def test_arms_that_diverged():
         record("no number", 1, 2.0),
         record("never looked at", 0, None, status="diverged"),
     ]
-    found = {summary.arm: summary for summary in summarize(records, "base")}
+    found = {summary.arm: summary for summary in summarize_arms(records, "base")}
     assert found["fine"].paired.level == 0.025  # beside "lucky" alone: the others have no two pairs
     assert found["fine"].verdict(True) == "better"
     lucky = found["lucky"]
@@ -187,25 +187,25 @@ def test_stated_power_is_what_simulation_finds(pairs, effect, level):
     samples = np.random.default_rng(3).normal(effect, 1, (4000, pairs))
     found = int((stats.ttest_1samp(samples, 0.0, axis=1).pvalue <= level).sum())
     interval = stats.binomtest(found, 4000).proportion_ci(0.99)
-    assert interval.low <= power(effect, pairs, level) <= interval.high
+    assert interval.low <= find_power(effect, pairs, level) <= interval.high
 
 
 def test_power_is_a_number_everywhere_and_that_of_statsmodels():
     for level in (0.05, 0.05 / 14, 0.05 / 100):
         for pairs in (2, 3, 5, 8, 20, 100, 10_000):
-            powers = [power(effect, pairs, level) for effect in np.geomspace(1e-3, 1e3, 60)]
+            powers = [find_power(effect, pairs, level) for effect in np.geomspace(1e-3, 1e3, 60)]
             assert np.isfinite(powers).all()
             assert (np.diff(powers) > -1e-9).all()
-            assert power(0.0, pairs, level) == pytest.approx(level)
-            assert power(_effect(pairs, level), pairs, level) == pytest.approx(0.8, abs=1e-4)
+            assert find_power(0.0, pairs, level) == pytest.approx(level)
+            assert find_power(_find_effect(pairs, level), pairs, level) == pytest.approx(0.8, abs=1e-4)
             if pairs <= 100:  # theirs is nan for more
-                assert power(0.3, pairs, level) == pytest.approx(TTestPower().power(0.3, pairs, level), abs=1e-6)
+                assert find_power(0.3, pairs, level) == pytest.approx(TTestPower().power(0.3, pairs, level), abs=1e-6)
 
 
 @pytest.mark.parametrize("effect", [0.1, 0.4, 0.9])
 def test_seeds_that_are_missing_are_the_fewest_that_would_do(effect):
     total = more_pairs([effect], 3, 0.05) + 3
-    assert power(effect, total) >= 0.8 > power(effect, total - 1)
+    assert find_power(effect, total) >= 0.8 > find_power(effect, total - 1)
     assert more_pairs([0.0], 3, 0.05) is None
     assert more_pairs([0.01], 3, 0.05) is None
 
@@ -214,7 +214,7 @@ def test_what_could_have_been_found_is_said():
     random = np.random.default_rng(4)
     sample = list(random.normal(0.1, 1, 6))
     test = holm_tests([sample])[0]
-    assert test.detectable == pytest.approx(np.std(sample, ddof=1) * _effect(6, 0.05))
+    assert test.detectable == pytest.approx(np.std(sample, ddof=1) * _find_effect(6, 0.05))
     assert test.more == more_pairs([abs(np.mean(sample)) / np.std(sample, ddof=1)], 6, 0.05)
 
 
@@ -238,15 +238,15 @@ def test_costs_up_to_a_threshold_include_every_stage_and_are_compared_seed_by_se
     changes = {"stages": [], "origin": origin}
     base = [staged("base", seed, 2.0, 1.0).model_copy(update=changes) for seed in (0, 1)]
     other = [staged("other", 0, 1.9, 2.0), staged("other", 1, 2.1, 2.0)]
-    first, second = summarize([*base, *other], "base", "baseline")
+    first, second = summarize_arms([*base, *other], "base", "baseline")
     assert first.reached == [(40, 1100.0, 9.0)] * 2
     assert second.reached == [(40, 800.0, 9.0), None], "each seed has the baseline's own end as its goal"
     assert second.steps_to_threshold == [40, None]
     assert second.cheaper.differences == (pytest.approx(math.log(800 / 1100)),)
-    third = summarize([*base, *other], "base", 2.4)[1]
+    third = summarize_arms([*base, *other], "base", 2.4)[1]
     assert third.reached == [(30, 600.0, 1.0 + 8.0 / 2)] * 2, "half of the second stage"
     assert third.cheaper.mean == pytest.approx(math.log(600 / 1000))
-    assert summarize([*base, *other], "base")[1].reached is None
+    assert summarize_arms([*base, *other], "base")[1].reached is None
 
 
 def test_steps_to_a_threshold():
@@ -285,7 +285,7 @@ def test_what_a_result_is_worth_in_flops_of_the_baseline():
         records += [paid("saves", seed, own, 0.9e9)]
         expected.append(naive_worth(own, [(flops, law[arm]) for arm, flops in budgets.items()]) - math.log(0.9e9))
         records += [paid("bad", seed, law["less"] + 0.1, 1e9), paid("good", seed, law["more"] - 0.1, 1e9)]
-    saves, bad, good = worth_of(records, "base", ["less", "more"])
+    saves, bad, good = measure_worth(records, "base", ["less", "more"])
     assert saves.factor.differences == pytest.approx(expected)
     assert saves.factor.found
     assert 1.2 < math.exp(saves.factor.mean) < 1.45
@@ -297,7 +297,7 @@ def test_what_a_result_is_worth_in_flops_of_the_baseline():
     assert names[2] == "worth in FLOPs of base [95 %]"
     factors = {name: factor for name, _, factor in rows}
     assert factors == {
-        "saves": times(saves.factor),
+        "saves": write_factor(saves.factor),
         "bad": "at most ×0.70",
         "good": "at least ×1.40",
     }
@@ -310,19 +310,19 @@ def test_what_a_result_is_worth_in_flops_of_the_baseline():
     dearer = [one.model_copy(update={"flops": 2 * one.flops}) if one.name == "bad-0" else one for one in lost]
     page = Comparison("made", "Made", "base", 8.0, None, dearer, ["less", "more"])
     assert {row[0]: row[1] for row in cost_columns(page)[1]}["saves"].endswith("of 5")
-    tested = {one.arm: one.paired for one in summarize(records, "base", None, ["less", "more"])}
+    tested = {one.arm: one.paired for one in summarize_arms(records, "base", None, ["less", "more"])}
     assert [arm for arm, paired in tested.items() if paired is None] == ["less", "base", "more"]
 
 
 def test_beside_a_plan_intervals_hold_wherever_one_stops():
     plan = SeedPlan(seeds=list(range(10)), min_seeds=3, margin=0.1, arms=["arm", "few"], baseline="base")
     sample = [0.31, 0.28, 0.35, 0.3]
-    found = judged_beside({"arm": sample, "few": sample[:2], "none": []}, plan)
-    assert found["arm"].interval == looks(sample, 0.025, 3, 10)[-1].interval
+    found = judge_beside({"arm": sample, "few": sample[:2], "none": []}, plan)
+    assert found["arm"].interval == take_looks(sample, 0.025, 3, 10)[-1].interval
     fixed = holm_tests([sample])[0].interval
     assert found["arm"].interval[0] < fixed[0] < fixed[1] < found["arm"].interval[1]
     assert (found["few"].interval, found["few"].mean, found["none"]) == (None, pytest.approx(0.295), None)
-    assert judged_beside({"arm": sample}, None)["arm"] == holm_tests([sample])[0]
+    assert judge_beside({"arm": sample}, None)["arm"] == holm_tests([sample])[0]
 
 
 def test_worth_takes_accuracy_too_and_leaves_out_a_budget_that_is_no_better():
@@ -331,7 +331,7 @@ def test_worth_takes_accuracy_too_and_leaves_out_a_budget_that_is_no_better():
 
     records = [made("base", 0, 0.5, 100.0), made("same", 0, 0.45, 200.0), made("more", 0, 0.7, 400.0)]
     records += [made("arm", 0, 0.6, 100.0), made("arm", 1, 0.6, 100.0), made("base", 1, 0.5, 100.0)]
-    (one,) = worth_of(records, "base", ["same", "more"])
+    (one,) = measure_worth(records, "base", ["same", "more"])
     assert one.factor.differences == (pytest.approx(math.log(2.0)),), "seed 1 has no curve"
 
 

@@ -9,31 +9,31 @@ from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny
 import processes
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison import pool
-from headwater_lab.comparison.pool import result_of, run_trials
-from headwater_lab.comparison.running import jobs_of
-from headwater_lab.comparison.statistics import summarize
-from headwater_lab.comparison.trials import trial_of, trials_of
+from headwater_lab.comparison.pool import read_finished, run_trials
+from headwater_lab.comparison.running import list_jobs
+from headwater_lab.comparison.statistics import summarize_arms
+from headwater_lab.comparison.trials import list_trials, make_trial
 from headwater_lab.training.checkpoints import STAGES
 from headwater_lab.training.records import read_record, write_record
 
 
 def test_trials_come_seed_by_seed_each_with_its_folder(tmp_path):
     made = tiny({"arms": {"base": {}, "KV shift!": SHIFT}, "sizes": {"S": {}, "2 L": {"model": {"hidden_size": 16}}}})
-    trials = trials_of(made, tmp_path)
+    trials = list_trials(made, tmp_path)
     assert [trial.label for trial in trials[:4]] == [
         "base · S · seed 0", "KV shift! · S · seed 0", "base · 2 L · seed 0", "KV shift! · 2 L · seed 0"
     ]  # fmt: skip
     assert len(trials) == 8
     assert trials[3].folder == tmp_path / "tiny" / "2-l" / "kv-shift-0"
     assert trials[3].recipe.model["hidden_size"] == 16
-    assert trials[3].recipe.identity == trial_of(made, "KV shift!", 0, tmp_path, "2 L").recipe.identity
+    assert trials[3].recipe.identity == make_trial(made, "KV shift!", 0, tmp_path, "2 L").recipe.identity
     with pytest.raises(HeadwaterError, match=r"has no size 'XL'"):
-        trial_of(made, "base", 0, tmp_path, "XL")
+        make_trial(made, "base", 0, tmp_path, "XL")
 
 
 def test_names_in_any_script_have_folders_of_their_own(tmp_path):
     arms = {"base": {}, "α = 1": {}, "β = 1": {}, "λ": {}, "√2": {}, "!": {}, "?": {}, "値": {}}
-    trials = trials_of(tiny({"arms": arms, "seeds": [0]}), tmp_path)
+    trials = list_trials(tiny({"arms": arms, "seeds": [0]}), tmp_path)
     assert [trial.folder.name for trial in trials[:5]] == ["base-0", "α-1-0", "β-1-0", "λ-0", "2-0"]
     assert len({trial.folder for trial in trials}) == len(arms)
     assert all(trial.folder.parent == tmp_path / "tiny" for trial in trials)
@@ -42,9 +42,9 @@ def test_names_in_any_script_have_folders_of_their_own(tmp_path):
 def test_a_trial_alone_is_the_one_of_the_comparison(tmp_path):
     """`headwater train --arm` with equal budgets."""
     made = tiny({"arms": {"base": {}, "shift": SHIFT | {"training": {"batch_size": 8}}}, "match": "tokens"})
-    digests = {trial.label: trial.recipe.identity for trial in trials_of(made, tmp_path)}
-    assert trial_of(made, "shift", 1, tmp_path).recipe.identity == digests["shift · seed 1"]
-    assert trial_of(made, "shift", 1, tmp_path).recipe.training.steps == 6
+    digests = {trial.label: trial.recipe.identity for trial in list_trials(made, tmp_path)}
+    assert make_trial(made, "shift", 1, tmp_path).recipe.identity == digests["shift · seed 1"]
+    assert make_trial(made, "shift", 1, tmp_path).recipe.training.steps == 6
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_trial_alone_is_the_one_of_the_comparison(tmp_path):
 )
 def test_what_cannot_be_trained_side_by_side_is_refused(tmp_path, compare, training, message):
     with pytest.raises(HeadwaterError, match=message):
-        trials_of(tiny(compare, training=training), tmp_path)
+        list_trials(tiny(compare, training=training), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -88,18 +88,18 @@ def test_wrong_fields_are_one_sentence(section, message):
 
 
 def test_a_trial_with_other_settings_is_not_taken_for_done(tmp_path):
-    (job,) = trials_of(tiny({}), tmp_path)[0].jobs
+    (job,) = list_trials(tiny({}), tmp_path)[0].jobs
     job.folder.mkdir(parents=True)
     done = record("base", 0, 1.0)
     write_record(done.model_copy(update={"status": "failed"}), job.folder)
-    assert result_of(job) is None
+    assert read_finished(job) is None
     for status, there in (("finished", True), ("diverged", True), ("stopped", False), ("failed", False)):
         write_record(done.model_copy(update={"identity": job.recipe.identity, "status": status}), job.folder)
-        assert (result_of(job) is not None) == there
+        assert (read_finished(job) is not None) == there
     (job.folder / "checkpoints" / "step-000003").mkdir(parents=True)
     write_record(done, job.folder)
     with pytest.raises(HeadwaterError, match="holds a run with other settings"):
-        result_of(job)
+        read_finished(job)
 
 
 def test_arms_start_from_the_same_shared_parameters():
@@ -115,7 +115,7 @@ def test_arms_start_from_the_same_shared_parameters():
 
 def test_a_killed_worker_is_reported_the_rest_goes_on_and_a_second_call_repairs(tmp_path, forked_workers):
     made = tiny({"arms": {"base": {}, "diverges": DIVERGES}}, training={"steps": 90}, reporting={"save_every": 30})
-    trials, killed = trials_of(made, tmp_path), []
+    trials, killed = list_trials(made, tmp_path), []
 
     def kill_one(trial, step, status):
         if status == "running" and step >= 20 and not killed:
@@ -138,14 +138,14 @@ def test_a_killed_worker_is_reported_the_rest_goes_on_and_a_second_call_repairs(
     again = run_trials(trials, workers=2)
     assert [o.record.status for o in again] == ["finished", "diverged"] * 2
     assert {folder: (folder / "record.json").stat().st_mtime_ns for folder in there} == before
-    base, other = summarize([outcome.record for outcome in again], "base")
+    base, other = summarize_arms([outcome.record for outcome in again], "base")
     assert (base.runs, other.diverged, other.verdict(False)) == (2, 2, "diverged")
 
 
 def test_a_stage_that_diverges_is_the_trials_end(tmp_path, monkeypatch):
     stages = {"stages": [{"name": "more", "training": {"learning_rate": 1e-3}}]}
     made = tiny({"arms": {"base": stages, "diverges": stages | DIVERGES}, "seeds": [0]})
-    trials, here = trials_of(made, tmp_path), Here()
+    trials, here = list_trials(made, tmp_path), Here()
 
     def run_pool(jobs, workers, report):
         return {job.folder: here.run(job) for job in jobs}
@@ -170,7 +170,7 @@ def test_each_worker_sees_a_gpu(monkeypatch, number, gpus, visible, seen):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert pool._environment(number, gpus).get("CUDA_VISIBLE_DEVICES") == seen
+    assert pool._make_environment(number, gpus).get("CUDA_VISIBLE_DEVICES") == seen
 
 
 def test_who_follows_a_worker_that_died_has_the_same_gpu(monkeypatch):
@@ -179,7 +179,7 @@ def test_who_follows_a_worker_that_died_has_the_same_gpu(monkeypatch):
             time.sleep(0.01)  # it has hardly begun
         return [line for line in environment.split("\0") if line.startswith("CUDA_VISIBLE_DEVICES=")][-1]
 
-    monkeypatch.setattr(pool, "gpus", lambda: 2)
+    monkeypatch.setattr(pool, "count_gpus", lambda: 2)
     workers = pool._Pool(2)
     try:
         workers.start(2)
@@ -199,16 +199,16 @@ def test_workers_that_cannot_start_are_one_sentence(tmp_path, monkeypatch, forke
     """Not a try without end, and not each trial's fault."""
     monkeypatch.setattr(pool, "__name__", "headwater.no_such_module")
     with pytest.raises(HeadwaterError, match=r"worker processes.*exit code 1"):
-        run_trials(trials_of(tiny({}), tmp_path), workers=1)
+        run_trials(list_trials(tiny({}), tmp_path), workers=1)
 
 
 def test_workers_by_default(monkeypatch, tmp_path):
-    jobs = jobs_of(tiny({}), tmp_path)
-    monkeypatch.setattr(pool, "gpus", lambda: 3)
+    jobs = list_jobs(tiny({}), tmp_path)
+    monkeypatch.setattr(pool, "count_gpus", lambda: 3)
     monkeypatch.setattr(pool, "cores", lambda: 5)
     assert pool.default_workers(jobs) == 3
-    assert pool.default_workers(jobs_of(tiny({}, training={"device": "cpu"}), tmp_path)) == 5
-    monkeypatch.setattr(pool, "gpus", lambda: 0)
+    assert pool.default_workers(list_jobs(tiny({}, training={"device": "cpu"}), tmp_path)) == 5
+    monkeypatch.setattr(pool, "count_gpus", lambda: 0)
     assert pool.default_workers(jobs) == 5
 
 

@@ -11,9 +11,9 @@ from saved import SHIFT, Here, changed_times, record, tiny
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison import running
 from headwater_lab.comparison.pool import Outcome
-from headwater_lab.comparison.running import compare
-from headwater_lab.comparison.tuning import best_rates, found_rate, tuning_trials
-from headwater_lab.papers.places import SizedArm, finished
+from headwater_lab.comparison.running import run_comparison
+from headwater_lab.comparison.tuning import choose_rates, find_tuned_rate, list_tuning_trials
+from headwater_lab.papers.places import SizedArm, finished_runs
 from headwater_lab.training.records import read_record
 from headwater_lab.util.endings import Interrupted
 
@@ -32,8 +32,8 @@ RATES = {"learning_rates": [1e30, 1e-5, 1e-2], "tuning_seeds": [7, 8]}
 @pytest.mark.slow
 def test_the_best_mean_over_the_tuning_seeds_is_the_arms_rate(here, tmp_path):
     made = tiny({"arms": {"base": {}, "shift": SHIFT}} | RATES)
-    outcomes = compare(made, tmp_path)
-    tries = tuning_trials(made, tmp_path)
+    outcomes = run_comparison(made, tmp_path)
+    tries = list_tuning_trials(made, tmp_path)
     assert len(tries) == 2 * 2 * 3
     for arm in ("base", "shift"):
         means = {}
@@ -53,19 +53,19 @@ def test_the_best_mean_over_the_tuning_seeds_is_the_arms_rate(here, tmp_path):
         assert [one.seed for one in final] == [0, 1]
         assert {one.recipe["training"]["learning_rate"] for one in final} == {max(means, key=lambda rate: means[rate])}
         assert {(one.status, one.experiment.phase) for one in final} == {("finished", "comparison")}
-        assert found_rate(made, arm, tmp_path) == final[0].recipe["training"]["learning_rate"]
-        assert finished(SizedArm(made, Path("recipe.yaml"), arm), tmp_path).keys() == {0, 1}
+        assert find_tuned_rate(made, arm, tmp_path) == final[0].recipe["training"]["learning_rate"]
+        assert finished_runs(SizedArm(made, Path("recipe.yaml"), arm), tmp_path).keys() == {0, 1}
         # A rate that was not tried yet may be better: the runs may have to be repeated.
         wider = tiny({"arms": {"base": {}, "shift": SHIFT}} | RATES | {"learning_rates": [1e-5, 1e-2, 2e-2]})
-        assert found_rate(wider, arm, tmp_path) is None
-        assert not finished(SizedArm(wider, Path("recipe.yaml"), arm), tmp_path)
+        assert find_tuned_rate(wider, arm, tmp_path) is None
+        assert not finished_runs(SizedArm(wider, Path("recipe.yaml"), arm), tmp_path)
     # Again: nothing is trained, what diverged neither.
     here.trained.clear()
     before = changed_times(tmp_path)
-    assert [o.record for o in compare(made, tmp_path)] == [o.record for o in outcomes]
+    assert [o.record for o in run_comparison(made, tmp_path)] == [o.record for o in outcomes]
     assert here.trained == []
     assert changed_times(tmp_path) == before
-    assert {path.parent for path in before} >= {job.folder for job in running.jobs_of(made, tmp_path)[4:]}
+    assert {path.parent for path in before} >= {job.folder for job in running.list_jobs(made, tmp_path)[4:]}
 
 
 def outcome(trial, result, status="finished"):
@@ -74,30 +74,30 @@ def outcome(trial, result, status="finished"):
 
 def test_a_rate_is_judged_by_its_mean_and_ties_go_to_the_smaller(tmp_path):
     made = tiny({"learning_rates": [3e-2, 1e-2, 1e-3], "tuning_seeds": [7, 8]})
-    tries = tuning_trials(made, tmp_path)
+    tries = list_tuning_trials(made, tmp_path)
     results = {(3e-2, 7): 0.9, (3e-2, 8): 0.1, (1e-2, 7): 0.5, (1e-2, 8): 0.75, (1e-3, 7): 0.75, (1e-3, 8): 0.5}
     by_trial = [outcome(t, results[t.recipe.training.learning_rate, t.recipe.seed]) for t in tries]
-    assert best_rates(tries, by_trial) == {"base": 1e-3}
+    assert choose_rates(tries, by_trial) == {"base": 1e-3}
     # One seed that diverged is enough to rule a rate out, and a result that is no number is as bad.
     for worst in (outcome(None, None, "diverged"), outcome(None, math.nan)):
         broken = [worst if t.recipe.training.learning_rate < 3e-2 and t.recipe.seed == 7 else o
                   for t, o in zip(tries, by_trial, strict=True)]  # fmt: skip
-        assert best_rates(tries, broken) == {"base": 3e-2}
+        assert choose_rates(tries, broken) == {"base": 3e-2}
         with pytest.raises(HeadwaterError, match="'base' diverged at every learning rate tried; add smaller ones"):
-            best_rates(tries, [worst if t.recipe.seed == 7 else o for t, o in zip(tries, by_trial, strict=True)])
+            choose_rates(tries, [worst if t.recipe.seed == 7 else o for t, o in zip(tries, by_trial, strict=True)])
     with pytest.raises(HeadwaterError, match=r"Tuning .* needs every trial, but base · seed 7 failed: why"):
-        best_rates(tries, [Outcome("base · seed 7", None, "why"), *by_trial[1:]])
+        choose_rates(tries, [Outcome("base · seed 7", None, "why"), *by_trial[1:]])
 
 
 def test_with_a_threshold_the_rate_with_the_fewest_steps_to_it_wins(tmp_path):
     made = tiny({"learning_rates": [1e-3, 1e-2, 3e-2], "tuning_seeds": [7, 8], "threshold": 0.9})
-    tries = tuning_trials(made, tmp_path)
+    tries = list_tuning_trials(made, tmp_path)
 
     def best(of, threshold=0.9):
         seen = [of[t.recipe.training.learning_rate, t.recipe.seed] for t in tries]
         given = [Outcome("x", record("x", 0, end, curve, metric="accuracy")) for *curve, end in seen]
         asked = [replace(t, experiment=t.experiment.model_copy(update={"threshold": threshold})) for t in tries]
-        return best_rates(asked, given)["base"]
+        return choose_rates(asked, given)["base"]
 
     # Steps 20 + 20, 10 + 30 (never: all of them), 10 + 20; the end alone would choose 1e-3.
     curves = {(1e-3, 7): (0.1, 0.9, 1.0), (1e-3, 8): (0.2, 0.95, 1.0), (1e-2, 7): (0.9, 0.9, 0.9),
@@ -113,7 +113,7 @@ def test_with_a_threshold_the_rate_with_the_fewest_steps_to_it_wins(tmp_path):
 
 def test_an_arm_that_diverges_everywhere_is_one_sentence(here, tmp_path):
     with pytest.raises(HeadwaterError, match="'base' diverged at every learning rate tried") as error:
-        compare(tiny({"learning_rates": [1e30, 1e31]}), tmp_path)
+        run_comparison(tiny({"learning_rates": [1e30, 1e31]}), tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -122,7 +122,7 @@ def test_stopped_while_tuning_the_same_call_goes_on(here, tmp_path, monkeypatch)
     made = tiny(
         {"arms": {"base": {}, "shift": SHIFT}, "seeds": [0], "learning_rates": [1e-5, 1e-2], "tuning_seeds": [7]}
     )
-    whole = compare(made, tmp_path / "whole")
+    whole = run_comparison(made, tmp_path / "whole")
     count = len(here.trained)
     here.trained.clear()
     run = here.run
@@ -134,8 +134,8 @@ def test_stopped_while_tuning_the_same_call_goes_on(here, tmp_path, monkeypatch)
 
     monkeypatch.setattr(here, "run", stopping)
     with pytest.raises(Interrupted):
-        compare(made, tmp_path / "cut")
+        run_comparison(made, tmp_path / "cut")
     monkeypatch.setattr(here, "run", run)
-    again = compare(made, tmp_path / "cut")
+    again = run_comparison(made, tmp_path / "cut")
     assert len(here.trained) == len(set(here.trained)) == count
     assert [o.record.held_out for o in again] == [o.record.held_out for o in whole]

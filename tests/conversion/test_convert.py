@@ -45,7 +45,7 @@ from headwater.mechanisms.blend import Blend
 from headwater.models.cache import cache_bytes
 from headwater.testing import Case, Contract
 from headwater.testing.naive import Reference
-from headwater_lab.api.converting import _written
+from headwater_lab.api.converting import _write_start
 from headwater_lab.data.tokenizer import load_tokenizer
 from headwater_lab.recipe.change import CacheConversion, Change
 from headwater_lab.recipe.loading import load_recipe
@@ -398,8 +398,8 @@ def test_a_run_goes_over_and_finishes(written, tmp_path):
     events = read_record(tmp_path / "run" / "stages" / "01-finish").origin.history
     assert [event.kind for event in events] == ["retrofitted", "converted", "trained", "converted"]
     # In the source's precision it is a copy, which commands then read.
-    assert _written(tmp_path / "run", record, torch.float32).parent.parent.name == "01-finish"
-    place = _written(tmp_path / "run", record, torch.bfloat16)
+    assert _write_start(tmp_path / "run", record, torch.float32).parent.parent.name == "01-finish"
+    place = _write_start(tmp_path / "run", record, torch.bfloat16)
     assert newest_checkpoint(tmp_path / "run") == place
     found = open_trained(tmp_path / "run").model
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(found.parameters(), made.parameters(), strict=True))

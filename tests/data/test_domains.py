@@ -9,7 +9,7 @@ import torch
 from conftest import disturb
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.trials import trials_of
+from headwater_lab.comparison.trials import list_trials
 from headwater_lab.data.prepare import Options, prepare
 from headwater_lab.data.prepared import PreparedSettings
 from headwater_lab.data.stream import TextSource
@@ -214,7 +214,7 @@ def test_a_domain_decides_a_comparison_and_all_are_reported(texts, tmp_path, run
     data = make(texts, held_out_domains={n: str(texts / n) for n in LINES}, metric="loss/code").model_dump(mode="json")
     runs = tmp_path / "runs"
     records = {}
-    for trial in trials_of(parse(COMPARED | {"data": data}, "test"), runs):
+    for trial in list_trials(parse(COMPARED | {"data": data}, "test"), runs):
         record = train(trial.recipe, trial.folder, experiment=trial.experiment)
         assert record == read_record(trial.folder)
         assert record.result == record.held_out[-1].metrics["loss/code"]

@@ -30,7 +30,7 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.data import corpus as corpora
 from headwater_lab.data import prepare as preparing
 from headwater_lab.data import stream as streaming
-from headwater_lab.data.corpus import Document, pieces
+from headwater_lab.data.corpus import Document, cut_document
 from headwater_lab.data.prepare import Options, prepare
 from headwater_lab.data.prepared import PreparedSettings
 from headwater_lab.data.sealed import write_sealed
@@ -549,7 +549,7 @@ def test_how_much_is_read_at_a_time_does_not_matter(kind, folder, tmp_path, monk
     assert streams[0] == streams[1] == streams[2] == streams[3]
     assert len(streams[0]) >= 30
     if kind in ("txt", "line"):
-        assert [part.text for part in streams[0]] == [piece.text for piece in pieces(Document("", text, ""))]
+        assert [part.text for part in streams[0]] == [piece.text for piece in cut_document(Document("", text, ""))]
         assert "".join(part.text for part in streams[0]) == text
 
 

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data import reading
 from headwater_lab.data import stream as streaming
-from headwater_lab.data.base import shuffled
+from headwater_lab.data.base import shuffle_rows
 from headwater_lab.data.corpus import STDLIB, local_files
 from headwater_lab.data.stream import Stream, TextSource, read_corpus
 from headwater_lab.data.text import TextSettings
@@ -117,7 +117,7 @@ def test_batches_go_on_where_they_stopped(folder):
 
 def test_order_depends_on_seed_and_epoch():
     def epoch(seed, start):
-        order = shuffled(20, seed, start)
+        order = shuffle_rows(20, seed, start)
         return [next(order) for _ in range(20)]
 
     assert sorted(epoch(0, 0)) == list(range(20))
@@ -324,7 +324,7 @@ def test_what_is_packed_is_unpacked_in_pieces(tmp_path):
         file = tmp_path / f"x.txt{suffix}"
         file.write_bytes(pack(bytes(2**27)) + pack(b"end"))
         used = arrow_memory = 0
-        with reading.opened(file) as unpacked:
+        with reading.open_file(file) as unpacked:
             while data := unpacked.read(2**20):
                 used += len(data)
                 arrow_memory = max(arrow_memory, pa.total_allocated_bytes())
@@ -481,6 +481,6 @@ def test_long_values_are_read_a_row_at_a_time(tmp_path, monkeypatch):
     parquet.write_table(pa.table({"text": texts}), file, compression="zstd")
     assert file.stat().st_size < 2**13
     columns = reading.Columns("text")
-    with reading.opened(file) as stream:
+    with reading.open_file(file) as stream:
         assert all(len(table) == 1 for table in reading.parquet_tables(stream, columns))
     assert [text for text, _ in reading.table_rows(file, columns)] == texts

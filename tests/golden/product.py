@@ -25,15 +25,15 @@ from headwater_lab.api.training import train as train_recipe
 from headwater_lab.cli import app
 from headwater_lab.data.base import DATA
 from headwater_lab.data.tokenizer import byte_tokenizer
-from headwater_lab.papers.kept import read as read_kept_runs
+from headwater_lab.papers.kept import read_runs as read_kept_runs
 from headwater_lab.papers.places import RESTORED
-from headwater_lab.papers.result import reproduction as judge_table
-from headwater_lab.papers.table import SCALES, tables
+from headwater_lab.papers.result import reproduce_table as judge_table
+from headwater_lab.papers.table import SCALES, read_tables
 from headwater_lab.papers.table import reads_models as looks_into_models
-from headwater_lab.papers.work import prepare as prepare_table
+from headwater_lab.papers.work import prepare_work as prepare_table
 from headwater_lab.recipe.loading import load_recipe as read_recipe_file
 from headwater_lab.recipe.shipped import shipped_recipes
-from headwater_lab.reports import cells, columns, comparisons
+from headwater_lab.reports import read_comparisons, result_cells, result_columns
 from headwater_lab.training.records import write_record
 
 # Of the installed package and of the command line, for processes of their own and for those that may not import them.
@@ -62,10 +62,10 @@ __all__ = [
     "figures_of",
     "identities",
     "judged_table",
+    "read_tables",
     "run_command",
     "shipped_recipes",
     "stored_comparisons",
-    "tables",
     "train_recipe",
     "without_timings",
     "write_stored_runs",
@@ -120,8 +120,8 @@ def arms_of(comparison: Any) -> dict[str, Any]:
 def compared(recipe: dict[str, Any], folder: str) -> dict[str, Any]:
     """What is said of a recipe's comparison, and its records."""
     (comparison,) = compare_arms(recipe, folder).comparisons
-    names = ["arm", *columns(comparison)[1:]]
-    rows = [dict(zip(names, cells(summary, comparison), strict=True)) for summary in comparison.summaries]
+    names = ["arm", *result_columns(comparison)[1:]]
+    rows = [dict(zip(names, result_cells(summary, comparison), strict=True)) for summary in comparison.summaries]
     table = [{name: cell for name, cell in row.items() if not name.endswith("/s")} for row in rows]
     records = {f"{record.experiment.arm}, {record.seed}": figures_of(record) for record in comparison.records}
     return {"arms": arms_of(comparison), "table": table, "records": records}
@@ -131,7 +131,7 @@ def stored_comparisons(folder: Path) -> dict[str, Any]:
     """What is said of the comparisons whose runs lie below a folder: by name and size, each arm's verdict, number of
     runs, difference and interval."""
     stored = {}
-    for comparison in comparisons(folder):
+    for comparison in read_comparisons(folder):
         name = comparison.name if comparison.size is None else f"{comparison.name} @ {comparison.size}"
         stored[name] = {
             summary.arm: (
@@ -160,7 +160,7 @@ def judged_table(name: str, scale: str, folder: Path) -> dict[str, Any] | None:
 
     claims: by their words, (verdict, seeds, estimate, interval); cells: by row and column, (mean, deviation).
     """
-    table = tables()[name]
+    table = read_tables()[name]
     if table.computed or table.scales[scale].nothing or looks_into_models(table):
         return None
     work = prepare_table(name, scale, folder)

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from product import SCALES, judged_table, stored_comparisons, tables, write_stored_runs
+from product import SCALES, judged_table, read_tables, stored_comparisons, write_stored_runs
 
 RESULTS = Path(__file__).parents[2] / "results"
 DIGITS = 6
@@ -35,7 +35,7 @@ def verdicts() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="headwater-") as name:
         folder = Path(name)
         write_stored_runs(sorted(RESULTS.glob("*.jsonl")), folder)
-        for table in tables():
+        for table in read_tables():
             for scale in SCALES:
                 if (result := judged_table(table, scale, folder)) is not None:
                     by_table[f"{table}, {scale}"] = {

@@ -7,7 +7,7 @@ from conftest import build, tokens
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater_lab.inspection.pairs import FIRES, PairCounter
 from headwater_lab.inspection.sample import Sample
-from headwater_lab.inspection.watch import read
+from headwater_lab.inspection.watch import read_sample
 
 PAIRS = 12
 
@@ -34,7 +34,7 @@ def one_hot_model():
 def test_exactly_the_pairs_with_the_tokens_keys_fire():
     ids = torch.tensor([[3, 3, 3, 5], [7, 7, 3, 7]])
     model = one_hot_model()
-    found = read(model, Sample({"input_ids": ids}))
+    found = read_sample(model, Sample({"input_ids": ids}))
     (ffn,) = [map for map in found.maps if map.place == "mlp"]
     assert (ffn.layer, ffn.pairs) == (0, PAIRS)
     assert ffn.effective == pytest.approx(1.0)
@@ -55,7 +55,7 @@ def test_when_all_pairs_share_the_work_none_fires():
     model = one_hot_model()
     with torch.no_grad():
         model.model.layers[0].mlp.key.fill_(1.0)
-    found = read(model, Sample({"input_ids": tokens(1, 8) % PAIRS}))
+    found = read_sample(model, Sample({"input_ids": tokens(1, 8) % PAIRS}))
     (ffn,) = [map for map in found.maps if map.place == "mlp"]
     assert ffn.effective == pytest.approx(PAIRS)
     assert (ffn.fires, ffn.silent) == (0, 1)

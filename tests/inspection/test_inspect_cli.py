@@ -11,7 +11,7 @@ from conftest import build
 from headwater.util.files import replace_text
 from headwater_lab.data.tokenizer import load_tokenizer
 from headwater_lab.inspection import inspect_model, to_json
-from headwater_lab.inspection.pictures import draw, heads_picture, scalars_picture
+from headwater_lab.inspection.pictures import draw_pictures, heads_picture, scalars_picture
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.checkpoints import write_model
 from headwater_lab.training.loop import train
@@ -199,7 +199,7 @@ def test_large_models_are_drawn_without_numbers(tmp_path):
     many = build(SHIFT, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=8)
     found = [inspect_model(Trained(name, many, None, [], {}), name, scalars_only=True) for name in "ab"]
     assert not any(axes.texts for axes in scalars_picture(found).axes)
-    assert [path.name for path in draw(found, tmp_path)] == ["inspect-scalars.png"]
+    assert [path.name for path in draw_pictures(found, tmp_path)] == ["inspect-scalars.png"]
 
 
 def test_a_model_of_numbers_reads_its_task(run, tmp_path, recipe):

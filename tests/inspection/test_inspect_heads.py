@@ -10,9 +10,9 @@ from torch import nn
 from conftest import assert_near, build, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
 from headwater_lab.inspection.inspection import inspect_model
-from headwater_lab.inspection.sample import Sample, repeated
-from headwater_lab.inspection.scores import effective, induction, similarity
-from headwater_lab.inspection.watch import hooked, induction_scores, read
+from headwater_lab.inspection.sample import Sample, repeat_random_tokens
+from headwater_lab.inspection.scores import effective_weights, induction_attention, token_similarity
+from headwater_lab.inspection.watch import hook_model, induction_scores, read_sample
 from headwater_lab.papers.theory import shifted_head
 from headwater_lab.training.models import Trained
 
@@ -47,7 +47,7 @@ def attend_back(model, back, layer=0):
 
 
 def test_uniform_attention():
-    found = read(hand(), of(tokens(3, LENGTH) % LENGTH))
+    found = read_sample(hand(), of(tokens(3, LENGTH) % LENGTH))
     seen = range(1, LENGTH + 1)
     assert found.entropy[0] == pytest.approx([sum(map(math.log, seen)) / LENGTH])
     assert found.normalized_entropy[0] == pytest.approx([1.0])
@@ -60,17 +60,17 @@ def test_uniform_attention():
 
 def test_attention_to_learned_pairs():
     model = hand({"persistent_memory": {"pairs": 3, "layers": [1]}}, layers=2)
-    found = read(model, of(tokens(3, LENGTH) % LENGTH))
+    found = read_sample(model, of(tokens(3, LENGTH) % LENGTH))
     seen = range(1, LENGTH + 1)
     assert found.beside == [[0.0], pytest.approx([sum(3 / (t + 3) for t in seen) / LENGTH])]
     assert found.first_token[1] == pytest.approx([sum(1 / (t + 3) for t in seen) / LENGTH])
-    assert read(hand(), of(tokens(3, LENGTH) % LENGTH)).beside is None
+    assert read_sample(hand(), of(tokens(3, LENGTH) % LENGTH)).beside is None
 
 
 def test_attention_to_the_previous_token():
     model = hand()
     attend_back(model, 1)
-    found = read(model, of(torch.zeros(2, LENGTH, dtype=torch.long)))
+    found = read_sample(model, of(torch.zeros(2, LENGTH, dtype=torch.long)))
     assert found.previous_token[0] == pytest.approx([1.0])
     assert found.entropy[0] == pytest.approx([0.0])
     assert found.first_token[0] == pytest.approx([2 / LENGTH])
@@ -82,7 +82,7 @@ def test_a_head_that_looks_at_itself_reads_what_its_values_were_mixed_of(beta, t
     attend_back(model, 0)
     with torch.no_grad():
         model.model.layers[0].self_attn.mechanisms["kv_shift"].beta.copy_(torch.tensor(beta)[:, None])
-    found = read(model, of(torch.zeros(2, LENGTH, dtype=torch.long)))
+    found = read_sample(model, of(torch.zeros(2, LENGTH, dtype=torch.long)))
     assert found.previous_token[0] == pytest.approx([0.0])
     assert found.previous_token_effective[0] == pytest.approx([there], abs=1e-7)
 
@@ -94,20 +94,20 @@ def test_packed_rows_stop_at_documents():
     with torch.no_grad():
         model.model.layers[0].self_attn.mechanisms["kv_shift"].beta.copy_(torch.tensor([[0.5], [2.0]]))
     ids = torch.zeros(2, LENGTH, dtype=torch.long)
-    packed = read(model, of(ids, position_ids=torch.arange(half).repeat(2, 2)))
+    packed = read_sample(model, of(ids, position_ids=torch.arange(half).repeat(2, 2)))
     assert packed.entropy[0] == pytest.approx([sum(math.log(t) for t in range(1, half + 1)) / half])
     assert packed.first_token[0] == pytest.approx([sum(1 / t for t in range(1, half + 1)) / half])
     wanted = sum((0.5 + 2.0) / t for t in range(2, half + 1)) / (half - 1)
     assert packed.previous_token_effective[0] == pytest.approx([wanted])
     starts = (torch.arange(LENGTH) % half == 0).expand(2, LENGTH)
-    crossing = read(model, of(ids, document_starts=starts))
+    crossing = read_sample(model, of(ids, document_starts=starts))
     assert crossing.entropy[0] == pytest.approx([sum(math.log(t) for t in range(1, LENGTH + 1)) / LENGTH])
     after = [t for t in range(2, LENGTH + 1) if t != half + 1]
     assert crossing.previous_token_effective[0] == pytest.approx([sum(2.5 / t for t in after) / len(after)])
 
 
 def test_a_sliding_window_bounds_what_is_seen():
-    found = read(hand(sliding_window=4), of(torch.zeros(2, LENGTH, dtype=torch.long)))
+    found = read_sample(hand(sliding_window=4), of(torch.zeros(2, LENGTH, dtype=torch.long)))
     seen = [min(t, 4) for t in range(1, LENGTH + 1)]
     assert found.entropy[0] == pytest.approx([sum(map(math.log, seen)) / LENGTH])
     assert found.normalized_entropy[0] == pytest.approx([1.0])
@@ -115,7 +115,7 @@ def test_a_sliding_window_bounds_what_is_seen():
 
 def test_only_some_layers_have_a_window():
     model = hand(layers=2, sliding_window=4, sliding_layers=[1])
-    found = read(model, of(torch.zeros(2, LENGTH, dtype=torch.long)))
+    found = read_sample(model, of(torch.zeros(2, LENGTH, dtype=torch.long)))
     assert [row[0] for row in found.normalized_entropy] == pytest.approx([1.0, 1.0])
     assert found.entropy[0][0] > found.entropy[1][0]
 
@@ -134,7 +134,7 @@ def machine(scalars):
 
 def test_the_induction_machine_has_a_score_of_one():
     """Theorem 2 of KV shifting: key of the token before, value of this one."""
-    found = induction_scores(*((model := machine((0, 1, 1, 0))), *repeated(model)))
+    found = induction_scores(*((model := machine((0, 1, 1, 0))), *repeat_random_tokens(model)))
     assert found.period == 50
     assert found.attention[0] == pytest.approx([1.0], abs=1e-9)
     assert found.effective[0] == pytest.approx([1.0], abs=1e-9)
@@ -142,32 +142,32 @@ def test_the_induction_machine_has_a_score_of_one():
 
 def test_the_machine_without_its_shift_looks_for_the_same_token():
     """Keys and values of this token: attention is split between the token and its earlier occurrence, none beyond."""
-    found = induction_scores(*((model := machine((1, 0, 1, 0))), *repeated(model)))
+    found = induction_scores(*((model := machine((1, 0, 1, 0))), *repeat_random_tokens(model)))
     assert found.attention[0] == pytest.approx([0.0], abs=1e-9)
 
 
 def test_the_machine_with_its_values_shifted_attends_right_and_reads_the_same_token():
-    found = induction_scores(*((model := machine((0, 1, 0, 1))), *repeated(model)))
+    found = induction_scores(*((model := machine((0, 1, 0, 1))), *repeat_random_tokens(model)))
     assert found.attention[0] == pytest.approx([1.0], abs=1e-9)
     assert found.effective[0] == pytest.approx([0.0], abs=1e-9)
 
 
 def test_rows_of_random_tokens_repeat():
     model = build({})
-    rows, period = repeated(model)
+    rows, period = repeat_random_tokens(model)
     ids = rows.inputs["input_ids"]
     assert period == 32 == model.config.max_position_embeddings // 2
     assert torch.equal(ids[:, :period], ids[:, period:])
     assert all(len(row[:period].unique()) == period for row in ids)
     assert not torch.equal(ids[0], ids[1])
     with pytest.raises(HeadwaterError, match="one position"):
-        repeated(build({}, max_position_embeddings=1))
+        repeat_random_tokens(build({}, max_position_embeddings=1))
 
 
 def test_induction_is_the_mean_over_the_second_half():
     a = torch.rand(2, 3, 10, 10, dtype=torch.float64).tril()
     wanted = [sum(a[b, h, t, t - 4].item() for b in range(2) for t in range(5, 10)) / 10 for h in range(3)]
-    assert induction(a, 5).tolist() == pytest.approx(wanted)
+    assert induction_attention(a, 5).tolist() == pytest.approx(wanted)
 
 
 # Similarity
@@ -175,11 +175,11 @@ def test_induction_is_the_mean_over_the_second_half():
 
 def test_orthogonal_tokens_are_unlike_and_equal_ones_alike():
     model = hand()
-    assert read(model, of(tokens(2, LENGTH) % LENGTH)).hidden == pytest.approx([0.0, 0.0])
+    assert read_sample(model, of(tokens(2, LENGTH) % LENGTH)).hidden == pytest.approx([0.0, 0.0])
     with torch.no_grad():
         model.model.embed_positions.weight.copy_(torch.ones(LENGTH, LENGTH))
         model.model.layers[0].self_attn.v_proj.weight.copy_(torch.eye(LENGTH))
-    found = read(model, of(tokens(2, LENGTH) % LENGTH))
+    found = read_sample(model, of(tokens(2, LENGTH) % LENGTH))
     assert found.hidden == pytest.approx([1.0, 1.0])
     assert found.values == pytest.approx([1.0])
 
@@ -187,7 +187,7 @@ def test_orthogonal_tokens_are_unlike_and_equal_ones_alike():
 def test_similarity_as_loops():
     x = torch.randn(2, 5, 8, dtype=torch.float64)
     x[1, 3] = 0
-    for row, found in zip(x, similarity(x), strict=True):
+    for row, found in zip(x, token_similarity(x), strict=True):
         pairs = [(s, t) for s in range(5) for t in range(5) if s != t]
         cosines = [nn.functional.cosine_similarity(row[s], row[t], dim=0).item() for s, t in pairs]
         assert found.item() == pytest.approx(sum(cosines) / len(pairs))
@@ -205,7 +205,7 @@ def test_heads_without_an_output_are_not_used(silenced, left):
             block.self_attn.o_proj.weight[:, silenced] = 0
     one = inspect_model(Trained("here", model, None, [], {}), "model", scalars_only=True)
     assert one.attends[1] == [(1, 1), (1, 1), (0, 0), (0, 0)]
-    one = replace(one, read=read(model, of(tokens(4, 24))))
+    one = replace(one, read=read_sample(model, of(tokens(4, 24))))
     assert [sum(uses[2:]) for uses in one.read.use] == pytest.approx([left] * 3)
     assert one.skip_use == pytest.approx([0.0, left, left])
 
@@ -225,7 +225,7 @@ def test_every_figure_as_loops(layout):
     plain = torch.arange(10).expand(4, 10)
     more = {"plain": {}, "packed": {"position_ids": positions}, "contiguous": {"document_starts": starts}}[layout]
     sees, inside = {"plain": (plain, plain), "packed": (positions, positions), "contiguous": (plain, positions)}[layout]
-    found = read(model, of(ids, **more))
+    found = read_sample(model, of(ids, **more))
     model.set_attn_implementation("eager")
     weights = model(ids, **more, output_attentions=True).attentions
     betas = [block.self_attn.mechanisms["kv_shift"].beta.tolist() for block in model.model.layers]
@@ -270,7 +270,7 @@ def test_use_as_loops():
             (attention.o_proj.weight[:, 8 * h : 8 * h + 8] @ x[8 * h : 8 * h + 8]).norm().item() for h in range(4)
         ]
         shares = [share + length / sum(lengths) / 40 for share, length in zip(shares, lengths, strict=True)]
-    assert read(model, of(ids)).use[2] == pytest.approx(shares)
+    assert read_sample(model, of(ids)).use[2] == pytest.approx(shares)
 
 
 def test_effective_weights_as_loops():
@@ -284,7 +284,7 @@ def test_effective_weights_as_loops():
                     for back in range(3):
                         if since[b, s] >= back:
                             wanted[b, h, t, s - back] += taps[back, h] * a[b, h, t, s]
-    assert_near(effective(a, taps, since), wanted)
+    assert_near(effective_weights(a, taps, since), wanted)
 
 
 # The model stays as it was
@@ -297,18 +297,18 @@ def test_looking_changes_nothing(mechanisms):
     before = model.eval()(rows.inputs["input_ids"]).logits
     model.train()
     kernel = model.config._attn_implementation
-    read(model, rows)
+    read_sample(model, rows)
     assert model.training
     assert model.config._attn_implementation == kernel
     assert not any(module._forward_hooks for module in model.modules())
     assert torch.equal(model.eval()(rows.inputs["input_ids"]).logits, before)
-    with hooked(model):
+    with hook_model(model):
         assert_near(model(rows.inputs["input_ids"]).logits, before)
 
 
 def test_a_materialised_model_reads_the_same():
     mechanisms = {"value_residual": {}, "skip_layer": {"layers": 1, "heads": 2}}
-    plain, other = (read(build(mechanisms, materialise=yes), of(tokens(4, 16))) for yes in (False, True))
+    plain, other = (read_sample(build(mechanisms, materialise=yes), of(tokens(4, 16))) for yes in (False, True))
     assert [[round(x, 9) for x in row] for row in plain.use] == [[round(x, 9) for x in row] for row in other.use]
     assert [[round(x, 9) for x in row] for row in plain.entropy] == [
         [round(x, 9) for x in row] for row in other.entropy
@@ -317,5 +317,5 @@ def test_a_materialised_model_reads_the_same():
 
 def test_half_precision():
     """In bfloat16 weights have two or three digits, sums of them more."""
-    found = read(hand().to(torch.bfloat16), of(torch.zeros(2, LENGTH, dtype=torch.long)))
+    found = read_sample(hand().to(torch.bfloat16), of(torch.zeros(2, LENGTH, dtype=torch.long)))
     assert found.entropy[0] == pytest.approx([sum(math.log(t) for t in range(1, LENGTH + 1)) / LENGTH], rel=3e-3)

@@ -15,7 +15,7 @@ from headwater_lab.inspection import check_alike, inspect_model, to_json
 from headwater_lab.inspection.images import ImageSample
 from headwater_lab.inspection.inspection import InspectedText
 from headwater_lab.inspection.pictures import attention_picture, heads_picture
-from headwater_lab.inspection.watch import SHOWN, read
+from headwater_lab.inspection.watch import SHOWN, read_sample
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.checkpoints import write_model
 from headwater_lab.training.loop import train
@@ -45,7 +45,7 @@ def test_maps_and_similarity_are_those_of_the_models_own_outputs(kind):
     model = image_model({"kv_shift": {}}, stop_at_rows=True, **kind)
     first = model.config.first_patch
     seen = sample(first=first)
-    found = read(model, seen)
+    found = read_sample(model, seen)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         out = model(**seen.inputs, output_attentions=True, output_hidden_states=True)
@@ -79,7 +79,7 @@ def test_shifted_values_are_those_of_the_same_row():
     """e[t, t-1] = β1·a[t, t-1] + β2·a[t, t], for every patch but the first of a row."""
     model = image_model({"kv_shift": {"keys": False}}, stop_at_rows=True, num_key_value_heads=4)
     seen = sample()
-    found = read(model, seen)
+    found = read_sample(model, seen)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         weights = model(**seen.inputs, output_attentions=True).attentions
@@ -95,7 +95,7 @@ def test_shifted_values_are_those_of_the_same_row():
 def test_parameter_tokens_name_their_patches():
     model = image_model(EVERYTHING)
     seen = sample(count=3)
-    found = read(model, seen)
+    found = read_sample(model, seen)
     contributions = {}
     mlp = model.model.layers[1].mlp
     handle = mlp.register_forward_hook(lambda module, inputs, _: contributions.update(c=module.show_firing(*inputs)))

@@ -7,8 +7,8 @@ import torch
 
 from conftest import assert_near, build
 from headwater.mechanisms import KVShift, PlusWeights
-from headwater_lab.inspection.scalars import Census, census, scalars, value_taps, windows
-from headwater_lab.inspection.scores import composed
+from headwater_lab.inspection.scalars import Census, collect_scalars, compose_windows, take_census, value_taps
+from headwater_lab.inspection.scores import compose_taps
 
 
 def put(model, **values):
@@ -22,7 +22,7 @@ def put(model, **values):
 
 def shown(model, symbol):
     """(layer, place) -> values of one symbol."""
-    return {(s.layer, s.place): s.values for s in scalars(model) if s.symbol == symbol}
+    return {(s.layer, s.place): s.values for s in collect_scalars(model) if s.symbol == symbol}
 
 
 def shift(layer, name):
@@ -35,7 +35,7 @@ def test_kv_shift_by_layer_and_head():
     assert shown(model, "α1")[0, ""] == [0.25, -1.5]
     assert shown(model, "α2")[0, ""] == [0.75, 2.0]
     assert shown(model, "β2")[1, ""] == [5.0, 6.0]
-    (first, *_) = [s for s in scalars(model) if s.symbol == "α1"]
+    (first, *_) = [s for s in collect_scalars(model) if s.symbol == "α1"]
     assert (first.mechanism, first.by, first.at) == ("kv_shift", "kv head", (0, 1))
 
 
@@ -51,7 +51,7 @@ def test_tied_forms_show_what_they_come_to(form, given, current):
 
 def test_longer_windows_and_queries():
     model = build({"kv_shift": {"window": 4, "queries": True, "values": False}}, num_hidden_layers=1)
-    symbols = {s.symbol: s for s in scalars(model)}
+    symbols = {s.symbol: s for s in collect_scalars(model)}
     assert list(symbols) == ["α1", "α2", "α3", "α4", "γ1", "γ2", "γ3", "γ4"]
     assert (symbols["γ4"].by, symbols["γ4"].at) == ("query head", (0, 1, 2, 3))
 
@@ -68,7 +68,7 @@ def test_means_of_a_convolutions_taps():
 def test_only_heads_that_exist_are_shown():
     """With skip heads read one layer on, the last layer has no keys of its own for its second head."""
     model = build({"kv_shift": {}, "skip_layer": {"layers": 1, "heads": 2}})
-    heads = {s.layer: s.at for s in scalars(model) if s.symbol == "α1"}
+    heads = {s.layer: s.at for s in collect_scalars(model) if s.symbol == "α1"}
     assert heads == {0: (0, 1), 1: (0, 1), 2: (0,)}
 
 
@@ -95,7 +95,7 @@ def test_learnable_plus_shows_its_softmax():
 
 def test_dense_value_residual_and_dense_former_name_their_layers():
     model = build({"value_residual": {"mode": "dense"}, "dense_former": {}})
-    at = {(s.mechanism, s.layer): s.at for s in scalars(model)}
+    at = {(s.mechanism, s.layer): s.at for s in collect_scalars(model)}
     assert at["value_residual", 2] == (0, 1, 2)
     assert at["dense_former", 1] == (-1, 0, 1)
     last = model.model.layers[2].self_attn.mechanisms["value_residual"].lambdas
@@ -133,7 +133,7 @@ def test_census_of_hand_set_heads():
             shift(2, "beta"): [[0.9, 0.9], [0.1, 0.1]],
         },
     )
-    assert census(model) == Census(6, 2, 2, 1, 1)
+    assert take_census(model) == Census(6, 2, 2, 1, 1)
 
 
 def test_census_with_longer_windows_looks_at_the_largest_of_the_others():
@@ -141,16 +141,16 @@ def test_census_with_longer_windows_looks_at_the_largest_of_the_others():
     alpha = [[0.5, 0.5], [0.1, 0.4], [0.6, 0.3]]
     beta = [[0.5, 0.5], [0.4, 0.4], [0.4, 0.4]]
     put(model, **{shift(0, "alpha"): alpha, shift(0, "beta"): beta})
-    assert census(model) == Census(2, 1, 1, 0, 0)
+    assert take_census(model) == Census(2, 1, 1, 0, 0)
 
 
 @pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {"values": False}}, {"value_residual": {}}])
 def test_no_census_without_both_shifts(mechanisms):
-    assert census(build(mechanisms)) is None
+    assert take_census(build(mechanisms)) is None
 
 
 def test_heads_without_values_of_their_own_are_not_counted():
-    assert census(build({"kv_shift": {}, "svformer": {}})).heads == 2
+    assert take_census(build({"kv_shift": {}, "svformer": {}})).heads == 2
 
 
 # Windows
@@ -162,13 +162,13 @@ def test_values_attended_to_elsewhere_have_the_taps_of_there():
     taps = value_taps(model)[1]
     assert_near(taps, torch.stack((betas[1][:, 0], betas[1][:, 0], betas[0][:, 1], betas[0][:, 1]), dim=1).detach())
     assert value_taps(build({}))[0].tolist() == [[1.0] * 4]
-    assert windows(build({}).model.layers[0], "v") is None
+    assert compose_windows(build({}).model.layers[0], "v") is None
 
 
 def test_windows_one_after_the_other():
     first, second = KVShift(2, window=3), KVShift(2)
     x = torch.randn(1, 2, 7, 4)
-    both = composed(first.beta.detach(), second.beta.detach())
+    both = compose_taps(first.beta.detach(), second.beta.detach())
     expected = second(x, first(x, x)[1])[1].detach()
     got = sum(
         tap.view(1, 2, 1, 1) * torch.nn.functional.pad(x, (0, 0, back, 0))[:, :, :7] for back, tap in enumerate(both)

@@ -16,7 +16,7 @@ from headwater.kernels import varlen
 from headwater.nn.documents import make_cu_seq_lens, restarted_positions
 from headwater.plugins.registry import REGISTRY, resolve
 from headwater.util.errors import HeadwaterError
-from headwater_lab.bench.gpu import combinations
+from headwater_lab.bench.gpu import combine_mechanisms
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.loop import with_documents
 from headwater_lab.training.models import attention_of
@@ -138,7 +138,7 @@ def limits_kernels(name):
 MASKLESS = [name for name in REGISTRY if not limits_kernels(name)]
 # All of them with grouped queries; the mechanisms as they are by default and in other forms.
 MODELS = {
-    **{name: (mechanisms, {}) for name, mechanisms in combinations(MASKLESS).items()},
+    **{name: (mechanisms, {}) for name, mechanisms in combine_mechanisms(MASKLESS).items()},
     "sliding": ({"kv_shift": {}, "value_residual": {}}, {"sliding_window": 30}),
     "learned positions": ({"kv_shift": {"window": 3}}, {"position": "learned"}),
     "gpt2": ({"value_residual": {"mode": "dense"}}, {"gpt2": True, "num_key_value_heads": 4}),

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headwater_lab.comparison.trials import trial_of
+from headwater_lab.comparison.trials import make_trial
 from headwater_lab.papers.measures import Runs
-from headwater_lab.papers.places import FinishedRun, SizedArm, named
+from headwater_lab.papers.places import FinishedRun, SizedArm, claimed_arms
 from headwater_lab.papers.table import PaperTable
 from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.records import HeldOutPoint, RunRecord, environment, write_record
@@ -59,7 +59,7 @@ def one_table(recipes: list[Path], **fields) -> dict:
 
 
 def put(tables: dict[str, dict], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables, by name, in the place of the papers'. Clear `table.tables`'s cache afterwards."""
+    """Tables, by name, in the place of the papers'. Clear `table.read_tables`'s cache afterwards."""
     for name, values in tables.items():
         place = folder / "tables" / f"{name}.yaml"
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def put(tables: dict[str, dict], folder: Path, monkeypatch: pytest.MonkeyPatch) 
     # By this name the package has the function.
     module = importlib.import_module("headwater_lab.papers.table")
     monkeypatch.setattr(module, "TABLES", folder / "tables")
-    module.tables.cache_clear()
+    module.read_tables.cache_clear()
 
 
 @functools.cache
@@ -127,7 +127,7 @@ def runs(claims: list[dict], arms: dict[str, list[RunRecord]], tmp_path: Path, t
     """Runs whose records are these, by arm."""
     path = tmp_path / "tiny.yaml"
     table = PaperTable.model_validate(one_table([path], claims=claims))
-    names = {name for claim in table.claims for name in named(claim)}
+    names = {name for claim in table.claims for name in claimed_arms(claim)}
     places = {name: SizedArm(_with_seeds_of(arms.get(name), tiny(threshold)), path, name) for name in (*ARMS, *names)}
     found = Runs(table, places, tmp_path / "out")
     found.found = {name: {one.seed: FinishedRun(one, tmp_path / name) for one in of} for name, of in arms.items()}
@@ -144,7 +144,7 @@ def save(
     recipe: Recipe, arm: str, size: str | None, seed: int, out: Path, loss: float, parameters: int, **more
 ) -> None:
     """A record where the run of a comparison would leave it."""
-    trial = trial_of(recipe, arm, seed, out, size)
+    trial = make_trial(recipe, arm, seed, out, size)
     one = record(seed, loss, parameters=parameters, identity=trial.recipe.identity, **more)
     one.experiment = trial.experiment
     trial.folder.mkdir(parents=True)

@@ -10,7 +10,7 @@ from scipy import stats
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.papers.claims import (
-    judge,
+    judge_claims,
     mean_evidence,
     ratio_evidence,
     share_evidence,
@@ -18,9 +18,9 @@ from headwater_lab.papers.claims import (
 )
 from headwater_lab.papers.measures import Runs
 from headwater_lab.papers.places import FinishedRun, SizedArm
-from headwater_lab.papers.result import evidence as said
+from headwater_lab.papers.result import describe_evidence as said
 from headwater_lab.papers.table import PaperTable
-from headwater_lab.papers.work import prepare
+from headwater_lab.papers.work import prepare_work
 from headwater_lab.recipe.loading import load_recipe
 
 LEVEL = 0.05
@@ -67,7 +67,7 @@ def arms(*of):
 
 
 def judged(claim, records, tmp_path, threshold=None):
-    (found,) = judge((of := runs([claim], records, tmp_path, threshold)).table.claims, of)
+    (found,) = judge_claims((of := runs([claim], records, tmp_path, threshold)).table.claims, of)
     return found
 
 
@@ -110,9 +110,9 @@ def test_a_claim_is_not_judged_while_a_seed_is_missing(tmp_path, claim):
     """One that failed may be the one that matters."""
     records = arms([2.0, 3.0, 2.5], [1.9, 2.8, 2.4])
     of = runs([claim], records, tmp_path, 2.2)
-    assert judge(of.table.claims, of)[0].seeds == 3
+    assert judge_claims(of.table.claims, of)[0].seeds == 3
     del of.found["shift"][1]
-    found = judge(of.table.claims, of)[0]
+    found = judge_claims(of.table.claims, of)[0]
     assert (found.verdict, found.why) == ("inconclusive", "not trained: seed 1 of shift")
 
 
@@ -267,7 +267,7 @@ def test_a_difference_of_differences_takes_the_seeds_of_all_four(tmp_path):
         assert "diverged" in found.why
     of = runs([better(**THAN)], records, tmp_path)
     of.places["third"] = None
-    assert judge(of.table.claims, of)[0].why == "third is not trained at this scale"
+    assert judge_claims(of.table.claims, of)[0].why == "third is not trained at this scale"
 
 
 def test_what_a_difference_is_compared_with_is_another_pair():
@@ -365,7 +365,7 @@ def test_counted_measures_have_no_chance_in_them(tmp_path):
         assert judged(alike(2.0, measure="flops"), of, tmp_path).verdict == "replicates"
     # They take no level from the others.
     of = runs([better(measure="flops"), better()], records, tmp_path)
-    assert [found.level for found in judge(of.table.claims, of)] == [LEVEL, LEVEL]
+    assert [found.level for found in judge_claims(of.table.claims, of)] == [LEVEL, LEVEL]
 
 
 def test_differences_that_are_all_one_number_are_judged_by_their_signs(tmp_path):
@@ -391,7 +391,7 @@ def test_one_seed_and_no_run_tell_nothing(tmp_path):
     assert (found.verdict, found.why, found.seeds) == ("inconclusive", "there is no run of shift", 0)
     of = runs([better()], single, tmp_path)
     of.places["vanilla"] = None
-    assert judge(of.table.claims, of)[0].why == "vanilla is not trained at this scale"
+    assert judge_claims(of.table.claims, of)[0].why == "vanilla is not trained at this scale"
 
 
 def test_where_a_run_diverged_better_is_a_share_of_the_seeds_that_differ(tmp_path):
@@ -447,7 +447,7 @@ def test_all_claims_of_a_table_are_judged_together(tmp_path):
         n = int(rng.integers(2, 9))
         records = arms(*(rng.normal(2 - rng.choice([0, 0.6]), 0.1, n) for _ in ARMS))
         of = runs(claims, records, tmp_path, threshold=1.7)
-        found = judge(of.table.claims, of)
+        found = judge_claims(of.table.claims, of)
         told = {index for index, one in enumerate(found) if one.verdict != "inconclusive"}
         assert told == holm([one.p for one in found])
         several += len(told) > 1
@@ -479,7 +479,7 @@ def test_claims_on_the_border_are_told_in_one_table_of_twenty(tmp_path):
                 name: {s: FinishedRun(record(s, v), tmp_path) for s, v in enumerate(each)}
                 for name, each in values.items()
             }
-            wrong += any(one.verdict != "inconclusive" for one in judge(of.table.claims, of))
+            wrong += any(one.verdict != "inconclusive" for one in judge_claims(of.table.claims, of))
         assert wrong <= stats.binom.ppf(0.999, tables, LEVEL), (n, lost)
 
 
@@ -494,7 +494,7 @@ def test_planted_effects_are_found(tmp_path):
             for name, of in ends.items()
         }
         of = runs(claims, records, tmp_path, threshold=1.3)
-        assert [one.verdict for one in judge(of.table.claims, of)] == ["replicates"] * len(claims)
+        assert [one.verdict for one in judge_claims(of.table.claims, of)] == ["replicates"] * len(claims)
 
 
 SIZES = {"small": 1000, "middle": 3000, "large": 10000}
@@ -528,7 +528,7 @@ def test_gains_are_the_law_of_the_baseline_turned_round(tmp_path):
         return 1 + 20 * (parameters * (2 if arm == "shift" else 1)) ** -0.4 + noise[seed, int(arm == "shift")]
 
     of = laws(tmp_path, losses)
-    found = judge(of.table.claims, of)
+    found = judge_claims(of.table.claims, of)
     records = [run.record for place in of.places.values() for run in of.of(f"shift @ {place.size}").values()]
     assert len(records) == 9
     for one_found, size in zip(found, SIZES, strict=True):
@@ -556,11 +556,11 @@ def test_loses_is_gains_from_the_other_side(tmp_path):
             return 1 + 20 * (parameters * (factor if arm == "shift" else 1)) ** -0.4 + noise[seed, int(arm == "shift")]
 
         of = laws(tmp_path / f"{factor}-{more}", losses, test="loses", more=more)
-        found = judge(of.table.claims, of)[0]
+        found = judge_claims(of.table.claims, of)[0]
         assert found.estimate == pytest.approx(factor - 1, rel=0.2)
         assert found.verdict == verdict
     same = laws(tmp_path / "noise", lambda arm, n, s: 1 + 20 * n**-0.4 + noise[s, int(arm == "shift")], test="loses")
-    assert [found.why for found in judge(same.table.claims, same)] == ["the interval includes +0%"] * 3
+    assert [found.why for found in judge_claims(same.table.claims, same)] == ["the interval includes +0%"] * 3
 
 
 def test_gains_where_the_law_says_nothing(tmp_path):
@@ -582,20 +582,20 @@ def test_gains_where_the_law_says_nothing(tmp_path):
         (gone, "not trained: seed 1 of shift @ large; seeds 0, 2 of vanilla @ middle"),
         (lost, "a run diverged, and a law of the others is meaningless"),
     ):
-        for found in judge(of.table.claims, of):
+        for found in judge_claims(of.table.claims, of):
             assert (found.verdict, found.interval, found.why) == ("inconclusive", None, why)
 
 
 def test_a_law_that_the_seeds_leave_wide_open_has_an_interval_to_infinity():
     wide = ratio_evidence(0.5, 300.0, 1, (0.0, math.inf))
     assert verdict_of(wide.interval(LEVEL), wide.region) == "inconclusive"
-    from headwater_lab.papers.claims import _judged  # what it prints
+    from headwater_lab.papers.claims import _judge_claim  # what it prints
 
     claim = PaperTable.model_validate(one_table(["x"], claims=[one("gains", size="large")])).claims[0]
-    found = _judged(claim, wide, LEVEL)
+    found = _judge_claim(claim, wide, LEVEL)
     assert found.interval == (-1.0, math.inf)
 
 
 def test_what_leaves_out_seeds_of_some_arms_is_refused(tmp_path):
     with pytest.raises(HeadwaterError, match=r"all seeds of its arms; leave out compare\.sequential"):
-        prepare("ledger/tables", "cpu", tmp_path, ["compare.sequential=true", "compare.margin=0.1"])
+        prepare_work("ledger/tables", "cpu", tmp_path, ["compare.sequential=true", "compare.margin=0.1"])

@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.config.presets import preset
 from headwater_lab.papers import theory
-from headwater_lab.papers.computing import CONTEXTS, SERIES, maps_of, transformer_like
-from headwater_lab.papers.result import computed, terminal, write
-from headwater_lab.papers.table import tables
+from headwater_lab.papers.computing import CONTEXTS, SERIES, count_map_parameters, make_transformer_like
+from headwater_lab.papers.result import compute_table, terminal_tables, write_page
+from headwater_lab.papers.table import read_tables
 
 
 def amount(text: str) -> float:
@@ -30,15 +30,15 @@ def test_parameters_are_those_of_a_built_model():
         vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=8
     )
     # Four maps of D² and two of 4·D², with their biases.
-    assert maps_of(config) == 3 * (12 * 16**2 + 4 * 16 + 4 * 16 + 16)
+    assert count_map_parameters(config) == 3 * (12 * 16**2 + 4 * 16 + 4 * 16 + 16)
     model = HeadwaterForCausalLM(config)
     blocks = [p for name, p in model.named_parameters() if ".layers." in name and "norm" not in name]
-    assert maps_of(config) == sum(p.numel() for p in blocks)
+    assert count_map_parameters(config) == sum(p.numel() for p in blocks)
 
 
 @pytest.mark.slow
 def test_table_3_counts_both_keys_and_values_of_parameter_tokens():
-    found = computed("tokenformer/table-3")
+    found = compute_table("tokenformer/table-3")
     assert [one.verdict for one in found.claims] == ["fails", "replicates", "replicates", "replicates"]
     shown = rows(found)
     for name in SERIES:
@@ -57,7 +57,7 @@ def test_table_3_counts_both_keys_and_values_of_parameter_tokens():
 @pytest.mark.slow
 def test_flops_of_figure_5_are_those_pytorch_counts():
     """One layer is enough, the others are alike; a context of its own, since 1024 takes long."""
-    found = computed("tokenformer/figure-5")
+    found = compute_table("tokenformer/figure-5")
     shown = rows(found)
     grown = preset("tokenformer-354m")
     small = HeadwaterConfig.from_dict(grown.to_dict() | {"num_hidden_layers": 1})
@@ -74,11 +74,11 @@ def test_flops_of_figure_5_are_those_pytorch_counts():
 @pytest.mark.slow
 def test_figure_5_compares_models_as_large():
     for name in SERIES:
-        grown, wide = preset(name), transformer_like(preset(name))
+        grown, wide = preset(name), make_transformer_like(preset(name))
         assert wide.num_hidden_layers == grown.num_hidden_layers
-        assert maps_of(wide) == pytest.approx(maps_of(grown), rel=0.08)
+        assert count_map_parameters(wide) == pytest.approx(count_map_parameters(grown), rel=0.08)
         assert not wide.mechanisms
-    found = computed("tokenformer/figure-5")
+    found = compute_table("tokenformer/figure-5")
     shown = rows(found)
     for name in SERIES:
         of = name.removeprefix("tokenformer-")
@@ -90,33 +90,33 @@ def test_figure_5_compares_models_as_large():
 
 @pytest.mark.slow
 def test_speeds_of_figure_2_are_those_of_the_flow():
-    found = computed("kv-shifting/figure-2")
+    found = compute_table("kv-shifting/figure-2")
     speeds = []
     for length, (name, cells) in zip(theory.LENGTHS, rows(found).items(), strict=True):
         assert name == f"T = {length}"
         axis = torch.linspace(0, 1, 41, dtype=torch.float64)
         total = 0.0
         for beta in axis:  # a row of starts at a time
-            _, u, v = theory.flow(axis, beta.expand(41), length)
+            _, u, v = theory.gradient_flow(axis, beta.expand(41), length)
             total += float((u**2 + v**2).sqrt().sum())
         speeds.append(total / 41**2)
         assert float(cells[1]) == pytest.approx(speeds[-1], abs=1e-4)
     assert (found.claims[1].verdict == "replicates") == (speeds == sorted(speeds, reverse=True))
-    assert all(float(share) / 100 > 0.99 for share in re.findall(r"(\d+)%", found.claims[0].found))
+    assert all(float(share) / 100 > 0.99 for share in re.findall(r"(\d+)%", found.claims[0].evidence))
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", sorted(name for name, one in tables().items() if one.computed))
+@pytest.mark.parametrize("name", sorted(name for name, one in read_tables().items() if one.computed))
 def test_pages_of_computed_tables(name, tmp_path, run):
-    found = computed(name)
-    page = write(found, tmp_path / "page").read_text()
+    found = compute_table(name)
+    page = write_page(found, tmp_path / "page").read_text()
     said = json.loads((tmp_path / "page" / "result.json").read_text())
     assert [one["verdict"] for one in said["claims"]] == [one.verdict for one in found.claims]
     assert found.answer in page
     assert ("data:image/png" in page) == (found.figure is not None)
     assert "so exact" in page
-    assert len(terminal(found)) == 5 + len(found.table.notes)
+    assert len(terminal_tables(found)) == 5 + len(found.table.notes)
     code, out, _ = run("reproduce", name, "--out", tmp_path)
     assert code == 0
     assert found.answer in out

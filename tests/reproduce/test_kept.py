@@ -8,12 +8,12 @@ from made import RECIPE, changed, one_table, put, record, written
 
 from conftest import forking
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.trials import trial_of
-from headwater_lab.papers.kept import keep, restore
-from headwater_lab.papers.result import reproduction
-from headwater_lab.papers.table import tables
-from headwater_lab.papers.training import train
-from headwater_lab.papers.work import prepare
+from headwater_lab.comparison.trials import make_trial
+from headwater_lab.papers.kept import keep_runs, restore_runs
+from headwater_lab.papers.result import reproduce_table
+from headwater_lab.papers.table import read_tables
+from headwater_lab.papers.training import train_table
+from headwater_lab.papers.work import prepare_work
 from headwater_lab.training.records import read_record, write_record
 
 CLAIM = {"test": "better", "says": "It is better.", "arm": "shift", "against": "vanilla", "measure": "loss"}
@@ -41,18 +41,18 @@ def paper(tmp_path, monkeypatch):
     made["paper/inside"] = one_table([tmp_path / "task.yaml"], columns=[{"name": "alike"}], rows=looks)
     put(made, tmp_path, monkeypatch)
     yield tmp_path
-    tables.cache_clear()
+    read_tables.cache_clear()
 
 
 def told(file, work):
     lines = []
-    restore(file, work, lines.append)
+    restore_runs(file, work, lines.append)
     return lines
 
 
 def added(file, work):
     said = []
-    keep(file, work, said.append)
+    keep_runs(file, work, said.append)
     return said
 
 
@@ -71,7 +71,7 @@ def changed_line(file, which, **changes):
 def left(work, arm, seed=0, **changes):
     """A finished record in a run's folder, as training would leave it."""
     recipe = work.recipes[0][1]
-    trial = trial_of(recipe, arm, seed, work.trials)
+    trial = make_trial(recipe, arm, seed, work.trials)
     given = {"identity": trial.recipe.identity, "recipe": trial.recipe.model_dump(mode="json")} | changes
     one = record(seed, 1.0, **{name: value for name, value in given.items() if name != "seconds"})
     one = one.model_copy(update={"experiment": trial.experiment, "seconds": given.get("seconds", 1.0)})
@@ -82,12 +82,12 @@ def left(work, arm, seed=0, **changes):
 
 def runs_on_another_text(paper):
     """A file with all runs of `paper/text`."""
-    work = prepare("paper/text", "cpu", paper / "one")
+    work = prepare_work("paper/text", "cpu", paper / "one")
     built = work.recipes[0][1].data.build().description
     for arm in ("vanilla", "shift"):
         left(work, arm, data=built | {"sha256": "another"})
     file = paper / "runs.jsonl"
-    keep(file, work, print)
+    keep_runs(file, work, print)
     return file
 
 
@@ -131,19 +131,19 @@ def test_rates_are_kept_with_the_runs_that_chose_them(paper, run):
     file = paper / "runs.jsonl"
     assert run("reproduce", "paper/tuned", "--out", paper / "one", "--keep", file)[0] == 0
     assert len(file.read_text().splitlines()) == 2 * 2 + 2
-    work = prepare("paper/tuned", "cpu", paper / "two")
+    work = prepare_work("paper/tuned", "cpu", paper / "two")
     assert told(file, work)[0].startswith("6 runs from")
     assert work.missing() == []
 
 
 def test_what_has_other_settings_is_left_out_and_replaced_once_it_has_run(paper):
-    work = prepare("paper/task", "cpu", paper / "one")
+    work = prepare_work("paper/task", "cpu", paper / "one")
     left(work, "vanilla")
     folder = left(work, "shift")
     file = paper / "runs.jsonl"
-    keep(file, work, print)
+    keep_runs(file, work, print)
     changed_line(file, "shift-0", identity="another")
-    again = prepare("paper/task", "cpu", paper / "two")
+    again = prepare_work("paper/task", "cpu", paper / "two")
     taken, other = told(file, again)
     assert taken.startswith("1 run from")
     assert other == f"left out 1 run of {str(file)!r}: the recipe has other settings now"
@@ -153,13 +153,13 @@ def test_what_has_other_settings_is_left_out_and_replaced_once_it_has_run(paper)
 
 
 def test_stale_and_repeated_runs_do_not_replace_lines(paper):
-    work = prepare("paper/task", "cpu", paper / "one")
+    work = prepare_work("paper/task", "cpu", paper / "one")
     left(work, "vanilla")
     file = paper / "runs.jsonl"
     file.touch()  # an empty file holds no runs
-    keep(file, work, print)
+    keep_runs(file, work, print)
     before = file.read_text()
-    other = prepare("paper/task", "cpu", paper / "two")
+    other = prepare_work("paper/task", "cpu", paper / "two")
     left(other, "vanilla", seconds=2.0)  # the same run again
     left(other, "shift", identity="of an older recipe")
     assert added(file, other) == []
@@ -167,23 +167,23 @@ def test_stale_and_repeated_runs_do_not_replace_lines(paper):
 
 
 def test_runs_on_another_text_than_the_files_are_not_added(paper):
-    work = prepare("paper/text", "cpu", paper / "one")
+    work = prepare_work("paper/text", "cpu", paper / "one")
     left(work, "vanilla", data={"sha256": "one"})
     file = paper / "runs.jsonl"
-    keep(file, work, print)
+    keep_runs(file, work, print)
     before = file.read_text()
-    other = prepare("paper/text", "cpu", paper / "two")
+    other = prepare_work("paper/text", "cpu", paper / "two")
     left(other, "shift", data={"sha256": "another"})
     assert "1 run not added to" in added(file, other)[0]
     assert file.read_text() == before
 
 
 def test_a_run_of_ones_own_is_not_replaced(paper):
-    work = prepare("paper/task", "cpu", paper / "one")
+    work = prepare_work("paper/task", "cpu", paper / "one")
     left(work, "vanilla")
     file = paper / "runs.jsonl"
-    keep(file, work, print)
-    again = prepare("paper/task", "cpu", paper / "two")
+    keep_runs(file, work, print)
+    again = prepare_work("paper/task", "cpu", paper / "two")
     folder = left(again, "vanilla", identity="of an older recipe")
     before = read_record(folder)
     assert told(file, again) == []
@@ -192,7 +192,7 @@ def test_a_run_of_ones_own_is_not_replaced(paper):
 
 def test_restored_runs_on_another_text_are_told_before_others_are_trained_beside_them(paper, run):
     file = runs_on_another_text(paper)
-    assert told(file, prepare("paper/text", "cpu", paper / "two"))[0].startswith("2 runs from")
+    assert told(file, prepare_work("paper/text", "cpu", paper / "two"))[0].startswith("2 runs from")
     assert run("reproduce", "paper/text", "--out", paper / "two")[0] == 0  # there is nothing to train
     code, _, said = run("reproduce", "paper/text", "compare.seeds=[0,1]", "--out", paper / "two")
     assert code == 2
@@ -201,40 +201,40 @@ def test_restored_runs_on_another_text_are_told_before_others_are_trained_beside
 
 
 def test_verdicts_on_runs_with_different_data_are_refused(paper):
-    work = prepare("paper/text", "cpu", paper / "one")
+    work = prepare_work("paper/text", "cpu", paper / "one")
     left(work, "vanilla", data={"sha256": {"a": "one"}})
     left(work, "shift", data={"sha256": {"a": "another"}})
     with pytest.raises(HeadwaterError, match="had different data"):
-        reproduction(work)
+        reproduce_table(work)
 
 
 def test_a_run_that_has_not_ended_is_not_kept_and_one_that_diverged_is(paper):
-    work = prepare("paper/task", "cpu", paper / "one")
+    work = prepare_work("paper/task", "cpu", paper / "one")
     left(work, "vanilla", status="running")
     left(work, "shift", status="diverged", seconds=float("nan"))
     file = paper / "runs.jsonl"
-    keep(file, work, print)
+    keep_runs(file, work, print)
     assert list(lines(file)) == ["cpu/trials/task/shift-0"]
-    again = prepare("paper/task", "cpu", paper / "two")
+    again = prepare_work("paper/task", "cpu", paper / "two")
     assert told(file, again)[0].startswith("1 run from")
     assert math.isnan(read_record(again.trials / "task" / "shift-0").seconds)
 
 
 def test_tables_that_look_into_models_train_what_only_has_a_record(paper):
-    work = prepare("paper/task", "cpu", paper / "one")
+    work = prepare_work("paper/task", "cpu", paper / "one")
     for seed in (0, 1):
         left(work, "shift", seed)
     file = paper / "runs.jsonl"
-    keep(file, work, print)
-    shared = prepare("paper/task", "cpu", paper / "two")
+    keep_runs(file, work, print)
+    shared = prepare_work("paper/task", "cpu", paper / "two")
     assert told(file, shared)[0].startswith("2 runs from")
-    inside = prepare("paper/inside", "cpu", paper / "two")
+    inside = prepare_work("paper/inside", "cpu", paper / "two")
     assert "paper/inside looks into models" in told(file, inside)[0]
     assert len(inside.missing()) == 2
-    train(inside, 1, lambda *_: None, lambda *_: None)
+    train_table(inside, 1, lambda *_: None, lambda *_: None)
     assert inside.missing() == []
     assert list((inside.trials / "task" / "shift-0" / "checkpoints").glob("step-*"))
-    assert reproduction(inside).cells[0][0][1].value is not None
+    assert reproduce_table(inside).cells[0][0][1].value is not None
 
 
 @pytest.mark.parametrize(
@@ -247,14 +247,14 @@ def test_tables_that_look_into_models_train_what_only_has_a_record(paper):
     ],
 )
 def test_a_damaged_file_is_one_sentence(paper, run, damage, complaint):
-    work = prepare("paper/task", "cpu", paper / "one")
+    work = prepare_work("paper/task", "cpu", paper / "one")
     left(work, "vanilla")
     file = paper / "runs.jsonl"
-    keep(file, work, print)
+    keep_runs(file, work, print)
     file.write_text(damage(file.read_text().strip()))
     before = file.read_text()
     with pytest.raises(HeadwaterError, match=complaint):
-        restore(file, work, print)
+        restore_runs(file, work, print)
     code, _, said = run("reproduce", "paper/task", "--out", paper / "two", "--keep", file)
     assert code == 2
     assert complaint in " ".join(said.split())

@@ -1,7 +1,7 @@
 """The ledger's recipes and tables."""
 
 from headwater.plugins.registry import MECHANISMS
-from headwater_lab.papers.table import tables
+from headwater_lab.papers.table import read_tables
 from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.recipe.shipped import recipes_folder
 
@@ -16,7 +16,7 @@ def test_the_ledger_has_the_same_arms_everywhere_and_a_claim_or_a_cell_for_each(
     starts = [arm for arm in arms["text"] if arm.endswith(", embedding 0.1")]
     arms["text"] = [arm for arm in arms["text"] if arm not in starts]
     assert len(set(map(tuple, arms.values()))) == 1
-    on_text = {name: one for name, one in tables().items() if name.startswith("ledger/") and len(one.columns) == 1}
+    on_text = {name: one for name, one in read_tables().items() if name.startswith("ledger/") and len(one.columns) == 1}
     assert {cell.arm for row in on_text.pop("ledger/code").rows for cell in row.cells} == set(code.compare.arms)
     in_start = {cell.arm for row in on_text.pop("ledger/start").rows for cell in row.cells}
     assert in_start == {*starts, *(arm.removesuffix(", embedding 0.1") for arm in starts)}

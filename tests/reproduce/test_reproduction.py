@@ -11,13 +11,27 @@ from made import RECIPE, changed, one_table, put, record, runs, save, written
 import headwater_lab as lab
 from conftest import forking
 from headwater.util.errors import HeadwaterError
-from headwater_lab.papers.claims import Judged, judge
+from headwater_lab.papers.claims import Judged, judge_claims
 from headwater_lab.papers.measures import Runs, tasks_of
-from headwater_lab.papers.places import FinishedRun, SizedArm, finished, references, trials_folder
-from headwater_lab.papers.result import command, evidence, ours, printed, reproduction, terminal, write
-from headwater_lab.papers.table import Column, PaperTable, TableCell, tables
-from headwater_lab.papers.training import train
-from headwater_lab.papers.work import prepare
+from headwater_lab.papers.places import (
+    FinishedRun,
+    SizedArm,
+    finished_runs,
+    list_references,
+    trials_folder,
+)
+from headwater_lab.papers.result import (
+    describe_evidence,
+    measure_cell,
+    reproduce_command,
+    reproduce_table,
+    terminal_tables,
+    write_page,
+    write_paper_figure,
+)
+from headwater_lab.papers.table import Column, PaperTable, TableCell, read_tables
+from headwater_lab.papers.training import train_table
+from headwater_lab.papers.work import prepare_work
 from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.training.records import HeldOutPoint
 
@@ -70,7 +84,7 @@ def silent(recipes, **fields):
 
 
 def trained(work):
-    return train(work, 1, lambda *_: None, lambda *_: None)
+    return train_table(work, 1, lambda *_: None, lambda *_: None)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,11 +122,11 @@ def out(tmp_path_factory):
             ),
         }
         put(made, folder, patch)
-        work = prepare("paper/tiny", "cpu", folder / "out")
+        work = prepare_work("paper/tiny", "cpu", folder / "out")
         outcomes = trained(work)
         assert [one.error for one in outcomes] == [None] * 4
         yield folder / "out"
-    tables.cache_clear()
+    read_tables.cache_clear()
 
 
 @pytest.fixture
@@ -134,7 +148,7 @@ def test_arms_that_the_table_names_are_trained_and_no_others(out):
 
 
 def test_cells_are_the_mean_and_spread_of_the_records(out, saved):
-    found = reproduction(prepare("paper/tiny", "cpu", out))
+    found = reproduce_table(prepare_work("paper/tiny", "cpu", out))
 
     def both(values):
         return statistics.mean(values), statistics.stdev(values)
@@ -161,9 +175,9 @@ def test_cells_are_the_mean_and_spread_of_the_records(out, saved):
 
 
 def test_the_page_the_json_and_the_terminal_say_the_verdicts(out, saved):
-    work = prepare("paper/tiny", "cpu", out)
-    found = reproduction(work)
-    page = write(found, work.folder)
+    work = prepare_work("paper/tiny", "cpu", out)
+    found = reproduce_table(work)
+    page = write_page(found, work.folder)
     assert page == out / "cpu" / "paper-tiny" / "report.html"
     said = json.loads((work.folder / "result.json").read_text())
     better, less = said["claims"]
@@ -178,10 +192,10 @@ def test_the_page_the_json_and_the_terminal_say_the_verdicts(out, saved):
         assert text in html
     assert all(one["verdict"] in html for one in said["claims"])
     assert "A tiny comparison" in html  # the comparison that the runs come of
-    layout, claims = [part for part in terminal(found) if hasattr(part, "columns")]
+    layout, claims = [part for part in terminal_tables(found) if hasattr(part, "columns")]
     assert list(map(str, layout.columns[1].cells)) == ["50.0", "-", ""]
     assert list(map(str, claims.columns[0].cells)) == [one["verdict"] for one in said["claims"]]
-    assert str(list(claims.columns[2].cells)[1]) == evidence(found.claims[1])
+    assert str(list(claims.columns[2].cells)[1]) == describe_evidence(found.claims[1])
 
 
 def test_a_second_call_trains_nothing_and_seeds_share_the_runs(out):
@@ -190,15 +204,15 @@ def test_a_second_call_trains_nothing_and_seeds_share_the_runs(out):
 
     before = times()
     assert len(before) == 4
-    assert trained(prepare("paper/tiny", "cpu", out)) == []
-    single = prepare("paper/tiny", "cpu", out, ["compare.seeds=[1]", "compare.threshold=0.001"])
+    assert trained(prepare_work("paper/tiny", "cpu", out)) == []
+    single = prepare_work("paper/tiny", "cpu", out, ["compare.seeds=[1]", "compare.threshold=0.001"])
     assert (single.missing(), trained(single)) == ([], [])
     assert times() == before
-    assert single.folder != prepare("paper/tiny", "cpu", out).folder  # it is another page
-    cell = reproduction(single).cells[2][0][1]
+    assert single.folder != prepare_work("paper/tiny", "cpu", out).folder  # it is another page
+    cell = reproduce_table(single).cells[2][0][1]
     assert (cell.text, cell.seeds) == ("2", 1)
-    assert command(reproduction(single)).endswith("'compare.seeds=[1]' compare.threshold=0.001")
-    assert len(prepare("paper/tiny", "cpu", out, ["compare.seeds=[0,1,2]"]).missing()) == 2
+    assert reproduce_command(reproduce_table(single)).endswith("'compare.seeds=[1]' compare.threshold=0.001")
+    assert len(prepare_work("paper/tiny", "cpu", out, ["compare.seeds=[0,1,2]"]).missing()) == 2
     # A threshold that chooses learning rates can choose others.
     assert trials_folder(out, "cpu", ["compare.threshold=0.001"], tuned=True) != trials_folder(
         out, "cpu", [], tuned=True
@@ -209,30 +223,30 @@ def test_a_second_call_trains_nothing_and_seeds_share_the_runs(out):
     "override", ["training.steps=3", "compare.arms.shift.training.steps=3", "reporting.evaluate_every=1"]
 )
 def test_overrides_that_change_a_run_have_a_folder_of_their_own(out, override):
-    plain, other = prepare("paper/tiny", "cpu", out), prepare("paper/tiny", "cpu", out, [override])
+    plain, other = prepare_work("paper/tiny", "cpu", out), prepare_work("paper/tiny", "cpu", out, [override])
     assert other.trials.parent == plain.trials.parent
     assert other.trials != plain.trials
     assert len(other.missing()) == 4
 
 
 def test_runs_of_other_settings_are_not_taken(out, tmp_path):
-    work = prepare("paper/tiny", "cpu", out)
+    work = prepare_work("paper/tiny", "cpu", out)
     there = work.places["shift"]
-    assert set(finished(there, work.trials)) == {0, 1}
-    other = prepare("paper/tiny", "cpu", out, ["training.learning_rate=0.5"]).places["shift"]
-    assert finished(other, work.trials) == {}
-    assert finished(there, tmp_path) == {}
+    assert set(finished_runs(there, work.trials)) == {0, 1}
+    other = prepare_work("paper/tiny", "cpu", out, ["training.learning_rate=0.5"]).places["shift"]
+    assert finished_runs(other, work.trials) == {}
+    assert finished_runs(there, tmp_path) == {}
     assert trials_folder(out, "cpu", ["b=1", "a=2"]) == trials_folder(out, "cpu", ["a=2", "b=1"])
 
 
 def test_stages_are_trained_up_to_the_last_that_is_named(out):
-    work = prepare("paper/grown", "cpu", out)
+    work = prepare_work("paper/grown", "cpu", out)
     assert len(work.missing()) == 2
     assert trained(work) == []
     stages = work.trials / "grown" / "stages"
     assert sorted(path.name for path in stages.iterdir()) == ["00-start", "01-more"]
     first, second = (json.loads((stages / name / "record.json").read_text()) for name in ("00-start", "01-more"))
-    found = reproduction(prepare("paper/grown", "cpu", out))
+    found = reproduce_table(prepare_work("paper/grown", "cpu", out))
     assert [cell.value for _, cell in found.cells[0]] == [
         last(first, "accuracy"),
         last(second, "accuracy"),
@@ -240,7 +254,7 @@ def test_stages_are_trained_up_to_the_last_that_is_named(out):
     ]
     assert found.claims[0].verdict == "replicates"  # counted: one seed is enough
     before = (stages / "01-more" / "record.json").stat().st_mtime_ns
-    trained(prepare("paper/grown", "cpu", out))
+    trained(prepare_work("paper/grown", "cpu", out))
     assert (stages / "01-more" / "record.json").stat().st_mtime_ns == before
 
 
@@ -249,10 +263,10 @@ def test_tasks_are_evaluated_once_and_as_evaluate_does(out):
     pytest.importorskip("lm_eval")
     from headwater_lab.evaluation import evaluate
 
-    work = prepare("paper/task", "cpu", out)
+    work = prepare_work("paper/task", "cpu", out)
     assert tasks_of(work.table) == ["closing"]
     trained(work)
-    cell = reproduction(work, TASKS).cells[0][0][1]
+    cell = reproduce_table(work, TASKS).cells[0][0][1]
     run = work.trials / "text" / "stages" / "00-start"
     (row,) = [row for row in evaluate([str(run)], ["closing"], task_files=TASKS).rows if row.metric == "acc"]
     assert cell.value == next(iter(row.figures.values())).value
@@ -260,11 +274,11 @@ def test_tasks_are_evaluated_once_and_as_evaluate_does(out):
     saved = json.loads(kept.read_text())
     saved["figures"] = [one | {"value": 0.125} for one in saved["figures"]]
     kept.write_text(json.dumps(saved))
-    assert reproduction(work).cells[0][0][1].value == 0.125  # what is there is read
-    assert reproduction(work, TASKS).cells[0][0][1].value == 0.125
+    assert reproduce_table(work).cells[0][0][1].value == 0.125  # what is there is read
+    assert reproduce_table(work, TASKS).cells[0][0][1].value == 0.125
     for stale in ({"identity": "another"}, {"lm_eval": "0.0"}, {"task_files": "another"}):
         kept.write_text(json.dumps(saved | {"of": saved["of"] | stale}))
-        assert reproduction(work, TASKS).cells[0][0][1].value == cell.value
+        assert reproduce_table(work, TASKS).cells[0][0][1].value == cell.value
 
 
 def test_the_command_makes_the_page(out, run):
@@ -285,7 +299,7 @@ def test_a_miniature_that_cannot_show_it_says_so_in_place_of_verdicts(out, run):
     assert "cannot show it" in said
     assert "It is too small." in said
     assert not any(word in said for word in ("It is better.", "verdict", "hold"))
-    work = prepare("paper/silent", "cpu", out)
+    work = prepare_work("paper/silent", "cpu", out)
     page = (work.folder / "report.html").read_text()
     assert "It is too small." in page
     assert "It is better." not in page
@@ -294,8 +308,8 @@ def test_a_miniature_that_cannot_show_it_says_so_in_place_of_verdicts(out, run):
     assert saved["rows"][0]["cells"][0]["ours"]["text"], "what was measured is shown"
     assert "cannot show it" in run("reproduce", "--list", "--out", out)[1]
     # Fewer seeds are the same miniature; other runs are another.
-    assert not reproduction(prepare("paper/silent", "cpu", out, ["compare.seeds=[0]"])).claims
-    assert len(reproduction(prepare("paper/silent", "cpu", out, ["training.steps=3"])).claims) == 2
+    assert not reproduce_table(prepare_work("paper/silent", "cpu", out, ["compare.seeds=[0]"])).claims
+    assert len(reproduce_table(prepare_work("paper/silent", "cpu", out, ["training.steps=3"])).claims) == 2
 
 
 def test_runs_on_several_devices_are_left_to_the_user(out, run):
@@ -366,7 +380,7 @@ def test_a_scale_that_means_nothing_says_why(out, run, tmp_path):
     assert "It has no scale." in said
     assert "--scale cpu" in said
     with pytest.raises(HeadwaterError, match="It has no scale"):
-        prepare("paper/tiny", "gpu", tmp_path)
+        prepare_work("paper/tiny", "gpu", tmp_path)
 
 
 def test_an_arm_that_no_recipe_has_is_named(out, tmp_path, monkeypatch):
@@ -377,15 +391,15 @@ def test_an_arm_that_no_recipe_has_is_named(out, tmp_path, monkeypatch):
     ):
         put({"paper/one": one_table([path], columns=[{"name": "x"}], rows=cells({"arm": arm}))}, tmp_path, monkeypatch)
         with pytest.raises(HeadwaterError, match=complaint):
-            prepare("paper/one", "cpu", tmp_path)
+            prepare_work("paper/one", "cpu", tmp_path)
     monkeypatch.undo()
-    tables.cache_clear()
+    read_tables.cache_clear()
 
 
 def test_the_answer_counts_claims(out):
     from dataclasses import replace
 
-    found = reproduction(prepare("paper/tiny", "cpu", out))
+    found = reproduce_table(prepare_work("paper/tiny", "cpu", out))
     for verdicts, answer in (
         ([], "No claim is judged."),
         (["replicates"], "The claim replicates at cpu scale."),
@@ -408,13 +422,13 @@ def test_what_is_not_measured_as_in_the_paper_is_not_comparable(tmp_path):
     of = runs([claim | {"measure": "loss"}, claim | {"measure": "flops"}], records, tmp_path)
     column, other = Column(name="Loss", measure="loss", comparable=False), Column(name="FLOPs", measure="flops")
     of.table = of.table.model_copy(update={"columns": [column, other]})
-    cell = ours(TableCell(arm="shift"), column, of)
+    cell = measure_cell(TableCell(arm="shift"), column, of)
     assert (cell.text, cell.value) == ("not comparable", 1.5)
-    assert ours(TableCell(arm="shift"), other, of).text == "1.000 ± 0.000"
-    assert ours(TableCell(arm="third"), column, of).text == ""
-    first, second = judge(of.table.claims, of)
-    assert "not measured as in the paper: Loss" in evidence(first)
-    assert "not measured" not in evidence(second)
+    assert measure_cell(TableCell(arm="shift"), other, of).text == "1.000 ± 0.000"
+    assert measure_cell(TableCell(arm="third"), column, of).text == ""
+    first, second = judge_claims(of.table.claims, of)
+    assert "not measured as in the paper: Loss" in describe_evidence(first)
+    assert "not measured" not in describe_evidence(second)
 
 
 def test_what_a_difference_is_compared_with_is_trained_and_evaluated_too():
@@ -422,7 +436,7 @@ def test_what_a_difference_is_compared_with_is_trained_and_evaluated_too():
     of = PaperTable.model_validate(
         one_table(["x"], claims=[claim | {"than": {"arm": "c", "measure": "task:y@5:acc"}}]),
     )
-    assert references(of) == ["a", "b", "c"]
+    assert list_references(of) == ["a", "b", "c"]
     assert tasks_of(of) == ["x", "y@5"]
 
 
@@ -442,8 +456,8 @@ def test_how_alike_tokens_are_is_what_inspect_reads(out):
     from headwater_lab.inspection import inspect_model
     from headwater_lab.training.models import open_trained
 
-    work = prepare("paper/tiny", "cpu", out)
-    run = finished(work.places["shift"], work.trials)[0]
+    work = prepare_work("paper/tiny", "cpu", out)
+    run = finished_runs(work.places["shift"], work.trials)[0]
     of = Runs(work.table, work.places, work.trials)
     hidden = inspect_model(open_trained(run.checkpoints), "shift").read.hidden
     assert of.value("similarity:1-1", run) == hidden[1]
@@ -462,14 +476,14 @@ def test_cells_of_runs_that_diverged_and_of_steps(tmp_path):
     column = Column(name="Loss", digits=2)
 
     def text(**cell):
-        return ours(TableCell(arm="shift", **cell), column, of).text
+        return measure_cell(TableCell(arm="shift", **cell), column, of).text
 
     assert text() == "0.70 ± 0.28; diverged 1 of 3"
     assert text(minus="vanilla") == "-2.30 ± 1.13; diverged 1 of 3"  # seeds 0 and 2: -1.5 and -3.1
     assert text(over="vanilla") == "-0.76 ± 0.02; diverged 1 of 3"
     assert text(measure="steps") == "88 ± 18 in 2 of 3"
     assert text(measure="diverged") == "2 of 3"
-    assert ours(TableCell(arm="third"), column, of).text == ""
+    assert measure_cell(TableCell(arm="third"), column, of).text == ""
 
 
 def test_the_papers_figures_keep_their_digits():
@@ -480,13 +494,13 @@ def test_the_papers_figures_keep_their_digits():
         (None, Column(name=""), ""),
         ("60B", Column(name=""), "60B"),
     ):
-        assert printed(TableCell(paper=value), column) == text
+        assert write_paper_figure(TableCell(paper=value), column) == text
 
 
 def test_evidence_in_words():
     def said(estimate, interval, kind="mean", why=""):
         one = Judged("It is so.", "a − b", kind, estimate, interval, 0.05, 0.5, "inconclusive", why, 3)
-        return evidence(one)
+        return describe_evidence(one)
 
     assert said(0.00506, (-0.00617, 0.0163)) == "a − b: +0.0051 [-0.0062, +0.0163]"
     assert (
@@ -522,7 +536,7 @@ def test_what_a_law_saves(tmp_path):
                 save(recipe, arm, size, seed, tmp_path / "out", loss, parameters)
     place = SizedArm(recipe, path, "shift", "small")
     of = Runs(PaperTable.model_validate(one_table([path])), {"shift @ small": place}, tmp_path / "out")
-    cell = ours(TableCell(arm="shift @ small", measure="saved"), Column(name="", times=100, digits=1), of)
+    cell = measure_cell(TableCell(arm="shift @ small", measure="saved"), Column(name="", times=100, digits=1), of)
     equal, _ = of.equal("shift @ small")
     saved = [100 * (1 - 1 / (1 + more)) for more in (equal.more.value, *equal.more.interval)]
     assert cell.value == pytest.approx(50, abs=2)

@@ -12,15 +12,15 @@ from headwater.cost import counts as cost
 from headwater.cost.hardware import hardware
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
-from headwater_lab.comparison.trials import trial_of
+from headwater_lab.comparison.trials import make_trial
 from headwater_lab.data.corpus import DOCS, STDLIB, TOPICS
-from headwater_lab.evaluation.tasks import GROUPS, parse
+from headwater_lab.evaluation.tasks import GROUPS, parse_tasks
 from headwater_lab.inspection.scalars import Census
-from headwater_lab.papers.measures import incomparable
-from headwater_lab.papers.places import SizedArm, place, places, references
-from headwater_lab.papers.price import TablePrice, price
-from headwater_lab.papers.table import SCALES, Pair, PaperTable, counts_steps, table, tables
-from headwater_lab.papers.work import prepare
+from headwater_lab.papers.measures import find_incomparable
+from headwater_lab.papers.places import SizedArm, find_arm, find_arms, list_references
+from headwater_lab.papers.price import TablePrice, estimate_price
+from headwater_lab.papers.table import SCALES, Pair, PaperTable, counts_steps, find_table, read_tables
+from headwater_lab.papers.work import prepare_work
 from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.shipped import recipes_folder
@@ -42,7 +42,10 @@ NAMES["ledger"] = {
 }  # fmt: skip
 COMPUTED = {"tokenformer/table-3", "tokenformer/figure-5", "kv-shifting/figure-2", "kv-shifting/theorems"}
 TRAINED = [
-    (name, scale) for name, one in tables().items() for scale in SCALES if one.scales and not one.scales[scale].nothing
+    (name, scale)
+    for name, one in read_tables().items()
+    for scale in SCALES
+    if one.scales and not one.scales[scale].nothing
 ]
 # A core's FLOP/s in models of width 64, as measured; what two of them do in an hour.
 # Tasks whose rows are drawn, and corpora that come with Python.
@@ -54,43 +57,43 @@ FACTS = {"parameters", "tokens", "flops", "total_flops", "stage_flops", "tokens_
 
 @functools.cache
 def recipes(name: str, scale: str) -> list[tuple[Path, Recipe]]:
-    files = [recipes_folder() / path for path in table(name).scales[scale].recipes]
-    return [(file, load_recipe(file, table(name).scales[scale].overrides)) for file in files]
+    files = [recipes_folder() / path for path in find_table(name).scales[scale].recipes]
+    return [(file, load_recipe(file, find_table(name).scales[scale].overrides)) for file in files]
 
 
 def at(name: str, scale: str, reference: str) -> SizedArm | None:
     """What an arm's name in a table stands for at a scale; None: not trained there."""
-    return place(table(name), scale, recipes(name, scale), reference)
+    return find_arm(find_table(name), scale, recipes(name, scale), reference)
 
 
 def priced(name: str, scale: str) -> TablePrice:
     """All the arms that a table names at a scale."""
-    of = places(table(name), scale, recipes(name, scale))
-    return price([one for one in of.values() if one is not None], scale)
+    of = find_arms(find_table(name), scale, recipes(name, scale))
+    return estimate_price([one for one in of.values() if one is not None], scale)
 
 
 def test_there_is_a_file_for_each_table_that_reports_an_experiment():
-    assert set(tables()) == {f"{paper}/{name}" for paper, names in NAMES.items() for name in names}
-    assert {name for name, one in tables().items() if one.computed} == COMPUTED
+    assert set(read_tables()) == {f"{paper}/{name}" for paper, names in NAMES.items() for name in names}
+    assert {name for name, one in read_tables().items() if one.computed} == COMPUTED
     with pytest.raises(HeadwaterError, match="did you mean"):
-        table("skip-layer/table-11")
+        find_table("skip-layer/table-11")
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "scale"), TRAINED)
 def test_every_arm_is_in_the_recipes(name, scale):
-    used = references(table(name))
+    used = list_references(find_table(name))
     trained = [reference for reference in used if at(name, scale, reference) is not None]
     assert len(trained) >= 1
-    assert set(table(name).scales[scale].arms) <= set(used)
+    assert set(find_table(name).scales[scale].arms) <= set(used)
     # Something of the table is tested at each scale.
-    claims = [table(name).model_copy(update={"rows": [], "claims": [claim]}) for claim in table(name).claims]
-    assert any(all(at(name, scale, arm) for arm in references(claim)) for claim in claims)
+    claims = [find_table(name).model_copy(update={"rows": [], "claims": [claim]}) for claim in find_table(name).claims]
+    assert any(all(at(name, scale, arm) for arm in list_references(claim)) for claim in claims)
 
 
-@pytest.mark.parametrize("name", sorted(set(tables()) - COMPUTED))
+@pytest.mark.parametrize("name", sorted(set(read_tables()) - COMPUTED))
 def test_claims_and_measures(name):
-    one = table(name)
+    one = find_table(name)
     assert 1 <= len(one.claims) <= (13 if name.startswith("ledger/") else 8)
     assert all(claim.says.endswith(".") for claim in one.claims)
     assert len({claim.says for claim in one.claims}) == len(one.claims)
@@ -112,7 +115,7 @@ def test_claims_and_measures(name):
     for scale in SCALES:
         if one.scales[scale].nothing:
             continue
-        there = [at(name, scale, arm) for arm in references(one)]
+        there = [at(name, scale, arm) for arm in list_references(one)]
         assert not counts_steps(one) or all(one.threshold is not None for one in there if one)
         if any(measure.startswith("task:") for measure in asked):
             assert scale != "cpu"
@@ -124,25 +127,25 @@ def test_claims_and_measures(name):
 @pytest.mark.parametrize("given", ["null", "baseline"])
 def test_a_table_that_counts_steps_needs_a_number_to_reach(tmp_path, given):
     with pytest.raises(HeadwaterError, match=r"counts the steps to compare.threshold, which has to be a number"):
-        prepare("ledger/hop", "cpu", tmp_path, [f"compare.threshold={given}"])
-    prepare("ledger/start", "cpu", tmp_path, [f"compare.threshold={given}"])
+        prepare_work("ledger/hop", "cpu", tmp_path, [f"compare.threshold={given}"])
+    prepare_work("ledger/start", "cpu", tmp_path, [f"compare.threshold={given}"])
 
 
 @pytest.mark.parametrize(
     "name", ["kv-shifting/figure-5c", "kv-shifting/table-4", "skip-layer/table-1", "skip-layer/table-2"]
 )
 def test_miniatures_that_cannot_show_it_say_why(name):
-    scales = table(name).scales
+    scales = find_table(name).scales
     assert scales["cpu"].cannot_show.endswith(".")
     assert not scales["cpu"].remarks
     assert not any(scales[scale].cannot_show for scale in ("gpu", "paper"))
 
 
 def test_what_rests_on_tasks_that_are_not_comparable():
-    benchmarks = table("kv-shifting/table-2")
-    assert incomparable(benchmarks, "task:kv-shifting:mean") == ["hellaswag", "Arc-E"]
-    assert incomparable(benchmarks, "task:arc_easy@0:acc") == ["Arc-E"]
-    assert incomparable(benchmarks, "task:lambada_openai@0:acc") == []
+    benchmarks = find_table("kv-shifting/table-2")
+    assert find_incomparable(benchmarks, "task:kv-shifting:mean") == ["hellaswag", "Arc-E"]
+    assert find_incomparable(benchmarks, "task:arc_easy@0:acc") == ["Arc-E"]
+    assert find_incomparable(benchmarks, "task:lambada_openai@0:acc") == []
 
 
 def check_measure(one: PaperTable, measure: str) -> None:
@@ -159,11 +162,11 @@ def check_measure(one: PaperTable, measure: str) -> None:
         assert 0 <= first <= last
     elif kind == "task":
         task, _, metric = rest.rpartition(":")
-        groups = [asked for group in GROUPS for asked in parse(group)]
+        groups = [asked for group in GROUPS for asked in parse_tasks(group)]
         if task in GROUPS:
             assert metric == "mean"
         else:
-            (wanted,) = parse(task)
+            (wanted,) = parse_tasks(task)
             assert any((a.name, a.shots) == (wanted.name, wanted.shots) and metric in a.metrics for a in groups)
     else:
         assert measure in PLAIN | HELD_OUT | FACTS
@@ -176,11 +179,11 @@ def check_measure(one: PaperTable, measure: str) -> None:
 def test_an_unknown_measure_is_noticed():
     for measure in ("lost", "census:keys", "task:mmlu@3:acc", "task:nothing:acc", "scalar:x:1-2"):
         with pytest.raises(AssertionError):
-            check_measure(table("skip-layer/table-1"), measure)
+            check_measure(find_table("skip-layer/table-1"), measure)
 
 
 def numbers(name: str) -> list[list]:
-    return [[cell.paper for cell in row.cells] for row in table(name).rows]
+    return [[cell.paper for cell in row.cells] for row in find_table(name).rows]
 
 
 # Typed from the papers' texts by hand, apart from the files.
@@ -274,7 +277,7 @@ def test_numbers_are_the_papers(name):
 
 @pytest.mark.parametrize(("name", "rows"), [("tokenformer/table-1", 13), ("tokenformer/table-9", 22)])
 def test_zero_shot_numbers_are_the_papers(name, rows):
-    one = table(name)
+    one = find_table(name)
     assert len(one.rows) == rows
     ours = {row.cells[0].arm: [cell.paper for cell in row.cells] for row in one.rows if row.cells[0].arm}
     assert ours == TOKENFORMER_ZERO_SHOT
@@ -283,8 +286,8 @@ def test_zero_shot_numbers_are_the_papers(name, rows):
 def test_a_difference_is_that_of_its_cells():
     """Abs. Impr. is printed too: the arms it is the difference of are those of the row and the baseline."""
     for name in ("skip-layer/table-1", "skip-layer/table-2", "skip-layer/table-3"):
-        paper = {cell.arm: cell.paper for row in table(name).rows for cell in row.cells[:2] if not cell.minus}
-        for row in table(name).rows:
+        paper = {cell.arm: cell.paper for row in find_table(name).rows for cell in row.cells[:2] if not cell.minus}
+        for row in find_table(name).rows:
             for cell in row.cells:
                 if cell.minus is not None:
                     assert cell.paper == pytest.approx(paper[cell.arm] - paper[cell.minus], abs=1e-4)
@@ -296,7 +299,7 @@ def cpu_recipes() -> dict[str, Recipe]:
         for name, scale in TRAINED
         if scale == "cpu"
         for path, recipe in zip(
-            table(name).scales["cpu"].recipes, [recipe for _, recipe in recipes(name, "cpu")], strict=True
+            find_table(name).scales["cpu"].recipes, [recipe for _, recipe in recipes(name, "cpu")], strict=True
         )
     }
 
@@ -321,7 +324,9 @@ def test_cpu_recipes_need_no_network_and_one_thread_a_run():
 
 def test_each_small_recipe_names_a_table_that_trains_it():
     for folder in ("cpu", "gpu", "ledger"):
-        used = {path: [name for name, s in TRAINED if path in table(name).scales[s].recipes] for path in paths(folder)}
+        used = {
+            path: [name for name, s in TRAINED if path in find_table(name).scales[s].recipes] for path in paths(folder)
+        }
         for path, names in used.items():
             if path == "cpu/same.yaml":  # no table's
                 continue
@@ -351,7 +356,7 @@ def test_gpu_scale_is_a_day_at_most(name):
     hours = found.flops / (hardware("H100").peak(Precision.BF16_MIXED) * 0.4 * 3600)
     assert found.hours == pytest.approx(hours)
     assert hours <= 24
-    setting = table(name).scales["gpu"].setting
+    setting = find_table(name).scales["gpu"].setting
     if "less than an H100-hour" in setting:
         assert hours < 1
     else:
@@ -386,10 +391,10 @@ def test_a_price_is_that_of_the_matmuls_of_all_seeds():
     vanilla = at(name, "cpu", "vanilla")
     layers, width, vocabulary, length, tokens = 12, 64, 257, 128, 400 * 16 * 128
     forward = 2 * (12 * layers * width**2 + vocabulary * width) + 4 * layers * width * (length + 1) / 2
-    assert price([vanilla], "cpu").flops == pytest.approx(3 * forward * tokens * 8, rel=1e-3)
+    assert estimate_price([vanilla], "cpu").flops == pytest.approx(3 * forward * tokens * 8, rel=1e-3)
     other = at(name, "cpu", "9 layers")
-    assert price([vanilla, other, vanilla], "cpu").flops == pytest.approx(
-        price([vanilla], "cpu").flops + price([other], "cpu").flops
+    assert estimate_price([vanilla, other, vanilla], "cpu").flops == pytest.approx(
+        estimate_price([vanilla], "cpu").flops + estimate_price([other], "cpu").flops
     )
 
 
@@ -400,7 +405,7 @@ def test_a_price_of_images_is_that_of_their_patches():
     block = 12 * width**2 * 2 + 4 * width * patches
     forward = patches * (layers * block + 2 * width * 4 * 4) + 2 * width * classes
     runs = 6 + 4  # seeds, and rates
-    assert price([vit], "cpu").flops == pytest.approx(3 * forward * images * runs, rel=1e-3)
+    assert estimate_price([vit], "cpu").flops == pytest.approx(3 * forward * images * runs, rel=1e-3)
 
 
 def test_matched_image_models_are_alike_in_size():
@@ -420,12 +425,12 @@ def test_matched_image_models_are_alike_in_size():
 def test_stages_that_arms_share_are_paid_for_once():
     name = "tokenformer/table-6"
     smaller, larger = (at(name, "cpu", f"grown {size} 30B") for size in ("354M", "757M"))
-    assert 0 < price([smaller], "cpu").flops < price([larger], "cpu").flops
-    assert price([smaller, larger], "cpu").flops == price([larger], "cpu").flops
+    assert 0 < estimate_price([smaller], "cpu").flops < estimate_price([larger], "cpu").flops
+    assert estimate_price([smaller, larger], "cpu").flops == estimate_price([larger], "cpu").flops
 
 
 def test_folders_are_those_of_compare(tmp_path):
     for name, scale in (("kv-shifting/figure-7a", "cpu"), ("value-residual/main", "gpu")):
-        for one in places(table(name), scale, recipes(name, scale)).values():
+        for one in find_arms(find_table(name), scale, recipes(name, scale)).values():
             seed = one.seeds[-1]
-            assert one.folder(seed, tmp_path) == trial_of(one.recipe, one.arm, seed, tmp_path, one.size).folder
+            assert one.folder(seed, tmp_path) == make_trial(one.recipe, one.arm, seed, tmp_path, one.size).folder

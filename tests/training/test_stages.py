@@ -9,10 +9,10 @@ import yaml
 from headwater import HeadwaterError
 from headwater_lab.comparison import pool
 from headwater_lab.comparison.pool import Outcome, run_trials
-from headwater_lab.comparison.trials import levels, trials_of
+from headwater_lab.comparison.trials import list_trials, order_jobs
 from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.recipe.recipe import parse
-from headwater_lab.reports import comparisons, write_report
+from headwater_lab.reports import read_comparisons, write_report
 from headwater_lab.reports.comparison import differ_in_cost
 from headwater_lab.training.checkpoints import newest_checkpoint, optimizer_state
 from headwater_lab.training.loop import train
@@ -147,7 +147,7 @@ def test_a_stage_that_cannot_follow_from_a_checkpoint_is_refused_before_any_is_t
     assert not (tmp_path / "run").exists()
     compare = {"baseline": "a", "arms": {"a": {}, "b": {"training": {"steps": 2}}}, "seeds": [0]}
     with pytest.raises(HeadwaterError, match="Stage 'wider'"):
-        run_trials(trials_of(parse(given | {"compare": compare}, "test"), tmp_path / "out"))
+        run_trials(list_trials(parse(given | {"compare": compare}, "test"), tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -222,8 +222,8 @@ def test_arms_share_the_stages_in_which_they_begin_alike(staged, tmp_path, here)
         "large": {"model": {"mechanisms": {"pattention": {"attention_pairs": 12}}}},
     }
     recipe = parse(values | {"name": "growth", "compare": {"baseline": "small", "seeds": [0], "arms": arms}}, "test")
-    trials = trials_of(recipe, tmp_path)
-    first, second = levels(trials)
+    trials = list_trials(recipe, tmp_path)
+    first, second = order_jobs(trials)
     assert [job.label for job in first] == ["stage start · seed 0", "large · seed 0"]
     assert [job.label for job in second] == ["stage more · seed 0", "stage grown · seed 0"]
     outcomes = run_trials(trials, workers=2)
@@ -232,7 +232,7 @@ def test_arms_share_the_stages_in_which_they_begin_alike(staged, tmp_path, here)
     assert records["small"].held_out[3].metrics == records["grown"].held_out[3].metrics
     assert records["grown"].total_flops > records["small"].total_flops > records["large"].total_flops
     assert differ_in_cost(list(records.values()))
-    (comparison,) = comparisons(tmp_path)
+    (comparison,) = read_comparisons(tmp_path)
     assert {summary.arm for summary in comparison.summaries} == {"small", "grown", "large"}
     assert "growth" in write_report(tmp_path).read_text()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("stages/*/record.json")}
@@ -247,7 +247,7 @@ def test_a_stage_that_fails_is_named(staged, tmp_path, here):
     # The weights are broken after they were made: that no recipe shows.
     arms = {"base": {}, "wrong": {"stages": [{"name": "more", "grow": {"attention_pairs": 9}}]}}
     recipe = parse(values | {"compare": {"baseline": "base", "seeds": [0], "arms": arms}}, "test")
-    trials = trials_of(recipe, tmp_path)
+    trials = list_trials(recipe, tmp_path)
     first, second = trials[1].jobs
     train(first.recipe, first.folder)
     (newest_checkpoint(first.folder) / "model.safetensors").write_bytes(b"")

@@ -19,7 +19,7 @@ from headwater_lab.cli import main
 from headwater_lab.recipe.change import Start
 from headwater_lab.recipe.data import AnyData
 from headwater_lab.recipe.recipe import parse
-from headwater_lab.serving.prediction import load_for_prediction, predict
+from headwater_lab.serving.prediction import load_for_prediction, predict_images
 from headwater_lab.training import estimate as priced
 from headwater_lab.training.checkpoints import checkpoints, load_model, newest_checkpoint
 from headwater_lab.training.loop import smooth_labels, train
@@ -239,7 +239,7 @@ def test_predictions(finished, make, tmp_path, capsys):
     model, processor = load_for_prediction(finished)
     with torch.no_grad():
         expected = model(pixel_values=data.held_out_images(range(3))["pixel_values"]).logits.double().softmax(-1)
-    for row, classes in zip(expected, predict(model, processor, files), strict=True):
+    for row, classes in zip(expected, predict_images(model, processor, files), strict=True):
         assert list(classes.values()) == sorted(classes.values(), reverse=True)
         assert sum(classes.values()) == pytest.approx(1)
         assert all(classes[str(i)] == pytest.approx(float(row[i]), abs=1e-6) for i in range(10))

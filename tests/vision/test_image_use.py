@@ -31,7 +31,7 @@ from headwater.conversion.export import export
 from headwater.growth import grow, importance, shrink
 from headwater.growth.pairs import merge
 from headwater_lab.data.images import image_processor
-from headwater_lab.serving.prediction import load_for_prediction, predict
+from headwater_lab.serving.prediction import load_for_prediction, predict_images
 from headwater_lab.training.checkpoints import write_model
 
 MANY = {"kv_shift": {}, "value_residual": {}, "neutreno": {}, "dense_former": {}}
@@ -87,7 +87,7 @@ def test_a_pipeline_of_gray_models_takes_gray_pixels(tmp_path):
     model = float_model(num_channels=1, id2label=dict(enumerate("abcde")))
     write_model(tmp_path / "model", model, image_processor((9, 16), 1, [0.45], [0.22], 18))
     Image.effect_noise((40, 30), 90).save(tmp_path / "gray.png")
-    (wanted,) = predict(*load_for_prediction(tmp_path / "model"), [tmp_path / "gray.png"])
+    (wanted,) = predict_images(*load_for_prediction(tmp_path / "model"), [tmp_path / "gray.png"])
     classify = pipeline("image-classification", model=str(tmp_path / "model"))
     found = classify(np.asarray(Image.open(tmp_path / "gray.png").convert("L"))[None], top_k=5)
     assert {one["label"]: one["score"] for one in found} == pytest.approx(wanted, abs=1e-6)

@@ -33,16 +33,16 @@ def check_outside(folder: Path, source: str | Path, around: bool = False) -> Non
     """
     if not Path(source).is_dir():
         return
-    target, given = (Path(os.path.realpath(path)) for path in (folder, source))
-    whole = given.parent.parent if given.parent.name == FOLDER else given
-    if target == given or (target in given.parents and not around) or whole in (target, *target.parents):
+    target, origin = (Path(os.path.realpath(path)) for path in (folder, source))
+    run_folder = origin.parent.parent if origin.parent.name == FOLDER else origin
+    if target == origin or (target in origin.parents and not around) or run_folder in (target, *target.parents):
         raise HeadwaterError(f"--out {str(folder)!r} is, holds, or is in the source; choose another folder.")
 
 
-def measured(what: str, model: AnyModel, data: Data, watch: Observer) -> dict[str, float]:
-    """Measure a model on the held-out data, and report progress under the name `what`."""
+def measure_held_out(label: str, model: AnyModel, data: Data, watch: Observer) -> dict[str, float]:
+    """Measure a model on the held-out data, and report progress under the name `label`."""
     batches = count(1)
-    return measure(model, data, lambda: watch.show(what, next(batches), unit="batch"))
+    return measure(model, data, lambda: watch.show(label, next(batches), unit="batch"))
 
 
 @contextmanager

@@ -18,11 +18,17 @@ from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.comparison import running, search
 from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.running import ArmKey
-from headwater_lab.comparison.trials import Job, describe_runs, trials_of
+from headwater_lab.comparison.trials import Job, describe_runs, list_trials
 from headwater_lab.recipe.loading import read_recipe
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.unread import overruled
-from headwater_lab.reports import Comparison, cells, columns, comparisons, write_report
+from headwater_lab.reports import (
+    Comparison,
+    read_comparisons,
+    result_cells,
+    result_columns,
+    write_report,
+)
 from headwater_lab.util.output_folder import occupied
 from headwater_lab.util.terminal import counted
 
@@ -38,20 +44,21 @@ class Compared(Result):
     @functools.cached_property
     def comparisons(self) -> list[Comparison]:
         """The comparisons in the folder as they are when first asked for."""
-        return [comparison for comparison in comparisons(self.folder) if comparison.name in self.names]
+        return [comparison for comparison in read_comparisons(self.folder) if comparison.name in self.names]
 
     def table(self) -> list[dict[str, Any]]:
         """A row per arm (and size), as text, with the columns of the report's table."""
         return [
-            _size_of(one) | dict(zip(["arm", *columns(one)[1:]], cells(summary, one), strict=True))
-            for one in self.comparisons
-            for summary in one.summaries
+            _size_of(comparison)
+            | dict(zip(["arm", *result_columns(comparison)[1:]], result_cells(summary, comparison), strict=True))
+            for comparison in self.comparisons
+            for summary in comparison.summaries
         ]
 
     def _numbers(self) -> list[dict[str, Any]]:
         """A row per finished or diverged run: its arm, size and seed, its cost, and its last metrics."""
         return [
-            _size_of(one)
+            _size_of(comparison)
             | {
                 "arm": run.experiment.arm,
                 "seed": run.seed,
@@ -62,19 +69,19 @@ class Compared(Result):
                 "seconds": run.seconds,
             }
             | (run.held_out[-1].metrics if run.held_out else {})
-            for one in self.comparisons
-            for run in one.records
+            for comparison in self.comparisons
+            for run in comparison.records
             if run.experiment is not None
         ]
 
     def evidence(self) -> list[dict[str, Any]]:
         """With `sequential: true`, a row per arm, size and look: arm, seeds, difference, low, high; else no rows."""
         return [
-            _size_of(one)
+            _size_of(comparison)
             | {"arm": summary.arm, "seeds": look.pairs, "difference": look.mean}
             | dict(zip(("low", "high"), look.interval or (None, None), strict=True))
-            for one in self.comparisons
-            for summary in one.summaries
+            for comparison in self.comparisons
+            for summary in comparison.summaries
             for look in (summary.paired.looks if summary.paired is not None else ())
         ]
 
@@ -121,21 +128,21 @@ def compare(
     outside.trust(trust)
     extras.check("compare")
     sources = cast("Sequence[AnyRecipe]", recipe if isinstance(recipe, list | tuple) else [recipe])
-    recipes = [read_recipe(each, overrides) for each in sources]
+    recipes = [read_recipe(source, overrides) for source in sources]
     for loaded in recipes:
         _tell_overruled(loaded, overrides, watch)
     titles = [loaded.name for loaded in recipes]
     _check_titles(titles, searches)
-    parts = [_part(loaded, arms, sizes) if arms or sizes else None for loaded in recipes]
+    selections = [_select_part(loaded, arms, sizes) if arms or sizes else None for loaded in recipes]
     folder = local(out, "out") if out is not None else Path("runs") / titles[0]
     failed: list[Outcome] = []
     with occupied(folder):
         if searches:
-            selection, failed = _select(recipes[0], mechanisms, folder, workers, on_change, watch)
-            recipes, parts = [selection] if failed else [_final(selection, folder, watch)], [None]
+            selection, failed = _search_mechanisms(recipes[0], mechanisms, folder, workers, on_change, watch)
+            recipes, selections = [selection] if failed else [_final_recipe(selection, folder, watch)], [None]
             titles = list(dict.fromkeys((selection.name, recipes[0].name)))
-        for loaded, part in zip(recipes, parts, strict=True) if not failed else ():
-            failed += _train(loaded, folder, workers, on_change, watch, part)
+        for loaded, selected in zip(recipes, selections, strict=True) if not failed else ():
+            failed += _train_comparison(loaded, folder, workers, on_change, watch, selected)
     return Compared(folder, titles, failed)
 
 
@@ -165,17 +172,17 @@ def _check_titles(titles: list[str], searches: bool) -> None:
         raise HeadwaterError("--search takes one recipe; search them one by one.")
 
 
-def _part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmKey] | None:
+def _select_part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmKey] | None:
     """These arms of a recipe with its baseline and budgets, at these sizes; None without a compare section."""
     section = recipe.compare
     if section is None:
         return None
-    for what, names, known in (("arm", arms, section.arms), ("size", sizes, section.sizes)):
+    for kind, names, possible in (("arm", arms, section.arms), ("size", sizes, section.sizes)):
         for name in names:
-            if what == "size" and not known:
+            if kind == "size" and not possible:
                 raise HeadwaterError(f"{recipe.name!r} compares at one size; leave out --size.")
-            if name not in known:
-                raise HeadwaterError(f"{recipe.name!r} has no {what} {name!r}; {nearest(name, known)}")
+            if name not in possible:
+                raise HeadwaterError(f"{recipe.name!r} has no {kind} {name!r}; {nearest(name, possible)}")
     untested = {section.baseline, *section.budget_arms}
     if section.sequential and arms and untested.issuperset(arms):
         raise HeadwaterError(f"{arms[0]!r} is what other arms are compared with; name an arm to decide with --arm.")
@@ -183,26 +190,26 @@ def _part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmK
     return {(arm, size) for arm in chosen for size in sizes or section.sizes or [None]}
 
 
-def _train(
+def _train_comparison(
     recipe: Recipe,
     folder: Path,
     workers: int | None,
     on_change: OnChange | None,
     watch: Observer,
-    part: Collection[ArmKey] | None = None,
+    only: Collection[ArmKey] | None = None,
 ) -> list[Outcome]:
     """Train what a recipe compares, or these arms and sizes of it; tell what diverged, and return what failed."""
-    for trial in trials_of(recipe, folder):
+    for trial in list_trials(recipe, folder):
         if unknown := as_mapping(trial.recipe.model.get("mechanisms") or {}).keys() & MECHANISMS.added.keys():
             raise HeadwaterError(
                 f"Mechanism {min(unknown)!r} was registered in this process, and a comparison trains in others; "
                 "put its class into a module, and name it as module:Class."
             )
-    if runs := describe_runs(recipe, None if part is None else len(part)):
+    if runs := describe_runs(recipe, None if only is None else len(only)):
         watch.tell(runs)
-    steps = sum(job.steps for job in running.jobs_of(recipe, folder, part))
+    steps = sum(job.steps for job in running.list_jobs(recipe, folder, only))
     bars = on_change or watched_trials(recipe.name, steps, watch)
-    return tell_failures(running.compare(recipe, folder, workers, bars, part, watch.tell), watch)
+    return tell_failures(running.run_comparison(recipe, folder, workers, bars, only, watch.tell), watch)
 
 
 def watched_trials(name: str, steps: int, watch: Observer) -> OnChange:
@@ -227,15 +234,15 @@ def tell_failures(outcomes: Sequence[Outcome], watch: Observer) -> list[Outcome]
     reasons: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:
         if outcome.error is not None:
-            what = "diverged" if outcome.record is not None else "failed"
-            reasons.setdefault((what, outcome.error), []).append(outcome.label)
-    for (what, why), labels in reasons.items():
-        others = f", and {len(labels) - 1} more," if len(labels) > 1 else ""
-        watch.tell(f"{labels[0]}{others} {what}: {why}")
+            outcome_kind = "diverged" if outcome.record is not None else "failed"
+            reasons.setdefault((outcome_kind, outcome.error), []).append(outcome.label)
+    for (outcome_kind, why), labels in reasons.items():
+        further = f", and {len(labels) - 1} more," if len(labels) > 1 else ""
+        watch.tell(f"{labels[0]}{further} {outcome_kind}: {why}")
     return [outcome for outcome in outcomes if outcome.record is None]
 
 
-def _select(
+def _search_mechanisms(
     recipe: Recipe,
     mechanisms: Mapping[str, dict[str, Any]] | None,
     folder: Path,
@@ -244,20 +251,20 @@ def _select(
     watch: Observer,
 ) -> tuple[Recipe, list[Outcome]]:
     """The comparison of all combinations of the mechanisms, trained, and its failed trials."""
-    arms, refused = search.candidates(recipe, mechanisms)
+    arms, refused = search.find_candidates(recipe, mechanisms)
     for reason in dict.fromkeys(refused.values()):
         labels = [label for label, why in refused.items() if why == reason]
-        more = f", and {len(labels) - 1} more" if len(labels) > 1 else ""
-        watch.tell(f"left out: {labels[0]}{more}: {reason}")
+        further = f", and {len(labels) - 1} more" if len(labels) > 1 else ""
+        watch.tell(f"left out: {labels[0]}{further}: {reason}")
     selection = search.search_recipe(recipe, arms)
     runs = counted((search.FINALISTS + 1) * len(search.FINAL_SEEDS), "run")
     watch.tell(
         f"{len(arms) - 1} combinations and {search.VANILLA}; then a test of the best {search.FINALISTS} in {runs}"
     )
-    return selection, _train(selection, folder, workers, on_change, watch)
+    return selection, _train_comparison(selection, folder, workers, on_change, watch)
 
 
-def _final(selection: Recipe, folder: Path, watch: Observer) -> Recipe:
+def _final_recipe(selection: Recipe, folder: Path, watch: Observer) -> Recipe:
     """The comparison of the best combinations on fresh seeds."""
     best = search.best_arms(selection, folder)
     watch.tell(f"chosen: {', '.join(best)}")

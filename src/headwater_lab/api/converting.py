@@ -13,9 +13,9 @@ import torch
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
-from headwater_lab.api.common import measured, quiet
+from headwater_lab.api.common import measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
-from headwater_lab.api.training import watched
+from headwater_lab.api.training import watch_training
 from headwater_lab.recipe.loading import changed_recipe
 from headwater_lab.training.checkpoints import FOLDER, how_to_load, newest_checkpoint, publish_model, write_model
 from headwater_lab.training.estimate import ConversionPrice, count_of, price_of
@@ -113,14 +113,14 @@ def convert(
         built = recipe.data.build()
         if text is None and (warning := changed_text(trained, built)):
             watch.tell(f"{warning} Pass another text with --text.")
-        before = measured("measuring the original", trained.model.to(device), built, watch)
+        original = measure_held_out("measuring the original", trained.model.to(device), built, watch)
         del trained
         watch.tell("making the smaller model")
-        record = train_stages(recipe, out, on_event=watched(recipe, chain(recipe, out), watch))
-        result = _written(out, record, dtype)
+        record = train_stages(recipe, out, on_event=watch_training(recipe, chain(recipe, out), watch))
+        result = _write_start(out, record, dtype)
         publish_model(result, out)
-        after = measured("measuring the result", open_source(str(result)).model.to(device), built, watch)
-        _report(out, record, price, (before, after), source, watch)
+        converted = measure_held_out("measuring the result", open_source(str(result)).model.to(device), built, watch)
+        _report_conversion(out, record, price, (original, converted), source, watch)
     return record
 
 
@@ -141,7 +141,7 @@ def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
     """Raise `HeadwaterError` for an override of what SOURCE or an option decides."""
-    for field in (one.partition("=")[0] for one in overrides):
+    for field in (override.partition("=")[0] for override in overrides):
         if field in ("start.checkpoint", "start"):
             raise HeadwaterError("The model to convert is SOURCE; leave out start.checkpoint.")
         if field.partition(".")[0] == "model" and field.removeprefix("model.") not in MAY_DIFFER:
@@ -158,14 +158,14 @@ def _check_context(context: int, most: int, tell: Callable[[str], object]) -> No
         tell(f"Rows of {most} tokens, because the model has no more positions.")
 
 
-def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
+def _write_start(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
     """The checkpoint of the result in the source's dtype: what training wrote, or a copy of it in OUT/checkpoints."""
     trained = open_trained(target / record.stages[-1].folder)
     if trained.model.dtype == dtype:
         return newest_checkpoint(target)
-    place = target / FOLDER / f"step-{sum(stage.steps for stage in record.stages):06d}"
-    write_model(place, trained.model.to(dtype), trained.tokenizer, trained.history)
-    return place
+    checkpoint = target / FOLDER / f"step-{sum(stage.steps for stage in record.stages):06d}"
+    write_model(checkpoint, trained.model.to(dtype), trained.tokenizer, trained.history)
+    return checkpoint
 
 
 def _say_price(priced: ConversionPrice, teacher: str, watch: Observer) -> None:
@@ -176,15 +176,15 @@ def _say_price(priced: ConversionPrice, teacher: str, watch: Observer) -> None:
         ["parameters", *(f"{side['parameters']:,}" for side in sides)],
     ]
     watch.say(lined("", "before", "after", rows=rows))
-    parts = ", ".join(f"{name} {flops:.3g}" for name, flops in priced.flops.items())
-    held = f", of which {teacher} {si(priced.teacher_bytes)}B" if priced.teacher_bytes else ""
+    costs = ", ".join(f"{name} {flops:.3g}" for name, flops in priced.flops.items())
+    teacher_share = f", of which {teacher} {si(priced.teacher_bytes)}B" if priced.teacher_bytes else ""
     watch.say(
-        f"healing on {priced.tokens:,} tokens: {sum(priced.flops.values()):.3g} FLOPs ({parts}); about "
-        f"{si(priced.step_bytes)}B of memory in a step{held}"
+        f"healing on {priced.tokens:,} tokens: {sum(priced.flops.values()):.3g} FLOPs ({costs}); about "
+        f"{si(priced.step_bytes)}B of memory in a step{teacher_share}"
     )
 
 
-def _report(
+def _report_conversion(
     target: Path,
     record: RunRecord,
     priced: ConversionPrice,
@@ -193,15 +193,15 @@ def _report(
     watch: Observer,
 ) -> None:
     """Tell what the conversion did, and write it beside the run. measures: of the original and the result."""
-    before, after = measures
+    original, converted = measures
     curve = curve_of(record)
-    result = {"source": source, "price": asdict(priced), "before": before, "after": after, "curve": curve}
+    result = {"source": source, "price": asdict(priced), "before": original, "after": converted, "curve": curve}
     replace_text(target / "conversion.json", json.dumps(result, indent=1) + "\n")
     table = lined("", "before", "after", "after / before")
-    for name in [name for name in before if name in after]:
+    for name in [name for name in original if name in converted]:
         title = f"held-out {name.replace('_', ' ')}"
-        share = f"{after[name] / before[name]:.4f}" if before[name] else ""
-        table.add_row(title, f"{before[name]:.4f}", f"{after[name]:.4f}", share)
+        share = f"{converted[name] / original[name]:.4f}" if original[name] else ""
+        table.add_row(title, f"{original[name]:.4f}", f"{converted[name]:.4f}", share)
     watch.say(table)
     columns = ("tokens of healing", "cache, bytes a token (fp32)", record.metric.replace("_", " "))
     rows = [(f"{p['tokens']:,}", f"{p['cache_bytes_per_token']:,}", f"{p[record.metric]:.4f}") for p in curve]

@@ -41,14 +41,14 @@ def examine() -> dict[str, dict[str, str]]:
     A section that fails says why in place of its remaining facts: this must work where other commands do not.
     """
     sections = {
-        "headwater": _installation,
-        "packages": _packages,
-        "extras": _extras,
-        "devices": _devices,
-        "dtypes": _dtypes,
-        "kernels": _kernels,
-        "threads": _threads,
-        "environment": _environment,
+        "headwater": _find_installation,
+        "packages": _list_packages,
+        "extras": _list_extras,
+        "devices": _list_devices,
+        "dtypes": _list_dtypes,
+        "kernels": _list_kernels,
+        "threads": _list_threads,
+        "environment": _list_environment,
     }
     report: dict[str, dict[str, str]] = {}
     for title, facts in sections.items():
@@ -61,36 +61,36 @@ def examine() -> dict[str, dict[str, str]]:
     return report
 
 
-def _installation() -> NamedFacts:
+def _find_installation() -> NamedFacts:
     yield "version", headwater.__version__
     yield "folder", str(package_folder(__name__))
     yield "python", f"{platform.python_version()}, {sys.executable}"
     yield "system", platform.platform()
 
 
-def _packages() -> NamedFacts:
+def _list_packages() -> NamedFacts:
     for package in PACKAGES:
         yield package, importlib.metadata.version(package)
 
 
-def _extras() -> NamedFacts:
+def _list_extras() -> NamedFacts:
     """Of each extra, the versions of its packages, or what is missing."""
     for extra, modules in MODULES.items():
         versions = {PACKAGE_OF.get(module, module.replace("_", "-")): find_spec(module) for module in modules}
-        installed = [f"{name} {_version(name)}" for name, spec in versions.items() if spec is not None]
+        installed = [f"{name} {_find_version(name)}" for name, spec in versions.items() if spec is not None]
         missing = [name for name, spec in versions.items() if spec is None]
         advice = [f"missing: {', '.join(missing)} (pip install 'headwater[{extra}]')"] if missing else []
         yield extra, "; ".join([", ".join(installed), *advice] if installed else advice)
 
 
-def _version(package: str) -> str:
+def _find_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # a module on the path without a package
         return "(version unknown)"
 
 
-def _devices() -> NamedFacts:
+def _list_devices() -> NamedFacts:
     total = memory_of(torch.device("cpu"))
     yield "cpu", f"{describe_cpu()}, {torch.backends.cpu.get_cpu_capability()}"
     yield "cores", f"{cores()} usable of {os.cpu_count()}"
@@ -103,7 +103,7 @@ def _devices() -> NamedFacts:
         yield "mps", "available"
 
 
-def _dtypes() -> NamedFacts:
+def _list_dtypes() -> NamedFacts:
     has_tiles = torch.cpu._is_amx_tile_supported()
     is_fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     yield "bf16 on the cpu", "matrix units (AMX)" if has_tiles else "vector instructions" if is_fast else "emulated"
@@ -112,22 +112,22 @@ def _dtypes() -> NamedFacts:
     yield "fp32 matmul precision", torch.get_float32_matmul_precision()
 
 
-def _kernels() -> NamedFacts:
+def _list_kernels() -> NamedFacts:
     yield kernels.VARIABLE, "plain" if kernels.are_disabled() else "measured"
     flash = {version: getattr(utils, f"is_flash_attn_{version}_available", bool)() for version in (2, 3, 4)}
     packages = [f"flash_attention_{version}" for version, is_there in flash.items() if is_there]
     yield "attention", ", ".join(["eager", "sdpa", "matmul", "varlen", "flex_attention", *packages])
-    yield "triton", _version("triton") if find_spec("triton") else "missing"
+    yield "triton", _find_version("triton") if find_spec("triton") else "missing"
     yield "C compiler", c_compiler() or "missing"
     yield "outside mechanisms", ", ".join(MECHANISMS.brought) or "none"
 
 
-def _threads() -> NamedFacts:
+def _list_threads() -> NamedFacts:
     yield "in an operation", str(torch.get_num_threads())
     yield "between operations", str(torch.get_num_interop_threads())
 
 
-def _environment() -> NamedFacts:
+def _list_environment() -> NamedFacts:
     for name in VARIABLES:
         if name in os.environ:
             yield name, os.environ[name]

@@ -18,7 +18,7 @@ from headwater.models.quantization import check_full_precision
 from headwater.plugins import outside
 from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, shown
-from headwater_lab.api.common import measured, quiet
+from headwater_lab.api.common import measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.data.base import Data
 from headwater_lab.recipe.change import Change, changed_config
@@ -65,17 +65,17 @@ def grow(
     try:
         change = Change.model_validate({"grow": pairs | arguments})
     except ValidationError as error:
-        first = error.errors()[0]
-        if first["type"] == "value_error":
-            raise HeadwaterError(str(first["ctx"]["error"])) from error
-        message = f"{first['msg'][0].lower()}{first['msg'][1:]}, not {shown(first['input'])}."
-        raise HeadwaterError(f"{'.'.join(map(str, first['loc'][1:]))}: {message}") from error
+        detail = error.errors()[0]
+        if detail["type"] == "value_error":
+            raise HeadwaterError(str(detail["ctx"]["error"])) from error
+        message = f"{detail['msg'][0].lower()}{detail['msg'][1:]}, not {shown(detail['input'])}."
+        raise HeadwaterError(f"{'.'.join(map(str, detail['loc'][1:]))}: {message}") from error
     try:
-        trained = _opened("grow", model, with_state=out is not None)
+        trained = _open_model("grow", model, with_state=out is not None)
     except HeadwaterError as error:
         if out is None:
             raise
-        trained = _opened("grow", model)  # which raises what is not about the state
+        trained = _open_model("grow", model)  # which raises what is not about the state
         watch.tell(str(error))
     check_full_precision(trained.model)
     check_memory(changed_config(trained.model.config, change))
@@ -83,12 +83,12 @@ def grow(
     grown = changed(trained, change)
     if watch.listens:
         moved = _describe_change(measure_change(trained.model, grown.model, ids))
-        before, after = trained.model.num_parameters(), grown.model.num_parameters()
-        watch.say(f"{before:,} → {after:,} parameters; {moved}, on {where}")
+        old_size, new_size = trained.model.num_parameters(), grown.model.num_parameters()
+        watch.say(f"{old_size:,} → {new_size:,} parameters; {moved}, on {where}")
         learning = sum(parameter.numel() for parameter in grown.model.parameters() if parameter.requires_grad)
-        if learning < after:
+        if learning < new_size:
             watch.say(f"{learning:,} of them learn, the new pairs")
-    return _written(grown, out, watch)
+    return _write_model(grown, out, watch)
 
 
 @quiet()
@@ -108,24 +108,24 @@ def shrink(
     """
     trained = open_trained(checkpoint)
     ids = sample_rows(trained, text, rows)
-    seen = len(ids) if text is None else len(ids) - len(ids) // 4
-    weights = growth.importance(trained.model, ({trained.model.main_input_name: row[None]} for row in ids[:seen]))
+    calibrated = len(ids) if text is None else len(ids) - len(ids) // 4
+    weights = growth.importance(trained.model, ({trained.model.main_input_name: row[None]} for row in ids[:calibrated]))
     model = growth.shrink(trained.model, weights, attention_pairs, ffn_pairs)
     if text is None and (data := data_of(trained.history)) is not None:
         if warning := changed_text(trained, data):
             watch.tell(warning)
-        before, after = (
-            measured(f"measuring the {which} model", each, data, watch)[data.metric]
-            for which, each in (("old", trained.model), ("new", model))
+        old_loss, new_loss = (
+            measure_held_out(f"measuring the {which} model", measured_model, data, watch)[data.metric]
+            for which, measured_model in (("old", trained.model), ("new", model))
         )
-        moved = {"before": before, "after": after}
-        says = f"held-out {data.metric.replace('_', ' ')} {before:.4f} → {after:.4f}"
+        moved = {"before": old_loss, "after": new_loss}
+        says = f"held-out {data.metric.replace('_', ' ')} {old_loss:.4f} → {new_loss:.4f}"
     else:  # a text: the rest of it
-        moved = measure_change(trained.model, model, ids[seen:])
+        moved = measure_change(trained.model, model, ids[calibrated:])
         says = f"{_describe_change(moved)} (last quarter)"
     watch.say(f"{trained.model.num_parameters():,} → {model.num_parameters():,} parameters; {says}")
     details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs} | moved
-    return _written(trained.after("shrunk", details, model=model), out, watch)
+    return _write_model(trained.after("shrunk", details, model=model), out, watch)
 
 
 @quiet()
@@ -143,14 +143,14 @@ def merge(base: Path, grown: Sequence[Path], *, out: Path | None = None, watch: 
         f"{data.metric.replace('_', ' ')} on the data of {path}" for path, data in zip(grown, sources, strict=True)
     ]
     columns = [
-        {name: measured(f"measuring {name}", each, data, watch)[data.metric] for name, each in models.items()}
+        {name: measure_held_out(f"measuring {name}", model, data, watch)[data.metric] for name, model in models.items()}
         for data in sources
     ]
     rows = [[name, *(f"{column[name]:.4f}" for column in columns)] for name in models]
     watch.say(lined("held-out measure", *names, rows=rows, left=("held-out measure",)))
     root.history += [event for copy in copies for event in copy.history[len(root.history) :]]
     details = {"merged": [str(path) for path in grown], "metrics": columns}
-    return _written(root.after("merged", details, model=model), out, watch)
+    return _write_model(root.after("merged", details, model=model), out, watch)
 
 
 def _data_since(root: Trained, copy: Trained, path: Path, base: Path, watch: Observer) -> Data:
@@ -192,35 +192,35 @@ def retrofit(
     in `train`. Raises `HeadwaterError`.
     """
     outside.trust(trust)
-    named = _named(mechanisms)
-    trained = _opened("retrofit", model, layout, settings, family)
-    if not trained.foreign and not named:
+    by_name = _name_mechanisms(mechanisms)
+    trained = _open_model("retrofit", model, layout, settings, family)
+    if not trained.foreign and not by_name:
         raise HeadwaterError(f"{trained.source!r} is already a headwater model; name mechanisms to add.")
     ids, where = _tell_converted(trained, watch, text, rows)
     details: dict[str, Any] = {}
     result = trained.model
-    if named:
-        options = {name: dict(each) for name, each in named.items()}
+    if by_name:
+        options = {name: dict(fields) for name, fields in by_name.items()}
         result = add_mechanisms(trained.model, options, allow_change)
-        details["mechanisms"] = {name: (result.config.mechanisms or {})[name] for name in named}
+        details["mechanisms"] = {name: (result.config.mechanisms or {})[name] for name in by_name}
         if watch.listens or out is not None:
             details["moved"] = moved = measure_change(trained.model, result, ids)
             new = result.num_parameters() - trained.model.num_parameters()
-            watch.say(f"{', '.join(named)} added, {new:+,} parameters: {_describe_change(moved)}, on {where}")
-    return _written(trained.after("retrofitted", details, model=result) if details else trained, out, watch)
+            watch.say(f"{', '.join(by_name)} added, {new:+,} parameters: {_describe_change(moved)}, on {where}")
+    return _write_model(trained.after("retrofitted", details, model=result) if details else trained, out, watch)
 
 
-def _named(mechanisms: Any) -> Mapping[str, Mapping[str, Any]]:
+def _name_mechanisms(mechanisms: Any) -> Mapping[str, Mapping[str, Any]]:
     """Mechanisms by name, with their options. Raises `HeadwaterError`."""
     outside.trust_names_in(mechanisms)
-    named = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
-    if not isinstance(named, Mapping):
-        raise HeadwaterError(f"mechanisms must be names, or a mapping name: options, not {shown(named)}.")
-    return named
+    by_name = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
+    if not isinstance(by_name, Mapping):
+        raise HeadwaterError(f"mechanisms must be names, or a mapping name: options, not {shown(by_name)}.")
+    return by_name
 
 
-def _opened(
-    what: str,
+def _open_model(
+    label: str,
     model: Any,
     layout: str | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -233,7 +233,7 @@ def _opened(
         return open_source(str(model), layout, dict(settings or {}), family, with_state=with_state)
     source = f"A {type(model).__name__}"
     if not isinstance(model, PreTrainedModel):
-        raise HeadwaterError(f"{what} takes a model, a folder or a name on the hub, not {type(model).__name__!r}.")
+        raise HeadwaterError(f"{label} takes a model, a folder or a name on the hub, not {type(model).__name__!r}.")
     if isinstance(model, HeadwaterPreTrainedModel):
         if family is not None:
             raise HeadwaterError(f"{source} is already a headwater model; leave out family={family!r}.")
@@ -266,13 +266,13 @@ def _describe_change(moved: dict[str, float]) -> str:
     return f"logits differ by {moved['logits']:.1e} relative to the largest, KL {max(moved['kl'], 0.0):.1e}{loss}"
 
 
-def _written(trained: Trained, out: Path | None, watch: Observer) -> AnyModel:
+def _write_model(trained: Trained, out: Path | None, watch: Observer) -> AnyModel:
     """The model, which is written to a new folder if there is one."""
     if out is not None:
         write_model(out, trained.model, trained.tokenizer, trained.history, trained.state or None)
         lines = [f"written to {out}", how_to_load(out)]
         if trained.tokenizer is None:
-            what = "image processor" if trained.model.main_input_name == "pixel_values" else "tokenizer"
-            lines.append(f"The source has no {what}, so none is written.")
+            kind = "image processor" if trained.model.main_input_name == "pixel_values" else "tokenizer"
+            lines.append(f"The source has no {kind}, so none is written.")
         watch.say("\n".join(lines))
     return trained.model

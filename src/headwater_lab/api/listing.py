@@ -26,20 +26,20 @@ def describe_recipes() -> Sequence[dict[str, Any]]:
 def describe_presets() -> Sequence[dict[str, Any]]:
     """The papers' models, for `headwater plan` and `headwater.config.presets.preset`."""
     rows = []
-    for name, known in PRESETS.items():
+    for name, shipped in PRESETS.items():
         config = preset(name)
         mechanisms = config.mechanisms or {}
         rows.append(
             {
                 "name": name,
-                "paper": known.paper,
+                "paper": shipped.paper,
                 "layers": config.num_hidden_layers,
                 "width": config.hidden_size,
                 "heads": config.num_attention_heads,
                 "kv_heads": config.num_key_value_heads,
                 "parameters": sum(parameters(config).values()),
-                "reported": known.reported,
-                "note": known.note,
+                "reported": shipped.reported,
+                "note": shipped.note,
                 "reads": [resolve(mechanism).source or mechanism for mechanism in mechanisms],
             }
         )

@@ -31,17 +31,17 @@ class Plan(Result):
         return [
             {
                 "model": price.name,
-                "context": at.context,
-                "image_size": at.image_size,
+                "context": estimate.context,
+                "image_size": estimate.image_size,
                 "parameters": sum(price.parameters.values()),
-                f"training_flops_per_{price.unit}": at.training,
+                f"training_flops_per_{price.unit}": estimate.training,
                 "cache_bytes_per_token": price.cache_bytes_per_token,
-                "cache_bytes": at.cache_bytes,
-                "activation_bytes": at.activation_bytes,
-                "days": at.limits and at.limits.days,
+                "cache_bytes": estimate.cache_bytes,
+                "activation_bytes": estimate.activation_bytes,
+                "days": estimate.limits and estimate.limits.days,
             }
             for price in self.prices
-            for at in price.at
+            for estimate in price.at
         ]
 
     def picture(self, contexts: Sequence[int] = ()) -> Figure:
@@ -49,8 +49,8 @@ class Plan(Result):
 
         Raises `HeadwaterError` for image models.
         """
-        longest = max(32768, *(at.context for at in self.prices[0].at))
-        return draw_flops(self.configs, contexts or [longest * part // 32 or 1 for part in range(33)])
+        longest = max(32768, *(estimate.context for estimate in self.prices[0].at))
+        return draw_flops(self.configs, contexts or [longest * step // 32 or 1 for step in range(33)])
 
 
 def plan(
@@ -67,5 +67,6 @@ def plan(
     settings: see `PlanSettings`. trust: as in `train`. Raises `HeadwaterError`.
     """
     outside.trust(trust)
-    found = planned(models, overrides, vocab_size)
-    return Plan(prices_of(found, **settings), {name: model.config for name, model in found.items()})
+    planned_models = planned(models, overrides, vocab_size)
+    configs = {name: planned_model.config for name, planned_model in planned_models.items()}
+    return Plan(prices_of(planned_models, **settings), configs)

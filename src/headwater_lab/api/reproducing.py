@@ -16,15 +16,15 @@ from headwater_lab.api.common import PathLike, Result, quiet
 from headwater_lab.api.comparing import tell_failures, watched_trials
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.comparison.pool import Outcome
-from headwater_lab.comparison.trials import slug
-from headwater_lab.papers.kept import keep as keep_runs
-from headwater_lab.papers.kept import restore
-from headwater_lab.papers.price import price
-from headwater_lab.papers.result import Reproduction, computed, reproduction, texts, write
-from headwater_lab.papers.table import SCALES, PaperTable, tables
-from headwater_lab.papers.table import table as table_of
-from headwater_lab.papers.training import train
-from headwater_lab.papers.work import Work, prepare
+from headwater_lab.comparison.trials import make_slug
+from headwater_lab.papers.kept import keep_runs as keep_runs
+from headwater_lab.papers.kept import restore_runs
+from headwater_lab.papers.price import estimate_price
+from headwater_lab.papers.result import Reproduction, compute_table, lay_out_cells, reproduce_table, write_page
+from headwater_lab.papers.table import SCALES, PaperTable, read_tables
+from headwater_lab.papers.table import find_table as table_of
+from headwater_lab.papers.training import train_table
+from headwater_lab.papers.work import Work, prepare_work
 from headwater_lab.training.run_folder import OnEvent
 from headwater_lab.util.terminal import Table, counted, lined
 
@@ -44,16 +44,16 @@ class Reproduced(Result):
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each of the paper's rows: its label, and for each column the paper's figure and ours, as text."""
-        names, rows = texts(self.result)
+        names, rows = lay_out_cells(self.result)
         return [dict(zip(names, row, strict=True)) for row in rows]
 
     def claims(self) -> list[tuple[str, str]]:
         """The paper's claims, and the verdicts."""
-        return [(one.says if isinstance(one.says, str) else str(one.says), one.verdict) for one in self.result.claims]
+        return [(claim.says, claim.verdict) for claim in self.result.claims]
 
     def report(self) -> Path:
         """Write the table's page, and return its path."""
-        return write(self.result, self.folder)
+        return write_page(self.result, self.folder)
 
 
 @quiet()
@@ -78,40 +78,40 @@ def reproduce(
     """
     outside.trust(trust)
     folder, files = local(out, "out"), None if task_files is None else local(task_files, "task_files")
-    known = table_of(table)
+    paper_table = table_of(table)
     if scale not in SCALES:
         raise HeadwaterError(f"scale must be {either(SCALES)}, not {shown(scale)}.")
-    if known.computed:
+    if paper_table.computed:
         if overrides:
             raise HeadwaterError(
                 f"{table} is computed without training, so {overrides[0]!r} has no effect; leave it out."
             )
-        return Reproduced(computed(table), folder / slug(table))
+        return Reproduced(compute_table(table), folder / make_slug(table))
     extras.check("compare")
-    work = prepare(table, scale, folder, overrides)
+    work = prepare_work(table, scale, folder, overrides)
     work.check_tasks(files)
-    kept = None if keep is None else local(keep, "keep")
-    if kept is not None:
-        restore(kept, work, watch.tell)
+    keep_file = None if keep is None else local(keep, "keep")
+    if keep_file is not None:
+        restore_runs(keep_file, work, watch.tell)
     if watch.listens:
-        watch.tell(_cost(work))
+        watch.tell(_describe_cost(work))
     if work.cannot_show:
         watch.tell("Models of this size cannot show what the table claims, so there will be no verdict.")
     try:
         trials = partial(watched_trials, watch=watch)
-        failed = tell_failures(train(work, workers, trials, partial(_watched_steps, watch)), watch)
+        failed = tell_failures(train_table(work, workers, trials, partial(_watched_steps, watch)), watch)
     finally:  # also of what was interrupted
-        if kept is not None:
-            keep_runs(kept, work, watch.tell)
-    unfinished = _unfinished(work, failed, watch)
-    return Reproduced(reproduction(work, files, device), work.folder, failed, unfinished)
+        if keep_file is not None:
+            keep_runs(keep_file, work, watch.tell)
+    unfinished = _describe_unfinished(work, failed, watch)
+    return Reproduced(reproduce_table(work, files, device), work.folder, failed, unfinished)
 
 
 def _watched_steps(watch: Observer, name: str, steps: int) -> OnEvent:
     return lambda step, point: watch.show(name, step, steps, unit="step")
 
 
-def _unfinished(work: Work, failed: Sequence[Outcome], watch: Observer) -> str:
+def _describe_unfinished(work: Work, failed: Sequence[Outcome], watch: Observer) -> str:
     """Which runs need several devices, whose commands are told; "" if none. Raises `HeadwaterError` if no run is
     finished."""
     unfinished = ""
@@ -126,27 +126,27 @@ def _unfinished(work: Work, failed: Sequence[Outcome], watch: Observer) -> str:
     return unfinished
 
 
-def _cost(work: Work) -> str:
+def _describe_cost(work: Work) -> str:
     """What will be trained, and its cost."""
     missing = work.missing()
     runs = sum(len(arm.seeds) for arm in work.trained)
     if not missing:
         return f"all {runs} runs are finished"
-    cost = price(work.trained, work.scale)
+    cost = estimate_price(work.trained, work.scale)
     finished = f", {runs - len(missing)} of them finished" if len(missing) < runs else ""
-    hours = f"about {duration(cost.hours)} of {cost.device}"
+    hours = f"about {write_duration(cost.hours)} of {cost.device}"
     return f"{counted(runs, 'run')}{finished}; {cost.flops:.2g} FLOPs in total, {hours}"
 
 
 def chosen_tables(papers: Sequence[str]) -> dict[str, PaperTable]:
     """All tables, or those of `papers`, each a paper or a table."""
-    known = tables()
-    of = sorted({name.partition("/")[0] for name in known})
+    tables = read_tables()
+    names = sorted({name.partition("/")[0] for name in tables})
     for paper in papers:
-        if paper not in of and paper not in known:
-            raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, of)}")
-    chosen = {name for name in known if not papers or {name, name.partition("/")[0]} & {*papers}}
-    return {name: table for name, table in known.items() if name in chosen}
+        if paper not in names and paper not in tables:
+            raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, names)}")
+    chosen = {name for name in tables if not papers or {name, name.partition("/")[0]} & {*papers}}
+    return {name: table for name, table in tables.items() if name in chosen}
 
 
 def list_tables(papers: Sequence[str], folder: Path) -> Table:
@@ -161,20 +161,20 @@ def list_tables(papers: Sequence[str], folder: Path) -> Table:
     listing.columns[0].no_wrap = True
     for name, table in chosen_tables(papers).items():
         cells = ["computed", "", ""] if table.computed else []
-        for scale, at in table.scales.items():
-            if at.nothing:
+        for scale, settings in table.scales.items():
+            if settings.nothing:
                 cells.append("nothing")
                 continue
-            work = prepare(name, scale, folder)
-            runs = sum(len(place.seeds) for place in work.trained)
-            time = duration(price(work.trained, scale).hours)
-            note = "; cannot show it" if at.cannot_show else ""
+            work = prepare_work(name, scale, folder)
+            runs = sum(len(arm.seeds) for arm in work.trained)
+            time = write_duration(estimate_price(work.trained, scale).hours)
+            note = "; cannot show it" if settings.cannot_show else ""
             cells.append(f"{time}, {runs - len(work.missing())}/{runs}{note}")
         listing.add_row(name, table.title, *cells)
     return listing
 
 
-def duration(hours: float) -> str:
+def write_duration(hours: float) -> str:
     if hours < 1:
         return f"{max(1, round(60 * hours))} min"
     return f"{hours:,.1f} h" if hours < 10 else f"{hours:,.0f} h"

@@ -77,7 +77,7 @@ def train(
         resume=resume,
         experiment=experiment,
         only=stage,
-        on_event=on_event or watched(loaded, chain(loaded, folder), watch),
+        on_event=on_event or watch_training(loaded, chain(loaded, folder), watch),
     )
     stages = dict(zip(loaded.stage_names, (path for _, path in chain(loaded, folder)), strict=True))
     return Run(folder, record, folder if stage is None else stages[stage])
@@ -87,22 +87,22 @@ def _trial_of(
     recipe: Recipe, arm: str, size: str | None, overrides: Sequence[str], watch: Observer
 ) -> tuple[Recipe, Path, Experiment]:
     """The recipe, the folder and the place of an arm of a recipe's comparison; tell which overrides it replaces."""
-    from headwater_lab.comparison.trials import trial_of  # the rest of the package is not needed to train
+    from headwater_lab.comparison.trials import make_trial  # the rest of the package is not needed to train
 
     if recipe.compare is None or arm not in recipe.compare.arms:
-        known = list(recipe.compare.arms) if recipe.compare else []
-        raise HeadwaterError(f"{recipe.name!r} has no arm {arm!r}; {nearest(arm, known)}")
-    trial = trial_of(recipe, arm, recipe.seed, Path("runs") / recipe.name, size)
-    by = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
+        arms = list(recipe.compare.arms) if recipe.compare else []
+        raise HeadwaterError(f"{recipe.name!r} has no arm {arm!r}; {nearest(arm, arms)}")
+    trial = make_trial(recipe, arm, recipe.seed, Path("runs") / recipe.name, size)
+    setter = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
     for key in overruled(recipe, [trial.recipe], overrides):
-        watch.tell(f"{key} has no effect, because {by} sets it; change it in the recipe's compare section.")
+        watch.tell(f"{key} has no effect, because {setter} sets it; change it in the recipe's compare section.")
     return trial.recipe, trial.folder, trial.experiment
 
 
-def watched(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer, name: str = "") -> OnEvent:
+def watch_training(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer, name: str = "") -> OnEvent:
     """Report the progress of runs in turn, which are a recipe's: steps, loss, speed, MFU; and warnings."""
     steps = sum(run.training.steps for run, _ in runs)
-    parts = {"loss": "", "held-out": "", "speed": ""}
+    fields = {"loss": "", "held-out": "", "speed": ""}
 
     def on_event(step: int, point: Point | Activity | None) -> None:
         activity = None
@@ -111,16 +111,16 @@ def watched(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer
                 watch.tell(f"step {point.step}: {point.message}")
                 return
             case CurvePoint():
-                parts["loss"] = f"loss {point.loss:.4f}"
+                fields["loss"] = f"loss {point.loss:.4f}"
             case SpeedPoint():
                 mfu = "" if point.mfu is None else f", MFU {point.mfu:.0%}"
-                parts["speed"] = f"{point.tokens_per_second:,.0f} {recipe.unit}/s{mfu}"
+                fields["speed"] = f"{point.tokens_per_second:,.0f} {recipe.unit}/s{mfu}"
             case HeldOutPoint():
                 metric, value = next(iter(point.metrics.items()))
-                parts["held-out"] = f"held-out {metric.replace('_', ' ')} {value:.4f}"
+                fields["held-out"] = f"held-out {metric.replace('_', ' ')} {value:.4f}"
             case Activity():
                 activity = {"speed": point.text}
-        info = "  ".join(filter(None, (parts | (activity or {})).values()))
+        info = "  ".join(filter(None, (fields | (activity or {})).values()))
         watch.show(name or recipe.name, step, steps, unit="step", info=info)
 
     return on_event

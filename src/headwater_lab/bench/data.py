@@ -17,7 +17,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.bench.paired import interleave
+from headwater_lab.bench.paired import time_interleaved
 from headwater_lab.bench.shapes import Benchmark
 from headwater_lab.data.corpus import STDLIB
 from headwater_lab.data.prepare import Options, prepare
@@ -47,15 +47,15 @@ def bench_data(source: str | None, megabytes: int, pairs: int, workers: int, voc
         with (folder / "text.jsonl").open() as lines:
             texts = (json.loads(line)["text"] for line in lines)
             train_tokenizer(itertools.islice(texts, LEARNT), vocab_size).save_pretrained(folder / "tokenizer")
-        paired = interleave(
-            lambda: ours.submit(_prepare, folder, workers).result(),
-            lambda: theirs.submit(_map, folder, workers).result(),
+        paired = time_interleaved(
+            lambda: ours.submit(_time_prepare, folder, workers).result(),
+            lambda: theirs.submit(_time_map, folder, workers).result(),
             pairs,
             warmup=1,
         )
         manifest = open_prepared(folder / "prepared").manifest
         prepared = manifest.train.tokens + manifest.held_out.tokens - documents
-        tokens = theirs.submit(_map, folder, workers).result()
+        tokens = theirs.submit(_time_map, folder, workers).result()
     if prepared != tokens:
         raise HeadwaterError(f"The two ways gave {prepared} and {tokens} tokens.")
     names = ("headwater data prepare", f"Dataset.map, {workers} processes")
@@ -69,14 +69,14 @@ def bench_data(source: str | None, megabytes: int, pairs: int, workers: int, voc
     )
 
 
-def _prepare(folder: Path, workers: int) -> None:
+def _time_prepare(folder: Path, workers: int) -> None:
     out = folder / "prepared"
     shutil.rmtree(out, ignore_errors=True)
     prepare(TextSource(f"{folder}/text.jsonl"), out, f"{folder}/tokenizer", Options(held_out=0.1), workers=workers)
 
 
-def _map(folder: Path, workers: int) -> int:
-    rows, tokenizer = _loaded(folder)
+def _time_map(folder: Path, workers: int) -> int:
+    rows, tokenizer = _load_rows(folder)
     tokens = rows.map(
         lambda batch: tokenizer(
             batch["text"], add_special_tokens=False, split_special_tokens=True, return_attention_mask=False
@@ -91,7 +91,7 @@ def _map(folder: Path, workers: int) -> int:
 
 
 @functools.cache
-def _loaded(folder: Path) -> tuple[Any, Any]:
+def _load_rows(folder: Path) -> tuple[Any, Any]:
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
@@ -104,9 +104,9 @@ def _write_text(source: str | None, size: int, file: Path) -> tuple[int, int]:
     sources = [source] if source else [STDLIB, f"{sysconfig.get_path('purelib')}/**/*.py"]
     documents = written = 0
     with file.open("w") as lines:
-        for part in (part for one in sources for part in Stream(TextSource(one))):
-            lines.write(json.dumps({"text": part.text}) + "\n")
-            documents, written = documents + 1, written + len(part.data)
+        for document in (document for source in sources for document in Stream(TextSource(source))):
+            lines.write(json.dumps({"text": document.text}) + "\n")
+            documents, written = documents + 1, written + len(document.data)
             if written >= size:
                 break
     return documents, written

@@ -59,14 +59,14 @@ def bench_decode(
     for name, generations in runs.items():
         config = models[VANILLA if name == LLAMA else name].config
         seconds = [generation.seconds_per_token for generation in generations]
-        second, held = statistics.median(seconds), generations[-1].cache_bytes
-        read = dtype.itemsize * cost.weights_read(config)
-        read += shape.batch_size * cost.cache_bytes_read(config, shape.context + shape.tokens // 2, dtype.itemsize)
-        row = {"model": name, "ms/token": f"{second * 1e3:.2f}", "cache": f"{held:,} B"}
+        second, cache_size = statistics.median(seconds), generations[-1].cache_bytes
+        size = dtype.itemsize * cost.weights_read(config)
+        size += shape.batch_size * cost.cache_bytes_read(config, shape.context + shape.tokens // 2, dtype.itemsize)
+        row = {"model": name, "ms/token": f"{second * 1e3:.2f}", "cache": f"{cache_size:,} B"}
         if name != LLAMA:
             against = [generation.seconds_per_token for generation in runs[LLAMA if name == VANILLA else VANILLA]]
-            row |= PairedTimes(seconds, against).cells() | {"cache": f"× {held / vanilla[-1].cache_bytes:.5f}"}
-        rows.append(row | {"bandwidth": f"{read / second / bandwidth:.0%}"})
+            row |= PairedTimes(seconds, against).cells() | {"cache": f"× {cache_size / vanilla[-1].cache_bytes:.5f}"}
+        rows.append(row | {"bandwidth": f"{size / second / bandwidth:.0%}"})
     return Benchmark(
         f"{shape}, precision {precision}; {describe_device(device)}; memory read at {bandwidth / 1e9:.1f} GB/s",
         rows,
@@ -82,8 +82,8 @@ def with_llama(
     """A model with each of `mechanisms`, for rows of `length` tokens; first, as `llama`, a Llama with the weights of
     the one named vanilla."""
     models: dict[str, Any] = {
-        name: HeadwaterForCausalLM(HeadwaterConfig(**shape.config(length), norm_eps=1e-6, mechanisms=given))
-        for name, given in mechanisms.items()
+        name: HeadwaterForCausalLM(HeadwaterConfig(**shape.config(length), norm_eps=1e-6, mechanisms=options))
+        for name, options in mechanisms.items()
     }
     return {llama: to_transformers(models[VANILLA], "llama"), **models}
 
@@ -100,13 +100,14 @@ def decode_in_turns(
     models: Mapping[str, PreTrainedModel], ids: Tensor, tokens: int, turns: int
 ) -> dict[str, list[TimedGeneration]]:
     """Greedy generation of `tokens` tokens after ids [B, T] by each model in turn, so that a busy machine slows all."""
-    return take_turns(
-        {name: partial(_generate, model, ids, tokens, _read(model, ids)) for name, model in models.items()}, turns
-    )
+    runs = {
+        name: partial(_time_generation, model, ids, tokens, _read_prompt(model, ids)) for name, model in models.items()
+    }
+    return take_turns(runs, turns)
 
 
 @torch.no_grad()
-def _read(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
+def _read_prompt(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
     """The cache after all of the prompt but its last token, so that each turn need not read it again."""
     cache = DynamicCache(config=model.config)
     if ids.shape[1] > 1:
@@ -114,7 +115,7 @@ def _read(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
     return cache
 
 
-def _generate(model: PreTrainedModel, ids: Tensor, tokens: int, cache: DynamicCache) -> TimedGeneration:
+def _time_generation(model: PreTrainedModel, ids: Tensor, tokens: int, cache: DynamicCache) -> TimedGeneration:
     """Generate after a copy of the cache. Seconds are those per token after the first."""
     times: list[float] = []
 
@@ -124,7 +125,7 @@ def _generate(model: PreTrainedModel, ids: Tensor, tokens: int, cache: DynamicCa
         times.append(time.perf_counter())
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
-    made = model.generate(
+    generated = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=tokens,
@@ -136,4 +137,4 @@ def _generate(model: PreTrainedModel, ids: Tensor, tokens: int, cache: DynamicCa
         **{CACHE: copy.deepcopy(cache)},
     )
     second = (times[-1] - times[0]) / (len(times) - 1)
-    return TimedGeneration(second, made.sequences[:, ids.shape[1] :], cache_bytes(cache_of(made)))
+    return TimedGeneration(second, generated.sequences[:, ids.shape[1] :], cache_bytes(cache_of(generated)))

@@ -47,7 +47,7 @@ from headwater.util.precision import Precision
 from headwater.util.processor import describe_cpu
 from headwater_lab.bench.paired import PairedTimes, random_ids, take_turns
 from headwater_lab.bench.shapes import ModelShape, StepShape
-from headwater_lab.bench.training import training_step, twins
+from headwater_lab.bench.training import make_twins, training_step
 from headwater_lab.bench.waits import WaitError, no_waits
 from headwater_lab.util.machine import c_compiler
 from headwater_lab.util.outputs import write_json
@@ -132,19 +132,19 @@ def bench_gpu(
         if name not in SHARES:
             raise HeadwaterError(f"There is no phase named {name!r}; {nearest(name, SHARES)}")
     out.mkdir(parents=True, exist_ok=True)
-    left = {name: share for name, share in SHARES.items() if not only or name in only}
+    shares = {name: share for name, share in SHARES.items() if not only or name in only}
     results: dict[str, Any] = {"headwater": __version__, "device": device, "budget": budget, "phases": {}}
     write_json(out / JSON, results)
-    for name in list(left):
+    for name in list(shares):
         remaining = budget - (time.monotonic() - begun) - RESERVE
-        allowed = remaining * left[name] / sum(left.values())
-        del left[name]
+        allowed = remaining * shares[name] / sum(shares.values())
+        del shares[name]
         if allowed < 1:
             phase: dict[str, Any] = {"status": "skipped", "seconds": 0.0, "rows": []}
         else:
             tell(f"{name}: at most {allowed:.0f} s")
             with TemporaryDirectory() as folder:
-                phase = _apart(name, Path(folder), device, allowed)
+                phase = _run_phase(name, Path(folder), device, allowed)
         results["phases"][name] = phase
         tell(f"{name}: {phase['status']}, {phase['seconds']:.0f} s")
         for row in phase["rows"]:
@@ -154,7 +154,7 @@ def bench_gpu(
     return results
 
 
-def _apart(name: str, folder: Path, device: str, seconds: float) -> dict[str, Any]:
+def _run_phase(name: str, folder: Path, device: str, seconds: float) -> dict[str, Any]:
     """One phase in a separate process, ended at its deadline; its measurements until then are kept."""
     rows, log = folder / ROWS, folder / LOG
     started = time.monotonic()
@@ -172,28 +172,28 @@ def _apart(name: str, folder: Path, device: str, seconds: float) -> dict[str, An
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    result: dict[str, Any] = {"status": status, "seconds": time.monotonic() - started, "rows": _read(rows)}
+    result: dict[str, Any] = {"status": status, "seconds": time.monotonic() - started, "rows": _read_rows(rows)}
     if status == "failed":
         result["log"] = log.read_text(errors="replace").strip()
         result["error"] = (result["log"].splitlines() or ["no output"])[-1]
     return result
 
 
-def _read(rows: Path) -> list[Measurement]:
+def _read_rows(rows: Path) -> list[Measurement]:
     """The rows that were written completely."""
-    found = []
+    measurements = []
     for line in rows.read_text().splitlines() if rows.exists() else ():
         try:
-            found.append(json.loads(line))
+            measurements.append(json.loads(line))
         except ValueError:  # cut in the middle
             break
-    return found
+    return measurements
 
 
-def problems(found: dict[str, Any]) -> list[str]:
+def find_problems(results: dict[str, Any]) -> list[str]:
     """Problems in the results: phases that failed, results that differ, measurements that raised errors."""
-    wrong = [f"{name}: {phase['error']}" for name, phase in found["phases"].items() if "error" in phase]
-    for name, phase in found["phases"].items():
+    wrong = [f"{name}: {phase['error']}" for name, phase in results["phases"].items() if "error" in phase]
+    for name, phase in results["phases"].items():
         for row in phase["rows"]:
             outcome = row.get("outcome", "")
             if outcome == WRONG or outcome.startswith("failed"):
@@ -233,8 +233,8 @@ class Phase:
         except torch.OutOfMemoryError:
             self.put(**names, outcome="skipped: not enough memory")
         except Exception as error:
-            first = (str(error).strip().splitlines() or [""])[0]
-            self.put(**names, outcome=f"failed: {type(error).__name__}: {first[:300]}")
+            message = (str(error).strip().splitlines() or [""])[0]
+            self.put(**names, outcome=f"failed: {type(error).__name__}: {message[:300]}")
         if self.on_gpu:
             torch.cuda.empty_cache()
 
@@ -259,15 +259,15 @@ class Phase:
         return random_ids(self.sizes.vocab_size, *shape).to(self.device)
 
 
-def quickly(phase: Phase, layers: int, width: int, context: int) -> HeadwaterForCausalLM:
+def make_model(phase: Phase, layers: int, width: int, context: int) -> HeadwaterForCausalLM:
     """A model with random weights, drawn on the device, since they do not affect speed."""
     config = HeadwaterConfig(**ModelShape(layers, width, phase.sizes.vocab_size).config(context))
     with torch.device("meta"):
         model = HeadwaterForCausalLM(config)
-    return drawn(model, phase.device)
+    return draw_weights(model, phase.device)
 
 
-def drawn(model: M, device: torch.device) -> M:
+def draw_weights(model: M, device: torch.device) -> M:
     """A model without storage, on the device, with random weights drawn there."""
     model.float().to_empty(device=device)
     with torch.no_grad():
@@ -280,13 +280,13 @@ def drawn(model: M, device: torch.device) -> M:
     return model
 
 
-def combinations(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, dict]]:
+def combine_mechanisms(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, dict]]:
     """None, each mechanism alone, and together as many as can act in one model."""
     alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in names}
     together: dict[str, dict] = {}
     for name in names:
         with suppress(HeadwaterError):
-            plan_layers(_small({**together, name: {}}))
+            plan_layers(_small_config({**together, name: {}}))
             together[name] = {}
     return {"none": {}, **alone, "together": together}
 
@@ -313,7 +313,7 @@ def environment(phase: Phase) -> None:
     if sheet is not None:
         phase.put(sheet=sheet.source, **{"bf16, TFLOP/s": sheet.flops / 1e12, "bandwidth, GB/s": sheet.bandwidth / 1e9})
     attempt = partial(phase.attempt, brief=True)
-    attempt(lambda: {"GB/s": bandwidth(phase) / 1e9}, measured="copy, bytes read and written")
+    attempt(lambda: {"GB/s": measure_bandwidth(phase) / 1e9}, measured="copy, bytes read and written")
 
     def matmul(dtype: torch.dtype, rounded: bool) -> Measurement:
         return {"TFLOP/s": matmul_flops(device, dtype, rounded) / 1e12}
@@ -325,7 +325,7 @@ def environment(phase: Phase) -> None:
         attempt(partial(matmul, dtype, rounded), measured=f"matmul {name}")
 
 
-def bandwidth(phase: Phase) -> float:
+def measure_bandwidth(phase: Phase) -> float:
     """Bytes/s of a long copy, which reads and writes each byte once."""
     source, target = (torch.ones(phase.sizes.copied // 4, device=phase.device) for _ in range(2))
     target.copy_(source)
@@ -334,29 +334,30 @@ def bandwidth(phase: Phase) -> float:
 
 def correctness(phase: Phase) -> None:
     """The contract on this device: cached = uncached, packed = separate, half precision near fp64, compiled = eager."""
-    every = combinations()
-    for name, mechanisms in every.items():
-        phase.attempt(partial(_checked, phase, mechanisms), brief=True, mechanisms=name)
-    for name, mechanisms in every.items():
-        phase.attempt(partial(_same_tokens, phase, mechanisms, False), brief=True, tokens=name)
-    both = [name for name in ("none", "together") if name in every]
-    for name in both:
-        phase.attempt(partial(_token_waits, phase, every[name]), brief=True, waits=f"decoding step, {name}")
+    mechanisms_by_name = combine_mechanisms()
+    for name, options in mechanisms_by_name.items():
+        phase.attempt(partial(_check_model, phase, options), brief=True, mechanisms=name)
+    for name, options in mechanisms_by_name.items():
+        phase.attempt(partial(_same_tokens, phase, options, False), brief=True, tokens=name)
+    extremes = [name for name in ("none", "together") if name in mechanisms_by_name]
+    for name in extremes:
+        measure = partial(_token_waits, phase, mechanisms_by_name[name])
+        phase.attempt(measure, brief=True, waits=f"decoding step, {name}")
 
     # Compilation takes most of the time: that of as many mechanisms as fit, a minute or more.
     def compiled(name: str) -> None:
-        phase.attempt(partial(_compiled, phase, every[name]), compiled=name)
+        phase.attempt(partial(_check_compiled, phase, mechanisms_by_name[name]), compiled=name)
 
-    for name in every:
+    for name in mechanisms_by_name:
         if name in PRESETS[RECOMMENDED].fields["mechanisms"]:
             compiled(name)
-    for name in both:
+    for name in extremes:
         compiled(name)
-        phase.attempt(partial(_step_waits, phase, every[name]), waits=f"training step, {name}")
-        phase.attempt(partial(_same_tokens, phase, every[name], True), tokens=f"{name}, compiled")
+        phase.attempt(partial(_step_waits, phase, mechanisms_by_name[name]), waits=f"training step, {name}")
+        phase.attempt(partial(_same_tokens, phase, mechanisms_by_name[name], True), tokens=f"{name}, compiled")
 
 
-def _small(mechanisms: dict[str, dict]) -> HeadwaterConfig:
+def _small_config(mechanisms: dict[str, dict]) -> HeadwaterConfig:
     return HeadwaterConfig(
         vocab_size=256,
         hidden_size=128,
@@ -369,59 +370,59 @@ def _small(mechanisms: dict[str, dict]) -> HeadwaterConfig:
 
 
 @torch.no_grad()
-def _checked(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    config = _small(mechanisms)
+def _check_model(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    config = _small_config(mechanisms)
     model = HeadwaterForCausalLM(config).to(phase.device, torch.float64).eval()
     ids = random_ids(256, 2, 48).to(phase.device)
-    whole = model(ids, use_cache=False).logits
-    cache, parts = DynamicCache(config=config), []
+    uncached = model(ids, use_cache=False).logits
+    cache, chunks = DynamicCache(config=config), []
     for chunk in ids.split([40, *[1] * 8], dim=1):
-        parts.append(model(chunk, past_key_values=cache).logits)
-    cached = float((torch.cat(parts, 1) - whole).abs().max())
+        chunks.append(model(chunk, past_key_values=cache).logits)
+    cached = float((torch.cat(chunks, 1) - uncached).abs().max())
     positions = torch.cat((torch.arange(20), torch.arange(28))).to(phase.device)[None].expand(2, -1)
     packed = model(ids, position_ids=positions, use_cache=False).logits
-    alone = torch.cat([model(part, use_cache=False).logits for part in ids.split([20, 28], 1)], 1)
+    alone = torch.cat([model(document, use_cache=False).logits for document in ids.split([20, 28], 1)], 1)
     apart = float((packed - alone).abs().max())
     half = model.to(torch.bfloat16)(ids, use_cache=False).logits.double()
-    near = float((half - whole).square().mean().sqrt() / whole.square().mean().sqrt())
+    near = float((half - uncached).square().mean().sqrt() / uncached.square().mean().sqrt())
     fine = cached < 1e-9 and apart < 1e-9 and near < 1e-2
     return {"cached - whole": cached, "packed - apart": apart, "bf16, rms": near, "outcome": "ok" if fine else WRONG}
 
 
 def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> Measurement:
     """Tokens of a static cache, whose steps a GPU replays as a graph, against those without a cache."""
-    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device, torch.float64).eval()
+    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device, torch.float64).eval()
     ids = random_ids(256, 2, 16).to(phase.device)
-    given = torch.ones_like(ids)
-    given[1, :5] = 0
-    static = Decoder(model, compiled, phase.sizes.backend)(ids, given, max_new_tokens=12)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    static = Decoder(model, compiled, phase.sizes.backend)(ids, mask, max_new_tokens=12)
     plain = model.generate(
-        ids, attention_mask=given, max_new_tokens=12, do_sample=False, use_cache=False, pad_token_id=0
+        ids, attention_mask=mask, max_new_tokens=12, do_sample=False, use_cache=False, pad_token_id=0
     )
     return {"outcome": "ok" if torch.equal(static, plain) else WRONG}
 
 
 def _step_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     """Whether the host waits for the device within a training step; on a GPU, of packed rows."""
-    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device)
+    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device)
     ids = random_ids(256, 2, 48).to(phase.device)
     # On a CPU, reading position ids to choose a mask costs nothing, and is done.
-    given = {"position_ids": _documents(2, 48, phase.device)["position_ids"]} if phase.on_gpu else None
-    return _waits(phase, _steps(phase, model, ids, given))
+    inputs = {"position_ids": _pack_documents(2, 48, phase.device)["position_ids"]} if phase.on_gpu else None
+    return _find_waits(phase, _make_steps(phase, model, ids, inputs))
 
 
 def _token_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     """The same of a step that decodes a token."""
-    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device, torch.bfloat16).eval()
+    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device, torch.bfloat16).eval()
     ids = random_ids(256, 2, 16).to(phase.device)
     decoder = Decoder(model)
     decoder(ids, max_new_tokens=8)
     assert decoder.held is not None
     with torch.no_grad():
-        return _waits(phase, decoder.held.advance)
+        return _find_waits(phase, decoder.held.advance)
 
 
-def _waits(phase: Phase, step: Callable[[], None]) -> Measurement:
+def _find_waits(phase: Phase, step: Callable[[], None]) -> Measurement:
     for _ in range(2):  # the first compiles, and the optimizer makes its state
         step()
     try:
@@ -432,8 +433,8 @@ def _waits(phase: Phase, step: Callable[[], None]) -> Measurement:
     return {"outcome": "ok"}
 
 
-def _compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device).train()
+def _check_compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device).train()
     ids = random_ids(256, 2, 64).to(phase.device)
 
     def gradients() -> Tensor:
@@ -443,14 +444,14 @@ def _compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
 
     with tf32(False):  # or TF32 is compared with TF32
         eager = gradients()
-        _count()
+        _count_graphs()
         compile_blocks(model.model.layers, phase.sizes.backend)
-        found = gradients()
-    error = float((found - eager).norm() / eager.norm())
-    return {"gradients": error, **_count(), "outcome": "ok" if error < 1e-4 else WRONG}
+        compiled_gradients = gradients()
+    error = float((compiled_gradients - eager).norm() / eager.norm())
+    return {"gradients": error, **_count_graphs(), "outcome": "ok" if error < 1e-4 else WRONG}
 
 
-def _count() -> Measurement:
+def _count_graphs() -> Measurement:
     """Graphs and breaks since the last call."""
     row = {
         "graphs": counters["stats"]["unique_graphs"],
@@ -460,21 +461,21 @@ def _count() -> Measurement:
     return row
 
 
-def _steps(
-    phase: Phase, model: PreTrainedModel, ids: Tensor, given: dict[str, Tensor] | None = None, whole: bool = False
+def _make_steps(
+    phase: Phase, model: PreTrainedModel, ids: Tensor, extra: dict[str, Tensor] | None = None, whole_model: bool = False
 ) -> Callable[[], None]:
-    """Training steps in bf16, compiled: by block, or as a whole. given: further inputs.
+    """Training steps in bf16, compiled: by block, or as a whole. extra: further inputs.
 
     Output head and loss are compiled as one, so that no logits leave the graph.
     """
-    backend, inputs = phase.sizes.backend, {"use_cache": False, **(given or {})}
-    if isinstance(model, HeadwaterForCausalLM) and not whole:  # as `headwater train` has it
+    backend, inputs = phase.sizes.backend, {"use_cache": False, **(extra or {})}
+    if isinstance(model, HeadwaterForCausalLM) and not whole_model:  # as `headwater train` has it
         compile_model(model, backend)
         return training_step(
             model, lambda: model(ids, labels=ids, skip_logits=True, **inputs).loss, Precision.BF16_MIXED
         )
     body: Callable[..., Any] = model.model
-    if whole:
+    if whole_model:
         body = torch.compile(model.model, backend=backend)
     else:
         compile_blocks(model.model.layers, backend)
@@ -488,7 +489,7 @@ def _steps(
 
 def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: int) -> Measurement:
     """Speed of training steps. flops: of one step."""
-    _count()
+    _count_graphs()
     started = time.perf_counter()
     for _ in range(phase.sizes.warm):
         step()
@@ -502,7 +503,7 @@ def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: i
     if phase.on_gpu:
         row["MFU, measured peak"] = flops / second / matmul_flops(phase.device, torch.bfloat16)
         row["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
-    return row | _shares(phase, step) | {"first steps, s": begun} | _count()
+    return row | _time_shares(phase, step) | {"first steps, s": begun} | _count_graphs()
 
 
 # What names of kernels contain, by what they compute. Names of attention kernels contain those of the others too.
@@ -513,7 +514,7 @@ KERNELS = {
 }
 
 
-def _shares(phase: Phase, step: Callable[[], None], steps: int = 3) -> Measurement:
+def _time_shares(phase: Phase, step: Callable[[], None], steps: int = 3) -> Measurement:
     """Shares of the time of some steps: in which the device runs no kernel, and by kinds of kernels; of a GPU's, since
     a CPU's have other names.
 
@@ -526,19 +527,19 @@ def _shares(phase: Phase, step: Callable[[], None], steps: int = 3) -> Measureme
         with profile(activities=activities):  # the first step takes longer under a profiler
             step()
             wait()
-        with profile(activities=activities) as seen:
+        with profile(activities=activities) as profiler:
             started = time.perf_counter()
             for _ in range(steps):
                 step()
             wait()
-            passed = time.perf_counter() - started
+            elapsed = time.perf_counter() - started
     except RuntimeError as error:
         return {"shares": f"failed: {first_line(error)[:300]}"}
     busy = dict.fromkeys((*KERNELS, "other kernels"), 0.0)
-    for event in seen.key_averages():
-        kinds = (kind for kind, parts in KERNELS.items() if any(part in event.key.lower() for part in parts))
+    for event in profiler.key_averages():
+        kinds = (kind for kind, names in KERNELS.items() if any(name in event.key.lower() for name in names))
         spent = event.self_device_time_total if phase.on_gpu else event.self_cpu_time_total
-        busy[next(kinds, "other kernels")] += spent / 1e6 / passed
+        busy[next(kinds, "other kernels")] += spent / 1e6 / elapsed
     return {"idle": max(0.0, 1 - sum(busy.values())), **busy} if any(busy.values()) else {}
 
 
@@ -546,21 +547,21 @@ def training(phase: Phase) -> None:
     """Training steps at commonly published sizes, compiled by block and as a whole, and Llama's for comparison."""
     sizes, context = phase.sizes, phase.sizes.context
 
-    def measure(shape: tuple[int, int, int], whole: bool = False, llama: bool = False) -> Measurement:
+    def measure(shape: tuple[int, int, int], whole_model: bool = False, llama: bool = False) -> Measurement:
         layers, width, rows = shape
         config = ModelShape(layers, width, sizes.vocab_size).config(context)
         with torch.device(phase.device):
-            model = LlamaForCausalLM(LlamaConfig(**config)) if llama else quickly(phase, layers, width, context)
+            model = LlamaForCausalLM(LlamaConfig(**config)) if llama else make_model(phase, layers, width, context)
         ids = phase.draw(rows, context)
         flops = cost.training_flops(HeadwaterConfig(**config), context) * ids.numel()
-        return _timed_steps(phase, _steps(phase, model, ids, whole=whole), flops, ids.numel())
+        return _timed_steps(phase, _make_steps(phase, model, ids, whole_model=whole_model), flops, ids.numel())
 
     for name, shape in sizes.training.items():
         phase.attempt(partial(measure, shape), model=name, compiled="blocks")
-    first = next(iter(sizes.training))
-    shape = sizes.training[first]
-    phase.attempt(partial(measure, shape, llama=True), model=f"{first}, transformers' Llama", compiled="blocks")
-    phase.attempt(partial(measure, shape, whole=True), model=first, compiled="whole")
+    smallest = next(iter(sizes.training))
+    shape = sizes.training[smallest]
+    phase.attempt(partial(measure, shape, llama=True), model=f"{smallest}, transformers' Llama", compiled="blocks")
+    phase.attempt(partial(measure, shape, whole_model=True), model=smallest, compiled="whole")
 
 
 def packing(phase: Phase) -> None:
@@ -568,19 +569,19 @@ def packing(phase: Phase) -> None:
     layers, width, _ = next(iter(phase.sizes.training.values()))
 
     def measure(context: int, rows: int, attention: str, packed: bool) -> Measurement:
-        model = quickly(phase, layers, width, context)
+        model = make_model(phase, layers, width, context)
         model.set_attn_implementation(attention)
         ids = phase.draw(rows, context)
         flops = cost.training_flops(model.config, context) * ids.numel()
         if not packed:
-            return _timed_steps(phase, _steps(phase, model, ids), flops, ids.numel())
-        given = _documents(rows, context, phase.device)
-        found: Measurement = {}
+            return _timed_steps(phase, _make_steps(phase, model, ids), flops, ids.numel())
+        documents = _pack_documents(rows, context, phase.device)
+        row: Measurement = {}
         if attention == VARLEN:
-            found = _unlike_mask(phase, model, ids[:1])
+            row = _unlike_mask(phase, model, ids[:1])
         else:
-            del given["cu_seq_lens_q"]
-        return found | _timed_steps(phase, _steps(phase, model, ids, given), flops, ids.numel())
+            del documents["cu_seq_lens_q"]
+        return row | _timed_steps(phase, _make_steps(phase, model, ids, documents), flops, ids.numel())
 
     for context, rows in phase.sizes.packing.items():
         kinds = {"one document": ("sdpa", False), "packed, mask": ("sdpa", True), "packed, varlen": (VARLEN, True)}
@@ -590,7 +591,7 @@ def packing(phase: Phase) -> None:
             phase.attempt(partial(measure, context, rows, attention, packed), context=context, rows=name)
 
 
-def _documents(rows: int, context: int, device: torch.device) -> dict[str, Tensor]:
+def _pack_documents(rows: int, context: int, device: torch.device) -> dict[str, Tensor]:
     """Three documents in each row."""
     positions = (torch.arange(context) % max(1, context // 3 + 1))[None].expand(rows, -1)
     borders = make_cu_seq_lens(positions)
@@ -602,13 +603,13 @@ def _documents(rows: int, context: int, device: torch.device) -> dict[str, Tenso
 def _unlike_mask(phase: Phase, model: HeadwaterForCausalLM, ids: Tensor) -> Measurement:
     """How far the hidden states of a packed row, in bf16, are from those under a mask."""
     rows, context = ids.shape
-    given = _documents(rows, context, phase.device)
-    found = []
+    documents = _pack_documents(rows, context, phase.device)
+    states = []
     with Precision.BF16_MIXED.autocast(ids.device.type):
         for attention in ("sdpa", VARLEN):
             model.set_attn_implementation(attention)
-            found.append(model.model(ids, use_cache=False, **given).last_hidden_state.double())
-    apart = float((found[1] - found[0]).square().mean().sqrt() / found[0].square().mean().sqrt())
+            states.append(model.model(ids, use_cache=False, **documents).last_hidden_state.double())
+    apart = float((states[1] - states[0]).square().mean().sqrt() / states[0].square().mean().sqrt())
     return {"from the mask, rms": apart, "outcome": "ok" if apart < 2e-2 else WRONG}
 
 
@@ -617,12 +618,12 @@ def mechanisms(phase: Phase) -> None:
     layers, width, rows = phase.sizes.mechanisms
     shape = StepShape(layers, width, phase.sizes.vocab_size, phase.sizes.context)
 
-    def measure(given: dict[str, dict]) -> Measurement:
+    def measure(options: dict[str, dict]) -> Measurement:
         with torch.device("meta"):  # their own initialization, on the CPU, would take longer than the steps
-            empty = twins(given, shape)
-        models = [drawn(model, phase.device) for model in empty]
+            empty = make_twins(options, shape)
+        models = [draw_weights(model, phase.device) for model in empty]
         ids = phase.draw(rows, phase.sizes.context)
-        steps = [_steps(phase, model, ids) for model in models]
+        steps = [_make_steps(phase, model, ids) for model in models]
         for step in steps:
             for _ in range(phase.sizes.warm):
                 step()
@@ -632,20 +633,20 @@ def mechanisms(phase: Phase) -> None:
         low, high = paired.quartiles
         return {"ratio": paired.ratio, "quartiles": f"{low:.3f}–{high:.3f}", "ms without": times["without"][-1] * 1e3}
 
-    asked: dict[str, dict[str, dict]] = {name: {name: {}} for name in REGISTRY}
-    asked[RECOMMENDED] = PRESETS[RECOMMENDED].fields["mechanisms"]
+    mechanisms_by_name: dict[str, dict[str, dict]] = {name: {name: {}} for name in REGISTRY}
+    mechanisms_by_name[RECOMMENDED] = PRESETS[RECOMMENDED].fields["mechanisms"]
 
     def order(name: str) -> tuple[bool, int]:
         """How many graphs they have at least decides last: one for each number of inputs."""
         try:
-            config = HeadwaterConfig(num_hidden_layers=layers, mechanisms=asked[name])
+            config = HeadwaterConfig(num_hidden_layers=layers, mechanisms=mechanisms_by_name[name])
             graphs = len({len(plan.reads) for plan in plan_layers(config)})
         except HeadwaterError:
             graphs = layers  # it does not fit this model, as its row will say
         return name != RECOMMENDED, graphs
 
-    for name in sorted(asked, key=order):
-        phase.attempt(partial(measure, asked[name]), mechanism=name)
+    for name in sorted(mechanisms_by_name, key=order):
+        phase.attempt(partial(measure, mechanisms_by_name[name]), mechanism=name)
 
 
 def decoding(phase: Phase) -> None:
@@ -654,10 +655,10 @@ def decoding(phase: Phase) -> None:
     The step is recorded as it is, and compiled.
     """
     sizes = phase.sizes
-    given = bandwidth(phase)
+    peak = measure_bandwidth(phase)
 
     def measure(layers: int, width: int, rows: int, compiled: bool) -> Measurement:
-        model = quickly(phase, layers, width, sizes.prompt + sizes.tokens).to(torch.bfloat16).eval()
+        model = make_model(phase, layers, width, sizes.prompt + sizes.tokens).to(torch.bfloat16).eval()
         config = model.config
         decoder, ids = Decoder(model, compiled, sizes.backend), phase.draw(rows, sizes.prompt)
         times: list[float] = []  # when the tokens of each step were on the host
@@ -674,17 +675,17 @@ def decoding(phase: Phase) -> None:
             "ms a token": second * 1e3,
             "tokens/s": rows / second,
             "GB a step": step / 1e9,
-            "of the copy bandwidth": step / second / given,
+            "of the copy bandwidth": step / second / peak,
         }
         decoder(ids, max_new_tokens=2)  # the cache has room again
         assert decoder.held is not None
         with torch.no_grad():
-            return row | _shares(phase, decoder.held.advance, 20)
+            return row | _time_shares(phase, decoder.held.advance, 20)
 
     # One compiled row first. Compilation takes a minute, so the steps that need none come next.
     shapes = list(product(sizes.batches, sizes.decoding))
-    first, *others = [(shape, True) for shape in shapes]
-    for (rows, name), compiled in (first, *((shape, False) for shape in shapes), *others):
+    first_compiled, *later_compiled = [(shape, True) for shape in shapes]
+    for (rows, name), compiled in (first_compiled, *((shape, False) for shape in shapes), *later_compiled):
         phase.attempt(
             partial(measure, *sizes.decoding[name], rows, compiled),
             model=name,
@@ -696,7 +697,7 @@ def decoding(phase: Phase) -> None:
 PHASES = {phase.__name__: phase for phase in (environment, correctness, training, mechanisms, decoding, packing)}
 
 
-def main(name: str, rows: str, device: str, deadline: str) -> None:
+def run_main(name: str, rows: str, device: str, deadline: str) -> None:
     """One phase, in the process that `bench_gpu` starts for it. deadline: by `time.time`."""
     transformers.logging.set_verbosity_error()
     if torch.device(device).index is not None:
@@ -707,4 +708,4 @@ def main(name: str, rows: str, device: str, deadline: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_main(*sys.argv[1:])

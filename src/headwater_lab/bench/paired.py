@@ -45,7 +45,7 @@ class PairedTimes:
         return {"ratio": f"{self.ratio:.3f}", "quartiles": f"{low:.3f} – {high:.3f}"}
 
 
-def interleave(a: Callable[[], object], b: Callable[[], object], pairs: int, warmup: int = 3) -> PairedTimes:
+def time_interleaved(a: Callable[[], object], b: Callable[[], object], pairs: int, warmup: int = 3) -> PairedTimes:
     """Time `pairs` pairs; the order within a pair alternates."""
     times = take_turns({"a": partial(seconds, a), "b": partial(seconds, b)}, pairs, warmup)
     return PairedTimes(times["a"], times["b"])

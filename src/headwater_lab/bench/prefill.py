@@ -28,12 +28,13 @@ def bench_prefill(
     config's mechanisms), in turn.
     """
     sizes = shape.config(shape.context)
-    configs = {name: HeadwaterConfig(**sizes, mechanisms=given) for name, given in {VANILLA: {}, **mechanisms}.items()}
+    compared = {VANILLA: {}, **mechanisms}
+    configs = {name: HeadwaterConfig(**sizes, mechanisms=options) for name, options in compared.items()}
     ids = random_ids(shape.vocab_size, shape.batch_size, shape.context).to(device)
     runs = {}
     for name, config in configs.items():
         model = HeadwaterForCausalLM(config).to(device, precision.weights).eval()
-        runs[name] = partial(seconds, partial(_read, model, ids))
+        runs[name] = partial(seconds, partial(_read_prompt, model, ids))
     times = take_turns(runs, shape.turns)
     flops = {name: cost.prefill_flops(config, shape.context) for name, config in configs.items()}
     rows = []
@@ -53,7 +54,7 @@ def bench_prefill(
 
 
 @torch.no_grad()
-def _read(model: HeadwaterForCausalLM, ids: Tensor) -> None:
+def _read_prompt(model: HeadwaterForCausalLM, ids: Tensor) -> None:
     """Read ids [B, T] into a new cache."""
     model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
     if ids.device.type == "cuda":

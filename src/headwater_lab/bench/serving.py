@@ -68,11 +68,11 @@ def bench_serving(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for number, (name, model) in enumerate(models.items()):
-            place = folder / str(number)
-            model.to(dtype).save_pretrained(place)
-            engine = stack.enter_context(_engine(str(place), settings, name))
-            sizes[name] = _answer(engine, name)
-            engines[name] = partial(_ask, engine, name, (prompts, shape.tokens))
+            model_folder = folder / str(number)
+            model.to(dtype).save_pretrained(model_folder)
+            engine = stack.enter_context(_start_engine(str(model_folder), settings, name))
+            sizes[name] = _receive_answer(engine, name)
+            engines[name] = partial(_ask_engine, engine, name, (prompts, shape.tokens))
         del models, model
         runs = take_turns(engines, shape.turns)
     rows = [_describe_runs(name, sizes[name], runs) for name in runs]
@@ -85,8 +85,8 @@ def bench_serving(
 
 def _describe_runs(name: str, cache_tokens: int, runs: dict[str, list[ServedRun]]) -> dict[str, str]:
     """A model's row. cache_tokens: how many tokens fit into its cache."""
-    seconds = {model: [run.seconds for run in each] for model, each in runs.items()}
-    steps = {model: [run.step for run in each] for model, each in runs.items()}
+    seconds = {model: [run.seconds for run in model_runs] for model, model_runs in runs.items()}
+    steps = {model: [run.step for run in model_runs] for model, model_runs in runs.items()}
     step = statistics.median(steps[name])
     row = {
         "model": name,
@@ -104,29 +104,29 @@ def _describe_runs(name: str, cache_tokens: int, runs: dict[str, list[ServedRun]
 
 
 @contextmanager
-def _engine(folder: str, settings: dict[str, Any], name: str) -> Iterator[Connection]:
+def _start_engine(folder: str, settings: dict[str, Any], name: str) -> Iterator[Connection]:
     """An engine in a process of its own, which answers each list of prompts with a `ServedRun`."""
     method = multiprocessing.get_context("spawn")
-    ours, theirs = method.Pipe()
-    process = method.Process(target=_work, args=(theirs, folder, settings), name=name, daemon=True)
+    connection, child_connection = method.Pipe()
+    process = method.Process(target=_run_engine, args=(child_connection, folder, settings), name=name, daemon=True)
     process.start()
-    theirs.close()
+    child_connection.close()
     try:
-        yield ours
+        yield connection
     finally:
         with suppress(OSError):
-            ours.send(None)
+            connection.send(None)
         process.join(20)
         process.kill()
         process.join()
 
 
-def _ask(engine: Connection, name: str, question: Any) -> Any:
+def _ask_engine(engine: Connection, name: str, question: Any) -> Any:
     engine.send(question)
-    return _answer(engine, name)
+    return _receive_answer(engine, name)
 
 
-def _answer(engine: Connection, name: str) -> Any:
+def _receive_answer(engine: Connection, name: str) -> Any:
     try:
         answer = engine.recv()
     except EOFError:
@@ -136,7 +136,7 @@ def _answer(engine: Connection, name: str) -> Any:
     return answer
 
 
-def _work(parent: Connection, folder: str, settings: dict[str, Any]) -> None:
+def _run_engine(parent: Connection, folder: str, settings: dict[str, Any]) -> None:
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -148,22 +148,24 @@ def _work(parent: Connection, folder: str, settings: dict[str, Any]) -> None:
     try:
         from vllm import LLM
 
-        given = dict(enforce_eager=True, skip_tokenizer_init=True, enable_prefix_caching=False, use_tqdm_on_load=False)
-        engine = LLM(model=folder, **given, **settings).llm_engine
+        settings |= dict(
+            enforce_eager=True, skip_tokenizer_init=True, enable_prefix_caching=False, use_tqdm_on_load=False
+        )
+        engine = LLM(model=folder, **settings).llm_engine
         parent.send(engine.vllm_config.cache_config.kv_cache_size_tokens)
-        while (asked := parent.recv()) is not None:
-            parent.send(_timed(engine, *asked))
+        while (request := parent.recv()) is not None:
+            parent.send(_time_requests(engine, *request))
         engine.engine_core.shutdown()
     except Exception as error:
         parent.send(" ".join(str(error).split()) or type(error).__name__)
 
 
-def _timed(engine: Any, prompts: list[list[int]], tokens: int) -> ServedRun:
+def _time_requests(engine: Any, prompts: list[list[int]], tokens: int) -> ServedRun:
     from vllm import SamplingParams
 
     scheduler = engine.engine_core.engine_core.scheduler
     options = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    made: dict[str, list[int]] = {}
+    generated: dict[str, list[int]] = {}
     begun: set[str] = set()
     running: list[int] = []
     steps: list[float] = []
@@ -171,14 +173,16 @@ def _timed(engine: Any, prompts: list[list[int]], tokens: int) -> ServedRun:
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, options)
     while engine.has_unfinished_requests():
-        before, whole = time.perf_counter(), len(begun) == len(scheduler.running) == len(prompts)
+        step_started, is_full = time.perf_counter(), len(begun) == len(scheduler.running) == len(prompts)
         for output in engine.step():
             begun.add(output.request_id)
             if output.finished:
-                made[output.request_id] = list(output.outputs[0].token_ids)
-        if whole:
-            steps.append(time.perf_counter() - before)
+                generated[output.request_id] = list(output.outputs[0].token_ids)
+        if is_full:
+            steps.append(time.perf_counter() - step_started)
         running.append(len(scheduler.running))
     seconds = time.perf_counter() - started
     step = statistics.median(steps) if steps else float("nan")
-    return ServedRun(seconds, step, statistics.mean(running), [made[str(number)] for number in range(len(prompts))])
+    return ServedRun(
+        seconds, step, statistics.mean(running), [generated[str(number)] for number in range(len(prompts))]
+    )

@@ -20,7 +20,7 @@ from headwater.models.image_classification import HeadwaterForImageClassificatio
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
 from headwater.testing.measures import saved_bytes
 from headwater.util.precision import Precision
-from headwater_lab.bench.paired import PairedTimes, describe_device, interleave, random_ids
+from headwater_lab.bench.paired import PairedTimes, describe_device, random_ids, time_interleaved
 from headwater_lab.bench.shapes import Benchmark, StepShape
 
 CLASSES = 1000
@@ -48,17 +48,17 @@ def text_pair(
     torch.manual_seed(0)
     sizes = shape.config(shape.context)
     of_gpt2 = HeadwaterConfig.gpt2(**sizes | {"intermediate_size": 4 * shape.width})
-    ours = HeadwaterForCausalLM(of_gpt2 if base == "gpt2" else HeadwaterConfig(**sizes))
-    theirs = to_transformers(ours, base)
-    ours.set_attn_implementation(attention)
-    inputs = tuple(_tokens(shape) for _ in range(2))
+    model = HeadwaterForCausalLM(of_gpt2 if base == "gpt2" else HeadwaterConfig(**sizes))
+    reference = to_transformers(model, base)
+    model.set_attn_implementation(attention)
+    inputs = tuple(_draw_tokens(shape) for _ in range(2))
     if documents is not None:
         positions = packed_positions(shape.batch_size, shape.context, documents)
-        for each in inputs:
-            each["position_ids"] = positions
+        for batch in inputs:
+            batch["position_ids"] = positions
         if takes_documents(attention) and (borders := make_cu_seq_lens(positions)) is not None:
             inputs[0]["cu_seq_lens_q"] = borders
-    return ModelPair((ours, theirs), (inputs[0], inputs[1]))
+    return ModelPair((model, reference), (inputs[0], inputs[1]))
 
 
 def image_pair(
@@ -76,29 +76,29 @@ def image_pair(
         num_attention_heads=max(1, shape.width // 64),
         num_labels=CLASSES,
     )
-    ours = HeadwaterForImageClassification(config)
-    theirs = to_transformers(ours, "vit")
-    ours.set_attn_implementation(attention)
+    model = HeadwaterForImageClassification(config)
+    reference = to_transformers(model, "vit")
+    model.set_attn_implementation(attention)
     draw = torch.Generator().manual_seed(0)
     pixels = torch.randn(shape.batch_size, 3, image_size, image_size, generator=draw)
     inputs = {"pixel_values": pixels, "labels": torch.randint(CLASSES, (shape.batch_size,), generator=draw)}
-    return ModelPair((ours, theirs), (inputs, inputs))
+    return ModelPair((model, reference), (inputs, inputs))
 
 
 def mechanism_pair(mechanisms: dict[str, dict], shape: StepShape) -> ModelPair:
-    """A model with `mechanisms` and the one that it is compared with (`twins`), on the same tokens."""
-    inputs = _tokens(shape)
-    return ModelPair(twins(mechanisms, shape), (inputs, inputs))
+    """A model with `mechanisms` and the one that it is compared with (`make_twins`), on the same tokens."""
+    inputs = _draw_tokens(shape)
+    return ModelPair(make_twins(mechanisms, shape), (inputs, inputs))
 
 
-def _tokens(shape: StepShape) -> dict[str, Any]:
+def _draw_tokens(shape: StepShape) -> dict[str, Any]:
     ids = random_ids(shape.vocab_size, shape.batch_size, shape.context)
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
 def bench_steps(
     compared: dict[str, ModelPair],
-    other: str,
+    reference: str,
     title: str,
     precision: Precision,
     pairs: int,
@@ -107,20 +107,24 @@ def bench_steps(
 ) -> Benchmark:
     """Time training steps of pairs of models, or measure what they store for the backward pass, a row for each pair.
 
-    other: the name of the second model of each.
+    reference: the name of the second model of each.
     """
     rows = []
     for label, pair in compared.items():
         if memory:
-            kept, kept_by_other = stored_by_pair(pair, precision)
-            row = {"": label, "MB kept": f"{kept / 1e6:.1f}", f"{other}, MB kept": f"{kept_by_other / 1e6:.1f}"}
-            rows.append(row | {"ratio": f"{kept / kept_by_other:.3f}"})
+            stored, stored_by_reference = stored_by_pair(pair, precision)
+            row = {
+                "": label,
+                "MB kept": f"{stored / 1e6:.1f}",
+                f"{reference}, MB kept": f"{stored_by_reference / 1e6:.1f}",
+            }
+            rows.append(row | {"ratio": f"{stored / stored_by_reference:.3f}"})
         else:
             paired = time_pair(pair, precision, pairs, device)
-            first, second = (statistics.median(times) for times in (paired.a, paired.b))
-            rows.append({"": label, "s": f"{first:.3f}", f"{other}, s": f"{second:.3f}"} | paired.cells())
-    how = "" if memory else f", pairs {pairs}; {describe_device(device)}"
-    return Benchmark(f"{title}, precision {precision}{how}", rows)
+            a, b = (statistics.median(times) for times in (paired.a, paired.b))
+            rows.append({"": label, "s": f"{a:.3f}", f"{reference}, s": f"{b:.3f}"} | paired.cells())
+    settings = "" if memory else f", pairs {pairs}; {describe_device(device)}"
+    return Benchmark(f"{title}, precision {precision}{settings}", rows)
 
 
 def time_pair(pair: ModelPair, precision: Precision, pairs: int, device: str = "cpu") -> PairedTimes:
@@ -128,14 +132,14 @@ def time_pair(pair: ModelPair, precision: Precision, pairs: int, device: str = "
     if device == "cpu":
         keep_freed_memory()  # as training does
 
-    first, second = (training_step(model, loss, precision) for model, loss in _passes(pair, precision, device))
+    step_a, step_b = (training_step(model, loss, precision) for model, loss in _make_passes(pair, precision, device))
 
     def finish(step: Callable[[], None]) -> None:
         step()
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize()
 
-    return interleave(partial(finish, first), partial(finish, second), pairs)
+    return time_interleaved(partial(finish, step_a), partial(finish, step_b), pairs)
 
 
 def stored_by_pair(pair: ModelPair, precision: Precision) -> tuple[int, int]:
@@ -144,14 +148,16 @@ def stored_by_pair(pair: ModelPair, precision: Precision) -> tuple[int, int]:
     The parameters are not counted; under autocast their casts to bf16 are.
     """
     sizes = []
-    for model, loss in _passes(pair, precision, "cpu"):
+    for model, loss in _make_passes(pair, precision, "cpu"):
         model.train()
         with precision.autocast("cpu"):
             sizes.append(saved_bytes(loss, model.parameters()))
     return sizes[0], sizes[1]
 
 
-def _passes(pair: ModelPair, precision: Precision, device: str) -> list[tuple[PreTrainedModel, Callable[[], Tensor]]]:
+def _make_passes(
+    pair: ModelPair, precision: Precision, device: str
+) -> list[tuple[PreTrainedModel, Callable[[], Tensor]]]:
     """Each model of a pair on the device, and its forward pass to the loss."""
     dtype = precision.weights
     passes: list[tuple[PreTrainedModel, Callable[[], Tensor]]] = []
@@ -193,7 +199,7 @@ def packed_positions(rows: int, context: int, documents: int) -> Tensor:
     return slot - torch.where(starts, slot, 0).cummax(1).values
 
 
-def twins(mechanisms: dict[str, dict], shape: StepShape) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
+def make_twins(mechanisms: dict[str, dict], shape: StepShape) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
     """A model with `mechanisms` and the one it is compared with, without them.
 
     If a mechanism replaces linear layers, the other model has its plain twin (`build_twin`), with the same matmuls.
@@ -203,11 +209,11 @@ def twins(mechanisms: dict[str, dict], shape: StepShape) -> tuple[HeadwaterForCa
     def model(mechanisms: dict[str, dict]) -> HeadwaterForCausalLM:
         return HeadwaterForCausalLM(HeadwaterConfig(**sizes, mechanisms=mechanisms))
 
-    ours, other = model(mechanisms), model({})
-    if any(hasattr(module, "build_twin") for module in ours.modules()):
-        other = model(mechanisms)
-        for parent in list(other.modules()):
+    with_mechanisms, without = model(mechanisms), model({})
+    if any(hasattr(module, "build_twin") for module in with_mechanisms.modules()):
+        without = model(mechanisms)
+        for parent in list(without.modules()):
             for name, child in parent.named_children():
                 if (build := getattr(child, "build_twin", None)) is not None:
                     setattr(parent, name, build())
-    return ours, other
+    return with_mechanisms, without

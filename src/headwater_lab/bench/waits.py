@@ -35,9 +35,9 @@ def no_waits(device: torch.device) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"), NoWaits():  # a compiler does not take such modes
             yield
         return
-    before = torch.cuda.get_sync_debug_mode()
+    mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.set_sync_debug_mode(mode)

@@ -55,7 +55,7 @@ def bench_train(
         pair = text_pair(base, shape, attention, documents)
         title = f"{shape}, attention {attention}" + ("" if documents is None else f", documents {documents}")
     name, device = {"llama": "Llama", "gpt2": "GPT-2", "vit": "ViT"}[base], _device_of(device, memory)
-    _print(bench_steps({"headwater": pair}, name, title, Precision(precision), pairs, memory, device))
+    _print_benchmark(bench_steps({"headwater": pair}, name, title, Precision(precision), pairs, memory, device))
 
 
 @command(bench, "bench mechanisms NAME")
@@ -72,9 +72,9 @@ def bench_mechanisms(
     from headwater.util.precision import Precision
     from headwater_lab.bench.training import bench_steps, mechanism_pair
 
-    compared = {label: mechanism_pair(options, shape) for label, options in _mechanisms(mechanism).items()}
+    compared = {label: mechanism_pair(options, shape) for label, options in _read_mechanisms(mechanism).items()}
     settings = Precision(precision), pairs, memory, _device_of(device, memory)
-    _print(bench_steps(compared, "without", str(shape), *settings))
+    _print_benchmark(bench_steps(compared, "without", str(shape), *settings))
 
 
 def _device_of(device: str, memory: bool) -> str:
@@ -98,7 +98,8 @@ def bench_decode(
     from headwater.util.precision import Precision
     from headwater_lab.bench import decoding
 
-    _print(decoding.bench_decode(_mechanisms(mechanism), shape, Precision(precision), device_of(device)))
+    compared = _read_mechanisms(mechanism)
+    _print_benchmark(decoding.bench_decode(compared, shape, Precision(precision), device_of(device)))
 
 
 @command(bench, "bench prefill NAME --context 4096")
@@ -113,7 +114,8 @@ def bench_prefill(
     from headwater.util.precision import Precision
     from headwater_lab.bench import prefill
 
-    _print(prefill.bench_prefill(_mechanisms(mechanism), shape, Precision(precision), device_of(device)))
+    compared = _read_mechanisms(mechanism)
+    _print_benchmark(prefill.bench_prefill(compared, shape, Precision(precision), device_of(device)))
 
 
 @command(bench, "bench serve NAME --requests 16")
@@ -137,8 +139,8 @@ def bench_serve(
 
     if find_spec("vllm") is None:
         raise MissingExtra("vLLM", "vllm")
-    compared = _mechanisms(mechanism) if mechanism else {}
-    _print(bench_serving(compared, shape, Precision(precision), cache_memory))
+    compared = _read_mechanisms(mechanism) if mechanism else {}
+    _print_benchmark(bench_serving(compared, shape, Precision(precision), cache_memory))
 
 
 @command(bench, "bench gpu --out gpu")
@@ -159,7 +161,7 @@ def bench_gpu(
     only: Run only this phase; repeatable. Default: all.
     """
     from headwater_lab.bench.gpu import bench_gpu as measure
-    from headwater_lab.bench.gpu import problems
+    from headwater_lab.bench.gpu import find_problems
 
     check_writable(out, folder=True)
     device = device_of(device)
@@ -167,7 +169,7 @@ def bench_gpu(
         stderr.print("No GPU found: the sizes are tiny, and the figures say nothing about a GPU.")
     results = measure(out, device=device, budget=budget, only=list(only) or None, tell=stderr.print)
     stdout.print(f"written to {out / 'gpu.json'}")
-    if wrong := problems(results):
+    if wrong := find_problems(results):
         raise HeadwaterError("; ".join(wrong))
 
 
@@ -189,7 +191,7 @@ def bench_data(
     """
     from headwater_lab.bench.data import bench_data as measure
 
-    _print(measure(source, megabytes, pairs, workers, vocab_size))
+    _print_benchmark(measure(source, megabytes, pairs, workers, vocab_size))
 
 
 @command(bench, "bench prices demo/language --out runs/prices", trusts=True)
@@ -203,8 +205,8 @@ def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath 
     out: The folder of its comparison, run or not; default: runs/NAME, as in compare.
     """
     from headwater_lab.comparison.budget import match_arms
-    from headwater_lab.comparison.prices import measure
-    from headwater_lab.comparison.trials import folder_of
+    from headwater_lab.comparison.prices import measure_prices
+    from headwater_lab.comparison.trials import find_folder
     from headwater_lab.reports.prices import terminal_prices
 
     loaded = match_arms(recipe_of(recipe, overrides))
@@ -213,10 +215,10 @@ def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath 
     if (section := loaded.compare) is None:
         raise HeadwaterError(f"{loaded.name!r} has no compare section; name a recipe whose arms can be measured.")
     for size in section.sizes or [None]:
-        folder = folder_of(loaded, size, out)
+        folder = find_folder(loaded, size, out)
         folder.mkdir(parents=True, exist_ok=True)
         arms = {arm: loaded.arm(arm, section.seeds[0], size) for arm in section.arms}
-        stdout.print(terminal_prices(measure(arms, section.baseline, folder, tell)))
+        stdout.print(terminal_prices(measure_prices(arms, section.baseline, folder, tell)))
 
 
 @command(bench, "bench verdicts runs/demo --seeds 10", trusts=True)
@@ -234,34 +236,41 @@ def bench_verdicts(
     seeds: Seeds per arm, and the maximum of comparisons until decided.
     comparisons: Comparisons to resample or to simulate.
     """
-    from headwater_lab.comparison.calibration import SHAPES, calibrate, dealing, planted_effect, results_of
+    from headwater_lab.comparison.calibration import (
+        SHAPES,
+        make_dealer,
+        measure_calibration,
+        planted_effect,
+        read_results,
+    )
 
     sources = SHAPES
     if folder is not None:
-        name, results = results_of(folder)
-        sources = {f"{len(results)} trials of {name!r}": dealing(results)}
+        name, results = read_results(folder)
+        sources = {f"{len(results)} trials of {name!r}": make_dealer(results)}
     title = (
         f"{comparisons:,} comparisons of {arms + 1} identical arms with {seeds} seeds; the planted difference is "
         f"{planted_effect(arms, seeds):.3g} standard deviations of paired differences"
     )
     rows = []
     for source, draw in sources.items():
-        for rule, measured in zip(("fixed", "until decided"), calibrate(draw, arms, seeds, comparisons), strict=True):
+        calibrations = measure_calibration(draw, arms, seeds, comparisons)
+        for rule, measured in zip(("fixed", "until decided"), calibrations, strict=True):
             if measured is not None:
                 rates = {"false alarms, at most 0.05 stated": measured.false_alarms, "planted found": measured.power}
                 shares = {name: _describe_rate(rate) for name, rate in rates.items()}
                 rows.append({"results": source, "seeds": rule} | shares | {"seeds, mean": f"{measured.seeds:.1f}"})
-    _print(Benchmark(title, rows))
+    _print_benchmark(Benchmark(title, rows))
 
 
-def _mechanisms(arguments: Sequence[str]) -> dict[str, dict[str, dict]]:
+def _read_mechanisms(arguments: Sequence[str]) -> dict[str, dict[str, dict]]:
     """Mechanisms by the text that names them; every mechanism by default."""
     from headwater.plugins.registry import MECHANISMS
 
     return {text: mechanisms_of(text.split(" + ")) for text in arguments or MECHANISMS.names}
 
 
-def _print(benchmark: Benchmark) -> None:
+def _print_benchmark(benchmark: Benchmark) -> None:
     """Print a benchmark's table and notes."""
     longest: dict[str, str] = max(benchmark.rows, key=len, default={})
     columns = list(longest)

@@ -26,9 +26,9 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return [text for text in arguments if "=" not in text], [text for text in arguments if "=" in text]
 
 
-def say(part: Any) -> None:
+def say(text: Any) -> None:
     """Print a part of the result: a table, or a line, which is not wrapped."""
-    stdout.print(part, soft_wrap=isinstance(part, str))
+    stdout.print(text, soft_wrap=isinstance(text, str))
 
 
 def print_result(content: Any, parts: Iterable[Any], as_json: bool, indent: int | None = None) -> None:
@@ -60,26 +60,26 @@ def quiet() -> None:
     logging.set_verbosity_error()
 
 
-def mechanisms_of(given: Sequence[str]) -> dict[str, dict[str, Any]]:
+def mechanisms_of(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
     """name or name={options}, as YAML. Raises `HeadwaterError`."""
     from headwater.config.options import parse_options
     from headwater.plugins.outside import trust_names_in
     from headwater.plugins.registry import resolve
     from headwater_lab.recipe.overrides import plain
 
-    found: dict[str, dict[str, Any]] = {}
-    for text in given:
+    mechanisms: dict[str, dict[str, Any]] = {}
+    for text in arguments:
         name, equals, options = text.partition("=")
         if equals and not options.strip():
             raise HeadwaterError(f'Mechanism {name}= has no options; write {name}, or "{name}={{key: value}}".')
-        if name in found:
+        if name in mechanisms:
             raise HeadwaterError(f"Mechanism {name} is given twice; give it once, with all its options.")
-        found[name] = plain(options, f"The options of mechanism {name}", whole=True) if equals else {}
-        if not isinstance(found[name], dict):
+        mechanisms[name] = plain(options, f"The options of mechanism {name}", whole=True) if equals else {}
+        if not isinstance(mechanisms[name], dict):
             raise HeadwaterError(f'The options of mechanism {name} are a mapping: "{name}={{key: value}}".')
-        trust_names_in({name: found[name]})
-        parse_options(resolve(name), found[name])
-    return found
+        trust_names_in({name: mechanisms[name]})
+        parse_options(resolve(name), mechanisms[name])
+    return mechanisms
 
 
 def device_of(name: str) -> str:
@@ -111,9 +111,9 @@ def new_folder(folder: Path | None, source: str | Path, suffix: str, may_exist: 
 
     source = Path(source)
     if folder is None:
-        whole = source if source.name and ".." not in source.parts else Path(os.path.realpath(source))
-        whole = whole.parent.parent if whole.parent.name == FOLDER else whole
-        folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-{suffix}"
+        run_folder = source if source.name and ".." not in source.parts else Path(os.path.realpath(source))
+        run_folder = run_folder.parent.parent if run_folder.parent.name == FOLDER else run_folder
+        folder = Path(run_folder.parent if run_folder.exists() else ".") / f"{run_folder.name}-{suffix}"
     check_outside(folder, source)
     if not may_exist:
         check_free(folder)
@@ -127,16 +127,16 @@ def check_writable(target: Path, folder: bool = False) -> None:
     An existing folder gets additional files. A file's folder must exist; a folder's parents are created. Whether a file
     is replaced, `outputs.check_replaceable` says.
     """
-    what = f"{str(target)!r} cannot be written"
+    problem = f"{str(target)!r} cannot be written"
     parent = target if folder else target.absolute().parent
     if (parent / "SHA256SUMS").is_file():
         raise HeadwaterError(
-            f"{what}: {str(parent)!r} is a checkpoint, which takes no more files; choose another folder."
+            f"{problem}: {str(parent)!r} is a checkpoint, which takes no more files; choose another folder."
         )
     if folder:
         above = next(path for path in (target.absolute(), *target.absolute().parents) if os.path.lexists(path))
         if not above.is_dir():
-            raise HeadwaterError(f"{what}: {absence(above, 'folder')}; choose another --out.")
+            raise HeadwaterError(f"{problem}: {absence(above, 'folder')}; choose another --out.")
     else:
         above = target.absolute().parent
         if not above.is_dir():
@@ -146,4 +146,4 @@ def check_writable(target: Path, folder: bool = False) -> None:
         with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
-        raise HeadwaterError(f"{what} in {str(above)!r}: {error.strerror}; choose another place.") from error
+        raise HeadwaterError(f"{problem} in {str(above)!r}: {error.strerror}; choose another place.") from error

@@ -82,22 +82,22 @@ def show(folder: Path) -> None:
 
     Raises `HeadwaterError` at the end if runs had different data, so that no verdict holds.
     """
-    from headwater_lab.reports import comparisons, words, write_report
-    from headwater_lab.reports.prices import prices_of, terminal_prices
+    from headwater_lab.reports import read_comparisons, words, write_report
+    from headwater_lab.reports.prices import find_prices, terminal_prices
 
     page = write_report(folder)  # before anything is printed, since the pipe may be closed
-    found = comparisons(folder)
-    for comparison in found:
-        for table in words.tables(comparison):
+    comparisons = read_comparisons(folder)
+    for comparison in comparisons:
+        for table in words.result_tables(comparison):
             stdout.print(table)
-        if prices := prices_of(comparison):
+        if prices := find_prices(comparison):
             stdout.print(prices if isinstance(prices, str) else terminal_prices(prices))
-        stdout.print(words.answer(comparison))
-        for line in words.left_out(comparison):
+        stdout.print(words.state_answer(comparison))
+        for line in words.list_left_out(comparison):
             say(line)
         stdout.print()
     say(f"report: {page}")
-    if wrong := next((one.changed_data for one in found if one.changed_data), ""):
+    if wrong := next((comparison.changed_data for comparison in comparisons if comparison.changed_data), ""):
         raise HeadwaterError(wrong)
 
 

@@ -58,14 +58,14 @@ def prepare(
     is_finished = any((out / name).exists() for name in (DOMAINS, MANIFEST))
     text_source = TextSource(source, text_column, config, split, separator, begins, by)
     with ProgressReport() as report:
-        bar = partial(_show, report, time.monotonic())
+        bar = partial(_show_progress, report, time.monotonic())
         folders = run(text_source, out, tokenizer, Options(held_out), workers=workers, on_progress=bar)
     if is_finished:
         say(f"{out} is already finished")
-    stdout.print(_table(folders))
+    stdout.print(_make_table(folders))
     skipped = read_manifest(folders[0]).skipped
     if skipped != Skipped():
-        say(_skipped(skipped))
+        say(_describe_skipped(skipped))
 
 
 @command(data, "data show data/texts --check")
@@ -78,13 +78,13 @@ def show(folder: Path, *, check: bool = False) -> None:
     from headwater_lab.data import shards
 
     prepared = shards.open_all(folder)
-    stdout.print(_table([part.folder for part in prepared]))
-    first = prepared[0].manifest
+    stdout.print(_make_table([member.folder for member in prepared]))
+    manifest = prepared[0].manifest
     say(
-        f"{first.source}, tokenizer {first.tokenizer.name} ({first.tokenizer.vocab_size:,} tokens), {first.dtype}, "
-        f"made by headwater {first.headwater}"
+        f"{manifest.source}, tokenizer {manifest.tokenizer.name} ({manifest.tokenizer.vocab_size:,} tokens), "
+        f"{manifest.dtype}, made by headwater {manifest.headwater}"
     )
-    say(_skipped(first.skipped))
+    say(_describe_skipped(manifest.skipped))
     if check:
         shards.check_all(prepared)
         say("all checksums match")
@@ -127,7 +127,7 @@ def tokenizer(
                 for document in Stream(TextSource(source, text_column, config, split, separator, begins)):
                     yield contents(document.text) if document.is_chat else document.text
                     documents, size = documents + 1, size + len(document.data)
-                    _show(report, begun, documents, size)
+                    _show_progress(report, begun, documents, size)
                     if size >= max_bytes:
                         return
 
@@ -138,7 +138,7 @@ def tokenizer(
     say(f"{len(trained):,} tokens learned from {size / 1e6:,.1f} MB in {documents:,} documents, written to {out}")
 
 
-def _skipped(skipped: Skipped) -> str:
+def _describe_skipped(skipped: Skipped) -> str:
     """What of the source is not in the shards."""
     return (
         f"skipped: {skipped.empty:,} empty documents, {skipped.none:,} rows without text, {skipped.files:,} files "
@@ -146,7 +146,7 @@ def _skipped(skipped: Skipped) -> str:
     )
 
 
-def _show(report: ProgressReport, begun: float, documents: int, size: int, tokens: int = 0) -> None:
+def _show_progress(report: ProgressReport, begun: float, documents: int, size: int, tokens: int = 0) -> None:
     """Show how much of a source is read; a stream has no known end."""
     info = f"{size / 1e6:,.1f} MB"
     if tokens:
@@ -154,7 +154,7 @@ def _show(report: ProgressReport, begun: float, documents: int, size: int, token
     report.show("reading", documents, unit="document", info=info)
 
 
-def _table(folders: list[Path]) -> Table:
+def _make_table(folders: list[Path]) -> Table:
     from headwater_lab.data.shards import read_manifest
 
     table = Table()
@@ -172,6 +172,6 @@ def _table(folders: list[Path]) -> Table:
                 f"{facts.bytes / facts.counted_tokens:.2f}" if facts.counted_tokens else "",
                 str(len(facts.shards)),
             )
-        kept = manifest.evaluation
-        table.add_row("", "evaluation text", f"{kept.documents:,}", f"{kept.bytes / 1e6:,.2f}")
+        evaluation = manifest.evaluation
+        table.add_row("", "evaluation text", f"{evaluation.documents:,}", f"{evaluation.bytes / 1e6:,.2f}")
     return table

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headwater.util import extras
 from headwater_lab.cli.common import check_writable, device_of, say, stderr, stdout
 from headwater_lab.cli.options import USE, DeviceName, NaturalInt, PositiveInt, TrustRemoteCode, command, need
 from headwater_lab.cli.progress import ProgressReport
+
+if TYPE_CHECKING:
+    from headwater_lab.evaluation import EvaluationResult
 
 
 @command(USE, "evaluate runs/a runs/b --text 'texts/*.txt' --out eval.json")
@@ -43,7 +47,7 @@ def evaluate(
     context: Context in tokens. Default: the model's own; for text, at most 2048.
     stride: Tokens between a text's windows. Default: context / 2.
     dtype: float32, bfloat16, float16 or float64; auto: as in the checkpoint.
-    seed: NaturalInt for choosing few-shot examples and for sampling.
+    seed: Seed for choosing few-shot examples and for sampling.
     out: Also write all results to this JSON file.
     """
     extras.check("evaluate" if tasks else "report", spared=("matplotlib", "plotly", "jinja2"))
@@ -73,19 +77,24 @@ def evaluate(
             trust_remote_code=trust_remote_code,
             seed=seed,
             progress=stderr.is_terminal,
-            on_windows=lambda what, done, total: progress.show(what, done, total, unit="window"),
+            on_windows=lambda label, done, total: progress.show(label, done, total, unit="window"),
         )
-    for table in evaluating.table(result):
+    for table in evaluating.build_tables(result):
         stdout.print(table)
-    for name, facts in result.models.items():
-        size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocab_size']:,}"
-        say(f"{name}: {facts['family']}, {size}, documents begin with {facts['begins_with']}")
-        for what, counts in facts.get("texts", {}).items():
-            if counts["unknown_tokens"]:
-                say(
-                    f"{name} cannot spell {what}: {counts['unknown_tokens']:,} of {counts['tokens']:,} tokens are "
-                    "unknown, so its figures there are optimistic."
-                )
+    _print_models(result)
     if out is not None:
         outputs.write_json(out, evaluating.to_json(result))
         say(f"written to {out}")
+
+
+def _print_models(result: EvaluationResult) -> None:
+    """A line for each model, and for each text that it cannot spell."""
+    for name, facts in result.models.items():
+        size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocab_size']:,}"
+        say(f"{name}: {facts['family']}, {size}, documents begin with {facts['begins_with']}")
+        for label, counts in facts.get("texts", {}).items():
+            if counts["unknown_tokens"]:
+                say(
+                    f"{name} cannot spell {label}: {counts['unknown_tokens']:,} of {counts['tokens']:,} tokens are "
+                    "unknown, so its figures there are optimistic."
+                )

@@ -36,7 +36,7 @@ def inspect(
     scalars: Read no text and no images; show only the learned scalars.
     out: Write inspect.json and pictures into this folder.
     """
-    from headwater_lab.inspection import check_alike, draw, inspect_model, tables, to_json
+    from headwater_lab.inspection import build_tables, check_alike, draw_pictures, inspect_model, to_json
     from headwater_lab.training.models import open_trained
     from headwater_lab.util.output_folder import occupied
     from headwater_lab.util.outputs import check_replaceable, write_json
@@ -44,17 +44,19 @@ def inspect(
     if out is not None:
         check_writable(out, folder=True)
         check_replaceable(out / "inspect.json")
-    found: list[Inspection] = []
+    inspections: list[Inspection] = []
     for path in checkpoints:
         trained = open_trained(path)
         name = path.resolve().name
-        name = name if name not in [model.name for model in found] else f"{name} ({len(found) + 1})"
-        found.append(inspect_model(trained, name, text, images=image, rows=rows, context=context, scalars_only=scalars))
-    check_alike(found)
-    for table in tables(found):
+        name = name if name not in [model.name for model in inspections] else f"{name} ({len(inspections) + 1})"
+        inspections.append(
+            inspect_model(trained, name, text, images=image, rows=rows, context=context, scalars_only=scalars)
+        )
+    check_alike(inspections)
+    for table in build_tables(inspections):
         stdout.print(table)
     if out is not None:
         with occupied(out):
-            written = draw(found, out)
-            write_json(out / "inspect.json", to_json(found))
-        tell(f"written: {', '.join(map(str, (out / 'inspect.json', *written)))}")
+            pictures = draw_pictures(inspections, out)
+            write_json(out / "inspect.json", to_json(inspections))
+        tell(f"written: {', '.join(map(str, (out / 'inspect.json', *pictures)))}")

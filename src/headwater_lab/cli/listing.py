@@ -23,8 +23,9 @@ def list(kind: Catalogue | None = None, *, json: AsJson = False) -> None:
     tables = []
     for name, listed in rows.items():
         columns = COLUMNS[name]
-        left, cells = set(columns) - set(NUMBERS), [[_text(row[title]) for title in columns] for row in listed]
-        tables.append(lined(*columns, rows=cells, left=left, fold=True, title=name))
+        cells = [[_write_value(row[title]) for title in columns] for row in listed]
+        text_columns = set(columns) - set(NUMBERS)
+        tables.append(lined(*columns, rows=cells, left=text_columns, fold=True, title=name))
         tables[-1].columns[0].no_wrap = True
     print_result(rows if kind is None else rows[kind], tables, json, indent=2)
 
@@ -39,12 +40,12 @@ COLUMNS = {
 NUMBERS = ("layers", "width", "heads", "kv_heads", "parameters", "guess")
 
 
-def _text(value: Any) -> str:
+def _write_value(value: Any) -> str:
     """A cell of a table."""
     if isinstance(value, float):
         return f"{value:.3f}"
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, dict):
-        return " ".join(f"{name}={each}" for name, each in value.items())
+        return " ".join(f"{name}={inner}" for name, inner in value.items())
     return value if isinstance(value, str) else "; ".join(value)

@@ -68,7 +68,7 @@ class _Group(TyperGroup):
         super().__init__(**settings)
         commands: Iterable[Any] = self.commands.values()
         commands = sorted(commands, key=lambda command: (HEADINGS.index(command.rich_help_panel), command.name))
-        self.commands = {command.name: guarded(command) for command in commands}
+        self.commands = {command.name: guard_command(command) for command in commands}
 
 
 # The command line. Every module of this folder adds its commands.
@@ -118,26 +118,26 @@ def _declare(function: Callable[..., Any], trusts: bool) -> tuple[str, Callable[
     their help, and what stands before them is the command's.
     """
     signature = inspect.signature(function, eval_str=True)
-    types = {name: each.annotation for name, each in signature.parameters.items()}
+    types = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     sections = {name: kind for name, kind in types.items() if isinstance(kind, type) and is_dataclass(kind)}
-    text, texts = _texts(function, signature.parameters)
+    text, texts = _list_texts(function, signature.parameters)
     parameters = [inspect.Parameter("command_line", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     for parameter in [*signature.parameters.values(), *([TRUST] if trusts else [])]:
         if (section := sections.get(parameter.name)) is not None:
             for base in reversed(section.__mro__):
-                texts |= _texts(base, [field.name for field in fields(section)])[1]
+                texts |= _list_texts(base, [field.name for field in fields(section)])[1]
             for field in fields(section):
                 values = Values(**field.metadata)
                 option = parameter.replace(name=field.name, default=field.default, annotation=Annotated[int, values])
-                parameters.append(_declared(option, texts))
+                parameters.append(_declared_values(option, texts))
         elif parameter.kind is parameter.VAR_KEYWORD:
             (settings,) = get_args(parameter.annotation)
             hints = get_type_hints(settings)
-            texts |= _texts(settings, hints)[1]
+            texts |= _list_texts(settings, hints)[1]
             option = parameter.replace(kind=parameter.KEYWORD_ONLY, default=None)
-            parameters += [_declared(option.replace(name=name, annotation=hints[name]), texts) for name in hints]
+            parameters += [_declared_values(option.replace(name=name, annotation=hints[name]), texts) for name in hints]
         else:
-            parameters.append(_declared(parameter, texts))
+            parameters.append(_declared_values(parameter, texts))
 
     def command(command_line: typer.Context, trust: Sequence[str] = (), **values: Any) -> None:
         from headwater.plugins import outside
@@ -153,14 +153,14 @@ def _declare(function: Callable[..., Any], trusts: bool) -> tuple[str, Callable[
     return text, command
 
 
-def _texts(documented: Any, names: Iterable[str]) -> tuple[str, dict[str, str]]:
+def _list_texts(documented: Any, names: Iterable[str]) -> tuple[str, dict[str, str]]:
     """The docstring of a function or class: the text before its lines `name: text`, and those by name."""
     begin = re.compile(rf"^(?=(?:{'|'.join(names) or '$'}): )", re.MULTILINE)
     text, *lines = begin.split(inspect.getdoc(documented) or "")
     return text.strip(), {name: " ".join(words.split()) for name, _, words in (line.partition(": ") for line in lines)}
 
 
-def _declared(parameter: inspect.Parameter, texts: dict[str, str]) -> inspect.Parameter:
+def _declared_values(parameter: inspect.Parameter, texts: dict[str, str]) -> inspect.Parameter:
     """A function's parameter as Typer's."""
     kind, values = _type_and_values(parameter.annotation)
     settings = vars(values) | {"show_default": parameter.default not in (None, ())}
@@ -175,14 +175,14 @@ def _declared(parameter: inspect.Parameter, texts: dict[str, str]) -> inspect.Pa
 
 def _type_and_values(annotation: Any) -> tuple[Any, Values]:
     """A parameter's type as Typer knows it, and what its annotation says about the values."""
-    parts = get_args(annotation)
+    arguments = get_args(annotation)
     if get_origin(annotation) is Annotated:
-        return _type_and_values(parts[0])[0], parts[1]
+        return _type_and_values(arguments[0])[0], arguments[1]
     if get_origin(annotation) is Sequence:
-        kind, values = _type_and_values(parts[0])
+        kind, values = _type_and_values(arguments[0])
         return list[kind], values  # type: ignore[valid-type]
-    if type(None) in parts:
-        kind, values = _type_and_values(parts[0])
+    if type(None) in arguments:
+        kind, values = _type_and_values(arguments[0])
         return kind | None, values
     return annotation, Values()
 
@@ -213,10 +213,10 @@ def need(readers: str, *options: str) -> None:
         refuse(f"without {readers}", *options)
 
 
-def exclude(first: str, *others: str) -> None:
+def exclude(option: str, *options: str) -> None:
     """Raise `HeadwaterError` if an option and one of the others stand on the command line."""
-    if entered(first):
-        refuse(f"with {first}", *others)
+    if entered(option):
+        refuse(f"with {option}", *options)
 
 
 def extra_arguments() -> list[str]:
@@ -224,20 +224,20 @@ def extra_arguments() -> list[str]:
     return _running.get().args
 
 
-def guarded(command: Any) -> Any:
+def guard_command(command: Any) -> Any:
     """A command or a group of them that rejects option values which no command can use.
 
     A number that is not finite or beyond 64 bits passes through every range that Typer checks, and an empty path is
     the working directory.
     """
     for parameter in command.params:
-        parameter.process_value = functools.partial(_checked, parameter, parameter.process_value)
+        parameter.process_value = functools.partial(_check_value, parameter, parameter.process_value)
     for below in getattr(command, "commands", {}).values():
-        guarded(below)
+        guard_command(below)
     return command
 
 
-def _checked(parameter: Any, process: Callable[[Any, Any], Any], context: Any, text: Any) -> Any:
+def _check_value(parameter: Any, process: Callable[[Any, Any], Any], context: Any, text: Any) -> Any:
     """A parameter's value, processed. Raises `HeadwaterError` if no command can use it."""
     value = process(context, text)
     name = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.name.upper()
@@ -245,7 +245,7 @@ def _checked(parameter: Any, process: Callable[[Any, Any], Any], context: Any, t
         raise HeadwaterError(f"{name}: {problem[1]}.")
     if isinstance(value, int) and abs(value) >= 2**31 and parameter.name not in BYTES:
         raise HeadwaterError(f"{name}: {value:,} is too large; choose a smaller value.")
-    texts, values = (each if isinstance(each, list | tuple) else [each] for each in (text, value))
+    texts, values = (item if isinstance(item, list | tuple) else [item] for item in (text, value))
     for word in texts if parameter.name not in FREE_TEXT else ():
         if isinstance(word, str):
             check_local(word, name)

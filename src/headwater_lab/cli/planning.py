@@ -70,10 +70,10 @@ def init(configs: Sequence[str], *, vocab_size: VocabSize | None = None, json: A
     from headwater_lab.util.model_kinds import model_class
 
     models, changes = split_overrides(configs)
-    found = {name: model.config for name, model in planned(models, changes, vocab_size).items()}
-    for config in found.values():
+    by_name = {name: model.config for name, model in planned(models, changes, vocab_size).items()}
+    for config in by_name.values():
         check_memory(config)
-    measured = {name: init_diagnostics(model_class(config)(config)) for name, config in found.items()}
+    measured = {name: init_diagnostics(model_class(config)(config)) for name, config in by_name.items()}
     contents = {name: [asdict(row) | {"ratio": row.ratio} for row in rows] for name, rows in measured.items()}
     parts: list[Any] = []
     for name, rows in measured.items():

@@ -26,12 +26,12 @@ def predict(
     jsonl: Print {"image": …, "classes": {NAME: PROBABILITY, …}}, one line per image.
     """
     from headwater_lab.serving.prediction import load_for_prediction
-    from headwater_lab.serving.prediction import predict as predicted
+    from headwater_lab.serving.prediction import predict_images as predicted
 
     for path in images:
         if not path.is_file():
-            what = "a folder" if path.is_dir() else "no file"
-            raise HeadwaterError(f"{str(path)!r} is {what}; name image files.")
+            kind = "a folder" if path.is_dir() else "no file"
+            raise HeadwaterError(f"{str(path)!r} is {kind}; name image files.")
     model, processor = load_for_prediction(checkpoint)
     model.to(device_of(device))
     for path, classes in zip(images, predicted(model, processor, images), strict=True):

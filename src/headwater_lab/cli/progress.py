@@ -78,19 +78,19 @@ class ProgressReport(Progress, Observer):
         """Print a task's line if there is no terminal, the last one is old enough, and the line is new."""
         if not (self.disable and self.is_running):
             return
-        task, now = self._tasks[task_id], time.monotonic()
+        task, moment = self._tasks[task_id], time.monotonic()
         printed, text = self.printed.get(task_id, (-LINE_SECONDS, ""))
-        if not is_last and task.visible and now - printed < LINE_SECONDS:
+        if not is_last and task.visible and moment - printed < LINE_SECONDS:
             return
         if (line := line_of(task)) != text:
-            self.printed[task_id] = now, line
+            self.printed[task_id] = moment, line
             print(literal(line), file=self.stream, flush=True)
 
 
 def line_of(task: Task) -> str:
     """A task's progress as one line of text."""
     count = f"{task.completed:,.0f}" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}"
-    counted = f"{task.fields['unit']} {count}".strip() if task.total is not None or task.completed else ""
+    progress = f"{task.fields['unit']} {count}".strip() if task.total is not None or task.completed else ""
     seconds = None if task.finished or not task.completed else task.time_remaining
-    left = "" if seconds is None else f"{timedelta(seconds=int(seconds))} left"
-    return "  ".join(filter(None, (task.description.strip(), counted, task.fields["info"], left)))
+    remaining = "" if seconds is None else f"{timedelta(seconds=int(seconds))} left"
+    return "  ".join(filter(None, (task.description.strip(), progress, task.fields["info"], remaining)))

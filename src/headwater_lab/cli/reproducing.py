@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -55,33 +55,18 @@ def reproduce(
         return
     if records is not None:
         refuse_training("with --records")
-        _judge(records, names, scale)
+        _judge_records(records, names, scale)
         return
-    from headwater_lab.papers.table import SCALES
-    from headwater_lab.papers.table import table as paper_table
-
     if len(names) != 1:
         raise HeadwaterError("Name one table, such as kv-shifting/figure-1a; `headwater reproduce --list` lists all.")
     (name,) = names
-    table = paper_table(name)
-    check_writable(out, folder=True)
-    if table.computed:
-        refuse_training(f"for {name}, which is computed without training", "--scale")
-    elif why := table.scales[scale].nothing:
-        refuse_training(f"for {name}, which is not run at {scale} scale")
-        others = " or ".join(other for other in SCALES if not table.scales[other].nothing)
-        say(f"{name} is meaningless at {scale} scale and was not run: {why} Use --scale {others}.")
+    if not _is_run(name, scale, refuse_training):
         return
-    else:
-        extras.check("compare")
-        from headwater_lab.papers.measures import tasks_of
-
-        if not tasks_of(table):
-            refuse(f"for {name}, which has no benchmarks", "--task-files")
+    check_writable(out, folder=True)
     if keep is not None:
         check_writable(keep)
     from headwater_lab.api.reproducing import reproduce as train_table
-    from headwater_lab.papers.result import terminal
+    from headwater_lab.papers.result import terminal_tables
 
     with ProgressReport() as report:
         result = train_table(
@@ -95,29 +80,50 @@ def reproduce(
             keep=keep,
             watch=report,
         )
-    for part in terminal(result.result):
-        stdout.print(part)
+    for renderable in terminal_tables(result.result):
+        stdout.print(renderable)
     say(f"report: {result.report()}")
     if result.unfinished:
         raise HeadwaterError(result.unfinished)
     complain(result.failed)
 
 
-def _judge(records: Path, names: Sequence[str], scale: ScaleOption) -> None:
+def _is_run(name: str, scale: ScaleOption, refuse_training: Callable[..., None]) -> bool:
+    """Whether a table is run at this scale; says why if not. Refuses the options that it does not read."""
+    from headwater_lab.papers.table import SCALES, find_table
+
+    table = find_table(name)
+    if table.computed:
+        refuse_training(f"for {name}, which is computed without training", "--scale")
+        return True
+    if why := table.scales[scale].nothing:
+        refuse_training(f"for {name}, which is not run at {scale} scale")
+        scales = " or ".join(option for option in SCALES if not table.scales[option].nothing)
+        say(f"{name} is meaningless at {scale} scale and was not run: {why} Use --scale {scales}.")
+        return False
+    extras.check("compare")
+    from headwater_lab.papers.measures import tasks_of
+
+    if not tasks_of(table):
+        refuse(f"for {name}, which has no benchmarks", "--task-files")
+    return True
+
+
+def _judge_records(records: Path, names: Sequence[str], scale: ScaleOption) -> None:
     """Print the tables whose runs are in a file, with their claims."""
     from tempfile import TemporaryDirectory
 
     from headwater_lab.api.reproducing import chosen_tables
-    from headwater_lab.papers.kept import recorded
-    from headwater_lab.papers.result import terminal
+    from headwater_lab.papers.kept import reproduce_recorded
+    from headwater_lab.papers.result import terminal_tables
 
     extras.check("compare")
     reproduction = None
     with TemporaryDirectory() as folder:
-        for number, reproduction in enumerate(recorded(chosen_tables(names), scale, records, Path(folder))):
+        for number, reproduction in enumerate(reproduce_recorded(chosen_tables(names), scale, records, Path(folder))):
             if number:
                 stdout.print()
-            for part in terminal(reproduction):
-                stdout.print(part)
+            for renderable in terminal_tables(reproduction):
+                stdout.print(renderable)
     if reproduction is None:
         raise HeadwaterError(f"{str(records)!r} has no run of these tables at {scale} scale with their settings.")

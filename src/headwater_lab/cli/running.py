@@ -51,7 +51,7 @@ def generate(
     temperature: Sampling temperature; 0 is greedy.
     top_p: Sample from the most likely tokens with this total probability.
     top_k: Sample from this many most likely tokens; 0 means all.
-    seed: NaturalInt for sampling.
+    seed: Seed for sampling.
     batch_size: Prompts per batch with --jsonl.
     stop: Stop before this text; repeatable.
     cache: dynamic: grows with the text. static: allocated once, so that a GPU replays each token as one CUDA graph; the
@@ -67,13 +67,8 @@ def generate(
 
     if (prompt is None) == (jsonl is None):
         raise HeadwaterError("Pass exactly one of: a prompt, - for stdin, --jsonl.")
-    if temperature == 0:
-        refuse("at --temperature 0, which is greedy", "--top-p", "--top-k", "--seed")
     need("--jsonl", "--batch-size")
-    if 0 < temperature < 0.01:
-        raise HeadwaterError("--temperature below 0.01 is almost greedy; use 0 for greedy decoding.")
-    if "" in stop:
-        raise HeadwaterError("--stop needs a text to stop at, not an empty one.")
+    _check_sampling(temperature, stop)
     if compile and cache == "dynamic":
         raise HeadwaterError("--compile needs --cache static: with a growing cache every token has another shape.")
     if jsonl is not None:
@@ -111,6 +106,15 @@ def generate(
     )
 
 
+def _check_sampling(temperature: float, stop: Sequence[str]) -> None:
+    if temperature == 0:
+        refuse("at --temperature 0, which is greedy", "--top-p", "--top-k", "--seed")
+    if 0 < temperature < 0.01:
+        raise HeadwaterError("--temperature below 0.01 is almost greedy; use 0 for greedy decoding.")
+    if "" in stop:
+        raise HeadwaterError("--stop needs a text to stop at, not an empty one.")
+
+
 @command(
     USE, "serve runs/mine --port 8000", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
@@ -127,19 +131,12 @@ def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"]
     from transformers.utils import is_serve_available
 
     from headwater.util.extras import MissingExtra
-    from headwater_lab.data.tokenizer_files import has_tokenizer
-    from headwater_lab.training.checkpoints import check, newest_checkpoint
 
     if engine == "transformers" and not is_serve_available():
         raise MissingExtra("transformers' server", "serve")
     if engine == "vllm" and find_spec("vllm") is None:
         raise MissingExtra("vLLM", "vllm")
-    source = newest_checkpoint(checkpoint)
-    check(source)
-    if not (source / "config.json").is_file():
-        raise HeadwaterError(f"{str(source)!r} is not a checkpoint: it has no config.json.")
-    if not has_tokenizer(source):
-        raise HeadwaterError(f"{str(source)!r} has no tokenizer, so it cannot answer text.")
+    source = _find_text_checkpoint(checkpoint)
     if engine == "vllm":
         from headwater_lab.serving.vllm import serve_with_vllm
 
@@ -156,11 +153,25 @@ def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"]
         )
     from transformers.cli.transformers import main as transformers_cli
 
-    from headwater_lab.serving.server import install
+    from headwater_lab.serving.server import install_checkpoint
 
-    install(str(checkpoint), source)
+    install_checkpoint(str(checkpoint), source)
     sys.argv = ["transformers", "serve", str(checkpoint), *extra_arguments()]
     transformers_cli()
+
+
+def _find_text_checkpoint(checkpoint: Path) -> Path:
+    """The newest checkpoint of a run. Raises `HeadwaterError` if it cannot answer text."""
+    from headwater_lab.data.tokenizer_files import has_tokenizer
+    from headwater_lab.training.checkpoints import check, newest_checkpoint
+
+    source = newest_checkpoint(checkpoint)
+    check(source)
+    if not (source / "config.json").is_file():
+        raise HeadwaterError(f"{str(source)!r} is not a checkpoint: it has no config.json.")
+    if not has_tokenizer(source):
+        raise HeadwaterError(f"{str(source)!r} has no tokenizer, so it cannot answer text.")
+    return source
 
 
 @command(USE, "export runs/mine --out exported")
@@ -187,10 +198,10 @@ def export(
     check_writable(out, folder=True)
     trained = open_trained(checkpoint)
     if family == "source":
-        known = [event.details["family"] for event in trained.history if "family" in event.details]
-        if not known or not isinstance(known[0], str):
+        families = [event.details["family"] for event in trained.history if "family" in event.details]
+        if not families or not isinstance(families[0], str):
             raise HeadwaterError(f"{str(checkpoint)!r} was not retrofitted from a family; name one with --family.")
-        family = known[0]
+        family = families[0]
         find_family(family)
     if family is None:
         write(trained.model, out, materialise, trained.tokenizer)

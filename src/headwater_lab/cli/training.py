@@ -51,17 +51,18 @@ def train(
 
 def _print_record(record: RunRecord) -> None:
     """Print the result of a run, its domains and stages, and its cost."""
-    last = record.held_out[-1].metrics
-    metrics = [metric for metric in last if "/" not in metric] if record.domains else list(last)
-    result = ", ".join(f"{metric.replace('_', ' ')} {last[metric]:.4f}" for metric in metrics)
+    measured = record.held_out[-1].metrics
+    metrics = [metric for metric in measured if "/" not in metric] if record.domains else list(measured)
+    result = ", ".join(f"{metric.replace('_', ' ')} {measured[metric]:.4f}" for metric in metrics)
     stdout.print(f"{record.name}: held-out {result}")
     for domain in record.domains:
-        own = ", ".join(f"{metric.replace('_', ' ')} {last[f'{metric}/{domain}']:.4f}" for metric in metrics)
-        stdout.print(f"  {domain}: {own}")
-    for one in record.stages:
+        values = ", ".join(f"{metric.replace('_', ' ')} {measured[f'{metric}/{domain}']:.4f}" for metric in metrics)
+        stdout.print(f"  {domain}: {values}")
+    for stage in record.stages:
         stdout.print(
-            f"  {one.name}: {one.parameters:,} parameters, {one.steps:,} steps, {one.tokens:,} {record.unit}, "
-            f"{one.flops:.3g} FLOPs (total {one.total_flops:.3g}), {record.metric.replace('_', ' ')} {one.result:.4f}"
+            f"  {stage.name}: {stage.parameters:,} parameters, {stage.steps:,} steps, {stage.tokens:,} {record.unit}, "
+            f"{stage.flops:.3g} FLOPs (total {stage.total_flops:.3g}), "
+            f"{record.metric.replace('_', ' ')} {stage.result:.4f}"
         )
     left_out = f", {record.skipped_steps} steps skipped" if record.skipped_steps else ""
     stdout.print(
@@ -79,25 +80,25 @@ def runs(folder: Path = Path("runs"), *, json: AsJson = False) -> None:
     """
     from headwater_lab.training.run_folder import runs_in
 
-    found = runs_in(folder, tell)
-    if not found:
+    listed = runs_in(folder, tell)
+    if not listed:
         raise HeadwaterError(f"There are no runs in {str(folder)!r}.")
     table = lined()
-    unit = " or ".join(sorted({one.record.unit for one in found}, reverse=True))
+    unit = " or ".join(sorted({run.record.unit for run in listed}, reverse=True))
     for title in ("run", "status", "step", unit, f"{unit}/s", "last", "best", "at step", "updated"):
         table.add_column(title, justify="left" if title in ("run", "status") else "right", no_wrap=title != "run")
-    for one in found:
-        record, best = one.record, one.record.best
+    for run in listed:
+        record, best = run.record, run.record.best
         metric = record.metric.replace("_", " ")
         table.add_row(
-            str(one.folder.relative_to(folder)) if one.folder != folder else folder.name,
-            one.status,
-            f"{one.step:,} / {record.recipe['training']['steps']:,}",
+            str(run.folder.relative_to(folder)) if run.folder != folder else folder.name,
+            run.status,
+            f"{run.step:,} / {record.recipe['training']['steps']:,}",
             f"{record.tokens:,}",
             f"{record.tokens_per_second:,.0f}",
             "" if record.result is None else f"{record.result:.4f}",
             "" if best is None else f"{best.metrics[record.metric]:.4f} {metric}",
             "" if best is None else f"{best.step:,}",
-            f"{datetime.fromtimestamp(one.updated):%Y-%m-%d %H:%M}",
+            f"{datetime.fromtimestamp(run.updated):%Y-%m-%d %H:%M}",
         )
-    print_result([one.to_json() for one in found], [table], json, indent=2)
+    print_result([run.to_json() for run in listed], [table], json, indent=2)

@@ -39,7 +39,7 @@ def verify(
         mechanism.
     model: Any causal language model: a folder, or organization/name on the Hugging Face hub; repeatable.
     json: Print the verdicts as JSON, and nothing else.
-    seed: NaturalInt for prompts and parameters.
+    seed: Seed for prompts and parameters.
     """
     from headwater import verification as verifying
     from headwater.models.load import model_type
@@ -56,20 +56,20 @@ def verify(
             model = [str(checkpoint)]
         elif not (trained := open_trained(checkpoint).model).config.is_causal:
             raise HeadwaterError(f"{str(checkpoint)!r} is an image model, which has no cache to verify.")
-    found: dict[str, list[Verified]] = {}
+    results: dict[str, list[Verified]] = {}
     with ProgressReport() as progress:
-        for name, one in _models(trained, model, trust_remote_code, seed):
+        for name, one in _list_models(trained, model, trust_remote_code, seed):
             progress.show("verifying", 0, info=name)
-            found[name] = verifying.verify(one, seed)
-    failed = any(one.ok is False for ways in found.values() for one in ways)
-    models = [{"name": name, "ways": _as_data(ways)} for name, ways in found.items()]
-    print_result({"versions": _versions(), "seed": seed, "models": models}, _describe(found), json)
+            results[name] = verifying.verify(one, seed)
+    failed = any(way.ok is False for ways in results.values() for way in ways)
+    models = [{"name": name, "ways": _as_data(ways)} for name, ways in results.items()]
+    print_result({"versions": _list_versions(), "seed": seed, "models": models}, _describe(results), json)
     if failed:
         stderr.print("headwater: Decoding with a cache differs from decoding without one; see ✗ above.")
         raise typer.Exit(1)
 
 
-def _models(
+def _list_models(
     trained: PreTrainedModel | None, sources: Sequence[str], trust_remote_code: bool, seed: int
 ) -> Iterator[tuple[str, PreTrainedModel]]:
     """Names and models, each made when its turn comes. Mechanisms that are invalid on their own have none."""
@@ -78,7 +78,7 @@ def _models(
     from headwater_lab.training.hub_models import open_model
 
     if trained is not None:
-        yield _name(trained.config.mechanisms or {}), trained
+        yield _write_name(trained.config.mechanisms or {}), trained
     elif sources:
         for source in sources:
             yield source, open_model(source, trust_remote_code)
@@ -86,10 +86,10 @@ def _models(
         choices: list[dict[str, Any]] = [{}, *({name: {}} for name in MECHANISMS.names)]
         for mechanisms in choices:
             if (model := verifying.tiny(mechanisms, seed=seed)) is not None:
-                yield _name(mechanisms), model
+                yield _write_name(mechanisms), model
 
 
-def _versions() -> dict[str, str]:
+def _list_versions() -> dict[str, str]:
     import torch
     import transformers
 
@@ -112,40 +112,40 @@ def _as_data(verdicts: Sequence[Verified]) -> list[dict[str, Any]]:
     ]
 
 
-def _name(mechanisms: dict[str, Any]) -> str:
+def _write_name(mechanisms: dict[str, Any]) -> str:
     return " + ".join(mechanisms) or "none"
 
 
-def _describe(found: dict[str, list[Verified]]) -> Iterator[Table | str]:
+def _describe(results: dict[str, list[Verified]]) -> Iterator[Table | str]:
     """The table, and a line for each way that is not the same."""
     columns = ("model", "same", "different", "not run", "fp64", "fp32")
     table = lined(*columns, left=("model",), title="Ways of decoding with a cache against without")
-    for name, ways in found.items():
+    for name, ways in results.items():
         verdicts = [way.ok for way in ways]
         errors = (
             [way.error for way in ways if way.error is not None],
             [way.rounded for way in ways if way.rounded is not None and way.check != "bf16"],
         )
-        largest = (f"{max(each):.0e}" if each else "–" for each in errors)
+        largest = (f"{max(way_errors):.0e}" if way_errors else "–" for way_errors in errors)
         table.add_row(name, *(str(verdicts.count(ok)) for ok in MARKS), *largest)
     yield table
     yield (
         "not run: raises an error, or does not apply. fp64, fp32: largest difference of logits over the largest logit."
     )
-    for name, ways in found.items():
-        for one in ways:
-            if one.ok is not True or one.only_rounded:
-                yield f"{MARKS[one.ok]} {name}: {one.check}: {_where(one)}"
+    for name, ways in results.items():
+        for way in ways:
+            if way.ok is not True or way.only_rounded:
+                yield f"{MARKS[way.ok]} {name}: {way.check}: {_describe_way(way)}"
 
 
-def _where(one: Verified) -> str:
+def _describe_way(way: Verified) -> str:
     """Where a way parts, or why it does not run."""
-    if one.ok is None:
-        return one.why or "does not apply"
-    error = one.rounded if one.error is None or one.only_rounded else one.error
-    if one.only_rounded:
+    if way.ok is None:
+        return way.why or "does not apply"
+    error = way.rounded if way.error is None or way.only_rounded else way.error
+    if way.only_rounded:
         return f"the same in fp64, but {error:.0e} off in fp32: rounding decides, as in a model that is ill-conditioned"
-    if one.parting is None:
+    if way.parting is None:
         return f"{error:.0e} off"
-    layer = f", first in {one.parting.layer}" if one.parting.layer else ""
-    return f"row {one.parting.row}, position {one.parting.position}{layer}; {error:.0e} off"
+    layer = f", first in {way.parting.layer}" if way.parting.layer else ""
+    return f"row {way.parting.row}, position {way.parting.position}{layer}; {error:.0e} off"

@@ -27,21 +27,22 @@ def match_arms(recipe: Recipe) -> Recipe:
     arms: dict[str, dict] = {}
     for name, change in section.arms.items():
         if not section.sizes:
-            arms[name] = change if name == section.baseline else _merge(change, fit(name, None))
+            arms[name] = change if name == section.baseline else _merge_changes(change, fit(name, None))
             continue
         # A change that depends on the size goes with the size, under the arm's name.
         arms[name] = change
-        for size, own in section.sizes.items():
+        for size, overrides in section.sizes.items():
             fitted = {} if name == section.baseline else fit(name, size)
-            sizes.setdefault(size, dict(own)).setdefault("arms", {})
-            sizes[size]["arms"] = sizes[size]["arms"] | {name: _merge(own.get("arms", {}).get(name, {}), fitted)}
+            sizes.setdefault(size, dict(overrides)).setdefault("arms", {})
+            changes = _merge_changes(overrides.get("arms", {}).get(name, {}), fitted)
+            sizes[size]["arms"] = sizes[size]["arms"] | {name: changes}
     return recipe.model_copy(
         update={"compare": section.model_copy(update={"arms": arms, "sizes": sizes, "match": None})}
     )
 
 
-def _merge(change: dict, more: dict) -> dict:
-    return change | {section: change.get(section, {}) | fields for section, fields in more.items()}
+def _merge_changes(change: dict, changes: dict) -> dict:
+    return change | {section: change.get(section, {}) | fields for section, fields in changes.items()}
 
 
 class _Fit:
@@ -62,20 +63,20 @@ class _Fit:
         section = self.recipe.compare
         assert section is not None
         match = section.match
-        base, arm = (self.recipe.arm(one, section.seeds[0], size) for one in (section.baseline, name))
-        for one in (base, arm):
-            if one.stages or (one.start is not None and match != "tokens"):
-                what = "stages" if one.stages else "a model to start with"
+        base, arm = (self.recipe.arm(candidate, section.seeds[0], size) for candidate in (section.baseline, name))
+        for candidate in (base, arm):
+            if candidate.stages or (candidate.start is not None and match != "tokens"):
+                reason = "stages" if candidate.stages else "a model to start with"
                 raise HeadwaterError(
                     f"compare.match={match} works only for whole runs from scratch, but {self.recipe.name!r} has "
-                    f"{what}; set sizes and steps yourself, and compare.match=null."
+                    f"{reason}; set sizes and steps yourself, and compare.match=null."
                 )
-        data, own = self.data(base), self.data(arm)
+        data, arm_data = self.data(base), self.data(arm)
         if match == "parameters":
-            wanted = sum(cost.parameters(base.config_for(data)).values())
-            return {"model": _resized(arm, own, wanted, name)}
+            target = sum(cost.parameters(base.config_for(data)).values())
+            return {"model": _resize_feed_forward(arm, arm_data, target, name)}
         budget = base.training.steps * _step_cost(base, data, match == "flops")
-        steps = round(budget / _step_cost(arm, own, match == "flops"))
+        steps = round(budget / _step_cost(arm, arm_data, match == "flops"))
         if steps <= arm.training.warmup_steps:
             raise HeadwaterError(
                 f"With equal {'FLOPs' if match == 'flops' else match}, arm {name!r} gets {steps} steps, no more than "
@@ -95,33 +96,33 @@ def _reads_few(options: dict) -> bool:
     return bool(top_k.get("feed_forward") if isinstance(top_k, dict) else top_k)
 
 
-def _resized(recipe: Recipe, data: Data, wanted: int, name: str) -> dict:
+def _resize_feed_forward(recipe: Recipe, data: Data, target: int, name: str) -> dict:
     """The fields of `model:` whose parameters come closest to `wanted`."""
     config = recipe.config_for(data)
     mechanisms: dict = config.mechanisms or {}
-    given: dict = recipe.model.get("mechanisms") or mechanisms
+    options: dict = recipe.model.get("mechanisms") or mechanisms
     # With top_k not any number of pairs will do.
-    sized = [name for name, options in mechanisms.items() if "ffn_pairs" in options and not _reads_few(options)]
+    sized = [name for name, chosen in mechanisms.items() if "ffn_pairs" in chosen and not _reads_few(chosen)]
     mechanism = sized[0] if sized else None
 
     def change(width: int) -> dict:
         if mechanism is None:
             return {"intermediate_size": width}
-        return {"mechanisms": given | {mechanism: (given.get(mechanism) or {}) | {"ffn_pairs": width}}}
+        return {"mechanisms": options | {mechanism: (options.get(mechanism) or {}) | {"ffn_pairs": width}}}
 
     def parameters(width: int) -> int:
-        return sum(cost.parameters(_changed(recipe, data, change(width))).values())
+        return sum(cost.parameters(_change_config(recipe, data, change(width))).values())
 
     # Parameters are linear in the width.
-    one, two = parameters(8), parameters(16)
-    width = round(8 + 8 * (wanted - one) / max(1, two - one))
-    if width < 1 or abs(parameters(width) - wanted) > TOLERANCE * wanted:
+    narrow, wide = parameters(8), parameters(16)
+    width = round(8 + 8 * (target - narrow) / max(1, wide - narrow))
+    if width < 1 or abs(parameters(width) - target) > TOLERANCE * target:
         raise HeadwaterError(
-            f"No width of the feed-forward gives the arm {name!r} the baseline's {wanted:,} parameters; change its "
+            f"No width of the feed-forward gives the arm {name!r} the baseline's {target:,} parameters; change its "
             "other sizes, or set compare.match=tokens."
         )
     return change(width)
 
 
-def _changed(recipe: Recipe, data: Data, fields: dict) -> HeadwaterConfig:
+def _change_config(recipe: Recipe, data: Data, fields: dict) -> HeadwaterConfig:
     return recipe.model_copy(update={"model": recipe.model | fields}).config_for(data)

@@ -17,9 +17,9 @@ from scipy import optimize, stats
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import number
-from headwater_lab.comparison.earlier import mixed
+from headwater_lab.comparison.earlier import find_conflict
 from headwater_lab.comparison.sequential import LEVEL, repeated_intervals
-from headwater_lab.comparison.statistics import POWER, holm_tests, power
+from headwater_lab.comparison.statistics import POWER, find_power, holm_tests
 from headwater_lab.training.records import RunRecord, read_record, record_files
 
 # Draws results: [comparisons, arms with the baseline, seeds].
@@ -64,7 +64,7 @@ class Calibration:
     seeds: float
 
 
-def results_of(folder: Path) -> tuple[str, list[float]]:
+def read_results(folder: Path) -> tuple[str, list[float]]:
     """The name of the arm with the most finished results below `folder`, and these results by seed.
 
     Arms of one name in different comparisons are different arms. Raises `HeadwaterError` if there is none,
@@ -84,12 +84,12 @@ def results_of(folder: Path) -> tuple[str, list[float]]:
     if not results:
         raise HeadwaterError(f"There are no finished runs of a comparison under {str(folder)!r}.")
     most = max(results, key=lambda key: len(results[key]))
-    if wrong := mixed(runs[most]):
+    if wrong := find_conflict(runs[most]):
         raise HeadwaterError(f"{wrong}, so they are not results of one arm; name a folder that holds only one of them.")
     return most[1], [results[most][seed] for seed in sorted(results[most])]
 
 
-def dealing(results: Sequence[float]) -> Sampler:
+def make_dealer(results: Sequence[float]) -> Sampler:
     """Deals these results to arms, each at most once in a comparison.
 
     Raises `HeadwaterError`, when it is called, if there are too few.
@@ -113,10 +113,10 @@ def planted_effect(arms: int, seeds: int) -> float:
 
     At the strictest of Holm's levels, the level over the number of arms.
     """
-    return float(optimize.brentq(lambda effect: power(effect, seeds, LEVEL / arms) - POWER, 0, 1e6))
+    return float(optimize.brentq(lambda effect: find_power(effect, seeds, LEVEL / arms) - POWER, 0, 1e6))
 
 
-def calibrate(
+def measure_calibration(
     draw: Sampler, arms: int, seeds: int, comparisons: int, seed: int = 0
 ) -> tuple[Calibration, Calibration | None]:
     """Measure comparisons of `arms` arms with `seeds` seeds each: fixed, and until decided with at most that many.
@@ -130,8 +130,8 @@ def calibrate(
     planted[:, 0] += planted_effect(arms, seeds) * math.sqrt(2) * results.std(ddof=1)
 
     alarms = sum(any(test is not None and test.found for test in holm_tests(list(d))) for d in differences)
-    first = [holm_tests(list(d))[0] for d in planted]
-    right = sum(test is not None and test.found and test.mean > 0 for test in first)
+    tests = [holm_tests(list(d))[0] for d in planted]
+    right = sum(test is not None and test.found and test.mean > 0 for test in tests)
     fixed = Calibration(Rate(alarms, comparisons), Rate(right, comparisons), seeds)
     if seeds <= FIRST:
         return fixed, None

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from headwater.util.errors import HeadwaterError, NotTrusted
-from headwater_lab.comparison.trials import Trial, at_rate, trial_of
-from headwater_lab.comparison.tuning import found_rate
+from headwater_lab.comparison.trials import Trial, make_trial, set_rate
+from headwater_lab.comparison.tuning import find_tuned_rate
 from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.records import (
@@ -28,22 +28,22 @@ from headwater_lab.training.records import (
 Found = Sequence[tuple[RunRecord, Path]]
 
 
-def earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared: bool) -> list[tuple[RunRecord, Path]]:
+def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared: bool) -> list[tuple[RunRecord, Path]]:
     """The runs of the recipe's comparison below `out`, with their folders, except for those that tune learning rates.
 
     shared: only those in the folders of `trials`. Unreadable records are left to training.
     """
-    folders = [one.folder for one in trials] if shared else [path.parent for path in record_files(out)]
-    found = []
+    folders = [trial.folder for trial in trials] if shared else [path.parent for path in record_files(out)]
+    runs = []
     for folder in folders:
         try:
             record = read_record(folder)
         except HeadwaterError:
             continue
-        one = record.experiment
-        if one is not None and one.name == recipe.name and one.phase == "comparison":
-            found.append((record, folder))
-    return found
+        experiment = record.experiment
+        if experiment is not None and experiment.name == recipe.name and experiment.phase == "comparison":
+            runs.append((record, folder))
+    return runs
 
 
 def check_arms(recipe: Recipe, runs: Found, out: Path) -> None:
@@ -51,21 +51,20 @@ def check_arms(recipe: Recipe, runs: Found, out: Path) -> None:
     section = recipe.compare
     assert section is not None
     for record, folder in runs:
-        one = _of(record)
+        experiment = _read_experiment(record)
         sizes: list[str | None] = [*section.sizes] or [None]
-        if one.arm not in section.arms or one.size not in sizes:
-            what = (
-                f"arm {one.arm!r}" if one.arm not in section.arms else f"size {one.size!r}" if one.size else "one size"
-            )
+        if experiment.arm not in section.arms or experiment.size not in sizes:
+            subject = f"size {experiment.size!r}" if experiment.size else "one size"
+            subject = subject if experiment.arm in section.arms else f"arm {experiment.arm!r}"
             raise HeadwaterError(
-                f"{str(folder)!r} holds a run of the {what}, which the recipe {recipe.name!r} does not have, and the "
-                "tables would compare it with the others; choose another --out, or remove it."
+                f"{str(folder)!r} holds a run of the {subject}, which the recipe {recipe.name!r} does not have, and "
+                "the tables would compare it with the others; choose another --out, or remove it."
             )
-        own = trial_of(recipe, one.arm, record.seed, out, one.size)
-        if own.folder.resolve() != folder.resolve():
+        trial = make_trial(recipe, experiment.arm, record.seed, out, experiment.size)
+        if trial.folder.resolve() != folder.resolve():
             raise HeadwaterError(
-                f"{str(folder)!r} holds a run of {own.label}, whose place is {str(own.folder)!r}, and the tables would "
-                "take both; choose another --out, or remove one."
+                f"{str(folder)!r} holds a run of {trial.label}, whose place is {str(trial.folder)!r}, and the tables "
+                "would take both; choose another --out, or remove one."
             )
 
 
@@ -75,12 +74,12 @@ def check_plans(plan: SeedPlan | None, runs: Found) -> None:
     Runs of a comparison with fixed seeds become part of the plan.
     """
     for record, folder in runs:
-        given = _of(record).seed_plan
-        if given is not None and given != plan:
+        earlier_plan = _read_experiment(record).seed_plan
+        if earlier_plan is not None and earlier_plan != plan:
             raise HeadwaterError(
-                f"{str(folder)!r} was run until decided, with {_shown(given)}, but now the recipe has {_shown(plan)}; "
-                "the error rate holds only for a plan made before the results, so choose the same plan or another "
-                "--out."
+                f"{str(folder)!r} was run until decided, with {_describe_plan(earlier_plan)}, but now the recipe has "
+                f"{_describe_plan(plan)}; the error rate holds only for a plan made before the results, so choose the "
+                "same plan or another --out."
             )
 
 
@@ -91,67 +90,69 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: Found, out:
     """
     section = recipe.compare
     assert section is not None
-    known = dict(rates)
+    rate_by_arm = dict(rates)
     for record, folder in runs:
-        one = _of(record)
-        own = trial_of(recipe, one.arm, record.seed, out, one.size).recipe
+        experiment = _read_experiment(record)
+        expected = make_trial(recipe, experiment.arm, record.seed, out, experiment.size).recipe
         if section.learning_rates:
-            if one.arm not in known:
-                found = found_rate(recipe, one.arm, out)
-                known[one.arm] = record.recipe["training"]["learning_rate"] if found is None else found
-            own = at_rate(own, known[one.arm])
-        if record.identity != own.identity and (record.status in ENDED or checkpoints(folder)):
+            if experiment.arm not in rate_by_arm:
+                tuned = find_tuned_rate(recipe, experiment.arm, out)
+                rate_by_arm[experiment.arm] = record.recipe["training"]["learning_rate"] if tuned is None else tuned
+            expected = set_rate(expected, rate_by_arm[experiment.arm])
+        if record.identity != expected.identity and (record.status in ENDED or checkpoints(folder)):
             raise HeadwaterError(
                 f"{str(folder)!r} holds a run with other settings; choose another --out, or remove it."
             )
-        before = record.recipe.get("reporting", {}).get("evaluate_every")
-        if section.threshold is not None and record.status in ENDED and before != own.reporting.evaluate_every:
+        evaluate_every = record.recipe.get("reporting", {}).get("evaluate_every")
+        has_ended = section.threshold is not None and record.status in ENDED
+        if has_ended and evaluate_every != expected.reporting.evaluate_every:
             raise HeadwaterError(
-                f"{str(folder)!r} was evaluated with reporting.evaluate_every={json.dumps(before)}, and the recipe now "
-                f"has {json.dumps(own.reporting.evaluate_every)}: when an arm gets to compare.threshold would depend "
-                "on it; set it back, or choose another --out."
+                f"{str(folder)!r} was evaluated with reporting.evaluate_every={json.dumps(evaluate_every)}, and the "
+                f"recipe now has {json.dumps(expected.reporting.evaluate_every)}: when an arm gets to "
+                "compare.threshold would depend on it; set it back, or choose another --out."
             )
 
 
-def adopt(recipe: Recipe, runs: Found, out: Path) -> None:
+def adopt_experiment(recipe: Recipe, runs: Found, out: Path) -> None:
     """Write what the recipe now says about its comparison, such as another threshold, into the runs that are there."""
     for record, folder in runs:
-        one = _of(record)
-        now = trial_of(recipe, one.arm, record.seed, out, one.size).experiment
-        if one != now:
-            write_record(record.model_copy(update={"experiment": now}), folder)
+        experiment = _read_experiment(record)
+        updated = make_trial(recipe, experiment.arm, record.seed, out, experiment.size).experiment
+        if experiment != updated:
+            write_record(record.model_copy(update={"experiment": updated}), folder)
 
 
-def mixed(runs: Found) -> str:
+def find_conflict(runs: Found) -> str:
     """A sentence if runs of one comparison, at one size, cannot stand in one table; "" if they can."""
-    first: dict[tuple[str, int], Path] = {}
+    folders: dict[tuple[str, int], Path] = {}
     settings: dict[str, tuple[dict[str, Any], Path]] = {}
-    whole: tuple[Experiment, Path] | None = None
+    reference: tuple[Experiment, Path] | None = None
     plan: tuple[SeedPlan, Path] | None = None
     for record, folder in runs:
         if record.status not in ENDED:
             continue
-        one = _of(record)
-        other = first.setdefault((one.arm, record.seed), folder)
-        if other != folder:
-            return f"{str(other)!r} and {str(folder)!r} both hold {one.arm!r} with seed {record.seed}"
-        given, where = settings.setdefault(one.arm, (record.recipe, folder))
-        if not _same_settings(given, record.recipe):
-            return f"{str(where)!r} and {str(folder)!r} hold runs of {one.arm!r} with different settings"
-        known, where = whole = whole or (one, folder)
-        if known.baseline != one.baseline:
-            return f"{str(where)!r} was compared with {known.baseline!r} and {str(folder)!r} with {one.baseline!r}"
-        if one.seed_plan is not None:
-            planned, where = plan = plan or (one.seed_plan, folder)
-            if planned != one.seed_plan:
+        experiment = _read_experiment(record)
+        earlier = folders.setdefault((experiment.arm, record.seed), folder)
+        if earlier != folder:
+            return f"{str(earlier)!r} and {str(folder)!r} both hold {experiment.arm!r} with seed {record.seed}"
+        arm_recipe, where = settings.setdefault(experiment.arm, (record.recipe, folder))
+        if not _same_settings(arm_recipe, record.recipe):
+            return f"{str(where)!r} and {str(folder)!r} hold runs of {experiment.arm!r} with different settings"
+        expected, where = reference = reference or (experiment, folder)
+        if expected.baseline != experiment.baseline:
+            baseline = experiment.baseline
+            return f"{str(where)!r} was compared with {expected.baseline!r} and {str(folder)!r} with {baseline!r}"
+        if experiment.seed_plan is not None:
+            planned, where = plan = plan or (experiment.seed_plan, folder)
+            if planned != experiment.seed_plan:
                 return f"{str(where)!r} and {str(folder)!r} were run until decided by different plans"
     return ""
 
 
-def _same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _same_settings(recipe_a: dict[str, Any], recipe_b: dict[str, Any]) -> bool:
     """Whether two runs differ at most in their seeds, names and reporting."""
     aside = ("name", "title", "seed", "reporting", "compare")
-    plain = [{key: value for key, value in recipe.items() if key not in aside} for recipe in (one, other)]
+    plain = [{key: value for key, value in recipe.items() if key not in aside} for recipe in (recipe_a, recipe_b)]
     if json.dumps(plain[0]) == json.dumps(plain[1]):  # the order of mechanisms counts
         return True
     try:
@@ -162,12 +163,12 @@ def _same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
         return False
 
 
-def _of(record: RunRecord) -> Experiment:
+def _read_experiment(record: RunRecord) -> Experiment:
     assert record.experiment is not None
     return record.experiment
 
 
-def _shown(plan: SeedPlan | None) -> str:
+def _describe_plan(plan: SeedPlan | None) -> str:
     if plan is None:
         return "fixed seeds"
     return (

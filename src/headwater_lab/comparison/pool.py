@@ -18,7 +18,7 @@ from transformers.utils import logging
 from headwater.cost.hardware import cores
 from headwater.util.errors import HeadwaterError, NotTrusted
 from headwater.util.files import read_bytes
-from headwater_lab.comparison.trials import Job, Trial, levels
+from headwater_lab.comparison.trials import Job, Trial, order_jobs
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.loop import train
@@ -52,36 +52,36 @@ def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnCha
     `HeadwaterError` for a stage that cannot follow from the trial's checkpoint, and `Interrupted` after Ctrl-C.
     on_change: called with (job, steps done, "running" | "finished" | "failed"), a few times a second.
     """
-    for trial in {(each.experiment.arm, each.experiment.size): each for each in trials}.values():
-        if result_of(trial.jobs[0]) is None:  # else the checkpoint may have changed since
+    for trial in {(trial.experiment.arm, trial.experiment.size): trial for trial in trials}.values():
+        if read_finished(trial.jobs[0]) is None:  # else the checkpoint may have changed since
             check_later_stages(trial.recipe)
     report = on_change or (lambda job, step, status: None)
     outcomes: dict[Path, Outcome] = {}
-    for level in levels(trials):
+    for level in order_jobs(trials):
         for trial in trials:
-            outcomes |= _in_vain(trial, outcomes)
+            outcomes |= _list_impossible(trial, outcomes)
         for job in level:
-            if job.folder not in outcomes and (record := result_of(job)) is not None:
+            if job.folder not in outcomes and (record := read_finished(job)) is not None:
                 outcomes[job.folder] = Outcome(job.label, record, record.error)
                 report(job, job.steps, "finished")
         if todo := [job for job in level if job.folder not in outcomes]:
             outcomes |= _run_pool(todo, workers or default_workers(todo), report)
-    return [_joined(trial, outcomes) for trial in trials]
+    return [_join_outcomes(trial, outcomes) for trial in trials]
 
 
 def default_workers(jobs: list[Job]) -> int:
     """One per GPU if the trials may use them, else one per core."""
-    return gpus() or cores() if all(job.recipe.training.device in ("auto", "cuda") for job in jobs) else cores()
+    return count_gpus() or cores() if all(job.recipe.training.device in ("auto", "cuda") for job in jobs) else cores()
 
 
-def gpus() -> int:
+def count_gpus() -> int:
     """GPUs of this machine, counted without initializing them."""
     return torch.cuda.device_count()
 
 
-def _in_vain(trial: Trial, outcomes: dict[Path, Outcome]) -> dict[Path, Outcome]:
+def _list_impossible(trial: Trial, outcomes: dict[Path, Outcome]) -> dict[Path, Outcome]:
     """The stages of a trial that cannot start, because an earlier one failed."""
-    failed = [place for place, job in enumerate(trial.jobs) if (o := outcomes.get(job.folder)) and _came_to_nothing(o)]
+    failed = [index for index, job in enumerate(trial.jobs) if (o := outcomes.get(job.folder)) and _came_to_nothing(o)]
     lost = trial.jobs[failed[0] + 1 :] if failed else []
     return {job.folder: Outcome(job.label, None, "the stage before it failed") for job in lost}
 
@@ -90,7 +90,7 @@ def _came_to_nothing(outcome: Outcome) -> bool:
     return outcome.record is None or outcome.error is not None
 
 
-def _joined(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
+def _join_outcomes(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
     """The outcome of a trial from those of its jobs; a trial with stages gets its record here."""
     for job in trial.jobs:
         outcome = outcomes[job.folder]
@@ -98,17 +98,17 @@ def _joined(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
             return Outcome(trial.label, outcome.record, outcome.error)
         if _came_to_nothing(outcome):
             error = f"{job.label}: {outcome.error}"
-            return Outcome(trial.label, outcome.record and _diverged(trial, outcome.record, error), error)
+            return Outcome(trial.label, outcome.record and _write_diverged(trial, outcome.record, error), error)
     runs = [(job.recipe, job.folder) for job in trial.jobs]
     trial.folder.mkdir(parents=True, exist_ok=True)
     return Outcome(trial.label, finish(trial.recipe, trial.folder, runs, trial.experiment))
 
 
-def _diverged(trial: Trial, record: RunRecord, error: str) -> RunRecord:
+def _write_diverged(trial: Trial, record: RunRecord, error: str) -> RunRecord:
     """Write the record of a trial with a diverged stage: that stage's record becomes the trial's."""
-    own = {"name": trial.recipe.name, "experiment": trial.experiment, "identity": trial.recipe.identity}
+    changes = {"name": trial.recipe.name, "experiment": trial.experiment, "identity": trial.recipe.identity}
     recipe = trial.recipe.model_dump(mode="json", exclude={"compare"})
-    record = record.model_copy(update={**own, "recipe": recipe, "error": error})
+    record = record.model_copy(update={**changes, "recipe": recipe, "error": error})
     trial.folder.mkdir(parents=True, exist_ok=True)
     write_record(record, trial.folder)
     return record
@@ -139,7 +139,7 @@ class _Pool:
     STARTS = 3  # consecutive workers that end before they are ready
 
     def __init__(self, count: int) -> None:
-        self.count, self.gpus = count, gpus()
+        self.count, self.gpus = count, count_gpus()
         self.workers: dict[int, Worker] = {}
         self.jobs: dict[Worker, Job] = {}  # the job of each
         self.said: queue.SimpleQueue[tuple[Worker, Answer]] = queue.SimpleQueue()
@@ -155,7 +155,7 @@ class _Pool:
             with suppress(queue.Empty):
                 worker, answer = self.said.get(timeout=0.2)
                 if (job := self.jobs.pop(worker, None)) is not None:
-                    outcomes[job.folder] = outcome = _outcome(job, worker, answer)
+                    outcomes[job.folder] = outcome = _read_outcome(job, worker, answer)
                     report(job, job.steps if outcome.record else 0, "finished" if outcome.record else "failed")
                 if answer is None:
                     self.forget(worker)
@@ -164,11 +164,11 @@ class _Pool:
                 self.lost = 0
                 if waiting:
                     self.jobs[worker] = waiting.popleft()
-                    worker.call(**_arguments(self.jobs[worker]))
+                    worker.call(**_dump_arguments(self.jobs[worker]))
             if time.monotonic() - looked > 0.2:
                 looked = time.monotonic()
                 for job in self.jobs.values():
-                    report(job, _step(job), "running")
+                    report(job, _read_step(job), "running")
         return outcomes
 
     def start(self, waiting: int) -> None:
@@ -176,12 +176,12 @@ class _Pool:
         starting = len(self.workers) - len(self.jobs)
         free = [number for number in range(self.count) if number not in self.workers]
         for number in free[: max(0, waiting - starting)]:
-            environment = _environment(number, self.gpus)
-            self.workers[number] = Worker(f"{__name__}:train_job", lambda *said: self.said.put(said), environment)
+            environment = _make_environment(number, self.gpus)
+            self.workers[number] = Worker(f"{__name__}:train_job", lambda *answer: self.said.put(answer), environment)
 
     def forget(self, worker: Worker) -> None:
         """Handle the end of a worker; raise `HeadwaterError` if none can be started."""
-        self.workers = {number: other for number, other in self.workers.items() if other is not worker}
+        self.workers = {number: started for number, started in self.workers.items() if started is not worker}
         self.lost += worker not in self.ready
         if self.lost >= self.STARTS:
             raise HeadwaterError(
@@ -208,7 +208,7 @@ class _Pool:
                 worker.end(0)
 
 
-def result_of(job: Job) -> RunRecord | None:
+def read_finished(job: Job) -> RunRecord | None:
     """The job's record, if it has run to its end with the same settings."""
     try:
         record = read_record(job.folder)
@@ -222,7 +222,7 @@ def result_of(job: Job) -> RunRecord | None:
     return record if same and record.status in ENDED else None
 
 
-def _environment(number: int, gpus: int) -> dict[str, str]:
+def _make_environment(number: int, gpus: int) -> dict[str, str]:
     """The environment of a worker: it sees only its own GPU, if there are any."""
     if not gpus:
         return {}
@@ -231,7 +231,7 @@ def _environment(number: int, gpus: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": names[number % gpus]}
 
 
-def _arguments(job: Job) -> dict[str, Any]:
+def _dump_arguments(job: Job) -> dict[str, Any]:
     return {
         "recipe": job.recipe.model_dump(mode="json"),
         "folder": str(job.folder),
@@ -243,11 +243,11 @@ def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | 
     """In the worker: train one model with one thread."""
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    known = None if experiment is None else Experiment.model_validate(experiment)
-    train(Recipe.model_validate(recipe), Path(folder), resume=True, experiment=known)
+    parsed = None if experiment is None else Experiment.model_validate(experiment)
+    train(Recipe.model_validate(recipe), Path(folder), resume=True, experiment=parsed)
 
 
-def _outcome(job: Job, worker: Worker, answer: Answer) -> Outcome:
+def _read_outcome(job: Job, worker: Worker, answer: Answer) -> Outcome:
     if answer is None:
         return Outcome(job.label, None, f"its worker process died ({worker.ending})")
     kind, message = answer.get("error", (None, None))
@@ -257,11 +257,11 @@ def _outcome(job: Job, worker: Worker, answer: Answer) -> Outcome:
         except HeadwaterError as error:
             return Outcome(job.label, None, str(error))
     # A bug in one trial must not lose the others' results.
-    ours = kind in (HeadwaterError.__name__, NotTrusted.__name__, Interrupted.__name__)
-    return Outcome(job.label, None, message if ours else f"{kind}: {message}")
+    expected = kind in (HeadwaterError.__name__, NotTrusted.__name__, Interrupted.__name__)
+    return Outcome(job.label, None, message if expected else f"{kind}: {message}")
 
 
-def _step(job: Job) -> int:
+def _read_step(job: Job) -> int:
     """Steps done so far, from the last whole line of the run's log."""
     try:
         lines = read_bytes(job.folder / METRICS).splitlines()

@@ -21,7 +21,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
 from headwater_lab.bench.decoding import decode_in_turns
-from headwater_lab.bench.paired import PairedTimes, interleave
+from headwater_lab.bench.paired import PairedTimes, time_interleaved
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.loop import stepping
 from headwater_lab.training.records import device_name
@@ -79,7 +79,7 @@ class Prices(BaseModel, extra="forbid"):
 
     def fit(self, arms: Mapping[str, Recipe], baseline: str) -> bool:
         """Whether these are the prices of `arms`, and perhaps of others, against this baseline."""
-        return self.baseline == baseline and self.settings.items() >= identities(arms).items()
+        return self.baseline == baseline and self.settings.items() >= find_identities(arms).items()
 
 
 def timed_recipe(recipe: Recipe) -> Recipe:
@@ -93,7 +93,7 @@ def timed_recipe(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"seed": 0, "training": training, "compare": None})
 
 
-def identities(arms: Mapping[str, Recipe]) -> dict[str, str]:
+def find_identities(arms: Mapping[str, Recipe]) -> dict[str, str]:
     return {name: timed_recipe(recipe).identity for name, recipe in arms.items()}
 
 
@@ -112,11 +112,11 @@ def check_priced(arms: Mapping[str, Recipe]) -> None:
     """Raise `HeadwaterError` for recipes with stages, and for those of several devices, which cannot be timed."""
     for name, recipe in arms.items():
         if recipe.stages or recipe.training.devices * recipe.training.nodes > 1:
-            what = "stages" if recipe.stages else "several devices"
-            raise HeadwaterError(f"Prices are measured of whole runs on one device, but the arm {name!r} has {what}.")
+            reason = "stages" if recipe.stages else "several devices"
+            raise HeadwaterError(f"Prices are measured of whole runs on one device, but the arm {name!r} has {reason}.")
 
 
-def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> Prices:
+def measure_prices(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> Prices:
     """Time the arms, one after the other, and write prices.json in `folder`, unless it has them.
 
     arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. Raises `HeadwaterError` as
@@ -124,43 +124,43 @@ def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told 
     """
     check_priced(arms)
     threads = torch.get_num_threads()
-    own = arms[baseline].training.threads or 1  # as trials have
-    set_threads(own)
+    trial_threads = arms[baseline].training.threads or 1  # as trials have
+    set_threads(trial_threads)
     try:
-        device = _device(arms[baseline])
-        machine: dict[str, Any] = {"device": device.type, "device_name": device_name(device), "threads": own}
+        device = _choose_device(arms[baseline])
+        machine: dict[str, Any] = {"device": device.type, "device_name": device_name(device), "threads": trial_threads}
         machine |= {"torch": torch.__version__, "headwater": __version__}
-        found = read_prices(folder)
-        if found is not None and found.fit(arms, baseline) and found.model_dump(include=set(machine)) == machine:
-            return found
-        found = Prices(**machine, baseline=baseline, settings=identities(arms))
+        prices = read_prices(folder)
+        if prices is not None and prices.fit(arms, baseline) and prices.model_dump(include=set(machine)) == machine:
+            return prices
+        prices = Prices(**machine, baseline=baseline, settings=find_identities(arms))
         for name, recipe in arms.items():
-            tell(f"prices: {name} on {found.device_name}")
-            found.arms[name] = _price(recipe, arms[baseline])
-        replace_text(folder / PRICES, found.model_dump_json(indent=1) + "\n")
-        return found
+            tell(f"prices: {name} on {prices.device_name}")
+            prices.arms[name] = _measure_price(recipe, arms[baseline])
+        replace_text(folder / PRICES, prices.model_dump_json(indent=1) + "\n")
+        return prices
     finally:
         torch.set_num_threads(threads)
 
 
-def _device(recipe: Recipe) -> torch.device:
-    wanted = recipe.training.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    return torch.device(wanted)
+def _choose_device(recipe: Recipe) -> torch.device:
+    name = recipe.training.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    return torch.device(name)
 
 
-def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
+def _measure_price(arm: Recipe, baseline: Recipe) -> ArmPrice:
     arm, baseline = timed_recipe(arm), timed_recipe(baseline)
     with (
         tempfile.TemporaryDirectory() as folder,
         stepping(arm, Path(folder) / "a") as a,
         stepping(baseline, Path(folder) / "b") as b,
     ):
-        times = interleave(a.settled_step, b.settled_step, STEPS)
+        times = time_interleaved(a.settled_step, b.settled_step, STEPS)
         config, context = a.model.config, a.data.context
         sizes = [run.progress.tokens / run.progress.step for run in (a, b)]
-        training = _timed([t / sizes[0] for t in times.a], [t / sizes[1] for t in times.b])
+        training = _summarize_times([t / sizes[0] for t in times.a], [t / sizes[1] for t in times.b])
         parameters = sum(parameter.numel() for parameter in a.model.parameters())
         configs = config, b.model.config
     return ArmPrice(
@@ -168,24 +168,26 @@ def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
         flops=training_flops(config, context),
         cache=cache_bytes_per_token(config),
         training=training,
-        decoding=None if is_of_images(config) else _decoding(configs, context, arm),
+        decoding=None if is_of_images(config) else _time_decoding(configs, context, arm),
     )
 
 
-def _decoding(configs: tuple, context: int, recipe: Recipe) -> TimeRatio:
+def _time_decoding(configs: tuple, context: int, recipe: Recipe) -> TimeRatio:
     """Greedy generation of the last tokens of a context, by models with random weights."""
-    device = _device(recipe)
+    device = _choose_device(recipe)
     dtype = recipe.training.precision.compute if device.type == "cuda" else torch.float32
-    models = {name: HeadwaterForCausalLM(one).to(device, dtype).eval() for name, one in zip("ab", configs, strict=True)}
+    models = {
+        name: HeadwaterForCausalLM(config).to(device, dtype).eval() for name, config in zip("ab", configs, strict=True)
+    }
     tokens = max(2, min(TOKENS, context // 4))
     prompt = max(1, context - tokens)
     vocabulary = min(config.vocab_size for config in configs)
     ids = torch.randint(vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
     runs = decode_in_turns(models, ids, tokens, GENERATIONS)
-    own, base = ([generation.seconds_per_token for generation in runs[name]] for name in "ab")
-    return _timed(own, base)
+    seconds, base = ([generation.seconds_per_token for generation in runs[name]] for name in "ab")
+    return _summarize_times(seconds, base)
 
 
-def _timed(own: list[float], base: list[float]) -> TimeRatio:
-    paired = PairedTimes(own, base)
-    return TimeRatio(seconds=statistics.median(own), ratio=paired.ratio, quartiles=paired.quartiles)
+def _summarize_times(seconds: list[float], base: list[float]) -> TimeRatio:
+    paired = PairedTimes(seconds, base)
+    return TimeRatio(seconds=statistics.median(seconds), ratio=paired.ratio, quartiles=paired.quartiles)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.pool import OnChange, Outcome, default_workers, run_trials
-from headwater_lab.comparison.statistics import standings
+from headwater_lab.comparison.statistics import find_standings
 from headwater_lab.comparison.trials import Trial
 from headwater_lab.training.records import RunRecord, SeedPlan, changed_data
 
@@ -23,42 +23,61 @@ def run_sequentially(
     the baseline with other budgets, have its seeds. A failed trial ends the comparison after its
     round, since its seed cannot be left out. Raises `HeadwaterError` once runs with the same settings had other data.
     """
-    by_key = {(one.experiment.arm, one.experiment.size, one.recipe.seed): one for one in trials}
-    keys = list(dict.fromkeys((one.experiment.arm, one.experiment.size) for one in trials))
-    still = [key for key in keys if key[0] in plan.arms]
+    rounds = _Rounds(trials, plan, baseline)
     outcomes: list[Outcome] = []
-    records: list[RunRecord] = []
-    done, count = 0, plan.min_seeds
-    while still and done < len(plan.seeds):
-        sizes = {size for _, size in still}
-        now = [key for key in keys if key in still or (key[0] not in plan.arms and key[1] in sizes)]
-        todo = [by_key[*key, seed] for seed in plan.seeds[done : done + count] for key in now]
-        found = run_trials(todo, workers, on_change)
-        outcomes += found
-        if any(one.record is None for one in found):
+    count = plan.min_seeds
+    while round_trials := rounds.take_trials(count):
+        round_outcomes = run_trials(round_trials, workers, on_change)
+        outcomes += round_outcomes
+        records = [outcome.record for outcome in round_outcomes if outcome.record is not None]
+        if len(records) < len(round_outcomes):
             break
-        records += [one.record for one in found if one.record is not None]
-        if wrong := changed_data(records):
-            raise HeadwaterError(wrong)
-        still = _undecided(records, still, baseline, plan)
-        done += count
-        count = _ahead(todo, len(still) + len({size for _, size in still}), workers)
+        rounds.decide(records)
+        jobs = [job for trial in round_trials for job in trial.jobs]
+        # as many seeds as keep all workers busy
+        count = max(1, (workers or default_workers(jobs)) // max(1, rounds.trials_per_seed))
     return outcomes
 
 
-def _undecided(
-    records: list[RunRecord], arms: list[tuple[str, str | None]], baseline: str, plan: SeedPlan
-) -> list[tuple[str, str | None]]:
-    """The arms that need another seed."""
-    stands = {
-        size: standings([r for r in records if r.experiment and r.experiment.size == size], baseline, plan)
-        for size in {size for _, size in arms}
-    }
-    return [(arm, size) for arm, size in arms if not stands[size][arm].decided]
+class _Rounds:
+    """The trials of each round: seeds of the undecided arms, and at their sizes of the arms that are not tested."""
 
+    def __init__(self, trials: list[Trial], plan: SeedPlan, baseline: str) -> None:
+        self.plan, self.baseline = plan, baseline
+        self.trials = {(trial.experiment.arm, trial.experiment.size, trial.recipe.seed): trial for trial in trials}
+        self.arms = list(dict.fromkeys((arm, size) for arm, size, _ in self.trials))
+        self.undecided = [(arm, size) for arm, size in self.arms if arm in plan.arms]
+        self.seeds = 0  # taken so far
+        self.records: list[RunRecord] = []
 
-def _ahead(todo: list[Trial], runs: int, workers: int | None) -> int:
-    """Seeds of the next round: as many as keep all workers busy. runs: for one seed."""
-    if not runs:
-        return 1
-    return max(1, (workers or default_workers([job for one in todo for job in one.jobs])) // runs)
+    @property
+    def trials_per_seed(self) -> int:
+        """Runs of one more seed, if the baseline alone is not tested."""
+        return len(self.undecided) + len({size for _, size in self.undecided})
+
+    def take_trials(self, count: int) -> list[Trial]:
+        """Those of the next `count` seeds; none once everything is decided or all seeds are taken."""
+        sizes = {size for _, size in self.undecided}
+        arms = [
+            (arm, size)
+            for arm, size in self.arms
+            if (arm, size) in self.undecided or (arm not in self.plan.arms and size in sizes)
+        ]
+        seeds = self.plan.seeds[self.seeds : self.seeds + count]
+        self.seeds += count
+        return [self.trials[arm, size, seed] for seed in seeds for arm, size in arms]
+
+    def decide(self, records: list[RunRecord]) -> None:
+        """Keep the arms that need another seed, now with these records."""
+        self.records += records
+        if changed := changed_data(self.records):
+            raise HeadwaterError(changed)
+        by_size = {
+            size: find_standings(
+                [record for record in self.records if record.experiment and record.experiment.size == size],
+                self.baseline,
+                self.plan,
+            )
+            for size in {size for _, size in self.undecided}
+        }
+        self.undecided = [(arm, size) for arm, size in self.undecided if not by_size[size][arm].decided]

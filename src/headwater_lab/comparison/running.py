@@ -6,12 +6,26 @@ from collections.abc import Collection
 from pathlib import Path
 
 from headwater_lab.comparison.budget import match_arms
-from headwater_lab.comparison.earlier import adopt, check_arms, check_plans, check_settings, earlier_runs
+from headwater_lab.comparison.earlier import (
+    adopt_experiment,
+    check_arms,
+    check_plans,
+    check_settings,
+    find_earlier_runs,
+)
 from headwater_lab.comparison.pool import OnChange, Outcome, run_trials
-from headwater_lab.comparison.prices import Told, check_priced, measure
+from headwater_lab.comparison.prices import Told, check_priced, measure_prices
 from headwater_lab.comparison.rounds import run_sequentially
-from headwater_lab.comparison.trials import Job, Trial, at_rates, folder_of, levels, plan_for, trials_of
-from headwater_lab.comparison.tuning import best_rates, tuning_trials
+from headwater_lab.comparison.trials import (
+    Job,
+    Trial,
+    find_folder,
+    list_trials,
+    make_plan,
+    order_jobs,
+    set_rates,
+)
+from headwater_lab.comparison.tuning import choose_rates, list_tuning_trials
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.util.output_folder import occupied
 
@@ -19,7 +33,7 @@ from headwater_lab.util.output_folder import occupied
 ArmKey = tuple[str, str | None]
 
 
-def compare(
+def run_comparison(
     recipe: Recipe,
     out: Path,
     workers: int | None = None,
@@ -39,51 +53,51 @@ def compare(
     """
     with occupied(out / recipe.name if shared else out, nested=True):
         recipe = match_arms(recipe)
-        trials = _among(trials_of(recipe, out), only)
+        trials = _choose_trials(list_trials(recipe, out), only)
         section = recipe.compare
         assert section is not None
         workers = workers or section.workers
         priced = [
-            (size, {one.experiment.arm: one.recipe for one in trials if one.experiment.size == size})
+            (size, {trial.experiment.arm: trial.recipe for trial in trials if trial.experiment.size == size})
             for size in (section.sizes or [None] if section.costs else [])
         ]
         for _, arms in priced:
             check_priced(arms)
-        plan = plan_for(section)
-        there = earlier_runs(recipe, trials, out, shared)
-        check_arms(recipe, there, out)
-        check_plans(plan, there)
+        plan = make_plan(section)
+        runs = find_earlier_runs(recipe, trials, out, shared)
+        check_arms(recipe, runs, out)
+        check_plans(plan, runs)
         rates: dict[str, float] = {}
         if section.learning_rates:
-            tries = _tries(recipe, out, only)
-            rates = best_rates(tries, run_trials(tries, workers, on_change))
-            trials = at_rates(trials, rates)
-        check_settings(recipe, rates, there, out)
-        adopt(recipe, there, out)
+            tries = _choose_tuning_trials(recipe, out, only)
+            rates = choose_rates(tries, run_trials(tries, workers, on_change))
+            trials = set_rates(trials, rates)
+        check_settings(recipe, rates, runs, out)
+        adopt_experiment(recipe, runs, out)
         if plan is not None:
             outcomes = run_sequentially(trials, plan, section.baseline, workers, on_change)
         else:
             outcomes = run_trials(trials, workers, on_change)
         for size, arms in priced:
             if section.baseline in arms:
-                measure(arms, section.baseline, folder_of(recipe, size, out), tell)
+                measure_prices(arms, section.baseline, find_folder(recipe, size, out), tell)
         return outcomes
 
 
-def jobs_of(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None) -> list[Job]:
-    """All jobs that `compare` may train, each once; until decided, it will be fewer."""
+def list_jobs(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None) -> list[Job]:
+    """All jobs that `run_comparison` may train, each once; until decided, it will be fewer."""
     recipe = match_arms(recipe)
-    trials = _among(trials_of(recipe, out), only)
+    trials = _choose_trials(list_trials(recipe, out), only)
     if recipe.compare is not None and recipe.compare.learning_rates:
-        trials += _tries(recipe, out, only)
-    return [job for level in levels(trials) for job in level]
+        trials += _choose_tuning_trials(recipe, out, only)
+    return [job for level in order_jobs(trials) for job in level]
 
 
-def _among(trials: list[Trial], only: Collection[ArmKey] | None) -> list[Trial]:
-    return [one for one in trials if only is None or (one.experiment.arm, one.experiment.size) in only]
+def _choose_trials(trials: list[Trial], only: Collection[ArmKey] | None) -> list[Trial]:
+    return [trial for trial in trials if only is None or (trial.experiment.arm, trial.experiment.size) in only]
 
 
-def _tries(recipe: Recipe, out: Path, only: Collection[ArmKey] | None) -> list[Trial]:
+def _choose_tuning_trials(recipe: Recipe, out: Path, only: Collection[ArmKey] | None) -> list[Trial]:
     """To tune arms that are trained at any size: a learning rate is chosen at one size for all."""
     arms = None if only is None else {arm for arm, _ in only}
-    return [one for one in tuning_trials(recipe, out) if arms is None or one.experiment.arm in arms]
+    return [trial for trial in list_tuning_trials(recipe, out) if arms is None or trial.experiment.arm in arms]

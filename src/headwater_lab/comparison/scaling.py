@@ -8,8 +8,8 @@ N: parameters without embeddings, or training tokens, whichever differ between t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -27,7 +27,7 @@ LEAST_SIZES = 3
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its interval (95 %, see `scaling_of`); None with one seed, and if a number is not finite.
+    """A number and its interval (95 %, see `fit_scaling`); None with one seed, and if a number is not finite.
 
     error: its standard error, of the logarithm for what cannot be below 0; freedom: degrees of freedom of its t.
     """
@@ -79,26 +79,22 @@ class Scaling:
 
     def sentences(self) -> list[str]:
         """Equals a baseline with x % more parameters or tokens, in words."""
-        what = "parameters (embeddings aside)" if self.axis == "parameters" else f"training {self.unit}"
-        lines = []
-        for one in self.equals:
-            if math.isnan(one.more.value):
-                lines.append(f"{one.arm}, {one.size}: the losses of {self.baseline} do not fall with its size.")
-                continue
-            if not math.isfinite(one.more.value):
-                lines.append(f"{one.arm}, {one.size}: no {self.baseline} of any size has its loss, by the fitted law.")
-                continue
-            percent = f"{abs(one.more.value):.1%} {'more' if one.more.value >= 0 else 'fewer'}"
-            between = ""
-            if one.more.interval is not None:
-                low, high = one.more.interval
-                between = f" [{low:+.1%}, {high:+.1%}]"
-            beyond = "" if one.inside else "; beyond the sizes trained"
-            lines.append(f"{one.arm}, {one.size}: equals a {self.baseline} with {percent} {what}{between}{beyond}.")
-        return lines
+        unit = "parameters (embeddings aside)" if self.axis == "parameters" else f"training {self.unit}"
+        return [f"{equal.arm}, {equal.size}: {self._describe(equal, unit)}." for equal in self.equals]
+
+    def _describe(self, equal: Equal, unit: str) -> str:
+        estimate = equal.more
+        if math.isnan(estimate.value):
+            return f"the losses of {self.baseline} do not fall with its size"
+        if not math.isfinite(estimate.value):
+            return f"no {self.baseline} of any size has its loss, by the fitted law"
+        percent = f"{abs(estimate.value):.1%} {'more' if estimate.value >= 0 else 'fewer'}"
+        interval = "" if estimate.interval is None else " [{:+.1%}, {:+.1%}]".format(*estimate.interval)
+        extrapolated = "" if equal.inside else "; beyond the sizes trained"
+        return f"equals a {self.baseline} with {percent} {unit}{interval}{extrapolated}"
 
 
-def scaling_of(records: Sequence[RunRecord]) -> Scaling | None:
+def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
     """Fit every arm's losses against its size, from finished trials.
 
     The law is fitted to the mean over seeds at each size (least squares; each size counts alike). Intervals: each seed
@@ -115,63 +111,118 @@ def scaling_of(records: Sequence[RunRecord]) -> Scaling | None:
     """
     runs = [r for r in records if r.experiment and r.experiment.size and r.status == "finished" and r.held_out]
     baseline = runs[0].experiment.baseline if runs and runs[0].experiment else ""
-    sizes = list(dict.fromkeys(_size(r) for r in runs if arm_of(r) == baseline))
+    of_baseline = [run for run in runs if arm_of(run) == baseline]
+    sizes = list(dict.fromkeys(_size(run) for run in of_baseline))
     if len(sizes) < LEAST_SIZES:
         return None
-    axis = _axis([r for r in runs if arm_of(r) == baseline])
-    table: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
-    metric = _metric(runs)
-    for r in runs:
-        loss = r.held_out[-1].metrics[metric]
-        if _size(r) in sizes and math.isfinite(loss):
-            table.setdefault(arm_of(r), {}).setdefault(_size(r), {})[r.seed] = (_n(r, axis), loss)
-    table = {arm: by_size for arm, by_size in table.items() if len(by_size) == len(sizes)}
-    seeds = sorted(
-        set.intersection(*(set(of) for by_size in table.values() for of in by_size.values())) if table else []
-    )
-    if baseline not in table or not seeds:
+    axis, metric = _axis(of_baseline), _metric(runs)
+    losses = _Losses.read(runs, baseline, sizes, axis, metric)
+    if losses is None:
         return None
-    # [arms, sizes, seeds]
-    n, losses = np.moveaxis(np.array([[[table[a][size][x] for x in seeds] for size in sizes] for a in table]), -1, 0)
-    if (distinct := len(set(n.mean(2)[list(table).index(baseline)]))) < LEAST_SIZES:
+    if (distinct := len(set(losses.n.mean(2)[losses.base]))) < LEAST_SIZES:
         raise HeadwaterError(
             f"A law needs {LEAST_SIZES} sizes with different {axis}, and these have {distinct}; add one."
         )
-    arms = list(table)
-    base = arms.index(baseline)
-    over = n if axis == "parameters" else np.broadcast_to(n[base], n.shape)
-    whole = _Fitted(base, n, over, losses)
-    jackknife = range(len(seeds) if len(seeds) > 1 else 0)
-    left = [_Fitted(base, *(np.delete(x, i, 2) for x in (n, over, losses))) for i in jackknife]
-    laws, equals = [], []
-    for i, arm in enumerate(arms):
-        law, again = whole.laws[i], np.array([one.laws[i] for one in left]).reshape(-1, 3)
-        e, a, exponent = (_estimate(law[k], again[:, k], logarithmic=k == 2, exp=k == 1) for k in range(3))
-        if law[0] == 0.0:  # at its bound, which the jackknife cannot handle
-            e = Estimate(0.0, None)
-        error = float(np.sqrt(np.mean((predict(law, whole.n[i]) - whole.losses[i]) ** 2)))
-        laws.append(Law(arm, e, a, exponent, error))
-        if arm == baseline:
-            continue
-        for k, size in enumerate(sizes):
-            ratio = _estimate(whole.ratios[i, k], np.array([one.ratios[i, k] for one in left]), logarithmic=True)
-            bounds = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
-            more = Estimate(ratio.value - 1, bounds, ratio.error, ratio.freedom)
-            at, trained = whole.over[i, k], whole.n[base]
-            inside = bool(trained.min() <= ratio.value * at <= trained.max())
-            equals.append(Equal(arm, size, more, inside))
-    points = {arm: list(zip(whole.n[i].tolist(), whole.losses[i].tolist(), strict=True)) for i, arm in enumerate(arms)}
-    return Scaling(axis, metric, baseline, points, laws, equals, runs[0].unit)
+    jackknife = _Jackknife(losses)
+    points = jackknife.fitted.points()
+    return Scaling(axis, metric, baseline, points, jackknife.laws(), jackknife.equals(), runs[0].unit)
 
 
-class _Fitted:
-    """The laws of all arms. n, over, losses: [arms, sizes], means of [arms, sizes, seeds]; ratios: [arms, sizes], N of
+@dataclass(frozen=True)
+class _Losses:
+    """Losses by arm, size and seed: n, over, losses [arms, sizes, seeds].
+
+    base: the baseline's index. over: what the baseline's N is divided by, see `Equal`.
+    """
+
+    arms: list[str]
+    sizes: list[str]
+    base: int
+    n: np.ndarray
+    over: np.ndarray
+    losses: np.ndarray
+
+    @classmethod
+    def read(
+        cls, runs: Sequence[RunRecord], baseline: str, sizes: list[str], axis: Axis, metric: str
+    ) -> _Losses | None:
+        """The finite losses of the arms that have all sizes, with the seeds that all have; None without any."""
+        points: dict[str, dict[tuple[str, int], tuple[float, float]]] = {}
+        for run in runs:
+            loss = run.held_out[-1].metrics[metric]
+            if _size(run) in sizes and math.isfinite(loss):
+                points.setdefault(arm_of(run), {})[_size(run), run.seed] = _n(run, axis), loss
+        arms = [arm for arm, by_trial in points.items() if {size for size, _ in by_trial} == set(sizes)]
+        seeds = _shared_seeds([points[arm] for arm in arms], sizes)
+        if baseline not in arms or not seeds:
+            return None
+        cells = [[[points[arm][size, seed] for seed in seeds] for size in sizes] for arm in arms]
+        n, losses = np.moveaxis(np.array(cells), -1, 0)
+        base = arms.index(baseline)
+        return cls(arms, sizes, base, n, n if axis == "parameters" else np.broadcast_to(n[base], n.shape), losses)
+
+    def without_seed(self, index: int) -> _Losses:
+        n, over, losses = (np.delete(values, index, 2) for values in (self.n, self.over, self.losses))
+        return replace(self, n=n, over=over, losses=losses)
+
+
+def _shared_seeds(trials: Sequence[Collection[tuple[str, int]]], sizes: Sequence[str]) -> list[int]:
+    """The seeds that all arms have at all sizes. trials: of each arm, (size, seed)."""
+    seeds = {seed for of_arm in trials for _, seed in of_arm}
+    return sorted(seed for seed in seeds if all((size, seed) in of_arm for of_arm in trials for size in sizes))
+
+
+class _FittedLaws:
+    """The laws of all arms. n, over, losses: [arms, sizes], means over seeds; ratios: [arms, sizes], N of
     the baseline for that loss over `over`."""
 
-    def __init__(self, base: int, n: np.ndarray, over: np.ndarray, losses: np.ndarray) -> None:
-        self.n, self.over, self.losses = n.mean(2), over.mean(2), losses.mean(2)
-        self.laws = [fit(*of) for of in zip(self.n, self.losses, strict=True)]
-        self.ratios = np.array([[invert(self.laws[base], loss) for loss in row] for row in self.losses]) / self.over
+    def __init__(self, losses: _Losses) -> None:
+        self.arms = losses.arms
+        self.n, self.over, self.losses = losses.n.mean(2), losses.over.mean(2), losses.losses.mean(2)
+        self.laws = [fit_law(n, loss) for n, loss in zip(self.n, self.losses, strict=True)]
+        needed = [[invert_law(self.laws[losses.base], loss) for loss in row] for row in self.losses]
+        self.ratios = np.array(needed) / self.over
+
+    def points(self) -> dict[str, list[tuple[float, float]]]:
+        rows = zip(self.arms, self.n.tolist(), self.losses.tolist(), strict=True)
+        return {arm: list(zip(n, losses, strict=True)) for arm, n, losses in rows}
+
+
+class _Jackknife:
+    """Estimates with intervals: everything is fitted to all seeds, and again without each of them."""
+
+    def __init__(self, losses: _Losses) -> None:
+        seeds = losses.losses.shape[2]
+        self.data, self.fitted = losses, _FittedLaws(losses)
+        self.refitted = [_FittedLaws(losses.without_seed(seed)) for seed in range(seeds if seeds > 1 else 0)]
+
+    def laws(self) -> list[Law]:
+        return [self._estimate_law(arm) for arm in range(len(self.data.arms))]
+
+    def equals(self) -> list[Equal]:
+        """By arm, the baseline aside, and size."""
+        arms = [arm for arm in range(len(self.data.arms)) if arm != self.data.base]
+        return [self._estimate_equal(arm, size) for arm in arms for size in range(len(self.data.sizes))]
+
+    def _estimate_law(self, arm: int) -> Law:
+        law = self.fitted.laws[arm]
+        again = np.array([fitted.laws[arm] for fitted in self.refitted]).reshape(-1, 3)
+        e = _estimate(law[0], again[:, 0])
+        if law[0] == 0.0:  # at its bound, which the jackknife cannot handle
+            e = Estimate(0.0, None)
+        a = _estimate(law[1], again[:, 1], exp=True)
+        exponent = _estimate(law[2], again[:, 2], logarithmic=True)
+        residuals = evaluate_law(law, self.fitted.n[arm]) - self.fitted.losses[arm]
+        return Law(self.data.arms[arm], e, a, exponent, float(np.sqrt(np.mean(residuals**2))))
+
+    def _estimate_equal(self, arm: int, size: int) -> Equal:
+        again = np.array([fitted.ratios[arm, size] for fitted in self.refitted])
+        ratio = _estimate(self.fitted.ratios[arm, size], again, logarithmic=True)
+        interval = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
+        estimate = Estimate(ratio.value - 1, interval, ratio.error, ratio.freedom)
+        needed, trained = ratio.value * self.fitted.over[arm, size], self.fitted.n[self.data.base]
+        inside = bool(trained.min() <= needed <= trained.max())
+        return Equal(self.data.arms[arm], self.data.sizes[size], estimate, inside)
 
 
 def _estimate(value: float, left_out: np.ndarray, logarithmic: bool = False, exp: bool = False) -> Estimate:
@@ -180,19 +231,19 @@ def _estimate(value: float, left_out: np.ndarray, logarithmic: bool = False, exp
     logarithmic: of a positive number, by its logarithm. exp: the values are logarithms.
     """
     with np.errstate(divide="ignore", over="ignore"):
-        whole, parts = (np.log(value), np.log(left_out)) if logarithmic else (value, left_out)
-        shown = float(np.exp(whole)) if logarithmic or exp else float(whole)
-        if len(parts) < 2 or not (np.isfinite(whole) and np.isfinite(parts).all()):
-            return Estimate(shown, None)
-        count = len(parts)
-        error = math.sqrt((count - 1) / count * float(np.sum((parts - parts.mean()) ** 2)))
+        center, again = (np.log(value), np.log(left_out)) if logarithmic else (value, left_out)
+        result = float(np.exp(center)) if logarithmic or exp else float(center)
+        if len(again) < 2 or not (np.isfinite(center) and np.isfinite(again).all()):
+            return Estimate(result, None)
+        count = len(again)
+        error = math.sqrt((count - 1) / count * float(np.sum((again - again.mean()) ** 2)))
         half = float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
-        ends = np.array([whole - half, whole + half])
+        ends = np.array([center - half, center + half])
         low, high = np.exp(ends) if logarithmic or exp else ends
-    return Estimate(shown, (float(low), float(high)), error, count - 1)
+    return Estimate(result, (float(low), float(high)), error, count - 1)
 
 
-def fit(n: np.ndarray, loss: np.ndarray) -> np.ndarray:
+def fit_law(n: np.ndarray, loss: np.ndarray) -> np.ndarray:
     """E, log A, a of the least-squares law.
 
     n, loss: [sizes]. For a given exponent the law is linear in E and A, so only the exponent is searched. If
@@ -215,19 +266,19 @@ def fit(n: np.ndarray, loss: np.ndarray) -> np.ndarray:
     grid = np.geomspace(1e-3, 4.0, 161)
     start = int(np.argmin(solve(grid)[0]))
     low, high = grid[max(0, start - 1)], grid[min(len(grid) - 1, start + 1)]
-    found = optimize.minimize_scalar(lambda a: float(solve(a)[0]), bounds=(low, high), options={"xatol": 1e-10})
-    exponent = float(found.x)
+    minimum = optimize.minimize_scalar(lambda a: float(solve(a)[0]), bounds=(low, high), options={"xatol": 1e-10})
+    exponent = float(minimum.x)
     _, e, amount = solve(exponent)
     with np.errstate(divide="ignore"):
         return np.array([float(e), float(np.log(amount)) + exponent * math.log(scale), exponent])
 
 
-def predict(law: np.ndarray, n: np.ndarray) -> np.ndarray:
+def evaluate_law(law: np.ndarray, n: np.ndarray) -> np.ndarray:
     """The law's loss at N."""
     return law[0] + np.exp(law[1] - law[2] * np.log(n))
 
 
-def invert(law: np.ndarray, loss: float) -> float:
+def invert_law(law: np.ndarray, loss: float) -> float:
     """The N at which the law has this loss; infinity if there is none, nan if the law is constant."""
     if math.isinf(law[1]):
         return math.nan
@@ -236,13 +287,13 @@ def invert(law: np.ndarray, loss: float) -> float:
 
 def _metric(records: Sequence[RunRecord]) -> str:
     """Nats per token if all have the same tokens, else their metric. There are no laws of accuracy."""
-    first = records[0]
-    loss = "".join(["loss", *first.metric.partition("/")[1:]])  # of the deciding domain, if there is one
-    if same_tokens(records) and all(loss in record.held_out[-1].metrics for record in records):
+    record = records[0]
+    loss = "".join(["loss", *record.metric.partition("/")[1:]])  # of the deciding domain, if there is one
+    if same_tokens(records) and all(loss in run.held_out[-1].metrics for run in records):
         return loss
-    if not first.lower_is_better:
-        raise HeadwaterError(f"A scaling law needs losses, but {first.name!r} was measured only by {first.metric}.")
-    return first.metric
+    if not record.lower_is_better:
+        raise HeadwaterError(f"A scaling law needs losses, but {record.name!r} was measured only by {record.metric}.")
+    return record.metric
 
 
 def _n(record: RunRecord, axis: Axis) -> float:

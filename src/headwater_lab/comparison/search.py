@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.trials import trials_of
-from headwater_lab.comparison.tuning import WORST, score
+from headwater_lab.comparison.trials import list_trials
+from headwater_lab.comparison.tuning import WORST, find_score
 from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.records import read_record
 
@@ -21,7 +21,7 @@ FINALISTS = 2
 PAIRS = 2
 
 
-def candidates(
+def find_candidates(
     recipe: Recipe, mechanisms: Mapping[str, dict[str, Any]] | None
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """(arms that combine the mechanisms, vanilla first; reasons for invalid combinations, smaller ones first).
@@ -38,20 +38,25 @@ def candidates(
         )
     data = recipe.data.build()
     vanilla = {name: value for name, value in recipe.model.items() if name != "mechanisms"}
-    known = list(dict.fromkeys((*MECHANISMS.names, *(mechanisms or ()))))
-    order = [name for name in known if mechanisms is None or name in mechanisms]
     arms: dict[str, dict[str, Any]] = {VANILLA: {"model": {"mechanisms": {}}}}
     refused: dict[str, str] = {}
-    for size in range(1, (PAIRS if mechanisms is None else len(order)) + 1):
-        for chosen in combinations(order, size):
-            options = {name: (mechanisms or {}).get(name, {}) for name in chosen}
-            label = " + ".join(chosen)
-            try:
-                recipe.model_copy(update={"model": vanilla | {"mechanisms": options}}).config_for(data)
-                arms[label] = {"model": {"mechanisms": options}}
-            except HeadwaterError as error:
-                refused[label] = str(error)
+    for options in _combine(mechanisms):
+        label = " + ".join(options)
+        try:
+            recipe.model_copy(update={"model": vanilla | {"mechanisms": options}}).config_for(data)
+            arms[label] = {"model": {"mechanisms": options}}
+        except HeadwaterError as error:
+            refused[label] = str(error)
     return arms, refused
+
+
+def _combine(mechanisms: Mapping[str, dict[str, Any]] | None) -> Iterator[dict[str, dict[str, Any]]]:
+    """All combinations of mechanisms with their options, the smaller first; of all there are, only the pairs."""
+    options: dict[str, dict[str, Any]] = {name: {} for name in MECHANISMS.names} | dict(mechanisms or {})
+    names = [name for name in options if mechanisms is None or name in mechanisms]
+    for size in range(1, (PAIRS if mechanisms is None else len(names)) + 1):
+        for combination in combinations(names, size):
+            yield {name: options[name] for name in combination}
 
 
 def search_recipe(recipe: Recipe, arms: dict[str, dict[str, Any]]) -> Recipe:
@@ -62,9 +67,9 @@ def search_recipe(recipe: Recipe, arms: dict[str, dict[str, Any]]) -> Recipe:
     """
     names = [arm for arm in arms if arm != VANILLA]
     if len(names) <= FINALISTS:
-        what = f"only {' and '.join(names)}" if names else "no mechanism"
+        few = f"only {' and '.join(names)}" if names else "no mechanism"
         raise HeadwaterError(
-            f"There is nothing to choose: besides {VANILLA} {what} is left; name more with --mechanism, or compare "
+            f"There is nothing to choose: besides {VANILLA} {few} is left; name more with --mechanism, or compare "
             "them without --search."
         )
     settings = recipe.compare
@@ -85,8 +90,8 @@ def best_arms(search: Recipe, out: Path) -> list[str]:
     Excludes vanilla and any arm with a diverged run. Raises `HeadwaterError` if all have.
     """
     scores: dict[str, list[float]] = {}
-    for trial in trials_of(search, out):
-        scores.setdefault(trial.experiment.arm, []).append(score(read_record(trial.folder)))
+    for trial in list_trials(search, out):
+        scores.setdefault(trial.experiment.arm, []).append(find_score(read_record(trial.folder)))
     means = {arm: sum(s) / len(s) for arm, s in scores.items() if arm != VANILLA and min(s) > WORST}
     if not means:
         raise HeadwaterError("Every combination diverged; lower training.learning_rate or compare.learning_rates.")
@@ -102,7 +107,7 @@ def final_recipe(search: Recipe, out: Path, best: Sequence[str]) -> Recipe:
     assert section is not None
     rates = {
         trial.experiment.arm: read_record(trial.folder).recipe["training"]["learning_rate"]
-        for trial in trials_of(search, out)
+        for trial in list_trials(search, out)
     }
     arms = {arm: section.arms[arm] | {"training": {"learning_rate": rates[arm]}} for arm in [VANILLA, *best]}
     changes = {"arms": arms, "seeds": FINAL_SEEDS, "learning_rates": []}

@@ -56,8 +56,8 @@ class Chain:
     |W| = √n·sin(a), t = √(n - 1)·tan(a); the cells have equal width in a. first: differences at the first look.
     """
 
-    def __init__(self, first: int) -> None:
-        self.pairs = first - 1
+    def __init__(self, min_pairs: int) -> None:
+        self.pairs = min_pairs - 1
         self.points: np.ndarray | None = None
         self.masses = np.ones(1)
 
@@ -74,7 +74,7 @@ class Chain:
         def chance(ahead: np.ndarray) -> np.ndarray:
             """Of W' > reached, from W = tan(ahead)."""
             low, high = (np.clip(turn, -np.pi / 2, np.pi / 2) for turn in (angle - ahead, np.pi - angle - ahead))
-            return np.asarray(turned(n)(high) - turned(n)(low))
+            return np.asarray(distribute_angle(n)(high) - distribute_angle(n)(low))
 
         return np.asarray(self.masses @ (chance(np.arctan(w)) + chance(-np.arctan(w))))
 
@@ -87,28 +87,33 @@ class Chain:
 
 
 @functools.lru_cache(maxsize=256)
-def turned(n: int) -> interpolate.CubicHermiteSpline:
+def distribute_angle(n: int) -> interpolate.CubicHermiteSpline:
     """The distribution function of arctan(r), whose density is proportional to cosⁿ⁻¹."""
-    at = np.linspace(-np.pi / 2, np.pi / 2, 2001)
+    angles = np.linspace(-np.pi / 2, np.pi / 2, 2001)
     peak = math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2)) / math.sqrt(math.pi)
-    return interpolate.CubicHermiteSpline(at, special.stdtr(n, np.sqrt(n) * np.tan(at)), peak * np.cos(at) ** (n - 1))
+    distribution = special.stdtr(n, np.sqrt(n) * np.tan(angles))
+    return interpolate.CubicHermiteSpline(angles, distribution, peak * np.cos(angles) ** (n - 1))
 
 
 @functools.lru_cache(maxsize=64)
-def critical_values(level: float, first: int, last: int) -> tuple[float, ...]:
+def critical_values(level: float, min_pairs: int, max_pairs: int) -> tuple[float, ...]:
     """c(n) for n from `first` (2 or more) to `last`: all intervals without their w contain the mean at `1 - level`."""
-    chain, found, before = Chain(first), [], 0.0
-    for n in range(first, last + 1):
-        spent = level * ((n / last) ** SPENDING - before)
+    chain, values, spent_before = Chain(min_pairs), [], 0.0
+    for n in range(min_pairs, max_pairs + 1):
+        spent = level * ((n / max_pairs) ** SPENDING - spent_before)
         critical = math.exp(optimize.brentq(lambda log: chain.crossing(np.exp([log]))[0] - spent, -5, 30))  # noqa: B023
         chain.go_on(critical)
-        found.append(critical)
-        before = (n / last) ** SPENDING
-    return tuple(found)
+        values.append(critical)
+        spent_before = (n / max_pairs) ** SPENDING
+    return tuple(values)
 
 
 def repeated_intervals(
-    differences: Sequence[float] | np.ndarray, level: float, first: int, last: int, same: bool | Sequence[bool] = False
+    differences: Sequence[float] | np.ndarray,
+    level: float,
+    min_pairs: int,
+    max_pairs: int,
+    same: bool | Sequence[bool] = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(means, lower limits, upper limits) of the first 1, 2, … differences along the last axis; ±∞ if unbounded.
 
@@ -119,7 +124,7 @@ def repeated_intervals(
     d = np.asarray(differences, dtype=float)
     n = np.arange(1, d.shape[-1] + 1)
     c = np.full(len(n), math.inf)
-    c[first - 1 :] = critical_values(level, first, last)[: max(0, len(n) - first + 1)]
+    c[min_pairs - 1 :] = critical_values(level, min_pairs, max_pairs)[: max(0, len(n) - min_pairs + 1)]
     start = d[..., :1]  # sums of powers lose digits where the mean is large
     mean, square, cube = (np.cumsum((d - start) ** power, axis=-1) / n for power in (1, 2, 3))
     variance = np.maximum(square - mean**2, 0)
@@ -129,39 +134,39 @@ def repeated_intervals(
         skew = np.clip(skew, -bound, bound)
         reach = c * np.sqrt(variance / (n - 1))
         low, high = (side * reach * (1 + np.maximum(0, side * skew) * c / np.sqrt(n)) for side in (-1, 1))
-    low, high = (np.where(n < first, side * math.inf, one) for side, one in ((-1, low), (1, high)))
+    low, high = (np.where(n < min_pairs, side * math.inf, limits) for side, limits in ((-1, low), (1, high)))
     mean = mean + start
     largest = np.maximum.accumulate(np.abs(d), axis=-1)
     spread = np.maximum.accumulate(d, axis=-1) - np.minimum.accumulate(d, axis=-1)
     constant = spread <= ROUNDING * np.maximum(1, largest)
     mean = np.where(largest <= ROUNDING, 0.0, mean)
-    known = (n >= first) & np.where(largest > ROUNDING, 2.0 ** (1 - n) <= level, same)
-    width = np.where(known, 0.0, math.inf)
+    is_known = (n >= min_pairs) & np.where(largest > ROUNDING, 2.0 ** (1 - n) <= level, same)
+    width = np.where(is_known, 0.0, math.inf)
     return mean, mean + np.where(constant, -width, low), mean + np.where(constant, width, high)
 
 
-def looks(
-    differences: Sequence[float], level: float, first: int, last: int, same: bool | Sequence[bool] = False
+def take_looks(
+    differences: Sequence[float], level: float, min_pairs: int, max_pairs: int, same: bool | Sequence[bool] = False
 ) -> list[SeedLook]:
     """The looks at the first `first`, …, all differences, of at most `last`; see `repeated_intervals`."""
-    if len(differences) < first:
+    if len(differences) < min_pairs:
         return []
-    columns = (column.tolist() for column in repeated_intervals(differences, level, first, last, same))
+    columns = (column.tolist() for column in repeated_intervals(differences, level, min_pairs, max_pairs, same))
     return [
         SeedLook(n, mean, (low, high) if math.isfinite(low) and math.isfinite(high) else None)
         for n, (mean, low, high) in enumerate(zip(*columns, strict=True), 1)
-        if n >= first
+        if n >= min_pairs
     ]
 
 
-def inside(interval: tuple[float, float], margin: float) -> bool:
+def is_inside(interval: tuple[float, float], margin: float) -> bool:
     """Whether a difference is smaller than the margin: the verdict "equivalent"."""
     return -margin < interval[0] and interval[1] < margin
 
 
-def decides(interval: tuple[float, float] | None, margin: float) -> bool:
+def is_decisive(interval: tuple[float, float] | None, margin: float) -> bool:
     """Whether an arm needs no further seed: it differs from 0, or by less than the margin."""
-    return interval is not None and (interval[0] > 0 or interval[1] < 0 or inside(interval, margin))
+    return interval is not None and (interval[0] > 0 or interval[1] < 0 or is_inside(interval, margin))
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,7 @@ class Standing:
     diverged: bool = False
 
 
-def standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping[int, float | None]) -> Standing:
+def find_standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping[int, float | None]) -> Standing:
     """Where an arm stands. arm, base: results by seed; None for a run that diverged.
 
     The first seed that either lacks ends the sample, whatever comes later, since leaving out a seed could change the
@@ -193,18 +198,18 @@ def standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping[int,
         if seed not in arm or seed not in base or diverged:
             break
         seeds.append(seed)
-        own, other = arm[seed], base[seed]
-        if own is None:
+        result, base_result = arm[seed], base[seed]
+        if result is None:
             diverged = True
-        elif other is not None:
-            paired.append((len(seeds), own - other))
+        elif base_result is not None:
+            paired.append((len(seeds), result - base_result))
     differences = [difference for _, difference in paired]
     same = [len({base[seed] for seed in seeds[:count]} - {None}) > 1 for count, _ in paired]  # by what a look has seen
-    seen = looks(differences, LEVEL / len(plan.arms), plan.min_seeds, len(plan.seeds), same)
-    for place, look in enumerate(seen, 1):
-        if decides(look.interval, plan.margin):
-            return Standing(seeds[: paired[look.pairs - 1][0]], differences[: look.pairs], seen[:place], True)
-    return Standing(seeds, differences, seen, diverged, diverged)
+    arm_looks = take_looks(differences, LEVEL / len(plan.arms), plan.min_seeds, len(plan.seeds), same)
+    for count, look in enumerate(arm_looks, 1):
+        if is_decisive(look.interval, plan.margin):
+            return Standing(seeds[: paired[look.pairs - 1][0]], differences[: look.pairs], arm_looks[:count], True)
+    return Standing(seeds, differences, arm_looks, diverged, diverged)
 
 
 def skewed_error(plan: SeedPlan) -> float | None:

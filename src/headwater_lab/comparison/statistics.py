@@ -17,9 +17,9 @@ from headwater_lab.comparison.sequential import (
     SeedLook,
     Standing,
     critical_values,
-    inside,
-    looks,
-    standing,
+    find_standing,
+    is_inside,
+    take_looks,
 )
 from headwater_lab.training.records import HeldOutPoint, RunRecord, SeedPlan
 
@@ -57,7 +57,7 @@ class Paired:
 
     @property
     def equivalent(self) -> bool:
-        return self.margin is not None and self.interval is not None and inside(self.interval, self.margin)
+        return self.margin is not None and self.interval is not None and is_inside(self.interval, self.margin)
 
     @property
     def found(self) -> bool:
@@ -69,10 +69,10 @@ def holm_tests(samples: Sequence[Sequence[float]]) -> list[Paired | None]:
 
     If no models differ, one or more differences are found in at most `LEVEL` of all cases (for normal differences).
     """
-    tests = [_p(sample) for sample in samples]
+    tests = [_find_p(sample) for sample in samples]
     levels = holm_levels(tests)
     return [
-        _paired(tuple(map(float, sample)), tests[index], levels[index]) if len(sample) else None
+        _summarize_pairs(tuple(map(float, sample)), tests[index], levels[index]) if len(sample) else None
         for index, sample in enumerate(samples)
     ]
 
@@ -84,14 +84,14 @@ def holm_levels(tests: Sequence[float | None], level: float = LEVEL) -> list[flo
     get the level at which it failed.
     """
     levels = [level] * len(tests)
-    tested = [index for index, p in enumerate(tests) if p is not None]
+    tested = [position for position, p in enumerate(tests) if p is not None]
     if tested:
         p = np.array([p for p in tests if p is not None])
         order = np.argsort(p, kind="stable")
         steps = level / np.arange(len(p), 0, -1)
-        passed = int(np.logical_and.accumulate(p[order] <= steps).sum())
-        for rank, place in enumerate(order):
-            levels[tested[place]] = float(steps[min(rank, passed, len(p) - 1)])
+        rejected = int(np.logical_and.accumulate(p[order] <= steps).sum())
+        for rank, index in enumerate(order):
+            levels[tested[index]] = float(steps[min(rank, rejected, len(p) - 1)])
     return levels
 
 
@@ -100,7 +100,7 @@ def is_constant(differences: Sequence[float]) -> bool:
     return float(np.ptp(differences)) <= ROUNDING * max(1.0, float(np.abs(differences).max()))
 
 
-def _zero(differences: Sequence[float]) -> bool:
+def _is_zero(differences: Sequence[float]) -> bool:
     return float(np.abs(differences).max()) <= ROUNDING
 
 
@@ -109,20 +109,20 @@ def standard_error(differences: Sequence[float]) -> float:
     return float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
 
 
-def _p(differences: Sequence[float]) -> float | None:
+def _find_p(differences: Sequence[float]) -> float | None:
     if len(differences) < 2:
         return None
-    if _zero(differences):
+    if _is_zero(differences):
         return 1.0
     if is_constant(differences):
         return float(stats.binomtest(len(differences), len(differences)).pvalue)
     return float(2 * special.stdtr(len(differences) - 1, -abs(np.mean(differences)) / standard_error(differences)))
 
 
-def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Paired:
-    mean = 0.0 if _zero(differences) else float(np.mean(differences))
+def _summarize_pairs(differences: tuple[float, ...], p: float | None, level: float) -> Paired:
+    mean = 0.0 if _is_zero(differences) else float(np.mean(differences))
     interval: tuple[float, float] | None = None
-    more: int | None = None
+    more_seeds: int | None = None
     detectable: float | None = None
     if p is not None and is_constant(differences):
         # Inverting the sign test: bounded only if that many equal signs are beyond chance.
@@ -130,10 +130,10 @@ def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Pa
     elif p is not None:
         interval = t_interval(mean, standard_error(differences), len(differences) - 1, level)
         spread = float(np.std(differences, ddof=1))
-        detectable = spread * _effect(len(differences), level)
+        detectable = spread * _find_effect(len(differences), level)
         if interval[0] <= 0 <= interval[1]:
-            more = more_pairs([abs(mean) / spread], len(differences), level)
-    return Paired(differences, mean, p, level, interval, more, detectable)
+            more_seeds = more_pairs([abs(mean) / spread], len(differences), level)
+    return Paired(differences, mean, p, level, interval, more_seeds, detectable)
 
 
 def t_interval(mean: float, error: float, freedom: int, level: float) -> tuple[float, float]:
@@ -142,7 +142,7 @@ def t_interval(mean: float, error: float, freedom: int, level: float) -> tuple[f
     return mean - half, mean + half
 
 
-def power(effect: float, pairs: int, level: float = LEVEL) -> float:
+def find_power(effect: float, pairs: int, level: float = LEVEL) -> float:
     """Probability that a paired t test finds a difference of `effect` standard deviations (of the differences).
 
     P(|T| > t), with T of the noncentral t distribution with pairs - 1 degrees of freedom and center effect·√pairs.
@@ -153,7 +153,7 @@ def power(effect: float, pairs: int, level: float = LEVEL) -> float:
     return float(1 - below + beyond)
 
 
-def _effect(pairs: int, level: float) -> float:
+def _find_effect(pairs: int, level: float) -> float:
     """The effect that `pairs` pairs find with probability `POWER`; with the wrong sign it is almost never found."""
     center = special.nctdtrinc(pairs - 1, 1 - POWER, special.stdtrit(pairs - 1, 1 - level / 2))
     return float(center) / math.sqrt(pairs)
@@ -166,7 +166,7 @@ def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None
     """
 
     def chance(pairs: int) -> float:
-        return 1 - sum(1 - power(effect, pairs, level) for effect in effects)
+        return 1 - sum(1 - find_power(effect, pairs, level) for effect in effects)
 
     if chance(MOST) < POWER:
         return None
@@ -217,7 +217,7 @@ class Summary:
 
     @property
     def steps_to_threshold(self) -> list[int | None] | None:
-        return None if self.reached is None else [None if one is None else one.step for one in self.reached]
+        return None if self.reached is None else [None if point is None else point.step for point in self.reached]
 
     @property
     def difference(self) -> float | None:
@@ -234,7 +234,7 @@ class Summary:
         if self.paired is None:
             return ""
         enough = len(self.paired.differences) > 1 if self.paired.margin is None else self.paired.looks
-        if enough and _zero(self.paired.differences):
+        if enough and _is_zero(self.paired.differences):
             return "identical"
         if self.paired.equivalent:
             return "equivalent"
@@ -243,7 +243,7 @@ class Summary:
         return "better" if (self.paired.mean < 0) == lower_is_better else "worse"
 
 
-def summarize(
+def summarize_arms(
     records: Sequence[RunRecord],
     baseline: str,
     threshold: float | Literal["baseline"] | None = None,
@@ -256,26 +256,28 @@ def summarize(
     Uses finished and diverged records; of comparisons that add seeds until they are decided, only
     those up to the decision.
     """
-    records = decisive(records, baseline)
+    records = choose_decisive(records, baseline)
     finished = finished_runs(records)
     plan, base = plan_of(records), finished.get(baseline, {})
     if plan is not None:
-        tested = {arm: _sequential(one, plan) for arm, one in standings(records, baseline, plan).items()}
+        stands = find_standings(records, baseline, plan)
+        tested = {arm: _summarize_standing(standing, plan) for arm, standing in stands.items()}
     else:
-        others = {arm: runs for arm, runs in finished.items() if arm not in (baseline, *budgets)}
-        differences = {arm: _differences(runs, base) for arm, runs in others.items()}
+        compared = {arm: runs for arm, runs in finished.items() if arm not in (baseline, *budgets)}
+        differences = {arm: _find_differences(runs, base) for arm, runs in compared.items()}
         tested = dict(zip(differences, holm_tests(list(differences.values())), strict=True))
     ends = {seed: run.result for seed, run in base.items()}
 
     def there(run: RunRecord) -> Reached | None:
-        return _reached(run, ends.get(run.seed) if threshold == "baseline" else threshold)
+        return _find_reached(run, ends.get(run.seed) if threshold == "baseline" else threshold)
 
     reached = {arm: {seed: there(run) for seed, run in runs.items()} for arm, runs in finished.items()}
     untested = {baseline, *budgets}
-    ratios = {arm: _log_ratios(own, reached.get(baseline, {})) for arm, own in reached.items() if arm not in untested}
-    cheaper = judged_beside(ratios, plan)
+    base_reached = reached.get(baseline, {})
+    ratios = {arm: _log_ratios(reached[arm], base_reached) for arm in reached if arm not in untested}
+    cheaper = judge_beside(ratios, plan)
     return [
-        _summary(
+        _summarize_arm(
             arm,
             runs,
             finished[arm],
@@ -287,28 +289,28 @@ def summarize(
     ]
 
 
-def _summary(arm: str, runs: Sequence[RunRecord], finished: Mapping[int, RunRecord], **tests: Any) -> Summary:
+def _summarize_arm(arm: str, runs: Sequence[RunRecord], finished: Mapping[int, RunRecord], **tests: Any) -> Summary:
     """An arm's runs, of which `finished` count, and what its tests say: fields of `Summary`."""
     results = np.array([run.result for run in finished.values()], dtype=float)
     rates = {run.recipe.get("training", {}).get("learning_rate") for run in runs}
-    shown = next(iter(finished.values()), runs[0])
+    example = next(iter(finished.values()), runs[0])
     return Summary(
         arm=arm,
         runs=len(results),
         mean=float(results.mean()) if len(results) else None,
         spread=float(results.std(ddof=1)) if len(results) > 1 else None,
         diverged=sum(map(has_diverged, runs)),
-        parameters=shown.parameters,
-        tokens=shown.tokens,
-        flops=shown.flops,
-        tokens_per_second=float(np.median([run.tokens_per_second for run in finished.values() or [shown]])),
-        cache_bytes_per_token=shown.cache_bytes_per_token,
+        parameters=example.parameters,
+        tokens=example.tokens,
+        flops=example.flops,
+        tokens_per_second=float(np.median([run.tokens_per_second for run in finished.values() or [example]])),
+        cache_bytes_per_token=example.cache_bytes_per_token,
         learning_rate=rates.pop() if len(rates) == 1 else None,
         **tests,
     )
 
 
-def judged_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None) -> dict[str, Paired | None]:
+def judge_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None) -> dict[str, Paired | None]:
     """Tests of another quantity than the one compared, by arm.
 
     With a plan, the number of seeds depends on the results: the interval is then the repeated one of the last look,
@@ -316,21 +318,22 @@ def judged_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None)
     """
     if plan is None:
         return dict(zip(samples, holm_tests(list(samples.values())), strict=True))
-    level, found = LEVEL / len(plan.arms), dict.fromkeys(samples)
+    level, tests = LEVEL / len(plan.arms), dict.fromkeys(samples)
     for arm, sample in samples.items():
         if len(sample):
-            seen = looks(sample, level, plan.min_seeds, len(plan.seeds))
-            mean, interval = float(np.mean(sample)), seen[-1].interval if seen else None
-            found[arm] = Paired(tuple(sample), mean, None, level, interval, None, None)
-    return found
+            sample_looks = take_looks(sample, level, plan.min_seeds, len(plan.seeds))
+            mean, interval = float(np.mean(sample)), sample_looks[-1].interval if sample_looks else None
+            tests[arm] = Paired(tuple(sample), mean, None, level, interval, None, None)
+    return tests
 
 
 def plan_of(records: Sequence[RunRecord]) -> SeedPlan | None:
     """How the comparison adds seeds until it is decided; None if its seeds are fixed."""
-    return next((one.experiment.seed_plan for one in records if one.experiment and one.experiment.seed_plan), None)
+    plans = (record.experiment.seed_plan for record in records if record.experiment)
+    return next(filter(None, plans), None)
 
 
-def decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
+def choose_decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
     """The records that count: with a plan, an arm's up to its decision, and the baseline's up to the last of these.
 
     How many seeds are trained beyond a decision depends on the number of workers, and must not change any result.
@@ -338,13 +341,18 @@ def decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
     plan = plan_of(records)
     if plan is None:
         return list(records)
-    used = {arm: set(one.seeds) for arm, one in standings(records, baseline, plan).items()}
-    used[baseline] = set().union(*used.values())
-    used |= {arm: used[baseline] for arm in map(arm_of, records) if arm not in used}  # the baseline with other budgets
-    return [one for one in records if one.seed in used[arm_of(one)] or not used[arm_of(one)]]
+    seeds = {arm: set(standing.seeds) for arm, standing in find_standings(records, baseline, plan).items()}
+    of_baseline = set().union(*seeds.values())
+    seeds[baseline] = of_baseline
+
+    def counts(record: RunRecord) -> bool:
+        of_arm = seeds.get(arm_of(record), of_baseline)  # the baseline with other budgets has its seeds
+        return record.seed in of_arm or not of_arm
+
+    return list(filter(counts, records))
 
 
-def standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> dict[str, Standing]:
+def find_standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> dict[str, Standing]:
     """Where each arm that is tested against the baseline stands."""
     results = {
         arm: {
@@ -355,7 +363,7 @@ def standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> di
         for arm, runs in _by_arm(records).items()
     }
     base = results.pop(baseline, {})
-    return {arm: standing(plan, own, base) for arm, own in results.items() if arm in plan.arms}
+    return {arm: find_standing(plan, arm_results, base) for arm, arm_results in results.items() if arm in plan.arms}
 
 
 def arm_of(record: RunRecord) -> str:
@@ -370,22 +378,24 @@ def _by_arm(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     return arms
 
 
-def _sequential(one: Standing, plan: SeedPlan) -> Paired | None:
-    if not one.differences:
+def _summarize_standing(standing: Standing, plan: SeedPlan) -> Paired | None:
+    if not standing.differences:
         return None
-    d, level, last = one.differences, LEVEL / len(plan.arms), len(plan.seeds)
-    mean = 0.0 if _zero(d) else float(np.mean(d))
-    more = None
-    if one.looks and not one.decided and not is_constant(d):
+    d, level, max_pairs = standing.differences, LEVEL / len(plan.arms), len(plan.seeds)
+    mean = 0.0 if _is_zero(d) else float(np.mean(d))
+    more_seeds = None
+    if standing.looks and not standing.decided and not is_constant(d):
         # A fixed sample as strict as the last look, for whichever verdict is nearer.
-        spread, critical = float(np.std(d, ddof=1)), critical_values(level, plan.min_seeds, last)[-1]
-        strict = float(2 * special.stdtr(last - 1, -critical))
+        spread, critical = float(np.std(d, ddof=1)), critical_values(level, plan.min_seeds, max_pairs)[-1]
+        strict = float(2 * special.stdtr(max_pairs - 1, -critical))
         apart = [abs(mean) / spread]
         within = [(plan.margin - side * mean) / spread for side in (1, -1)]
         likely = [apart, within] if min(within) > 0 else [apart]
-        more = min((n for n in (more_pairs(one, len(d), strict) for one in likely) if n is not None), default=None)
-    interval = one.looks[-1].interval if one.looks else None
-    return Paired(tuple(d), mean, None, level, interval, more, None, tuple(one.looks), plan.margin)
+        more_seeds = min(
+            (n for n in (more_pairs(standing, len(d), strict) for standing in likely) if n is not None), default=None
+        )
+    interval = standing.looks[-1].interval if standing.looks else None
+    return Paired(tuple(d), mean, None, level, interval, more_seeds, None, tuple(standing.looks), plan.margin)
 
 
 def finished_runs(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
@@ -396,16 +406,16 @@ def finished_runs(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord
     }
 
 
-def _reached(run: RunRecord, threshold: float | None) -> Reached | None:
-    point = None if threshold is None else _look(run, threshold)
+def _find_reached(run: RunRecord, threshold: float | None) -> Reached | None:
+    point = None if threshold is None else _find_point(run, threshold)
     if point is None:
         return None
-    before, tokens, seconds = 0, 0, 0.0
+    steps, tokens, seconds = 0, 0, 0.0
     for stage in run.stages or []:
-        if before + stage.steps >= point.step:
+        if steps + stage.steps >= point.step:
             share = (point.tokens - tokens) / stage.tokens
             return Reached(point.step, flops_of(run, point), seconds + stage.seconds * share)
-        before, tokens, seconds = before + stage.steps, tokens + stage.tokens, seconds + stage.seconds
+        steps, tokens, seconds = steps + stage.steps, tokens + stage.tokens, seconds + stage.seconds
     return Reached(point.step, flops_of(run, point), run.seconds * point.tokens / run.tokens)
 
 
@@ -416,18 +426,18 @@ def flops_of(run: RunRecord, point: HeldOutPoint | None = None) -> float:
 
 def _log_ratios(arm: dict[int, Reached | None], base: dict[int, Reached | None]) -> list[float]:
     """Of the FLOPs to the threshold, for the seeds in which both reach it."""
-    both = ((arm[seed], base.get(seed)) for seed in sorted(arm))
-    return [math.log(a.flops / b.flops) for a, b in both if a and b and a.flops and b.flops]
+    pairs = ((arm[seed], base.get(seed)) for seed in sorted(arm))
+    return [math.log(a.flops / b.flops) for a, b in pairs if a and b and a.flops and b.flops]
 
 
-def among(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, str], Paired | None]:
+def compare_all_pairs(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, str], Paired | None]:
     """All pairs of `arms`, tested together: (first, second) -> first - second; None if they share no seed."""
     finished = finished_runs(records)
     pairs = list(combinations(arms, 2))
-    return dict(zip(pairs, holm_tests([_differences(finished[a], finished[b]) for a, b in pairs]), strict=True))
+    return dict(zip(pairs, holm_tests([_find_differences(finished[a], finished[b]) for a, b in pairs]), strict=True))
 
 
-def _differences(arm: dict[int, RunRecord], base: dict[int, RunRecord]) -> list[float]:
+def _find_differences(arm: dict[int, RunRecord], base: dict[int, RunRecord]) -> list[float]:
     """For the seeds that both have."""
     return [arm[seed].result - base[seed].result for seed in sorted(arm) if seed in base]  # type: ignore[operator]
 
@@ -438,11 +448,11 @@ def has_diverged(run: RunRecord) -> bool:
 
 def steps_to(record: RunRecord, threshold: float) -> int | None:
     """The first evaluation at which the deciding metric reached the threshold; None if it never did."""
-    point = _look(record, threshold)
+    point = _find_point(record, threshold)
     return None if point is None else point.step
 
 
-def _look(record: RunRecord, threshold: float) -> HeldOutPoint | None:
+def _find_point(record: RunRecord, threshold: float) -> HeldOutPoint | None:
     for point in record.held_out:
         value = point.metrics[record.metric]
         if (value <= threshold) if record.lower_is_better else (value >= threshold):

@@ -46,10 +46,10 @@ class Trial:
         if not self.recipe.stages:
             return [Job(self.recipe, self.folder, self.label, self.experiment)]
         parent = self.folder.parent / STAGES
-        places = self.recipe.chain(lambda name, recipe: parent / f"{name}-{recipe.seed}-{short_identity(recipe)}")
+        runs = self.recipe.chain(lambda name, recipe: parent / f"{name}-{recipe.seed}-{short_identity(recipe)}")
         return [
             Job(recipe, folder, f"stage {name} · seed {recipe.seed}")
-            for name, (recipe, folder) in zip(self.recipe.stage_names, places, strict=True)
+            for name, (recipe, folder) in zip(self.recipe.stage_names, runs, strict=True)
         ]
 
     @property
@@ -57,14 +57,14 @@ class Trial:
         return " · ".join(filter(None, (self.experiment.arm, self.experiment.size, f"seed {self.recipe.seed}")))
 
 
-def slug(name: str) -> str:
+def make_slug(name: str) -> str:
     """A name for a folder: letters and digits of any script, or a checksum if there are none."""
     return file_name(re.sub(r"[\W_]+", "-", name.lower()).strip("-") or f"{zlib.crc32(name.encode()):08x}")
 
 
-def folder_of(recipe: Recipe, size: str | None, out: Path) -> Path:
+def find_folder(recipe: Recipe, size: str | None, out: Path) -> Path:
     """The folder of a comparison's runs at one size."""
-    return out.joinpath(recipe.name, *([slug(size)] if size is not None else []))
+    return out.joinpath(recipe.name, *([make_slug(size)] if size is not None else []))
 
 
 def short_identity(recipe: Recipe) -> str:
@@ -72,7 +72,7 @@ def short_identity(recipe: Recipe) -> str:
     return recipe.identity.partition(":")[2][:8]
 
 
-def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
+def list_trials(recipe: Recipe, out: Path) -> list[Trial]:
     """All trials of a recipe, seeds outermost, so that early results already compare the arms.
 
     Raises `HeadwaterError` for a recipe that has nothing to compare, or that cannot be trained side by side.
@@ -88,22 +88,22 @@ def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
     section = recipe.compare
     recipe = match_arms(recipe)
     trials = [
-        trial_of(recipe, arm, seed, out, size)
+        make_trial(recipe, arm, seed, out, size)
         for seed in section.all_seeds
         for size in (section.sizes or [None])
         for arm in section.arms
     ]
-    for what, names in (("arms", section.arms), ("sizes", section.sizes)):
-        for one, other in combinations(names, 2):
-            if slug(one) == slug(other):
+    for kind, names in (("arms", section.arms), ("sizes", section.sizes)):
+        for name, other_name in combinations(names, 2):
+            if make_slug(name) == make_slug(other_name):
                 raise HeadwaterError(
-                    f"The {what} {one!r} and {other!r} of {recipe.name!r} differ only in case or punctuation, and "
-                    "their runs would share a folder; rename one."
+                    f"The {kind} {name!r} and {other_name!r} of {recipe.name!r} differ only in case or punctuation, "
+                    "and their runs would share a folder; rename one."
                 )
     return trials
 
 
-def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = None) -> Trial:
+def make_trial(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = None) -> Trial:
     """One arm of a recipe's comparison with one seed, in its folder below `out`. Raises `HeadwaterError`."""
     recipe = match_arms(recipe)
     assert recipe.compare is not None
@@ -123,12 +123,12 @@ def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = 
         threshold=recipe.compare.threshold,
         budget_arms=recipe.compare.budget_arms,
         size=size,
-        seed_plan=plan_for(recipe.compare),
+        seed_plan=make_plan(recipe.compare),
     )
-    return Trial(experiment, recipe.arm(arm, seed, size), folder_of(recipe, size, out) / f"{slug(arm)}-{seed}")
+    return Trial(experiment, recipe.arm(arm, seed, size), find_folder(recipe, size, out) / f"{make_slug(arm)}-{seed}")
 
 
-def plan_for(section: Compare) -> SeedPlan | None:
+def make_plan(section: Compare) -> SeedPlan | None:
     """How seeds are added until the comparison is decided; None for fixed seeds."""
     if not section.sequential or section.margin is None:
         return None
@@ -141,7 +141,7 @@ def plan_for(section: Compare) -> SeedPlan | None:
     )
 
 
-def describe_runs(recipe: Recipe, parts: int | None = None) -> str:
+def describe_runs(recipe: Recipe, arms: int | None = None) -> str:
     """How many runs a comparison takes that runs until it is decided, besides those that tune; "" for any other.
 
     parts: arms at a size; default: all.
@@ -149,7 +149,7 @@ def describe_runs(recipe: Recipe, parts: int | None = None) -> str:
     section = recipe.compare
     if section is None or not section.sequential:
         return ""
-    runs = parts or len(section.arms) * max(1, len(section.sizes))
+    runs = arms or len(section.arms) * max(1, len(section.sizes))
     return (
         f"{recipe.name}: {runs * section.min_seeds} to {runs * section.max_seeds} runs, with {section.min_seeds} to "
         f"{section.max_seeds} seeds per arm, until decided"
@@ -158,30 +158,30 @@ def describe_runs(recipe: Recipe, parts: int | None = None) -> str:
 
 def tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Path) -> Trial:
     """The trial of a learning rate, in a separate folder next to those of the comparison."""
-    trial = trial_of(recipe, arm, seed, out, next(iter(recipe.compare.sizes), None) if recipe.compare else None)
+    trial = make_trial(recipe, arm, seed, out, next(iter(recipe.compare.sizes), None) if recipe.compare else None)
     return Trial(
         experiment=trial.experiment.model_copy(update={"phase": "tuning", "seed_plan": None}),
-        recipe=at_rate(trial.recipe, rate),
-        folder=out / recipe.name / "tuning" / f"{slug(arm)}-{rate:g}-{seed}",
+        recipe=set_rate(trial.recipe, rate),
+        folder=out / recipe.name / "tuning" / f"{make_slug(arm)}-{rate:g}-{seed}",
     )
 
 
-def at_rate(recipe: Recipe, rate: float) -> Recipe:
+def set_rate(recipe: Recipe, rate: float) -> Recipe:
     """The same trial at another learning rate."""
     return recipe.model_copy(update={"training": recipe.training.model_copy(update={"learning_rate": rate})})
 
 
-def at_rates(trials: list[Trial], rates: dict[str, float]) -> list[Trial]:
+def set_rates(trials: list[Trial], rates: dict[str, float]) -> list[Trial]:
     """The trials, each at its arm's learning rate."""
-    return [replace(trial, recipe=at_rate(trial.recipe, rates[trial.experiment.arm])) for trial in trials]
+    return [replace(trial, recipe=set_rate(trial.recipe, rates[trial.experiment.arm])) for trial in trials]
 
 
-def levels(trials: list[Trial]) -> list[list[Job]]:
+def order_jobs(trials: list[Trial]) -> list[list[Job]]:
     """All jobs, each once, ordered by dependency."""
-    found: list[dict[Path, Job]] = []
+    by_depth: list[dict[Path, Job]] = []
     for trial in trials:
         for depth, job in enumerate(trial.jobs):
-            if depth == len(found):
-                found.append({})
-            found[depth].setdefault(job.folder, job)
-    return [list(level.values()) for level in found]
+            if depth == len(by_depth):
+                by_depth.append({})
+            by_depth[depth].setdefault(job.folder, job)
+    return [list(level.values()) for level in by_depth]

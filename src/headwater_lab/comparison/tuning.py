@@ -19,7 +19,7 @@ from headwater_lab.training.records import ENDED, RunRecord, read_record
 WORST = -1e30
 
 
-def tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
+def list_tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
     """Every arm at every learning rate with every tuning seed: the same budget for each arm."""
     section = recipe.compare
     assert section is not None
@@ -31,10 +31,10 @@ def tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
     ]
 
 
-def found_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
+def find_tuned_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
     """The best learning rate of an arm by the runs in `out`; None until they are finished, with these settings."""
     outcomes = []
-    trials = [one for one in tuning_trials(recipe, out) if one.experiment.arm == arm]
+    trials = [trial for trial in list_tuning_trials(recipe, out) if trial.experiment.arm == arm]
     for trial in trials:
         try:
             record = read_record(trial.folder)
@@ -43,10 +43,10 @@ def found_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
         if record.status not in ENDED or record.identity != trial.recipe.identity:
             return None
         outcomes.append(Outcome(trial.label, record))
-    return best_rates(trials, outcomes)[arm]
+    return choose_rates(trials, outcomes)[arm]
 
 
-def best_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str, float]:
+def choose_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str, float]:
     """The learning rate of each arm: the best mean of the deciding metric over the tuning seeds.
 
     With a number as `compare.threshold` it is the one with the fewest steps to get there, on average; a run that never
@@ -60,17 +60,17 @@ def best_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str
                 f"Tuning the learning rates needs every trial, but {outcome.label} failed: {outcome.error}"
             )
         rates = scores.setdefault(trial.experiment.arm, {})
-        pair = -_steps_needed(outcome.record, trial.experiment.threshold), score(outcome.record)
+        pair = -_steps_needed(outcome.record, trial.experiment.threshold), find_score(outcome.record)
         rates.setdefault(trial.recipe.training.learning_rate, []).append(pair)
-    found = {}
+    best = {}
     for arm, rates in scores.items():
         ends = {rate: float(np.mean([end for _, end in values])) for rate, values in rates.items()}
         if not (usable := [rate for rate in sorted(rates) if ends[rate] > WORST / len(trials)]):
             raise HeadwaterError(
                 f"The arm {arm!r} diverged at every learning rate tried; add smaller ones to compare.learning_rates."
             )
-        found[arm] = max(usable, key=lambda rate: (float(np.mean([steps for steps, _ in rates[rate]])), ends[rate]))
-    return found
+        best[arm] = max(usable, key=lambda rate: (float(np.mean([steps for steps, _ in rates[rate]])), ends[rate]))
+    return best
 
 
 def _steps_needed(record: RunRecord, threshold: float | str | None) -> int:
@@ -81,7 +81,7 @@ def _steps_needed(record: RunRecord, threshold: float | str | None) -> int:
     return record.held_out[-1].step if steps is None and record.held_out else steps or 0
 
 
-def score(record: RunRecord) -> float:
+def find_score(record: RunRecord) -> float:
     """The deciding metric at the end with its sign so that more is better; `WORST` if diverged."""
     result = record.result
     if record.status == "diverged" or result is None or not math.isfinite(result):

@@ -119,11 +119,11 @@ def register_kind(settings: type[K]) -> type[K]:
     return settings
 
 
-def shuffled(rows: int, seed: int, start: int, *key: str | int) -> Iterator[int]:
+def shuffle_rows(rows: int, seed: int, start: int, *key: str | int) -> Iterator[int]:
     """An endless stream of row numbers: every epoch is a new permutation, a function of (seed, epoch, key)."""
     epoch, position = divmod(start, rows)
     while True:
         order = torch.randperm(rows, generator=generator("order", seed, epoch, *key))[position:]
-        for part in order.split(2**16):  # a list of all of them would take four times the memory
-            yield from part.tolist()
+        for chunk in order.split(2**16):  # a list of all of them would take four times the memory
+            yield from chunk.tolist()
         epoch, position = epoch + 1, 0

@@ -11,6 +11,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -62,27 +63,34 @@ def content_of(value: Any, column: str, where: str, row: int) -> tuple[str, bool
     Raises `HeadwaterError` for anything else.
     """
     value, tools = value if isinstance(value, WithTools) else (value, None)
-    name = column.rpartition(".")[2]
-    if isinstance(value, str) and name in COLUMNS and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return value, False
-    if value is None or isinstance(value, str):
-        return None if value is None else (value, False)
-    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
-        try:
-            messages = [_message(message) for message in value]
-        except ValueError as error:
-            raise HeadwaterError(f"Column {column!r} of {where!r}: {error}, in row {row}; correct it.") from None
-        if any(message["content"] is None for message in messages):
-            return None
-        if messages and all(message["role"] != ASSISTANT for message in messages):
-            return None
-        return (as_text(messages, _functions(tools, where, row)) if messages else ""), True
-    raise HeadwaterError(
-        f"Column {column!r} of {where!r} holds {type(value).__name__}, not text, in row {row}; name another column."
-    )
+    if column.rpartition(".")[2] in COLUMNS:
+        value = _parse_list(value)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return value, False
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise HeadwaterError(
+            f"Column {column!r} of {where!r} holds {type(value).__name__}, not text, in row {row}; name another column."
+        )
+    if not value:
+        return "", True
+    try:
+        messages = [_read_message(message) for message in value]
+    except ValueError as error:
+        raise HeadwaterError(f"Column {column!r} of {where!r}: {error}, in row {row}; correct it.") from None
+    has_answer = any(message["role"] == ASSISTANT for message in messages)
+    if not has_answer or any(message["content"] is None for message in messages):
+        return None
+    return as_text(messages, _read_functions(tools, where, row)), True
+
+
+def _parse_list(value: Any) -> Any:
+    """The messages of a text that is a list in JSON; any other value as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def as_text(messages: list[ChatMessage], tools: list[Any] | None = None) -> str:
@@ -96,7 +104,7 @@ def as_fields(conversation: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"messages": value}
 
 
-def _functions(tools: Any, where: str, row: int) -> list[Any] | None:
+def _read_functions(tools: Any, where: str, row: int) -> list[Any] | None:
     """The tools of a conversation: JSON objects, or such a list in JSON. Raises `HeadwaterError` for anything else."""
     if isinstance(tools, str):
         try:
@@ -120,15 +128,15 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _message(message: dict[Any, Any]) -> ChatMessage:
+def _read_message(message: dict[Any, Any]) -> ChatMessage:
     """A message with a role and a content in text, None if it has none. Raises `ValueError`."""
     fields = {str(name): value for name, value in message.items() if value is not None}
-    role = fields.pop("role", None) or ROLES.get(str(said := fields.pop("from", None)), said)
+    role = fields.pop("role", None) or ROLES.get(str(speaker := fields.pop("from", None)), speaker)
     if not isinstance(role, str):
         raise ValueError("a message has no role, such as user or assistant")
     content = fields.pop("content", fields.pop("value", None))
     if isinstance(content, list):
-        content = "".join(map(_text_part, content))
+        content = "".join(map(_read_text_part, content))
     if content is None and "tool_calls" in fields:
         content = ""
     if content is not None and not isinstance(content, str):
@@ -136,13 +144,13 @@ def _message(message: dict[Any, Any]) -> ChatMessage:
     return {"role": role, "content": content, **fields}
 
 
-def _text_part(part: Any) -> str:
+def _read_text_part(item: Any) -> str:
     """The text of one part of a content. Raises `ValueError`."""
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text":
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if isinstance(item, str):
+        return item
+    if isinstance(item, dict) and isinstance(item.get("text"), str) and item.get("type", "text") == "text":
+        return str(item["text"])
+    kind = item.get("type") if isinstance(item, dict) else type(item).__name__
     raise ValueError(f"a message has a part of type {kind}, and only text is trained on")
 
 
@@ -202,10 +210,10 @@ class ChatEncoder:
         if not spans and any(message["role"] == ASSISTANT and message["content"] for message in messages):
             raise HeadwaterError(f"The chat template leaves out the answers of {where!r}; use another tokenizer.")
         pieces = self.tokens(text, spans)
-        counts = np.concatenate([np.full(len(ids), counted) for ids, counted, _ in pieces])
+        counts = np.concatenate([np.full(len(ids), is_answer) for ids, is_answer, _ in pieces])
         counts[:1] = False  # nothing of the conversation predicts its first token
         ids = np.concatenate([np.asarray(ids, dtype=self.dtype) for ids, _, _ in pieces])
-        size = sum(len(text[first:last].encode()) for first, last in spans)
+        size = sum(len(text[start:end].encode()) for start, end in spans)
         return Encoded(ids, counts, size - sum(special for _, _, special in pieces))
 
     def render(
@@ -245,7 +253,7 @@ class ChatEncoder:
                 f"The chat template cannot write {where!r}: {first_line(error)}; correct that conversation, or use "
                 "another template."
             ) from error
-        return texts[0], [(first, last) for first, last in spans[0]] if spans else []
+        return texts[0], [(start, end) for start, end in spans[0]] if spans else []
 
     def differences(
         self, messages: list[ChatMessage], text: str, where: str, tools: list[Any] | None = None
@@ -255,32 +263,32 @@ class ChatEncoder:
             if message["role"] != ASSISTANT:
                 continue
             try:
-                before, _ = self.render(messages[:index], where, tools, prompt=True)
-                prompted = before != self.render(messages[:index], where, tools)[0]
+                prompt, _ = self.render(messages[:index], where, tools, prompt=True)
+                prompted = prompt != self.render(messages[:index], where, tools)[0]
             except HeadwaterError:
                 if index:
                     raise
-                before, prompted = "", False  # many templates look at the first message
-            after, _ = self.render(messages[: index + 1], where, tools)
-            if not (text.startswith(after) and after.startswith(before)):
+                prompt, prompted = "", False  # many templates look at the first message
+            answered, _ = self.render(messages[: index + 1], where, tools)
+            if not (text.startswith(answered) and answered.startswith(prompt)):
                 raise HeadwaterError(
                     f"The chat template writes the beginning of {where!r} otherwise than the whole, so that its "
                     "answers cannot be told apart; mark them in the template with {% generation %} and "
                     "{% endgeneration %}."
                 )
-            first = len(before)
+            start = len(prompt)
             if not prompted:  # the name of who speaks may stand before the answer
-                said = text.find(message["content"].strip(), first, len(after))
-                first = said if said > first and text[first:said].strip() else first
-            yield first, len(after)
+                answer = text.find(message["content"].strip(), start, len(answered))
+                start = answer if answer > start and text[start:answer].strip() else start
+            yield start, len(answered)
 
-    def with_end(self, text: str, first: int, last: int) -> Span:
+    def with_end(self, text: str, start: int, stop: int) -> Span:
         """An answer up to the token that ends it, without the white space of the template behind that."""
-        *_, end = (0, *(match.end() for match in self.marks.finditer(text, first, last)))
-        if end and not text[end:last].strip():
-            return first, end
-        following = next((end for end in self.ends if text.startswith(end, last)), "")
-        return first, last + len(following)
+        *_, end = (0, *(match.end() for match in self.marks.finditer(text, start, stop)))
+        if end and not text[end:stop].strip():
+            return start, end
+        following = next((end for end in self.ends if text.startswith(end, stop)), "")
+        return start, stop + len(following)
 
     def tokens(self, text: str, spans: list[Span]) -> list[tuple[list[int], bool, int]]:
         """(ids, whether they are of an answer, the bytes of its special tokens) of each stretch of a text.
@@ -288,16 +296,16 @@ class ChatEncoder:
         Where a token would reach over a border, the stretches are tokenized apart, as they are when a model answers.
         """
         borders = [0, *(border for span in spans for border in span), len(text)]
-        whole = self.backend.encode(text, add_special_tokens=False)
-        starts, ends = np.array(whole.offsets or [(0, 0)]).T
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        starts, ends = np.array(encoding.offsets or [(0, 0)]).T
         # How many tokens begin before each border; the last of them may end behind it.
         counts = np.searchsorted(starts, borders)
         if (ends[np.maximum(counts, 1) - 1] > borders)[1:].any():
-            stretches = (text[first:last] for first, last in pairwise(borders))
-            found = [self.backend.encode(stretch, add_special_tokens=False).ids for stretch in stretches]
+            stretches = (text[start:end] for start, end in pairwise(borders))
+            pieces = [self.backend.encode(stretch, add_special_tokens=False).ids for stretch in stretches]
         else:
-            found = [whole.ids[first:last] for first, last in pairwise(counts)]
-        return [(ids, bool(n % 2), self._special_bytes(ids) if n % 2 else 0) for n, ids in enumerate(found)]
+            pieces = [encoding.ids[start:end] for start, end in pairwise(counts)]
+        return [(ids, bool(n % 2), self._special_bytes(ids) if n % 2 else 0) for n, ids in enumerate(pieces)]
 
     def _special_bytes(self, ids: list[int]) -> int:
         return sum(len(self.special[id].encode()) for id in ids if id in self.special)

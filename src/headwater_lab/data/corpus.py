@@ -27,9 +27,9 @@ from headwater_lab.data.chat import content_of
 from headwater_lab.data.reading import (
     DEFAULT,
     MARK,
-    encoded,
+    encode_text,
+    escape_name,
     local_path,
-    printable,
     table_kind,
 )
 
@@ -100,14 +100,14 @@ def too_short(source: str, content: str) -> HeadwaterError:
 
 def name_in(file: Path, root: Path) -> str:
     """A file's name in records: its path below `root`."""
-    return printable(file.relative_to(root).as_posix())
+    return escape_name(file.relative_to(root).as_posix())
 
 
 def row_document(value: Any, column: str, where: str, name: str, row: int, domain: str | None = None) -> Document:
     """A row's document, without text if the row has none. Raises `HeadwaterError` if the value is no text."""
     text, is_chat = content_of(value, column, where, row) or ("", False)
     text = text.removeprefix(MARK)
-    encoded(text, name := f"{name}:{row}")
+    encode_text(text, name := f"{name}:{row}")
     return Document(name, text, text, is_chat, domain)
 
 
@@ -116,10 +116,10 @@ def _stdlib_files(root: Path) -> list[Path]:
     unwanted = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"}
 
     def wanted(file: Path) -> bool:
-        parts = file.relative_to(root).parts
-        if unwanted.intersection(parts) or file.name.startswith("_sysconfigdata"):
+        names = file.relative_to(root).parts
+        if unwanted.intersection(names) or file.name.startswith("_sysconfigdata"):
             return False
-        return parts[0] != "encodings" or b"gencodec" not in file.read_bytes()
+        return names[0] != "encodings" or b"gencodec" not in file.read_bytes()
 
     return sorted(file for file in root.rglob("*.py") if file.is_file() and wanted(file))
 
@@ -136,14 +136,14 @@ def topics() -> Iterator[Document]:
         yield Document(f"{name}.rst", text, key=name)
 
 
-def docstrings() -> Iterator[Document]:
+def read_docstrings() -> Iterator[Document]:
     """English: the standard library's docstrings, a document for each file, and the language reference."""
     root = Path(sysconfig.get_path("stdlib"))
     described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for file in _stdlib_files(root):
-        found = [node for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, described)]
-        found.sort(key=lambda node: getattr(node, "lineno", 0))
-        text = "\n\n".join(filter(None, map(ast.get_docstring, found)))
+        nodes = [node for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, described)]
+        nodes.sort(key=lambda node: getattr(node, "lineno", 0))
+        text = "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
         if text:
             relative = name_in(file, root)
             yield Document(relative, text + "\n", key=relative)
@@ -151,7 +151,7 @@ def docstrings() -> Iterator[Document]:
 
 
 # Corpora that are made from Python itself.
-GENERATED = {TOPICS: topics, DOCS: docstrings}
+GENERATED = {TOPICS: topics, DOCS: read_docstrings}
 
 
 def local_files(source: str) -> tuple[Path, list[Path]] | None:
@@ -166,7 +166,7 @@ def local_files(source: str) -> tuple[Path, list[Path]] | None:
     if path.is_file():
         return path.parent, [path]
     if path.is_dir():
-        files = [file for file in _walk(path) if not _hidden(file.relative_to(path))]
+        files = [file for file in _walk_folder(path) if not _is_hidden(file.relative_to(path))]
         if not files:
             raise HeadwaterError(f"The folder {source!r} holds no files.")
         for file in files:
@@ -176,8 +176,8 @@ def local_files(source: str) -> tuple[Path, list[Path]] | None:
     if path.exists():
         raise HeadwaterError(f"{source!r} is not a regular file; save its contents to a file first.")
     if glob.has_magic(source):
-        fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
-        files = _matches(fixed, path.parts[len(fixed.parts) :])
+        fixed = Path(*itertools.takewhile(lambda name: not glob.has_magic(name), path.parts))
+        files = _match_files(fixed, path.parts[len(fixed.parts) :])
         if not files:
             raise HeadwaterError(f"No file matches {source!r}.")
         return fixed, files
@@ -186,45 +186,45 @@ def local_files(source: str) -> tuple[Path, list[Path]] | None:
     return None
 
 
-def _walk(folder: Path) -> list[Path]:
+def _walk_folder(folder: Path) -> list[Path]:
     """All regular files below a folder, sorted. Links to folders are not followed: they may form loops."""
 
     def refuse(error: OSError) -> None:
         raise HeadwaterError(f"The folder {error.filename!r} cannot be read: {error.strerror}.") from error
 
-    found = (Path(where) / name for where, _, names in os.walk(folder, onerror=refuse) for name in names)
-    return sorted(file for file in found if file.is_file())
+    paths = (Path(where) / name for where, _, names in os.walk(folder, onerror=refuse) for name in names)
+    return sorted(file for file in paths if file.is_file())
 
 
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
+def _is_hidden(relative: Path) -> bool:
+    return any(name.startswith(".") for name in relative.parts)
 
 
-def _matches(root: Path, pattern: tuple[str, ...]) -> list[Path]:
+def _match_files(root: Path, pattern: tuple[str, ...]) -> list[Path]:
     """The regular files below `root` that match a shell pattern. `**` does not follow links either."""
     cut = pattern.index("**") if "**" in pattern else len(pattern)
     names = glob.glob(str(Path(*pattern[:cut])), root_dir=root) if cut else [""]
-    found = [root / name for name in names]
+    paths = [root / name for name in names]
     if cut < len(pattern):
-        found = [
+        paths = [
             file
-            for folder in found
-            for file in (_walk(folder) if folder.is_dir() else [])
-            if _fits(file.relative_to(folder).parts, pattern[cut:])
+            for folder in paths
+            for file in (_walk_folder(folder) if folder.is_dir() else [])
+            if _fits_pattern(file.relative_to(folder).parts, pattern[cut:])
         ]
-    return sorted(file for file in set(found) if file.is_file())
+    return sorted(file for file in set(paths) if file.is_file())
 
 
-def _fits(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+def _fits_pattern(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
     """Whether the parts of a path match those of a pattern; hidden names must be matched explicitly."""
-    if not parts or not pattern:
-        return not parts and not pattern
-    first, *rest = pattern
-    if first == "**":
-        inside = not parts[0].startswith(".") and (_fits(parts[1:], pattern) or (len(parts) == 1 and not rest))
-        return inside or _fits(parts, tuple(rest))
-    dotted = parts[0].startswith(".") and not first.startswith(".")
-    return not dotted and fnmatch.fnmatchcase(parts[0], first) and _fits(parts[1:], tuple(rest))
+    if not names or not pattern:
+        return not names and not pattern
+    head, *tail = pattern
+    if head == "**":
+        inside = not names[0].startswith(".") and (_fits_pattern(names[1:], pattern) or (len(names) == 1 and not tail))
+        return inside or _fits_pattern(names, tuple(tail))
+    dotted = names[0].startswith(".") and not head.startswith(".")
+    return not dotted and fnmatch.fnmatchcase(names[0], head) and _fits_pattern(names[1:], tuple(tail))
 
 
 def load_hub_rows(source: str, config: str | None = None, split: str | None = None, streaming: bool = False) -> Any:
@@ -239,16 +239,16 @@ def load_hub_rows(source: str, config: str | None = None, split: str | None = No
         raise HeadwaterError(f"The dataset {name!r} could not be loaded: {first_line(error)}") from error
 
 
-def cut(documents: Iterable[Document]) -> list[Document]:
+def cut_documents(documents: Iterable[Document]) -> list[Document]:
     """The documents of a small corpus in pieces, so that some can be held out; shorter ones if it would be just one."""
     documents = list(documents)
-    result = [piece for document in documents for piece in pieces(document)]
+    result = [piece for document in documents for piece in cut_document(document)]
     if len(result) == 1:
-        result = list(pieces(documents[0], max(SHORTEST_PIECE, len(documents[0].text) // FEW_PIECES)))
+        result = list(cut_document(documents[0], max(SHORTEST_PIECE, len(documents[0].text) // FEW_PIECES)))
     return result
 
 
-def pieces(document: Document, size: int | None = None) -> Iterator[Document]:
+def cut_document(document: Document, size: int | None = None) -> Iterator[Document]:
     """Cut a long document at line ends into pieces of about `size` (`PIECE`) characters, each with its own key.
 
     Conversations stay whole.

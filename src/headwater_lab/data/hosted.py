@@ -28,11 +28,11 @@ def check_card(folder: Path) -> None:
             text = text.split("\n---", 1)[0].removeprefix("---") if text.startswith("---") else ""
         with reading(repr(str(file)), "correct or remove it"):
             content = yaml.safe_load(text)
-        for path in _strings(content.get("configs") if isinstance(content, dict) else None):
+        for path in _list_strings(content.get("configs") if isinstance(content, dict) else None):
             _check_inside(path, file)
 
 
-def downloads(name: str) -> list[Path]:
+def download_folders(name: str) -> list[Path]:
     """The folders that the files of a dataset on the hub are downloaded and unpacked to."""
     from datasets import config
 
@@ -46,10 +46,10 @@ def _check_inside(name: str, file: Path) -> None:
         raise HeadwaterError(f"{str(file)!r} names {shown(name)}, which is outside its folder; correct it.")
 
 
-def _strings(content: Any) -> Iterator[str]:
+def _list_strings(content: Any) -> Iterator[str]:
     """All texts in a value."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, dict | list):
         for inner in content.values() if isinstance(content, dict) else content:
-            yield from _strings(inner)
+            yield from _list_strings(inner)

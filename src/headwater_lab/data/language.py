@@ -20,7 +20,7 @@ from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Shar
 from headwater_lab.data.chat import Encoded
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.rows import RowLayout, Rows, Tokens
-from headwater_lab.data.tokenizer import Encoder, vocabulary
+from headwater_lab.data.tokenizer import Encoder, vocabulary_size
 from headwater_lab.util.names import is_file_name
 
 # Metrics of held-out text; for a domain, METRIC/NAME.
@@ -54,14 +54,15 @@ class LanguageSettings(DataSettings):
                     f"data.held_out_domains: {shown(name)} is not a plain name; use letters, digits, spaces, dots "
                     f"and dashes, without a slash or a leading dot"
                 )
-        for (one, source), (other, same) in combinations((domains or {}).items(), 2):
+        for (name_a, source), (name_b, same) in combinations((domains or {}).items(), 2):
             if normpath(source) == normpath(same):
                 raise ValueError(
-                    f"data.held_out_domains: {one!r} and {other!r} are the same source, {shown(source)}; name it once"
+                    f"data.held_out_domains: {name_a!r} and {name_b!r} are the same source, {shown(source)}; name it "
+                    "once"
                 )
-        known = [*METRICS, *(f"{metric}/{name}" for name in domains or () for metric in METRICS)]
-        if self.metric not in known:
-            raise ValueError(f"data.metric: there is no metric {shown(self.metric)}; {nearest(self.metric, known)}")
+        metrics = [*METRICS, *(f"{metric}/{name}" for name in domains or () for metric in METRICS)]
+        if self.metric not in metrics:
+            raise ValueError(f"data.metric: there is no metric {shown(self.metric)}; {nearest(self.metric, metrics)}")
         return self
 
 
@@ -85,7 +86,7 @@ class LanguageData:
         self.context, self.tokenizer, self.metric = settings.context, tokenizer, settings.metric
         # Each is measured separately, and the overall result is their mean.
         self.domains = settings.held_out_domains is not None
-        self.vocab_size = vocabulary(tokenizer)
+        self.vocab_size = vocabulary_size(tokenizer)
         for name, (stream, _) in streams.items():
             if stream.tokens <= self.context:
                 raise HeadwaterError(
@@ -101,7 +102,7 @@ class LanguageData:
         groups = [[(name, document) for document in several] for name, several in held_out.items()]
         self.held_out: list[HeldOut] = []
         for group in groups if self.domains else [list(chain(*groups))]:
-            sizes = limits([document for _, document in group], settings.held_out_bytes)
+            sizes = choose_limits([document for _, document in group], settings.held_out_bytes)
             excerpts = zip(group, sizes, strict=True)
             self.held_out += [HeldOut(name, d.id, self.excerpt(d, limit)) for (name, d), limit in excerpts if limit]
         self.notices = self._unread_limit(settings, held_out)
@@ -111,7 +112,7 @@ class LanguageData:
         self.description = description | {
             "train_tokens": sum(stream.tokens for stream, _ in streams.values()),
             "held_out_documents": len(self.held_out),
-            "held_out_bytes": sum(one.bytes for one in self.held_out),
+            "held_out_bytes": sum(excerpt.bytes for excerpt in self.held_out),
             **facts,
         }
 
@@ -128,16 +129,17 @@ class LanguageData:
         """What the record keeps about the domains. Raises `HeadwaterError` if one is too short to evaluate on."""
         sizes, content = {}, hashlib.sha256()
         for name in domains:
-            own = [one for one in self.held_out if one.stream == name]
-            tokens = sum(one.tokens for one in own)
+            excerpts = [excerpt for excerpt in self.held_out if excerpt.stream == name]
+            tokens = sum(excerpt.tokens for excerpt in excerpts)
             if tokens < self.context:
                 raise HeadwaterError(
                     f"The domain {name!r} has {tokens} held-out tokens, fewer than one row of "
                     f"data.context={self.context}; use more text, a smaller context, or a larger data.held_out_bytes."
                 )
-            sizes[name] = {"documents": len(own), "bytes": sum(one.bytes for one in own), "tokens": tokens}
-            for one in own:
-                content.update(f"{name}\0{one.id}\0{hashlib.sha256(one.ids.tobytes()).hexdigest()}\n".encode())
+            size = sum(excerpt.bytes for excerpt in excerpts)
+            sizes[name] = {"documents": len(excerpts), "bytes": size, "tokens": tokens}
+            for excerpt in excerpts:
+                content.update(f"{name}\0{excerpt.id}\0{hashlib.sha256(excerpt.ids.tobytes()).hexdigest()}\n".encode())
         return {"held_out_domains": sizes, "held_out_sha256": content.hexdigest()}
 
     def excerpt(self, document: Document, limit: int) -> Encoded:
@@ -162,54 +164,56 @@ class LanguageData:
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
         """Bits per byte over the held-out excerpts, cut into rows that do not overlap: context grows along each row."""
         owners, rows = [], []
-        for index, one in enumerate(self.held_out):
-            for start in range(0, len(one.ids) - 1, self.context):
+        for index, excerpt in enumerate(self.held_out):
+            for position in range(0, len(excerpt.ids) - 1, self.context):
                 owners.append(index)
-                both = np.stack((one.ids[:-1], one.labels))[:, start : start + self.context]
-                rows.append(np.pad(both, ((0, 0), (0, self.context - both.shape[1])), constant_values=-100))
+                row = np.stack((excerpt.ids[:-1], excerpt.labels))[:, position : position + self.context]
+                rows.append(np.pad(row, ((0, 0), (0, self.context - row.shape[1])), constant_values=-100))
         nats = np.zeros(len(self.held_out))
         size = max(1, 16_384 // self.context)
         firsts = range(0, len(rows), size)
         for turn in range(-(-len(firsts) // share.world)):
             number = turn * share.world + share.rank
-            first = firsts[min(number, len(firsts) - 1)]  # models in several processes must run together
-            batch = torch.from_numpy(np.stack(rows[first : first + size], axis=1))
+            start = firsts[min(number, len(firsts) - 1)]  # models in several processes must run together
+            batch = torch.from_numpy(np.stack(rows[start : start + size], axis=1))
             labels = batch[1]
             scores = logits({"input_ids": batch[0].clamp(min=0)}).float().flatten(0, 1)
             loss = torch.nn.functional.cross_entropy(scores, labels.to(scores.device).flatten(), reduction="none")
             if number < len(firsts):
-                np.add.at(nats, owners[first : first + size], loss.view(labels.shape).double().sum(1).cpu().numpy())
+                np.add.at(nats, owners[start : start + size], loss.view(labels.shape).double().sum(1).cpu().numpy())
         nats = share.total(torch.from_numpy(nats)).numpy()
         documents = [
             {
-                "id": f"{one.stream}:{one.id}" if self.domains else one.id,
-                "bytes": one.bytes,
-                "tokens": one.tokens,
+                "id": f"{excerpt.stream}:{excerpt.id}" if self.domains else excerpt.id,
+                "bytes": excerpt.bytes,
+                "tokens": excerpt.tokens,
                 "nats": float(n),
             }
-            for one, n in zip(self.held_out, nats, strict=True)
+            for excerpt, n in zip(self.held_out, nats, strict=True)
         ]
         return Evaluation(self.metrics(nats), documents)
 
     def metrics(self, nats: np.ndarray) -> dict[str, float]:
         """The metrics of these losses of the held-out documents, the deciding one first."""
-        metrics = {
-            "bits_per_byte": float(nats.sum()) / math.log(2) / sum(one.bytes for one in self.held_out),
-            "loss": float(nats.sum()) / sum(one.tokens for one in self.held_out),
-        }
-        names = dict.fromkeys(one.stream for one in self.held_out)
-        for name in names if len(self.names) > 1 or self.domains else ():
-            sizes = [
-                (n, one.bytes, one.tokens) for n, one in zip(nats, self.held_out, strict=True) if one.stream == name
-            ]
-            total, size, tokens = map(sum, zip(*sizes, strict=True))
-            metrics[f"bits_per_byte/{name}"] = float(total) / math.log(2) / size
-            if self.domains:
-                metrics[f"loss/{name}"] = float(total) / tokens
+        metrics = _average_losses(float(nats.sum()), self.held_out)
+        by_stream: dict[str, list[int]] = {}
+        for index, excerpt in enumerate(self.held_out):
+            by_stream.setdefault(excerpt.stream, []).append(index)
+        for name, indices in by_stream.items() if len(self.names) > 1 or self.domains else ():
+            total = float(sum(nats[index] for index in indices))
+            averages = _average_losses(total, [self.held_out[index] for index in indices])
+            shown = METRICS if self.domains else METRICS[:1]
+            metrics |= {f"{metric}/{name}": averages[metric] for metric in shown}
         for metric in METRICS if self.domains else ():
-            values = [value for name, value in metrics.items() if name.startswith(f"{metric}/")]
+            values = [metrics[f"{metric}/{name}"] for name in by_stream]
             metrics[metric] = sum(values) / len(values)
         return {self.metric: metrics[self.metric]} | metrics
+
+
+def _average_losses(total: float, excerpts: Sequence[HeldOut]) -> dict[str, float]:
+    """Bits per byte and loss of excerpts. total: their nats."""
+    size, tokens = sum(excerpt.bytes for excerpt in excerpts), sum(excerpt.tokens for excerpt in excerpts)
+    return {"bits_per_byte": total / math.log(2) / size, "loss": total / tokens}
 
 
 class HeldOut:
@@ -223,24 +227,24 @@ class HeldOut:
         self.tokens = int((self.labels != -100).sum())
 
 
-def limits(documents: Sequence[Document], budget: int | None) -> list[int]:
+def choose_limits(documents: Sequence[Document], budget: int | None) -> list[int]:
     """Bytes to use of each: of texts equal shares; whole conversations, in the order of their hashes, one at least."""
     sizes = [len(document.text.encode()) for document in documents]
     if not any(document.is_chat for document in documents):
-        return shares(sizes, budget)
-    used, left = [0] * len(documents), sum(sizes) if budget is None else budget
+        return share_budget(sizes, budget)
+    chosen, budget_left = [0] * len(documents), sum(sizes) if budget is None else budget
     for turn, index in enumerate(sorted(range(len(documents)), key=lambda i: documents[i].fraction("excerpt"))):
-        if not turn or sizes[index] <= left:
-            used[index] = sizes[index]
-            left -= sizes[index]
-    return used
+        if not turn or sizes[index] <= budget_left:
+            chosen[index] = sizes[index]
+            budget_left -= sizes[index]
+    return chosen
 
 
-def shares(sizes: Sequence[int], budget: int | None) -> list[int]:
+def share_budget(sizes: Sequence[int], budget: int | None) -> list[int]:
     """Bytes to use of each: equal shares of the budget; what short ones do not use goes to the others."""
-    left = sum(sizes) if budget is None else min(budget, sum(sizes))
+    budget_left = sum(sizes) if budget is None else min(budget, sum(sizes))
     limits = [0] * len(sizes)
     for rank, index in enumerate(sorted(range(len(sizes)), key=lambda i: sizes[i])):
-        limits[index] = min(sizes[index], math.ceil(left / (len(sizes) - rank)))
-        left -= limits[index]
+        limits[index] = min(sizes[index], math.ceil(budget_left / (len(sizes) - rank)))
+        budget_left -= limits[index]
     return limits

@@ -31,7 +31,7 @@ from headwater.util.files import STAGING, explaining, flush, replace_text, settl
 from headwater_lab.data import shards
 from headwater_lab.data.chat import Encoded, as_fields
 from headwater_lab.data.corpus import Document, no_text, too_short
-from headwater_lab.data.reading import check_name, printable
+from headwater_lab.data.reading import check_name, escape_name
 from headwater_lab.data.sealed import write_sealed
 from headwater_lab.data.shards import (
     DOMAINS,
@@ -103,28 +103,28 @@ def prepare(
     if encoder.backend is None:
         kind = type(encoder.tokenizer).__name__
         raise HeadwaterError(f"{kind} has no tokenizer.json; data prepare needs a fast tokenizer.")
-    settings = _settings(source, encoder, options)
+    settings = _collect_settings(source, encoder, options)
     try:
         advice = "fix that and run the same command again"
         with explaining(lambda problem: f"{str(out)!r} could not be written: {problem}; {advice}."):
             out = settled(out)
             if out.exists() and not out.is_dir():
-                raise _foreign(out)
+                raise _describe_foreign(out)
             with occupied(out):
                 names = {path.name for path in out.iterdir() if not path.name.startswith(STAGING)} - {LOCK}
                 if names & {MANIFEST, DOMAINS}:
-                    return _finished(out, settings, encoder.separator)
+                    return _check_finished(out, settings, encoder.separator)
                 if names and not (out / WRITING).exists():
-                    raise _foreign(out)
+                    raise _describe_foreign(out)
                 moved = moved_document(Stream(source), options.held_out, encoder)
                 stream = Stream(source)
                 shutil.rmtree(out / WRITING, ignore_errors=True)
                 (out / WRITING).mkdir()
-                run = _Run(out / WRITING, settings, stream, printable(tokenizer), encoder, moved)
+                run = _Run(out / WRITING, settings, stream, escape_name(tokenizer), encoder, moved)
                 try:
                     run.work(workers or min(cores(), MOST_WORKERS), batch_bytes, on_progress or (lambda *_: None))
                     run.finish()
-                    _publish(out / WRITING, out)
+                    _publish_folder(out / WRITING, out)
                 finally:
                     run.close()
                     shutil.rmtree(out / WRITING, ignore_errors=True)
@@ -133,7 +133,7 @@ def prepare(
         raise Interrupted("Stopped; run the same command again to start over.") from None
 
 
-def _settings(source: TextSource, encoder: Encoder, options: Options) -> dict[str, Any]:
+def _collect_settings(source: TextSource, encoder: Encoder, options: Options) -> dict[str, Any]:
     """Everything that affects the result, as the manifest keeps it."""
     # In the form that save_pretrained writes.
     content = encoder.tokenizer.backend_tokenizer.to_str(pretty=True)
@@ -141,7 +141,7 @@ def _settings(source: TextSource, encoder: Encoder, options: Options) -> dict[st
     settings |= {"tokenizer": hashlib.sha256(content.encode()).hexdigest(), **asdict(options)}
     if template := encoder.tokenizer.chat_template:
         settings["chat_template"] = hashlib.sha256(json.dumps(template).encode()).hexdigest()
-    return {name: printable(value) if isinstance(value, str) else value for name, value in settings.items()}
+    return {name: escape_name(value) if isinstance(value, str) else value for name, value in settings.items()}
 
 
 def moved_document(stream: Stream, share: float, encoder: Encoder) -> float | None:
@@ -153,22 +153,22 @@ def moved_document(stream: Stream, share: float, encoder: Encoder) -> float | No
     Raises `HeadwaterError` if there are fewer than two texts.
     """
     counts = Counter[float]()
-    first: Document | None = None
+    example: Document | None = None
     for document in stream:
-        if first is None:
-            first = document
+        if example is None:
+            example = document
             encoder.documents([document])
         counts[document.fraction()] += 1
         if len({fraction < share for fraction in counts}) > 1:
             return None
     source = stream.source.source
-    if first is None:
+    if example is None:
         raise no_text(source, stream.skipped)
     if len(counts) < 2:
-        what = f"one document of {len(first.data)} bytes" if counts.total() == 1 else "one text, again and again"
-        raise too_short(source, what)
+        content = f"one document of {len(example.data)} bytes" if counts.total() == 1 else "one text, again and again"
+        raise too_short(source, content)
     rarest = min(counts.values())
-    return min((one for one in counts if counts[one] == rarest), key=lambda one: abs(one - share))
+    return min((value for value in counts if counts[value] == rarest), key=lambda fraction: abs(fraction - share))
 
 
 class _Run:
@@ -189,7 +189,7 @@ class _Run:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches already run in parallel
         with ThreadPoolExecutor(workers) as pool:
             try:
-                for documents in chain(_batches(self.stream, batch_bytes), [None]):
+                for documents in chain(_make_batches(self.stream, batch_bytes), [None]):
                     if documents is not None:
                         pending.append((documents, pool.submit(self.encoder.documents, documents)))
                     while len(pending) >= (1 if documents is None else 2 * workers):
@@ -218,8 +218,8 @@ class _Run:
             write_sealed(self.out / DOMAINS, {"settings": self.settings, "domains": domains})
 
     def _write_manifest(self, folder: _Folder) -> None:
-        place = folder.path / TOKENIZER
-        self.encoder.tokenizer.save_pretrained(place)
+        tokenizer_folder = folder.path / TOKENIZER
+        self.encoder.tokenizer.save_pretrained(tokenizer_folder)
         files = shards.tokenizer_files(folder.path)
         for path in (*files, *{file.parent for file in files}):
             flush(path)
@@ -231,9 +231,9 @@ class _Run:
             settings=self.settings,
             tokenizer=TokenizerFacts(
                 name=self.name,
-                sha256=sha256_of(place / "tokenizer.json"),
+                sha256=sha256_of(tokenizer_folder / "tokenizer.json"),
                 vocab_size=self.encoder.vocab_size,
-                files={file.relative_to(place).as_posix(): sha256_of(file) for file in files},
+                files={file.relative_to(tokenizer_folder).as_posix(): sha256_of(file) for file in files},
             ),
             separator=self.encoder.separator,
             dtype="uint16" if self.encoder.dtype.itemsize == 2 else "uint32",
@@ -252,8 +252,8 @@ class _Run:
         flush(folder.path)
 
     def _folder(self, domain: str | None) -> _Folder:
-        if (known := self.folders.get(domain)) is not None:
-            return known
+        if (folder := self.folders.get(domain)) is not None:
+            return folder
         if len(self.folders) >= MOST_DOMAINS:
             raise HeadwaterError(
                 f"Column {self.settings['by']!r} has more than {MOST_DOMAINS} values; --by is for the few domains of a "
@@ -377,16 +377,16 @@ class _Smallest:
         bisect.insort(self.texts, (fraction, name, text))
         self.size += len(text.encode())
         # The first that does not fit marks where the choice ends.
-        while self.size - (last := len(self.texts[-1][-1].encode())) > self.limit:
+        while self.size - (size := len(self.texts[-1][-1].encode())) > self.limit:
             self.texts.pop()
-            self.size -= last
+            self.size -= size
 
     def result(self) -> list[tuple[str, str]]:
         """(id, text) up to the first that does not fit."""
         return [(name, text) for _, name, text in (self.texts[:-1] if self.size > self.limit else self.texts)]
 
 
-def _batches(stream: Stream, size: int) -> Iterator[list[Document]]:
+def _make_batches(stream: Stream, size: int) -> Iterator[list[Document]]:
     """Documents in groups of about `size` bytes."""
     group: list[Document] = []
     gathered = 0
@@ -400,7 +400,7 @@ def _batches(stream: Stream, size: int) -> Iterator[list[Document]]:
         yield group
 
 
-def _publish(written: Path, out: Path) -> None:
+def _publish_folder(written: Path, out: Path) -> None:
     """Move what is written to its folder, last the file that says that it is finished."""
     for path in sorted(written.iterdir(), key=lambda path: path.name in (MANIFEST, DOMAINS)):
         if (target := out / path.name).is_dir():  # of a run that was killed here
@@ -410,28 +410,28 @@ def _publish(written: Path, out: Path) -> None:
     flush(out)
 
 
-def _foreign(out: Path) -> HeadwaterError:
+def _describe_foreign(out: Path) -> HeadwaterError:
     return HeadwaterError(f"{str(out)!r} holds other files; name a new folder.")
 
 
-def _finished(out: Path, settings: dict[str, Any], separator: int) -> list[Path]:
+def _check_finished(out: Path, settings: dict[str, Any], separator: int) -> list[Path]:
     """The prepared folders of a finished run with the same settings, with all checksums verified."""
     prepared = shards.open_all(out)
-    for one in prepared:
-        _check_same(out, settings, separator, one.manifest)
+    for folder in prepared:
+        _check_same(out, settings, separator, folder.manifest)
     shards.check_all(prepared)
-    return [one.folder for one in prepared]
+    return [folder.folder for folder in prepared]
 
 
 def _check_same(out: Path, settings: dict[str, Any], separator: int, manifest: Manifest) -> None:
     """Raise `HeadwaterError` if a folder was prepared with other settings."""
-    before = manifest.settings
-    names = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
+    earlier = manifest.settings
+    names = [name for name in {**earlier, **settings} if earlier.get(name) != settings.get(name)]
     if (names and names[0] == "tokenizer") or (not names and separator != manifest.separator):
         raise HeadwaterError(f"{str(out)!r} was prepared with another tokenizer; use that one, or name another folder.")
     if names:
-        first = names[0]
+        name = names[0]
         raise HeadwaterError(
-            f"{str(out)!r} was prepared with {first.replace('_', ' ')} {before.get(first)!r}, not "
-            f"{settings.get(first)!r}; use the same, or name another folder."
+            f"{str(out)!r} was prepared with {name.replace('_', ' ')} {earlier.get(name)!r}, not "
+            f"{settings.get(name)!r}; use the same, or name another folder."
         )

@@ -36,15 +36,15 @@ class PreparedSettings(LanguageSettings):
                     f"The domain {name!r} is the corpus of {path!r} with a larger held-out share, part of which "
                     f"is in the training data; name {path!r} itself."
                 )
-        first = next(iter(folders.values()))
+        example = next(iter(folders.values()))
         return LanguageData(
             self,
             {name: (folder.train, weights[name]) for name, folder in folders.items()},
             {name: folder.evaluation() for name, folder in (domains or folders).items()},
-            first.tokenizer,
+            example.tokenizer,
             {
                 "source": self.source,
-                "tokenizer": first.manifest.tokenizer.name,
+                "tokenizer": example.manifest.tokenizer.name,
                 "documents": sum(folder.manifest.documents for folder in folders.values()),
                 "bytes": sum(folder.manifest.bytes for folder in folders.values()),
                 "sha256": {name: folder.manifest.sha256 for name, folder in folders.items()},
@@ -55,16 +55,16 @@ class PreparedSettings(LanguageSettings):
 
 def _check_tokenizers(folders: dict[str, Prepared]) -> None:
     """Raise `HeadwaterError` if folders were prepared with different tokenizers."""
-    first, *others = folders
+    reference, *compared = folders
     made_by = {name: (folder.manifest.tokenizer.sha256, folder.manifest.separator) for name, folder in folders.items()}
-    for name in others:
-        if made_by[name] != made_by[first]:
+    for name in compared:
+        if made_by[name] != made_by[reference]:
             raise HeadwaterError(
-                f"{name!r} and {first!r} were prepared with different tokenizers; prepare one of them again."
+                f"{name!r} and {reference!r} were prepared with different tokenizers; prepare one of them again."
             )
 
 
 def _trained_on(domain: Prepared, folder: Prepared) -> bool:
     """Whether documents held out in one preparation of a corpus are training data in the other."""
-    one, other = domain.manifest, folder.manifest
-    return one.sha256 == other.sha256 and one.settings.get("held_out", 0.0) > other.settings.get("held_out", 0.0)
+    shares = [manifest.settings.get("held_out", 0.0) for manifest in (domain.manifest, folder.manifest)]
+    return domain.manifest.sha256 == folder.manifest.sha256 and shares[0] > shares[1]

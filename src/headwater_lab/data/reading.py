@@ -82,8 +82,8 @@ class Columns:
     def outermost(self, names: Iterable[str]) -> list[str]:
         """Those columns of a table with these names that hold the wanted ones."""
         names = set(names)
-        wanted = [*self.options, *([MESSAGES] if self.text == DEFAULT else []), _beside(self.text)]
-        return [c for name in wanted for c in (name, name.partition(".")[0]) if c in names][: 2 * len(wanted)]
+        columns = [*self.options, *([MESSAGES] if self.text == DEFAULT else []), _tools_column(self.text)]
+        return [c for name in columns for c in (name, name.partition(".")[0]) if c in names][: 2 * len(columns)]
 
     def add_names(self, names: Iterable[str]) -> None:
         """Note names for the error about a missing column."""
@@ -96,22 +96,22 @@ class Columns:
         """
         self.rows += 1
         if self.missing and len(self.names) <= NAMED_COLUMNS:
-            self.add_names(_dotted(row))
+            self.add_names(_dotted_names(row))
         if self.by in self.missing and self.rows > FIRST_ROWS:  # would all go into one domain
             self.require(where)
-        text = _cell(row, self.text, where)
+        text = _read_cell(row, self.text, where)
         if text is MISSING and self.text == DEFAULT:
-            text = _conversation(row.get(MESSAGES, MISSING))
+            text = _read_conversation(row.get(MESSAGES, MISSING))
         if text is not MISSING:
             self.missing.pop(self.text, None)
-            tools = _cell(row, _beside(self.text), where)
+            tools = _read_cell(row, _tools_column(self.text), where)
             text = WithTools(text, tools) if tools not in (MISSING, None, "") else text
         return None if text is MISSING else text, self._domain(row, where)
 
     def _domain(self, row: dict[str, Any], where: str) -> str | None:
         if not self.by:
             return None
-        value = _cell(row, self.by, where)
+        value = _read_cell(row, self.by, where)
         if value is not MISSING:
             self.missing.pop(self.by, None)
         if value is None or value is MISSING:
@@ -119,26 +119,26 @@ class Columns:
         if isinstance(value, dict | list):
             inner = f"; its fields: {', '.join(map(str, value))}" if isinstance(value, dict) else ""
             raise HeadwaterError(f"Column {self.by!r} of {where!r} holds {type(value).__name__}, not a name{inner}.")
-        encoded(name := str(value), f"column {self.by!r} of {where}")
+        encode_text(name := str(value), f"column {self.by!r} of {where}")
         return name
 
     def require(self, where: str) -> None:
         """Raise `HeadwaterError` if there were rows, and none of them had a column."""
         for column in self.missing if self.rows else ():
             names = [name if name.isprintable() else repr(name) for name in [*self.names][:NAMED_COLUMNS]]
-            more = ", …" if len(self.names) > NAMED_COLUMNS else ""
+            ellipsis = ", …" if len(self.names) > NAMED_COLUMNS else ""
             option = self.options[column]
             advice = f"set {option} to one of" if option else "rename one of its columns"
-            raise HeadwaterError(f"{where!r} has no column {column!r}; {advice}: {', '.join(names)}{more}.")
+            raise HeadwaterError(f"{where!r} has no column {column!r}; {advice}: {', '.join(names)}{ellipsis}.")
 
 
-def _beside(column: str) -> str:
+def _tools_column(column: str) -> str:
     """The name of the column `tools` beside one of conversations, dotted if that is nested."""
     outer, dot, _ = column.rpartition(".")
     return outer + dot + TOOLS
 
 
-def _conversation(value: Any) -> Any:
+def _read_conversation(value: Any) -> Any:
     """The value of a column `messages`; `MISSING` for text that is no JSON."""
     if isinstance(value, str):
         try:
@@ -148,7 +148,7 @@ def _conversation(value: Any) -> Any:
     return value if value is None or isinstance(value, list) else MISSING
 
 
-def _cell(row: dict[str, Any], column: str, where: str) -> Any:
+def _read_cell(row: dict[str, Any], column: str, where: str) -> Any:
     """The value of a column, dotted if nested; `MISSING` if the row has none. Raises `HeadwaterError`."""
     if column in row:
         return row[column]
@@ -168,7 +168,7 @@ def _cell(row: dict[str, Any], column: str, where: str) -> Any:
     return value
 
 
-def _dotted(row: dict[str, Any]) -> Iterator[str]:
+def _dotted_names(row: dict[str, Any]) -> Iterator[str]:
     """The names of a row's columns, and of the fields inside them."""
     for name, value in row.items():
         if isinstance(value, dict) and value:
@@ -177,18 +177,18 @@ def _dotted(row: dict[str, Any]) -> Iterator[str]:
             yield str(name)
 
 
-def printable(name: str) -> str:
+def escape_name(name: str) -> str:
     """A file's name with the bytes that are not UTF-8 escaped, so that it can be printed and stored."""
     return name.encode(errors="backslashreplace").decode()
 
 
 def check_name(path: Path) -> None:
     """Raise `HeadwaterError` for a folder whose name is not UTF-8: no tokenizer can be written to it."""
-    if (name := printable(str(path))) != str(path):
+    if (name := escape_name(str(path))) != str(path):
         raise HeadwaterError(f"The name '{name}' is not UTF-8; name another folder.")
 
 
-def encoded(text: str, where: str) -> bytes:
+def encode_text(text: str, where: str) -> bytes:
     """The text in UTF-8. Raises `HeadwaterError` if it contains half of a surrogate pair, which UTF-8 cannot encode."""
     try:
         return text.encode()
@@ -219,7 +219,7 @@ def table_kind(file: Path) -> str | None:
 
 def is_text(file: Path) -> bool:
     """Whether the whole unpacked file is UTF-8 without NUL characters."""
-    with opened_text(file) as stream:
+    with open_text(file) as stream:
         try:
             return all("\0" not in text for text in iter(partial(stream.read, CHUNK), ""))
         except UnicodeDecodeError:
@@ -227,13 +227,13 @@ def is_text(file: Path) -> bool:
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[IO[bytes]]:
+def open_file(file: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading in a `with`, unpacked by its suffix; reading errors become `HeadwaterError`."""
     try:
         with open_regular(file) as stream:
             if file.suffix.lower() == ".xz":
                 raise HeadwaterError(
-                    f"{_named(file)} is packed with xz, which is not read; unpack it, or use gzip or zstd."
+                    f"{_quote_name(file)} is packed with xz, which is not read; unpack it, or use gzip or zstd."
                 )
             if (packing := PACKED.get(file.suffix.lower())) is None:
                 yield stream
@@ -247,18 +247,18 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
     except HeadwaterError:
         raise
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise unreadable(file, error) from error
+        raise describe_unreadable(file, error) from error
 
 
 @contextmanager
-def opened_text(file: Path) -> Iterator[IO[str]]:
-    """Open a text file as `opened` does, in UTF-8 with or without a byte order mark; line ends stay as they are."""
-    with opened(file) as stream:
+def open_text(file: Path) -> Iterator[IO[str]]:
+    """Open a text file as `open_file` does, in UTF-8 with or without a byte order mark; line ends stay as they are."""
+    with open_file(file) as stream:
         yield io.TextIOWrapper(stream, encoding="utf-8-sig", newline="\n")
 
 
 def read_whole(file: Path, stream: IO[bytes]) -> bytes:
-    """The rest of a file from `opened`. Raises `HeadwaterError` if it unpacks to far more than there is of it."""
+    """The rest of a file from `open_file`. Raises `HeadwaterError` if it unpacks to far more than there is of it."""
     most = max(LONGEST_LINE, MOST_UNPACKED * file.stat().st_size)
     pieces: list[bytes] = []
     while data := stream.read(CHUNK):
@@ -266,24 +266,24 @@ def read_whole(file: Path, stream: IO[bytes]) -> bytes:
         most -= len(data)
         if most < 0:
             raise HeadwaterError(
-                f"{_named(file)} unpacks to more than {MOST_UNPACKED} times its size, which is read at once; unpack "
-                "it, or read it with `headwater data prepare`."
+                f"{_quote_name(file)} unpacks to more than {MOST_UNPACKED} times its size, which is read at once; "
+                "unpack it, or read it with `headwater data prepare`."
             )
     return b"".join(pieces)
 
 
-def unreadable(file: Path, error: Exception) -> HeadwaterError:
+def describe_unreadable(file: Path, error: Exception) -> HeadwaterError:
     """The error for a file that cannot be read."""
     cause = error.__cause__ or error
     text = (getattr(cause, "strerror", None) or str(cause) or type(cause).__name__).splitlines()[0]
     if isinstance(error, EOFError) or text.startswith("Truncated"):
         text = "it is truncated; copy it again"
     kind = f" as {file.suffix[1:]}" if file.suffix.lower() in {**TABLES, **PACKED} else ""
-    return HeadwaterError(f"{_named(file)} cannot be read{kind}: {text[:300].rstrip('.')}.")
+    return HeadwaterError(f"{_quote_name(file)} cannot be read{kind}: {text[:300].rstrip('.')}.")
 
 
-def _named(file: Path) -> str:
-    return repr(printable(str(file)))
+def _quote_name(file: Path) -> str:
+    return repr(escape_name(str(file)))
 
 
 TableRow = tuple[Any, str | None]
@@ -295,12 +295,12 @@ def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
     A `.json` file with one array is read whole. Raises `HeadwaterError`. A row without the column is no error here:
     `columns.require` is one if all of them lack it.
     """
-    kind, where = table_kind(file), printable(str(file))
+    kind, where = table_kind(file), escape_name(str(file))
     if kind == "parquet":
-        with opened(file) as stream:
+        with open_file(file) as stream:
             yield from rows_of_tables(parquet_tables(stream, columns), columns, file)
         return
-    with opened(file) as stream:
+    with open_file(file) as stream:
         for number, row in csv_rows(stream, file, columns) if kind in DELIMITERS else json_rows(stream, file):
             try:
                 cells = columns.cells(row, where)
@@ -313,17 +313,17 @@ def json_rows(stream: Any, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row). One row per line, since rows of real corpora do not share one schema."""
     numbered: Iterator[tuple[int, Any]]
     if table_kind(file) == "json" and stream.peek(64)[:64].removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-        numbered = enumerate(_parsed(file, 1, read_whole(file, stream)), 1)
+        numbered = enumerate(_parse_line(file, 1, read_whole(file, stream)), 1)
     else:
-        lines = enumerate(_lines(stream, file), 1)
-        numbered = ((number, _parsed(file, number, line)) for number, line in lines if line.strip())
+        lines = enumerate(_read_lines(stream, file), 1)
+        numbered = ((number, _parse_line(file, number, line)) for number, line in lines if line.strip())
     for number, row in numbered:
         if not isinstance(row, dict):
-            raise HeadwaterError(f"Line {number} of {_named(file)} is not a JSON object.")
+            raise HeadwaterError(f"Line {number} of {_quote_name(file)} is not a JSON object.")
         yield number, row
 
 
-def _lines(stream: IO[AnyStr], file: Path) -> Iterator[AnyStr]:
+def _read_lines(stream: IO[AnyStr], file: Path) -> Iterator[AnyStr]:
     """Lines of a file in bounded memory. Raises `HeadwaterError` for one longer than LONGEST_LINE."""
     for number in itertools.count(1):
         line = stream.readline(LONGEST_LINE + 1)
@@ -331,11 +331,11 @@ def _lines(stream: IO[AnyStr], file: Path) -> Iterator[AnyStr]:
             return
         if len(line) > LONGEST_LINE:
             size = f"{LONGEST_LINE / 1e6:,.0f} MB"
-            raise HeadwaterError(f"Line {number} of {_named(file)} is longer than {size}; split that document.")
+            raise HeadwaterError(f"Line {number} of {_quote_name(file)} is longer than {size}; split that document.")
         yield line
 
 
-def _parsed(file: Path, number: int, data: bytes) -> Any:
+def _parse_line(file: Path, number: int, data: bytes) -> Any:
     try:
         return json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -346,16 +346,16 @@ def _bad_line(file: Path, number: int, error: Exception) -> HeadwaterError:
     if isinstance(error, HeadwaterError):
         return error
     text = "it is nested too deep" if isinstance(error, RecursionError) else str(error).splitlines()[0]
-    return HeadwaterError(f"{_named(file)} cannot be read as {table_kind(file)}: line {number}: {text[:300]}")
+    return HeadwaterError(f"{_quote_name(file)} cannot be read as {table_kind(file)}: line {number}: {text[:300]}")
 
 
 def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row); the first line names the columns, and says what divides them."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
-    lines = _lines(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), file)
-    first = next(lines, "")
-    delimiter = _delimiter(first, DELIMITERS[table_kind(file) or "csv"], columns)
-    reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
+    lines = _read_lines(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), file)
+    header = next(lines, "")
+    delimiter = _find_delimiter(header, DELIMITERS[table_kind(file) or "csv"], columns)
+    reader = csv.reader(itertools.chain([header], lines), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     number = 0
     try:
@@ -364,19 +364,19 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[
                 names = [name.strip() for name in fields]
                 columns.add_names(names)
                 if twice := next((name for name in columns.outermost(names) if names.count(name) > 1), None):
-                    raise HeadwaterError(f"{_named(file)} has two columns {twice!r}; rename one of them.")
+                    raise HeadwaterError(f"{_quote_name(file)} has two columns {twice!r}; rename one of them.")
                 continue
             if not fields:  # an empty line
                 continue
             number += 1
             if MARK in fields[0] and fields[-1].strip().endswith(names[-1]):
                 raise HeadwaterError(
-                    f"Line {reader.line_num} of {_named(file)} names the columns again; join files without their first "
-                    "lines and byte order marks."
+                    f"Line {reader.line_num} of {_quote_name(file)} names the columns again; join files without their "
+                    "first lines and byte order marks."
                 )
             if len(fields) > len(names):
                 raise HeadwaterError(
-                    f"Line {reader.line_num} of {_named(file)} has {len(fields)} fields, and the first line names "
+                    f"Line {reader.line_num} of {_quote_name(file)} has {len(fields)} fields, and the first line names "
                     f"{len(names)} columns; put text with {delimiter!r} or line ends in it between quotes."
                 )
             yield number, dict(zip(names, fields, strict=False))
@@ -384,7 +384,7 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[
         raise _bad_line(file, reader.line_num, error) from error
 
 
-def _delimiter(line: str, candidates: str, columns: Columns) -> str:
+def _find_delimiter(line: str, candidates: str, columns: Columns) -> str:
     """What divides the names of the columns: with it, the wanted ones are among them, or there are most."""
 
     def fit(delimiter: str) -> tuple[int, int]:
@@ -400,17 +400,17 @@ def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
 
     with ParquetFile(stream, pre_buffer=False, buffer_size=2**20) as table:
         schema = table.schema_arrow
-        columns.add_names(_fields(schema))
-        wanted = columns.outermost(schema.names)
+        columns.add_names(_list_fields(schema))
+        names = columns.outermost(schema.names)
         # Metadata of columns is not looked at: where it is damaged, pyarrow 26 ends the process.
         groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
         size = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
         rows = max(1, min(ROWS, MOST_ROWS // max(1, size)))
         # The number of rows counts even if none of them has the column.
-        yield from table.iter_batches(batch_size=rows, columns=wanted or schema.names[:1])
+        yield from table.iter_batches(batch_size=rows, columns=names or schema.names[:1])
 
 
-def _fields(schema: Any) -> Iterator[str]:
+def _list_fields(schema: Any) -> Iterator[str]:
     """The names of columns, and of the fields inside them."""
     from pyarrow import types
 
@@ -423,10 +423,10 @@ def _fields(schema: Any) -> Iterator[str]:
 
 def rows_of_tables(tables: Iterable[Any], columns: Columns, file: Path) -> Iterator[TableRow]:
     """Rows of Arrow tables."""
-    where = printable(str(file))
+    where = escape_name(str(file))
     try:
         for table in tables:
-            columns.add_names(_fields(table.schema))
+            columns.add_names(_list_fields(table.schema))
             names = columns.outermost(table.schema.names)
             arrays = [table.column(name) for name in names]
             for index in range(len(table)):
@@ -435,4 +435,4 @@ def rows_of_tables(tables: Iterable[Any], columns: Columns, file: Path) -> Itera
     except HeadwaterError:
         raise
     except Exception as error:  # readers of parquet and of the network can raise anything
-        raise unreadable(file, error) from error
+        raise describe_unreadable(file, error) from error

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headwater.util.seeding import generator
-from headwater_lab.data.base import Batch, shuffled
+from headwater_lab.data.base import Batch, shuffle_rows
 from headwater_lab.data.chat import Encoded
 
 RowLayout = Literal["packed", "contiguous"]
@@ -55,8 +55,8 @@ class TokenArray:
         return self.stream[start:stop]
 
     def starts(self, start: int, stop: int) -> np.ndarray:
-        first, last = np.searchsorted(self.borders, (start, stop))
-        return self.borders[first:last]
+        low, high = np.searchsorted(self.borders, (start, stop))
+        return self.borders[low:high]
 
     def counts(self, start: int, stop: int) -> np.ndarray | None:
         return None if self.counted is None else self.counted[start:stop]
@@ -77,19 +77,19 @@ class Rows:
     def order(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
         """An endless stream of (stream, row), from the `start`-th on: a function of the seed."""
         if len(self.streams) == 1:
-            yield from ((0, row) for row in shuffled(self.counts[0], seed, start))
+            yield from ((0, row) for row in shuffle_rows(self.counts[0], seed, start))
             return
-        used = np.zeros(len(self.streams), dtype=np.int64)
+        drawn_rows = np.zeros(len(self.streams), dtype=np.int64)
         for block in range(start // BLOCK):
-            used += np.bincount(self.draw(seed, block), minlength=len(used))
-        first = self.draw(seed, start // BLOCK)
-        used += np.bincount(first[: start % BLOCK], minlength=len(used))
+            drawn_rows += np.bincount(self.draw(seed, block), minlength=len(drawn_rows))
+        block_draws = self.draw(seed, start // BLOCK)
+        drawn_rows += np.bincount(block_draws[: start % BLOCK], minlength=len(drawn_rows))
         orders = [
-            shuffled(count, seed, int(done), "stream", index)
-            for index, (count, done) in enumerate(zip(self.counts, used, strict=True))
+            shuffle_rows(count, seed, int(done), "stream", index)
+            for index, (count, done) in enumerate(zip(self.counts, drawn_rows, strict=True))
         ]
-        rest = (self.draw(seed, block) for block in itertools.count(start // BLOCK + 1))
-        for drawn in itertools.chain([first[start % BLOCK :]], rest):
+        later_draws = (self.draw(seed, block) for block in itertools.count(start // BLOCK + 1))
+        for drawn in itertools.chain([block_draws[start % BLOCK :]], later_draws):
             for stream in drawn.tolist():
                 yield stream, next(orders[stream])
 
@@ -117,8 +117,8 @@ class Rows:
             starts[index, stream.starts(begin, begin + context) - begin] = True
             if (counts := stream.counts(begin + 1, begin + context + 1)) is not None:
                 ignored[index] = ~counts
-        every, labels = torch.from_numpy(tokens), torch.from_numpy(np.where(ignored, -100, tokens[:, 1:]))
-        batch = {"input_ids": every[:, :-1].contiguous(), "shift_labels": labels}
+        ids, labels = torch.from_numpy(tokens), torch.from_numpy(np.where(ignored, -100, tokens[:, 1:]))
+        batch = {"input_ids": ids[:, :-1].contiguous(), "shift_labels": labels}
         if starts[:, 1:].any():
             begins = torch.from_numpy(starts)
             if self.layout == "contiguous":

@@ -36,17 +36,17 @@ def read_sealed(file: Path) -> dict[str, Any] | None:
     except HeadwaterError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise damaged(file) from error
+        raise describe_damage(file) from error
     if not isinstance(values, dict):
-        raise damaged(file)
+        raise describe_damage(file)
     seal = values.pop(SEAL, None)
-    head, found, tail = data.rpartition(f'"{SEAL}": "{seal}"'.encode(errors="replace"))
-    if not found or hashlib.sha256(head + _EMPTY + tail).hexdigest() != seal:
-        raise damaged(file)
+    head, match, tail = data.rpartition(f'"{SEAL}": "{seal}"'.encode(errors="replace"))
+    if not match or hashlib.sha256(head + _EMPTY + tail).hexdigest() != seal:
+        raise describe_damage(file)
     return values
 
 
-def damaged(file: Path) -> HeadwaterError:
+def describe_damage(file: Path) -> HeadwaterError:
     """The error for a file of a prepared folder that has changed."""
     return HeadwaterError(
         f"{str(file)!r} has changed since it was written; copy it again, or prepare the folder again."

@@ -22,8 +22,8 @@ from headwater.util.files import STAGING, absence, read_bytes, sha256_of
 from headwater_lab.data.chat import as_text
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.reading import TOOLS
-from headwater_lab.data.sealed import damaged, read_sealed
-from headwater_lab.data.tokenizer import load_tokenizer, separator, vocabulary
+from headwater_lab.data.sealed import describe_damage, read_sealed
+from headwater_lab.data.tokenizer import load_tokenizer, separator_id, vocabulary_size
 
 MANIFEST = "manifest.json"
 # File in a folder that has one prepared folder per domain.
@@ -204,8 +204,8 @@ class Shards:
 
         Raises `HeadwaterError` for a token beyond the vocabulary: a model would read past the end of its embedding.
         """
-        parts = [self._shard(i)[0][a:b] for i, a, b in self._spans(start, stop)]
-        tokens = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
+        pieces = [self._shard(i)[0][a:b] for i, a, b in self._spans(start, stop)]
+        tokens = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self.dtype), *pieces])
         if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
             raise HeadwaterError(
                 f"{str(self.folder)!r} holds token {largest}, but its tokenizer has only {self.vocab_size}; find the "
@@ -215,20 +215,20 @@ class Shards:
 
     def starts(self, start: int, stop: int) -> np.ndarray:
         """The positions in [start, stop) at which a document begins, int64 and sorted."""
-        found = [np.empty(0, np.int64)]
+        starts = [np.empty(0, np.int64)]
         for i, a, b in self._spans(start, stop):
             borders = self._shard(i)[1]
             low, high = np.searchsorted(borders, (a, b))
-            found.append(borders[low:high].astype(np.int64) + self.offsets[i])
-        return np.concatenate(found)
+            starts.append(borders[low:high].astype(np.int64) + self.offsets[i])
+        return np.concatenate(starts)
 
     def counts(self, start: int, stop: int) -> np.ndarray | None:
         """Which of the tokens [start, stop) are trained on, bool; None: all of the stream."""
         if self.facts.answer_tokens is None:
             return None
         files = [(self._shard(i)[2], a, b) for i, a, b in self._spans(start, stop)]
-        parts = [np.ones(b - a, bool) if answers is None else answers[a:b] != 0 for answers, a, b in files]
-        return np.concatenate([np.empty(0, bool), *parts])
+        pieces = [np.ones(b - a, bool) if answers is None else answers[a:b] != 0 for answers, a, b in files]
+        return np.concatenate([np.empty(0, bool), *pieces])
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(shard, first, last + 1) for each shard that has some of [start, stop)."""
@@ -246,7 +246,7 @@ class Shards:
             tokens = self._mapped(shard.file, self.dtype, shard.tokens)
             borders = self._mapped(shard.borders, np.dtype("<i8"), shard.documents)
             if borders[0] != 0 or borders[-1] >= len(tokens) or (borders[1:] <= borders[:-1]).any():
-                raise damaged(self.folder / shard.borders)
+                raise describe_damage(self.folder / shard.borders)
             answers = None
             if shard.answers_sha256 is not None:
                 answers = self._mapped(shard.answers, np.dtype("u1"), shard.tokens)
@@ -257,9 +257,9 @@ class Shards:
         try:
             mapped = np.memmap(self.folder / name, dtype=dtype, mode="r")
         except (OSError, ValueError) as error:
-            raise damaged(self.folder / name) from error
+            raise describe_damage(self.folder / name) from error
         if len(mapped) != length:
-            raise damaged(self.folder / name)
+            raise describe_damage(self.folder / name)
         return mapped
 
     def __getstate__(self) -> dict[str, Any]:
@@ -282,11 +282,11 @@ class Prepared:
         try:
             data = read_bytes(file)
             rows = [json.loads(line) for line in data.decode().split("\n")[:-1]]
-            documents = [_evaluated(row) for row in rows]
+            documents = [_read_document(row) for row in rows]
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            raise damaged(file) from error
+            raise describe_damage(file) from error
         if hashlib.sha256(data).hexdigest() != self.manifest.evaluation.sha256:
-            raise damaged(file)
+            raise describe_damage(file)
         return documents
 
     @cached_property
@@ -294,12 +294,12 @@ class Prepared:
         """The folder's copy of the tokenizer. Raises `HeadwaterError` if it is not the one that made the tokens."""
         folder, facts = self.folder / TOKENIZER, self.manifest.tokenizer
         tokenizer = load_tokenizer(str(folder))
-        if facts.vocab_size != vocabulary(tokenizer) or separator(tokenizer) != self.manifest.separator:
-            raise damaged(folder)
+        if facts.vocab_size != vocabulary_size(tokenizer) or separator_id(tokenizer) != self.manifest.separator:
+            raise describe_damage(folder)
         return tokenizer
 
 
-def _evaluated(row: dict[str, Any]) -> Document:
+def _read_document(row: dict[str, Any]) -> Document:
     """The document in a line of evaluation.jsonl."""
     if "messages" in row:
         return Document(row["id"], as_text(row["messages"], row.get(TOOLS)), key=row["id"], is_chat=True)
@@ -341,7 +341,7 @@ def open_prepared(folder: Path) -> Prepared:
                 f"{str(path)!r} has {path.stat().st_size} bytes, not {size}; copy it again, or prepare it again."
             )
     for name in _changed_tokenizer(folder, manifest.tokenizer):
-        raise damaged(folder / name)
+        raise describe_damage(folder / name)
     dtype, vocab_size = manifest.numpy_dtype, manifest.tokenizer.vocab_size
     splits = (Shards(folder, facts, dtype, vocab_size) for facts in (manifest.train, manifest.held_out))
     return Prepared(folder, manifest, *splits)
@@ -350,7 +350,7 @@ def open_prepared(folder: Path) -> Prepared:
 def read_manifest(folder: Path) -> Manifest:
     """Raises `HeadwaterError` if there is none, or it is damaged."""
     if (values := read_sealed(folder / MANIFEST)) is not None:
-        return validated(Manifest, values, folder / MANIFEST)
+        return validate_file(Manifest, values, folder / MANIFEST)
     if domains := read_domains(folder):
         names = ", ".join(str(folder / name) for name in list(domains)[:8]) + (", …" if len(domains) > 8 else "")
         raise HeadwaterError(f"{str(folder)!r} holds a prepared folder for each domain; name one or more of: {names}.")
@@ -374,44 +374,44 @@ def read_domains(folder: Path) -> dict[str, str]:
     Raises `HeadwaterError` if domains.json is damaged.
     """
     values = read_sealed(folder / DOMAINS)
-    return validated(Domains, values, folder / DOMAINS).domains if values is not None else {}
+    return validate_file(Domains, values, folder / DOMAINS).domains if values is not None else {}
 
 
 M = TypeVar("M", bound=Facts)
 
 
-def validated(kind: type[M], values: dict[str, Any], file: Path) -> M:
+def validate_file(kind: type[M], values: dict[str, Any], file: Path) -> M:
     """Parse a file. Raises `HeadwaterError` if it is invalid."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        detail = error.errors()[0]
+        where = ".".join(map(str, detail["loc"]))
         raise HeadwaterError(
-            f"{str(file)!r} is not a file of format {FORMAT_VERSION}: {where}: {first['msg']}"
+            f"{str(file)!r} is not a file of format {FORMAT_VERSION}: {where}: {detail['msg']}"
         ) from error
 
 
-def check(prepared: Prepared) -> Iterator[str]:
+def check_files(prepared: Prepared) -> Iterator[str]:
     """Names of the files whose content has changed, in order, as they are found, since it takes time.
 
     The manifest's own checksum was compared when it was read.
     """
     manifest = prepared.manifest
     sums = {file: digest for file, _, digest in manifest.shard_files}
-    yield from _changed(prepared.folder, sums | {EVALUATION: manifest.evaluation.sha256})
+    yield from _find_changed(prepared.folder, sums | {EVALUATION: manifest.evaluation.sha256})
     yield from _changed_tokenizer(prepared.folder, manifest.tokenizer)
 
 
 def check_all(prepared: list[Prepared]) -> None:
     """Check every file. Raises `HeadwaterError` with the names of those whose content has changed."""
-    if wrong := [str(one.folder / file) for one in prepared for file in check(one)]:
+    if wrong := [str(folder.folder / file) for folder in prepared for file in check_files(folder)]:
         raise HeadwaterError(
             f"Changed since they were written: {', '.join(wrong)}; copy them again, or prepare the folder again."
         )
 
 
-def _changed(folder: Path, sums: Mapping[str, str]) -> Iterator[str]:
+def _find_changed(folder: Path, sums: Mapping[str, str]) -> Iterator[str]:
     for name, digest in sums.items():
         if not (folder / name).is_file() or sha256_of(folder / name) != digest:
             yield name
@@ -419,10 +419,10 @@ def _changed(folder: Path, sums: Mapping[str, str]) -> Iterator[str]:
 
 def _changed_tokenizer(folder: Path, facts: TokenizerFacts) -> Iterator[str]:
     """Files of the tokenizer that were changed or added; an added one would be read too."""
-    named = {f"{TOKENIZER}/{name}": digest for name, digest in facts.files.items()}
-    yield from _changed(folder, named)
-    there = {f"{TOKENIZER}/{file.relative_to(folder / TOKENIZER).as_posix()}" for file in tokenizer_files(folder)}
-    yield from sorted(there - named.keys())
+    sums = {f"{TOKENIZER}/{name}": digest for name, digest in facts.files.items()}
+    yield from _find_changed(folder, sums)
+    files = {f"{TOKENIZER}/{file.relative_to(folder / TOKENIZER).as_posix()}" for file in tokenizer_files(folder)}
+    yield from sorted(files - sums.keys())
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from headwater_lab.data.corpus import (
     GENERATED,
     STDLIB,
     Document,
-    cut,
+    cut_documents,
     cut_text,
     kinds_in,
     load_hub_rows,
@@ -38,12 +38,12 @@ from headwater_lab.data.reading import (
     ROWS,
     Columns,
     TableRow,
+    describe_unreadable,
     is_text,
-    opened_text,
+    open_text,
     rows_of_tables,
     table_kind,
     table_rows,
-    unreadable,
 )
 from headwater_lab.data.tokenizer import LONGEST, part_end
 
@@ -146,7 +146,7 @@ class Stream:
         try:
             states = [file.stat() for file in self.files]
         except OSError as error:
-            raise unreadable(Path(error.filename), error) from error
+            raise describe_unreadable(Path(error.filename), error) from error
         return [[name, state.st_size, state.st_mtime_ns] for name, state in zip(self.names, states, strict=True)]
 
     def __iter__(self) -> Iterator[Document]:
@@ -171,7 +171,7 @@ class Stream:
                 del first_documents
                 yield from documents
                 return
-        yield from cut(first_documents)
+        yield from cut_documents(first_documents)
 
     def documents(self, cuts_texts: bool = False) -> Iterator[Document]:
         """The documents in file order, uncut. cuts_texts: text files in pieces."""
@@ -188,7 +188,7 @@ class Stream:
             if table_kind(file):
                 yield from self._rows(table_rows(file, self.columns), name)
             elif is_text(file):
-                with opened_text(file) as text:
+                with open_text(file) as text:
                     yield from self._text(text, name, cuts_texts)
             else:
                 self.skipped.append(name)
@@ -209,7 +209,7 @@ class Stream:
                     )
             if self.source.begins:
                 if gathered and self.begins.match(document.text):
-                    yield _joined(gathered)
+                    yield _join_rows(gathered)
                     gathered = []
                 gathered.append(document)
             elif document.text:
@@ -219,7 +219,7 @@ class Stream:
             else:
                 self.none += 1
         if gathered:
-            yield _joined(gathered)
+            yield _join_rows(gathered)
         return next(numbers)
 
     def _text(self, text: IO[str], name: str, in_pieces: bool) -> Iterator[Document]:
@@ -228,9 +228,9 @@ class Stream:
         chunks = iter(partial(text.read, CHUNK), "")
         if self.marked:
             groups = itertools.groupby(self._numbered_lines(text), key=itemgetter(0))
-            contents = (_gathered((line for _, line in lines), name) for _, lines in groups)
+            contents = (_gather_text((line for _, line in lines), name) for _, lines in groups)
         else:
-            contents = cut_text(chunks) if in_pieces else [_gathered(chunks, name)]
+            contents = cut_text(chunks) if in_pieces else [_gather_text(chunks, name)]
         index, is_empty = 0, True
         for content in contents:
             is_empty = False
@@ -260,13 +260,13 @@ class Stream:
             is_start, is_first = line.endswith("\n"), False
 
 
-def _joined(rows: list[Document]) -> Document:
+def _join_rows(rows: list[Document]) -> Document:
     """The document that these rows are; one without text is an empty line, as it stood in the file."""
     text = "".join(row.text or " \n" for row in rows)
     return replace(rows[0], text=text, key=text)
 
 
-def _gathered(contents: Iterable[str], name: str) -> str:
+def _gather_text(contents: Iterable[str], name: str) -> str:
     """A document with these contents. Raises `HeadwaterError` if it is longer than LONGEST_LINE."""
     gathered: list[str] = []
     size = 0

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.corpus import FEW_PIECES, Document, check_column_is_read, pieces, too_short
+from headwater_lab.data.corpus import FEW_PIECES, Document, check_column_is_read, cut_document, too_short
 from headwater_lab.data.language import LanguageData, LanguageSettings
 from headwater_lab.data.reading import local_path
 from headwater_lab.data.rows import TokenArray
@@ -68,25 +68,27 @@ class TextSettings(LanguageSettings):
         They are identified by their text, cut like a small corpus, since a part of `source` may be cut where the
         whole is not.
         """
-        found: dict[str, list[Document]] = {}
+        by_domain: dict[str, list[Document]] = {}
         left_out: dict[str, int] = {}
         if self.held_out_domains is None:
-            return found, left_out
-        seen = {piece.text for document in train for piece in pieces(document)}
+            return by_domain, left_out
+        trained = {piece.text for train_document in train for piece in cut_document(train_document)}
         for name, source in self.held_out_domains.items():
             if source == self.source:
-                found[name], left_out[name] = held_out, len(train)
+                by_domain[name], left_out[name] = held_out, len(train)
                 continue
             documents = read_corpus(source, self.text_column).documents
             # A text that is one piece of `source` may be in several here, being cut smaller.
-            whole = "".join(document.text for document in documents[: FEW_PIECES + 1])
-            found[name] = [
-                one for one in documents if whole not in seen and not any(piece.text in seen for piece in pieces(one))
+            joined = "".join(document.text for document in documents[: FEW_PIECES + 1])
+            by_domain[name] = [
+                document
+                for document in documents
+                if joined not in trained and not any(piece.text in trained for piece in cut_document(document))
             ]
-            left_out[name] = len(documents) - len(found[name])
-            if not found[name]:
+            left_out[name] = len(documents) - len(by_domain[name])
+            if not by_domain[name]:
                 raise HeadwaterError(
                     f"The domain {name!r} is empty: all text of {source!r} is training data; use other text, or a "
                     f"larger data.held_out."
                 )
-        return found, left_out
+        return by_domain, left_out

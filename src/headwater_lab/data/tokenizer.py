@@ -80,7 +80,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if name == "bytes":
         return byte_tokenizer()
     tokenizer = read_tokenizer(name)
-    if separator(tokenizer) is None:
+    if separator_id(tokenizer) is None:
         raise HeadwaterError(
             f"The tokenizer {name!r} has neither an end-of-text nor a begin-of-text token to put between documents; "
             'name one of its tokens beside its tokenizer.json, in tokenizer_config.json: {"eos_token": "…"}.'
@@ -101,7 +101,7 @@ def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         if path.is_dir() and not has_tokenizer(path):
             raise HeadwaterError(f"The folder {str(source)!r} has no tokenizer: there is no tokenizer.json in it.")
         tokenizer = open_tokenizer(path if path.exists() else str(source))
-        vocabulary(tokenizer)  # inspects it
+        vocabulary_size(tokenizer)  # inspects it
         return tokenizer
 
 
@@ -109,23 +109,23 @@ def local_size(name: str | None) -> int | None:
     """The vocabulary of a tokenizer as `load_tokenizer` takes it, if it is on this machine; else None."""
     if name is None or (name != "bytes" and not local_path(name).exists()):
         return None
-    return vocabulary(load_tokenizer(name))
+    return vocabulary_size(load_tokenizer(name))
 
 
-def vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """One more than the largest id. For vocabularies with holes, `len(tokenizer)` is too small."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
-def extends(tokenizer: PreTrainedTokenizerBase | None, other: PreTrainedTokenizerBase | None) -> bool:
+def extends(tokenizer: PreTrainedTokenizerBase | None, base: PreTrainedTokenizerBase | None) -> bool:
     """Whether a tokenizer has all tokens of another one under their ids, and perhaps more."""
-    if tokenizer is None or other is None:
+    if tokenizer is None or base is None:
         return False
-    return other.get_vocab().items() <= tokenizer.get_vocab().items()
+    return base.get_vocab().items() <= tokenizer.get_vocab().items()
 
 
 @contextmanager
-def _one_sentence(what: str) -> Iterator[None]:
+def _one_sentence(problem: str) -> Iterator[None]:
     """Turn anything the tokenizers library raises into a `HeadwaterError`, even panics, which are no `Exception`s."""
     try:
         yield
@@ -133,10 +133,10 @@ def _one_sentence(what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise HeadwaterError(f"{what}: {text[:300].rstrip('.')}; use another, or create it again.") from error
+        raise HeadwaterError(f"{problem}: {text[:300].rstrip('.')}; use another, or create it again.") from error
 
 
-def separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def separator_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token before each document, which also ends the previous one."""
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
 
@@ -147,23 +147,23 @@ def encode_in_time(encode: Callable[[Sequence[str]], Sequence[Ids]], texts: Sequ
     The first megabyte comes first and alone, then twice as much each time, so that this is soon known.
     """
     if texts and len(texts[0]) > 2 * MEGABYTE:
-        _timed(encode, [texts[0][:MEGABYTE]])
+        _encode_timed(encode, [texts[0][:MEGABYTE]])
     results: list[Ids] = []
-    first, most = 0, MEGABYTE
-    while first < len(texts):
-        last, size = first + 1, len(texts[first])
-        while last < len(texts) and size + len(texts[last]) <= most:
-            size += len(texts[last])
-            last += 1
-        results += _timed(encode, texts[first:last])
-        first, most = last, 2 * most
+    start, most = 0, MEGABYTE
+    while start < len(texts):
+        end, size = start + 1, len(texts[start])
+        while end < len(texts) and size + len(texts[end]) <= most:
+            size += len(texts[end])
+            end += 1
+        results += _encode_timed(encode, texts[start:end])
+        start, most = end, 2 * most
     return results
 
 
-def _timed(encode: Callable[[Sequence[str]], Sequence[Ids]], texts: Sequence[str]) -> Sequence[Ids]:
+def _encode_timed(encode: Callable[[Sequence[str]], Sequence[Ids]], texts: Sequence[str]) -> Sequence[Ids]:
     seconds = SECONDS * max(1.0, sum(map(len, texts)) / MEGABYTE)
-    what = f"The tokenizer needs more than {SECONDS:g} seconds for a megabyte of this text"
-    return within(seconds, lambda: encode(texts), what)
+    problem = f"The tokenizer needs more than {SECONDS:g} seconds for a megabyte of this text"
+    return within(seconds, lambda: encode(texts), problem)
 
 
 def encode_plainly(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
@@ -183,9 +183,9 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        end = separator(tokenizer)
+        end = separator_id(tokenizer)
         assert end is not None, "load_tokenizer looks for it"
-        self.tokenizer, self.separator, self.vocab_size = tokenizer, end, vocabulary(tokenizer)
+        self.tokenizer, self.separator, self.vocab_size = tokenizer, end, vocabulary_size(tokenizer)
         self.dtype = np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
         self.is_bytes = tokenizer.get_vocab() == byte_tokenizer().get_vocab()
         self.backend = None
@@ -204,17 +204,17 @@ class Encoder:
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         if self.backend is None:
             return self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
-        return [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def documents(self, documents: Sequence[Document]) -> list[Encoded]:
         """Documents, with the separator before each; conversations as their template writes them."""
-        texts = [[] if document.is_chat else _parts(document.text) for document in documents]
+        texts = [[] if document.is_chat else _cut_parts(document.text) for document in documents]
         rows = iter(self(list(chain.from_iterable(texts))))
         return [
             self.chat(document.text, document.id)
             if document.is_chat
-            else Encoded(self._separated(islice(rows, len(parts))), None, len(document.data))
-            for document, parts in zip(documents, texts, strict=True)
+            else Encoded(self._separated(islice(rows, len(pieces))), None, len(document.data))
+            for document, pieces in zip(documents, texts, strict=True)
         ]
 
     def _separated(self, rows: Iterable[np.ndarray]) -> np.ndarray:
@@ -225,12 +225,12 @@ class Encoder:
         return ChatEncoder(self.tokenizer, self.dtype)
 
 
-def _parts(text: str) -> list[str]:
+def _cut_parts(text: str) -> list[str]:
     """A text, in parts if it is long."""
     ends = [0]
     while len(text) - ends[-1] > LONGEST:
         ends.append(part_end(text, ends[-1]))
-    return [text[first:last] for first, last in pairwise([*ends, len(text)])]
+    return [text[start:end] for start, end in pairwise([*ends, len(text)])]
 
 
 def part_end(text: str, start: int) -> int:

@@ -4,6 +4,6 @@ Benchmarks run through lm-evaluation-harness (`tasks`), text through sliding win
 score on each item, so that two models are compared item by item (`paired`).
 """
 
-from headwater_lab.evaluation.evaluation import EvaluationResult, evaluate, table, to_json
+from headwater_lab.evaluation.evaluation import EvaluationResult, build_tables, evaluate, to_json
 
-__all__ = ["EvaluationResult", "evaluate", "table", "to_json"]
+__all__ = ["EvaluationResult", "build_tables", "evaluate", "to_json"]

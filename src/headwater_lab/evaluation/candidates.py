@@ -16,7 +16,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.models.load import check_finite, check_size, model_type, read_config, reason, weight_files
 from headwater.models.weights import check_files
 from headwater.util.errors import HeadwaterError, first_line
-from headwater_lab.data.tokenizer import separator
+from headwater_lab.data.tokenizer import separator_id
 from headwater_lab.training.checkpoints import check, history_of, load_model, newest_checkpoint
 from headwater_lab.training.hub_models import check_source, explaining_code
 from headwater_lab.training.models import tokenizer_of
@@ -33,7 +33,8 @@ class Candidate:
 
     begin: the token before each document: headwater's separator for models trained by headwater, otherwise the
     tokenizer's begin-of-text token, or else its end-of-text token.
-    own: whether it is a headwater checkpoint; adds_begin: whether its tokenizer decides what a prompt begins with.
+    is_headwater: whether it is a headwater checkpoint. adds_begin: whether its tokenizer decides what a prompt begins
+        with.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Candidate:
     config: Any
     tokenizer: PreTrainedTokenizerBase
     begin: int
-    own: bool
+    is_headwater: bool
     adds_begin: bool
     trust_remote_code: bool
 
@@ -76,86 +77,111 @@ class Candidate:
     @property
     def longest(self) -> int:
         """Tokens it takes at a time by its config."""
-        found = (getattr(self.config, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
-        return next((length for length in found if length), CONTEXT)
+        lengths = (getattr(self.config, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
+        return next((length for length in lengths if length), CONTEXT)
 
     def load(self, device: str, dtype: str) -> PreTrainedModel:
         """The model with its weights, in eval mode. Raises `HeadwaterError` if any are missing."""
-        if self.own:
+        if self.is_headwater:
             check(Path(self.source))
             model = load_model(Path(self.source))
         else:
-            if (folder := Path(self.source)).is_dir():  # all files of its index are present
-                files = weight_files(folder, pickled=True)
-                check_size(self.skeleton, 2 * sum(file.stat().st_size for file in files), folder)  # of 4 bits or more
-                check_files(files, repr(self.source), self.skeleton)
-            try:
-                model, info = AutoModelForCausalLM.from_pretrained(
-                    self.source,
-                    dtype="auto",
-                    trust_remote_code=self.trust_remote_code,
-                    weights_only=True,
-                    output_loading_info=True,
-                )
-            except Exception as error:  # libraries can raise anything for damaged files
-                raise HeadwaterError(f"The checkpoint {self.source!r} cannot be loaded: {first_line(error)}") from error
-            model.config.return_dict = True
-            if missing := sorted(map(str, info.get("missing_keys") or ())):
-                raise HeadwaterError(
-                    f"The weights in {self.source!r} are incomplete: {len(missing)} are missing, including "
-                    f"{missing[0]}; use a complete checkpoint."
-                )
-            check_finite(model.state_dict(), repr(self.source))
+            model = self._load_foreign()
         return model.to(device, None if dtype == "auto" else getattr(torch, dtype)).eval()
 
+    def _load_foreign(self) -> PreTrainedModel:
+        """A model that is not headwater's, as transformers loads it."""
+        if (folder := Path(self.source)).is_dir():  # all files of its index are present
+            files = weight_files(folder, pickled=True)
+            check_size(self.skeleton, 2 * sum(file.stat().st_size for file in files), folder)  # of 4 bits or more
+            check_files(files, repr(self.source), self.skeleton)
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                self.source,
+                dtype="auto",
+                trust_remote_code=self.trust_remote_code,
+                weights_only=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # libraries can raise anything for damaged files
+            raise HeadwaterError(f"The checkpoint {self.source!r} cannot be loaded: {first_line(error)}") from error
+        model.config.return_dict = True
+        if missing := sorted(map(str, info.get("missing_keys") or ())):
+            raise HeadwaterError(
+                f"The weights in {self.source!r} are incomplete: {len(missing)} are missing, including "
+                f"{missing[0]}; use a complete checkpoint."
+            )
+        check_finite(model.state_dict(), repr(self.source))
+        return model
 
-def candidates(sources: Sequence[str], trust_remote_code: bool = False) -> list[Candidate]:
+
+def find_candidates(sources: Sequence[str], trust_remote_code: bool = False) -> list[Candidate]:
     """The models to evaluate, with unique names. Raises `HeadwaterError` for anything but a text model."""
-    places = [
+    paths = [
         str(newest_checkpoint(Path(source))) if Path(source).is_dir() else source.rstrip("/") for source in sources
     ]
     names = unique_names([source.rstrip("/") for source in sources])
-    return [_candidate(name, place, trust_remote_code) for name, place in zip(names, places, strict=True)]
+    return [_read_candidate(name, path, trust_remote_code) for name, path in zip(names, paths, strict=True)]
 
 
-def _candidate(name: str, source: str, trust_remote_code: bool) -> Candidate:
+def _read_candidate(name: str, source: str, trust_remote_code: bool) -> Candidate:
     check_source(source)
     path = Path(source)
     local = path.is_dir()
-    own = local and model_type(path) == HeadwaterConfig.model_type
+    is_headwater = local and model_type(path) == HeadwaterConfig.model_type
     with explaining_code(source, f"The config of {source!r} cannot be read"):
-        config = read_config(path) if own else AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    tokenizer = tokenizer_of(path, config.vocab_size if own else None) if local else tokenizer_of(source)
+        if is_headwater:
+            config = read_config(path)
+        else:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    tokenizer = tokenizer_of(path if local else source, config.vocab_size if is_headwater else None)
     if tokenizer is None and trust_remote_code:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=True)
     if tokenizer is None:
         raise HeadwaterError(
             f"{source!r} has no tokenizer, so it cannot read text; add its tokenizer's files to that folder."
         )
-    trained_here = own and any(event.kind == "trained" for event in history_of(path))
-    begin = separator(tokenizer) if trained_here or tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    trained_here = is_headwater and _was_trained(path)
+    begin = separator_id(tokenizer) if trained_here or tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if begin is None:
         raise HeadwaterError(
             f"The tokenizer of {source!r} has neither an end-of-text nor a begin-of-text token to begin a document "
             "with; add one with tokenizer.add_special_tokens."
         )
-    candidate = Candidate(name, source, config, tokenizer, begin, own, not trained_here, trust_remote_code)
+    candidate = Candidate(name, source, config, tokenizer, begin, is_headwater, not trained_here, trust_remote_code)
     _ = candidate.skeleton
     return candidate
 
 
+def _was_trained(checkpoint: Path) -> bool:
+    return any(event.kind == "trained" for event in history_of(checkpoint))
+
+
+def _read_config(source: str, is_headwater: bool, trust_remote_code: bool) -> Any:
+    try:
+        if is_headwater:
+            return read_config(Path(source))
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except HeadwaterError:
+        raise
+    except Exception as error:  # libraries can raise anything for damaged files
+        if "trust_remote_code" in str(error):
+            raise HeadwaterError(f"{source!r} needs its own code, which runs only with --trust-remote-code.") from error
+        raise HeadwaterError(f"The config of {source!r} cannot be read: {first_line(error)}") from error
+
+
 def unique_names(sources: Sequence[str]) -> list[str]:
     """The last part of each path, or all of it where two would be alike; numbered where a path is named twice."""
-    parts = [Path(source).name for source in sources]
-    names = parts if len(set(parts)) == len(set(sources)) else sources
+    stems = [Path(source).name for source in sources]
+    names = stems if len(set(stems)) == len(set(sources)) else sources
     return [name if name not in names[:i] else f"{name} ({names[:i].count(name) + 1})" for i, name in enumerate(names)]
 
 
-def same_tokenizer(one: Candidate, other: Candidate) -> bool:
+def same_tokenizer(candidate: Candidate, reference: Candidate) -> bool:
     """Whether two models cut a text into the same tokens."""
-    ours, theirs = one.tokenizer, other.tokenizer
+    a, b = candidate.tokenizer, reference.tokenizer
     return (
-        one.begin == other.begin
-        and ours.get_vocab() == theirs.get_vocab()
-        and ours(PROBE, add_special_tokens=False).input_ids == theirs(PROBE, add_special_tokens=False).input_ids
+        candidate.begin == reference.begin
+        and a.get_vocab() == b.get_vocab()
+        and a(PROBE, add_special_tokens=False).input_ids == b(PROBE, add_special_tokens=False).input_ids
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedModel
 
 import headwater
 from headwater.kernels.autotune import forbid_autotuning
@@ -18,7 +19,7 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.data.corpus import check_column_is_read
 from headwater_lab.data.tokenizer import Encoder
 from headwater_lab.evaluation import text as texts
-from headwater_lab.evaluation.candidates import CONTEXT, DTYPES, Candidate, candidates, same_tokenizer
+from headwater_lab.evaluation.candidates import CONTEXT, DTYPES, Candidate, find_candidates, same_tokenizer
 from headwater_lab.evaluation.paired import Difference, Items, difference
 from headwater_lab.evaluation.tasks import Score, Tasks
 from headwater_lab.util.machine import usable_device
@@ -56,6 +57,22 @@ class EvaluationResult:
     settings: dict[str, Any]
     versions: dict[str, str]
 
+    def add_scores(self, model: str, scores: Iterable[Score]) -> None:
+        """Add a model's scores to the rows of their figures, and their tasks' facts."""
+        for score in scores:
+            key = score.task, score.metric, score.shots
+            row = next((row for row in self.rows if (row.task, row.metric, row.shots) == key), None)
+            if row is None:
+                self.rows.append(row := ScoreRow(*key, score.higher_is_better))
+            row.figures[model] = score
+            if score.facts and score.facts not in self.tasks:
+                self.tasks.append(score.facts)
+
+    def compare_models(self) -> None:
+        """Fill in the differences of each row."""
+        for row in self.rows:
+            row.differences = _compare_row(row)
+
 
 def evaluate(
     models: Sequence[str],
@@ -74,7 +91,7 @@ def evaluate(
     trust_remote_code: bool = False,
     seed: int = SEED,
     progress: bool = False,
-    on_windows: Callable[[str, int, int], None] = lambda what, done, total: None,
+    on_windows: Callable[[str, int, int], None] = lambda text, done, total: None,
 ) -> EvaluationResult:
     """Measure models, one at a time, on tasks of lm-evaluation-harness and on texts; the first is the baseline.
 
@@ -84,31 +101,24 @@ def evaluate(
     text: files, folders, globs of text, JSONL, CSV or parquet, or datasets of the hub. text_column: that of tables.
     context: tokens a model sees at a time; default for texts the most that all take, up to 2048, and for tasks each
         model's own. stride: tokens that each window adds, default context // 2.
-    on_windows: called with (what, windows done, of how many) after each batch of a text.
+    on_windows: called with (text, windows done, of how many) after each batch of a text.
     Raises `HeadwaterError` for anything that is not there or does not fit together, before any model has run.
     """
     if not models:
         raise HeadwaterError("Name at least one checkpoint or model to evaluate.")
-    if not (tasks or task_files or text):
+    has_tasks = bool(tasks or task_files)
+    if not (has_tasks or text):
         raise HeadwaterError("Choose what to evaluate on: --tasks, --task-files or --text.")
     check_column_is_read(text_column, text, "--text-column")
     if dtype not in DTYPES:
         raise HeadwaterError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
     usable_device(device)
-    found = candidates(models, trust_remote_code)
-    measures = measures_of(found) if text else []
-    for one in found:
-        if context is not None and one.positions is not None and context > one.positions:
-            raise HeadwaterError(
-                f"{one.source!r} has only {one.positions} learned positions, but --context is {context}; use at most "
-                f"{one.positions}."
-            )
-    window = context or min(CONTEXT, *(one.longest for one in found))
-    stride = stride or max(1, window // 2)
-    if stride > window:
-        raise HeadwaterError(f"--stride {stride} is more than the {window} tokens of a window; use at most {window}.")
-    read = [texts.read_text(source, limit, text_column) for source in text]
-    ready = Tasks(tasks, task_files, shots) if tasks or task_files else None
+    candidates = find_candidates(models, trust_remote_code)
+    measures = choose_measures(candidates) if text else []
+    window, stride = _choose_window(candidates, context, stride)
+    contents = [texts.read_text(source, limit, text_column) for source in text]
+    on_texts = _TextScorer(contents, measures, window, stride, batch_size, on_windows)
+    on_tasks = Tasks(tasks, task_files, shots) if has_tasks else None
 
     settings = {
         "tasks": list(tasks),
@@ -124,87 +134,113 @@ def evaluate(
         "seed": seed,
         "measures": measures,
     }
-    packages = ["torch", "transformers", *(["lm_eval"] if ready is not None else [])]
-    versions = {"headwater": headwater.__version__} | {name: importlib.metadata.version(name) for name in packages}
-    result = EvaluationResult({}, [], [], [_text_facts(one) for one in read], settings, versions)
-    rows: dict[tuple[str, str, int | None], ScoreRow] = {}
-    for one in found:
-        model = one.load(device, dtype)
-        facts = result.models[one.name] = _facts(one, model)
-        scores: list[Score] = []
+    text_facts = [_text_facts(content) for content in contents]
+    result = EvaluationResult({}, [], [], text_facts, settings, _read_versions(has_tasks))
+    for candidate in candidates:
+        model = candidate.load(device, dtype)
+        facts = result.models[candidate.name] = _model_facts(candidate, model)
         with forbid_autotuning():  # all models' linear layers use the same kernel, whatever was timed to be fast here
-            if ready is not None:
-                scores += ready.run(
-                    one, model, batch_size=batch_size, limit=limit, context=context, seed=seed, progress=progress
+            if on_tasks is not None:
+                scores = on_tasks.run(
+                    candidate, model, batch_size=batch_size, limit=limit, context=context, seed=seed, progress=progress
                 )
-            for content in read:
-                ids = Encoder(one.tokenizer)([document.text for document in content.documents])
-                likelihoods = texts.nats(
-                    model,
-                    ids,
-                    one.begin,
-                    context=window,
-                    stride=stride,
-                    batch_size=batch_size,
-                    on_batch=functools.partial(on_windows, f"{one.name}: {content.name}"),
-                )
-                tokens = np.array([len(row) for row in ids], dtype=float)
-                unknown = one.tokenizer.unk_token_id
-                facts.setdefault("texts", {})[content.name] = {
-                    "nats": -float(likelihoods.sum()),
-                    "tokens": int(tokens.sum()),
-                    "unknown_tokens": 0 if unknown is None else int(sum((row == unknown).sum() for row in ids)),
-                }
-                for measure in measures:
-                    form, weight = MEASURES[measure]
-                    items = Items(form, likelihoods, content.bytes if weight == "bytes" else tokens)
-                    name = measure.replace("-", " ")
-                    scores.append(Score(content.name, None, name, False, items.figure, items.stderr, items, None))
+                result.add_scores(candidate.name, scores)
+            result.add_scores(candidate.name, on_texts.score(candidate, model, facts))
         del model
-        for score in scores:
-            key = score.task, score.metric, score.shots
-            row = rows.setdefault(key, ScoreRow(*key, score.higher_is_better))
-            row.figures[one.name] = score
-            if score.facts and score.facts not in result.tasks:
-                result.tasks.append(score.facts)
-    result.rows = list(rows.values())
-    for row in result.rows:
-        row.differences = _differences(row)
+    result.compare_models()
     return result
 
 
-def measures_of(found: Sequence[Candidate]) -> list[str]:
+def _read_versions(of_tasks: bool) -> dict[str, str]:
+    packages = ["torch", "transformers", *(["lm_eval"] if of_tasks else [])]
+    return {"headwater": headwater.__version__} | {name: importlib.metadata.version(name) for name in packages}
+
+
+def _choose_window(candidates: Sequence[Candidate], context: int | None, stride: int | None) -> tuple[int, int]:
+    """Tokens of a window, and by how many the next one begins later. Raises `HeadwaterError` if they do not fit."""
+    for candidate in candidates:
+        if context is not None and candidate.positions is not None and context > candidate.positions:
+            raise HeadwaterError(
+                f"{candidate.source!r} has only {candidate.positions} learned positions, but --context is {context}; "
+                f"use at most {candidate.positions}."
+            )
+    window = context or min(CONTEXT, *(candidate.longest for candidate in candidates))
+    stride = stride or max(1, window // 2)
+    if stride > window:
+        raise HeadwaterError(f"--stride {stride} is more than the {window} tokens of a window; use at most {window}.")
+    return window, stride
+
+
+@dataclass(frozen=True)
+class _TextScorer:
+    """Texts to score models on, with the windows and measures."""
+
+    contents: list[texts.Text]
+    measures: list[str]
+    window: int
+    stride: int
+    batch_size: int
+    on_windows: Callable[[str, int, int], None]
+
+    def score(self, candidate: Candidate, model: PreTrainedModel, facts: dict[str, Any]) -> Iterator[Score]:
+        """A model's scores by text and measure. Adds what it read of each text to its facts."""
+        for content in self.contents:
+            ids = Encoder(candidate.tokenizer)([document.text for document in content.documents])
+            likelihoods = texts.sum_log_likelihoods(
+                model,
+                ids,
+                candidate.begin,
+                context=self.window,
+                stride=self.stride,
+                batch_size=self.batch_size,
+                on_batch=functools.partial(self.on_windows, f"{candidate.name}: {content.name}"),
+            )
+            tokens = np.array([len(row) for row in ids], dtype=float)
+            unknown = candidate.tokenizer.unk_token_id
+            facts.setdefault("texts", {})[content.name] = {
+                "nats": -float(likelihoods.sum()),
+                "tokens": int(tokens.sum()),
+                "unknown_tokens": 0 if unknown is None else int(sum((row == unknown).sum() for row in ids)),
+            }
+            for measure in self.measures:
+                form, weight = MEASURES[measure]
+                items = Items(form, likelihoods, content.bytes if weight == "bytes" else tokens)
+                metric = measure.replace("-", " ")
+                yield Score(content.name, None, metric, False, items.figure, items.stderr, items, None)
+
+
+def choose_measures(candidates: Sequence[Candidate]) -> list[str]:
     """The measures by which the models can be compared on text: per token, they need one tokenizer."""
-    alike = all(same_tokenizer(found[0], other) for other in found[1:])
+    alike = all(same_tokenizer(candidates[0], candidate) for candidate in candidates[1:])
     return list(MEASURES) if alike else ["bits-per-byte"]
 
 
-def _differences(row: ScoreRow) -> list[Difference]:
-    (baseline, ours), *others = ((name, score.items) for name, score in row.figures.items())
+def _compare_row(row: ScoreRow) -> list[Difference]:
+    (baseline, reference), *compared = ((name, score.items) for name, score in row.figures.items())
     return [
-        difference(name, items, baseline, ours)
-        for name, items in others
-        if ours is not None and items is not None and len(items.values) == len(ours.values)
+        difference(name, items, baseline, reference)
+        for name, items in compared
+        if reference is not None and items is not None and len(items.values) == len(reference.values)
     ]
 
 
-def _facts(one: Candidate, model: Any) -> dict[str, Any]:
+def _model_facts(candidate: Candidate, model: PreTrainedModel) -> dict[str, Any]:
     return {
-        "source": one.source,
-        "family": one.config.model_type,
+        "source": candidate.source,
+        "family": candidate.config.model_type,
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "vocab_size": len(one.tokenizer),
-        "begins_with": one.tokenizer.convert_ids_to_tokens(one.begin),
+        "vocab_size": len(candidate.tokenizer),
+        "begins_with": candidate.tokenizer.convert_ids_to_tokens(candidate.begin),
     }
 
 
-def _text_facts(one: texts.Text) -> dict[str, Any]:
+def _text_facts(text: texts.Text) -> dict[str, Any]:
     return {
-        "text": one.name,
-        "documents": len(one.documents),
-        "bytes": int(one.bytes.sum()),
-        "skipped_not_utf8": one.skipped,
+        "text": text.name,
+        "documents": len(text.documents),
+        "bytes": int(text.bytes.sum()),
+        "skipped_not_utf8": text.skipped,
     }
 
 
@@ -216,36 +252,35 @@ def to_json(result: EvaluationResult) -> dict[str, Any]:
             name: {"value": s.value, "stderr": s.stderr, "items": None if s.items is None else len(s.items.values)}
             for name, s in row.figures.items()
         }
-    return {"headwater": headwater.__version__, "format": 1} | _finite(content)
+    return {"headwater": headwater.__version__, "format": 1} | _without_infinities(content)
 
 
-def _finite(value: Any) -> Any:
+def _without_infinities(value: Any) -> Any:
     """JSON has neither infinities nor NaN."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _without_infinities(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [_without_infinities(inner) for inner in value]
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def table(result: EvaluationResult) -> list[Table]:
+def build_tables(result: EvaluationResult) -> list[Table]:
     """The figures ± their standard errors, one column per model, and the paired differences if there are several."""
     names = list(result.models)
-    tables = [_table(result.rows, names, lambda row, name: _said(row.figures.get(name)))]
+    tables = [_lay_out(result.rows, names, lambda row, name: _write_figure(row.figures.get(name)))]
     if len(names) > 1 and any(row.differences for row in result.rows):
-        known = {(id(row), one.model): one for row in result.rows for one in row.differences}
-
-        def cell(row: ScoreRow, name: str) -> str:
-            one = known.get((id(row), name))
-            return _said(one, "+") + ("" if one is None else _p(one.p))
-
-        tables.append(_table(result.rows, names[1:], cell, f" − {names[0]}"))
+        tables.append(_lay_out(result.rows, names[1:], _write_difference, f" − {names[0]}"))
     return tables
 
 
-def _table(
+def _write_difference(row: ScoreRow, model: str) -> str:
+    difference = next((difference for difference in row.differences if difference.model == model), None)
+    return _write_figure(difference, "+") + ("" if difference is None else _write_p(difference.p))
+
+
+def _lay_out(
     rows: Sequence[ScoreRow], names: Sequence[str], cell: Callable[[ScoreRow, str], str], tail: str = ""
 ) -> Table:
     cells = []
@@ -259,7 +294,7 @@ def _table(
     return result
 
 
-def _said(figure: Score | Difference | None, sign: str = "") -> str:
+def _write_figure(figure: Score | Difference | None, sign: str = "") -> str:
     """Four decimals as in lm-eval, fewer for large numbers."""
     if figure is None:
         return "–"
@@ -269,5 +304,5 @@ def _said(figure: Score | Difference | None, sign: str = "") -> str:
     return f"{figure.value:{sign}{form}}{error}"
 
 
-def _p(p: float | None) -> str:
+def _write_p(p: float | None) -> str:
     return "" if p is None else "  p < 0.001" if p < 0.001 else f"  p = {p:.3f}"

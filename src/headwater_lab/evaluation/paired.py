@@ -82,21 +82,21 @@ class Difference:
     test: str
 
 
-def difference(model: str, ours: Items, baseline: str, theirs: Items) -> Difference:
+def difference(model: str, items: Items, baseline: str, reference: Items) -> Difference:
     """McNemar's exact test if every score is 0 or 1, else Student's t on the items' paired influences.
 
     It uses the influences on the ratio, so loss and perplexity have the same p.
     """
-    value = ours.figure - theirs.figure
-    stderr = standard_error(ours.influences - theirs.influences)
+    value = items.figure - reference.figure
+    stderr = standard_error(items.influences - reference.influences)
     p: float | None
-    if ours.is_binary and theirs.is_binary:
-        better, worse = int((ours.values > theirs.values).sum()), int((ours.values < theirs.values).sum())
+    if items.is_binary and reference.is_binary:
+        better, worse = int((items.values > reference.values).sum()), int((items.values < reference.values).sum())
         p = float(stats.binomtest(better, better + worse).pvalue) if better + worse else 1.0
         return Difference(model, baseline, value, stderr, p, "McNemar, exact")
-    spread, between = standard_error(ours.of_ratio - theirs.of_ratio), abs(ours.ratio - theirs.ratio)
+    spread, between = standard_error(items.of_ratio - reference.of_ratio), abs(items.ratio - reference.ratio)
     if spread:
-        p = float(2 * stats.t.sf(between / spread, len(ours.values) - 1))
+        p = float(2 * stats.t.sf(between / spread, len(items.values) - 1))
     else:
         p = None if spread is None else float(between == 0)
     return Difference(model, baseline, value, stderr, p, "paired t")

@@ -56,7 +56,7 @@ FORMS = {"mean": "mean", "perplexity": "perplexity", "weighted_perplexity": "per
 
 
 @dataclass(frozen=True)
-class Asked:
+class TaskRequest:
     """A task or group of lm-eval's. shots: None for its own number; metrics: those to show, None for all."""
 
     name: str
@@ -81,17 +81,18 @@ class Score:
     facts: dict[str, Any] | None
 
 
-def parse(name: str, shots: int | None = None) -> list[Asked]:
+def parse_tasks(name: str, shots: int | None = None) -> list[TaskRequest]:
     """A name as the command line takes it, `name[@shots]`, or one of `GROUPS`."""
-    asked = []
-    for one in GROUPS.get(name, (name,)):
-        rest, _, metrics = one.partition(":") if name in GROUPS else (one, "", "")
-        task, _, number = rest.partition("@")
+    requests = []
+    for member in GROUPS.get(name, (name,)):
+        task_shots, _, metrics = member.partition(":") if name in GROUPS else (member, "", "")
+        task, _, number = task_shots.partition("@")
         if number and not number.isdecimal():
-            raise HeadwaterError(f"--tasks takes NAME or NAME@SHOTS, e.g. mmlu@5, not {one!r}.")
-        given = int(number) if number else shots
-        asked.append(Asked(task, given, tuple(metrics.split(",")) if metrics else None))
-    return asked
+            raise HeadwaterError(f"--tasks takes NAME or NAME@SHOTS, e.g. mmlu@5, not {member!r}.")
+        requests.append(
+            TaskRequest(task, int(number) if number else shots, tuple(metrics.split(",")) if metrics else None)
+        )
+    return requests
 
 
 class Tasks:
@@ -101,40 +102,40 @@ class Tasks:
     """
 
     def __init__(self, names: Sequence[str], files: Path | None = None, shots: int | None = None) -> None:
-        own = set() if files is None else local_tasks(files)
-        self.asked = [one for name in names or sorted(own) for one in parse(name, shots)]
+        local = set() if files is None else local_tasks(files)
+        requests = [request for name in names or sorted(local) for request in parse_tasks(name, shots)]
         self.folder = files.parent if files is not None and files.is_file() else files
-        quiet()
+        prepare_lm_eval()
         from lm_eval.tasks import TaskManager
 
-        wanted = {one.name for one in self.asked}
+        tasks = {request.name for request in requests}
         folder = None if self.folder is None else str(self.folder.resolve())
-        self.manager = TaskManager(include_path=folder, include_defaults=not wanted <= own)
-        for name in sorted(wanted - set(self.manager.all_tasks)):
+        self.manager = TaskManager(include_path=folder, include_defaults=not tasks <= local)
+        for name in sorted(tasks - set(self.manager.all_tasks)):
             near = nearest(name, [*self.manager.all_tasks, *GROUPS])  # which may list thousands
             hint = near if near.startswith("did you") else "`lm_eval ls tasks` lists them all."
             raise HeadwaterError(f"There is no task {name!r}; {hint}")
-        self.loaded = [(one, self._load(one)) for one in self.asked]
+        self.loaded = [(request, self._load(request)) for request in requests]
 
-    def _load(self, one: Asked) -> Any:
+    def _load(self, request: TaskRequest) -> Any:
         try:
             with silence(), contextlib.chdir(self.folder or "."):
-                loaded = self.manager.load([one.name])
+                loaded = self.manager.load([request.name])
         except ModuleNotFoundError as error:
-            raise HeadwaterError(f"The task {one.name!r} needs more packages: {first_line(error)}") from error
+            raise HeadwaterError(f"The task {request.name!r} needs more packages: {first_line(error)}") from error
         except Exception as error:  # lm-eval and datasets can raise anything for a task's file and dataset
             if _is_network(error):
                 raise HeadwaterError(
-                    f"The task {one.name!r} needs data of the Hugging Face hub, which is not available here; pass "
+                    f"The task {request.name!r} needs data of the Hugging Face hub, which is not available here; pass "
                     "local task files with --task-files, or set HF_HUB_OFFLINE=1 to use an earlier download."
                 ) from error
             raise HeadwaterError(
-                f"The task {one.name!r} cannot be loaded: {type(error).__name__}: {first_line(error)}"
+                f"The task {request.name!r} cannot be loaded: {type(error).__name__}: {first_line(error)}"
             ) from error
         for task in loaded["tasks"].values():
             # As in lm-eval's own command, a task that says 0 stays at 0; others use the requested number.
-            if task.get_config("num_fewshot") is None or (one.shots is not None and task.get_config("num_fewshot")):
-                task.set_config(key="num_fewshot", value=one.shots or 0)
+            if task.get_config("num_fewshot") is None or (request.shots is not None and task.get_config("num_fewshot")):
+                task.set_config(key="num_fewshot", value=request.shots or 0)
         return loaded
 
     def run(
@@ -149,7 +150,7 @@ class Tasks:
         progress: bool,
     ) -> Iterator[Score]:
         """All figures of one model, in the requested order."""
-        quiet()
+        prepare_lm_eval()
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
 
@@ -162,7 +163,7 @@ class Tasks:
             prefix_token_id=candidate.begin,
             add_bos_token=None if candidate.adds_begin else False,
         )
-        for one, loaded in self.loaded:
+        for request, loaded in self.loaded:
             random.seed(seed)
             np.random.seed(seed % 2**32)
             torch.manual_seed(seed)
@@ -173,77 +174,92 @@ class Tasks:
                     results = evaluate(lm, loaded, limit=limit, bootstrap_iters=DRAWS, log_samples=True)
             except AssertionError as error:
                 raise HeadwaterError(
-                    f"The task {one.name!r} does not fit into the {lm.max_length} tokens of {candidate.name}: "
+                    f"The task {request.name!r} does not fit into the {lm.max_length} tokens of {candidate.name}: "
                     f"{first_line(error)}"
                 ) from error
             except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
                 if isinstance(error, HeadwaterError):
                     raise
                 raise HeadwaterError(
-                    f"The task {one.name!r} cannot be run: {type(error).__name__}: {first_line(error)}"
+                    f"The task {request.name!r} cannot be run: {type(error).__name__}: {first_line(error)}"
                 ) from error
-            yield from _scores(one, loaded, results)
+            is_group = request.name in results.get("groups", {})
+            for name in [request.name] if is_group else list(loaded["tasks"]):
+                yield from TaskResult(name, loaded["tasks"], results, is_group).scores(request.metrics)
 
 
-def _scores(one: Asked, loaded: Any, results: Any) -> Iterator[Score]:
-    """The figures of one call of lm-eval: those of a group if it has any, else of each task."""
-    from lm_eval.utils import hash_string
+class TaskResult:
+    """What lm-eval measured for a task, or for a group of tasks: one row of its table, and the items behind it."""
 
-    groups = [one.name] if one.name in results.get("groups", {}) else []
-    for name in groups or list(loaded["tasks"]):
-        members = list(loaded["tasks"]) if groups else [name]
-        table = (results["groups"] if groups else results["results"])[name]
-        samples = [sample for member in members for sample in results["samples"][member]]
-        facts = {
-            "task": name,
-            "versions": {member: results["versions"].get(member) for member in members},
-            "hashes": {
-                member: hash_string(
-                    "".join(s["doc_hash"] + s["prompt_hash"] + s["target_hash"] for s in results["samples"][member])
-                )
-                for member in members
-            },
-        }
-        task = loaded["tasks"][members[0]]
-        for key, value in table.items():
-            metric, _, filtered = key.partition(",")
-            wanted = one.metrics is None or metric in one.metrics
-            if not filtered or metric.endswith("_stderr") or not wanted or not isinstance(value, (int, float)):
+    def __init__(self, name: str, tasks: dict[str, Any], results: dict[str, Any], is_group: bool) -> None:
+        self.name, self.results = name, results
+        self.members = list(tasks) if is_group else [name]
+        self.task = tasks[self.members[0]]
+        self.row = results["groups" if is_group else "results"][name]
+
+    def scores(self, metrics: tuple[str, ...] | None) -> Iterator[Score]:
+        """Its figures. metrics: those to show, None for all."""
+        member, facts = self.members[0], self._facts()
+        for key, value in self.row.items():
+            metric, _, filter_name = key.partition(",")
+            if not filter_name or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
-            chosen = [sample for sample in samples if sample["filter"] == filtered]
-            items = _items(task.aggregation().get(metric), [sample.get(metric) for sample in chosen], value)
-            theirs = table.get(f"{metric}_stderr,{filtered}")
-            stderr = items.stderr if items is not None else theirs if isinstance(theirs, float) else None
+            if metrics is not None and metric not in metrics:
+                continue
+            items = self._items(metric, filter_name, value)
             yield Score(
-                task=name,
-                shots=int(results["n-shot"].get(members[0], 0)),
-                metric=metric if filtered == "none" else f"{metric}, {filtered}",
-                higher_is_better=results["higher_is_better"].get(members[0], {}).get(metric),
+                task=self.name,
+                shots=int(self.results["n-shot"].get(member, 0)),
+                metric=metric if filter_name == "none" else f"{metric}, {filter_name}",
+                higher_is_better=self.results["higher_is_better"].get(member, {}).get(metric),
                 value=float(value),
-                stderr=stderr,
+                stderr=self._stderr(metric, filter_name) if items is None else items.stderr,
                 items=items,
                 facts=facts,
             )
 
+    def _facts(self) -> dict[str, Any]:
+        """The versions and hashes of its tasks."""
+        from lm_eval.utils import hash_string
 
-def _items(aggregation: Any, scores: list[Any], value: float) -> Items | None:
-    """A figure's items, if it is a ratio of sums over them, checked against lm-eval's own figure."""
-    form = FORMS.get(getattr(aggregation, "__name__", ""))
-    if form is None or not scores or any(score is None for score in scores):
-        return None
-    try:
-        pairs = np.array([score if isinstance(score, (tuple, list)) else (score, 1.0) for score in scores], float)
-        items = Items(form, pairs[:, 0], pairs[:, 1])
-        return items if np.isclose(items.figure, value, rtol=1e-6) else None
-    except (ValueError, TypeError, IndexError):
-        return None
+        texts = {
+            member: "".join(
+                sample["doc_hash"] + sample["prompt_hash"] + sample["target_hash"]
+                for sample in self.results["samples"][member]
+            )
+            for member in self.members
+        }
+        return {
+            "task": self.name,
+            "versions": {member: self.results["versions"].get(member) for member in self.members},
+            "hashes": {member: hash_string(text) for member, text in texts.items()},
+        }
+
+    def _stderr(self, metric: str, filter_name: str) -> float | None:
+        """The standard error by lm-eval, if it is a number."""
+        stderr = self.row.get(f"{metric}_stderr,{filter_name}")
+        return stderr if isinstance(stderr, float) else None
+
+    def _items(self, metric: str, filter_name: str, value: float) -> Items | None:
+        """A figure's items, if it is a ratio of sums over them, checked against lm-eval's own figure."""
+        samples = [sample for member in self.members for sample in self.results["samples"][member]]
+        scores = [sample.get(metric) for sample in samples if sample["filter"] == filter_name]
+        form = FORMS.get(getattr(self.task.aggregation().get(metric), "__name__", ""))
+        if form is None or not scores or any(score is None for score in scores):
+            return None
+        try:
+            pairs = np.array([score if isinstance(score, (tuple, list)) else (score, 1.0) for score in scores], float)
+            items = Items(form, pairs[:, 0], pairs[:, 1])
+            return items if np.isclose(items.figure, value, rtol=1e-6) else None
+        except (ValueError, TypeError, IndexError):
+            return None
 
 
 def local_tasks(files: Path) -> set[str]:
     """The names of all tasks in a task file or a folder of them. Raises `HeadwaterError` for an invalid one."""
     if not files.exists():
         raise HeadwaterError(f"There is no task file or folder {str(files)!r}.")
-    quiet()
+    prepare_lm_eval()
     from lm_eval.tasks._yaml_loader import load_yaml
 
     names: set[str] = set()
@@ -267,7 +283,7 @@ def _is_network(error: BaseException) -> bool:
     return chain is not None
 
 
-def quiet() -> None:
+def prepare_lm_eval() -> None:
     """Import lm-eval without its messages. Raises `HeadwaterError` if it is not installed."""
     # Read at every bootstrap: otherwise it starts one process per core.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")

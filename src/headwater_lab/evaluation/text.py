@@ -49,7 +49,7 @@ def read_text(source: str, limit: int | None = None, column: str = "text") -> Te
     return Text(Path(source).name or source, documents[:limit], len(skipped))
 
 
-def windows(targets: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
+def list_windows(targets: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """(start, end, scored): tokens start … end−1 of a document go in, and the last `scored` predictions count."""
     done = 0
     while done < targets:
@@ -59,7 +59,7 @@ def windows(targets: int, context: int, stride: int) -> Iterator[tuple[int, int,
 
 
 @torch.no_grad()
-def nats(
+def sum_log_likelihoods(
     model: PreTrainedModel,
     documents: Sequence[np.ndarray],
     begin: int,
@@ -75,17 +75,19 @@ def nats(
     does not have.
     """
     rows = [np.concatenate(([begin], ids)).astype(np.int64) for ids in documents]
-    known = model.get_input_embeddings().weight.shape[0]
-    if (largest := max((int(ids.max()) for ids in rows), default=0)) >= known:
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    if (largest := max((int(ids.max()) for ids in rows), default=0)) >= vocab_size:
         raise HeadwaterError(
-            f"The tokenizer gives id {largest}, but the model has embeddings for only {known} tokens; use the "
+            f"The tokenizer gives id {largest}, but the model has embeddings for only {vocab_size} tokens; use the "
             "tokenizer that it was trained with."
         )
-    parts = [(index, *window) for index, ids in enumerate(documents) for window in windows(len(ids), context, stride)]
-    parts.sort(key=lambda part: part[1] - part[2])  # group rows of similar length
+    spans = [
+        (index, *window) for index, ids in enumerate(documents) for window in list_windows(len(ids), context, stride)
+    ]
+    spans.sort(key=lambda span: span[1] - span[2])  # group rows of similar length
     total = np.zeros(len(rows))
-    for first in range(0, len(parts), batch_size):
-        batch = parts[first : first + batch_size]
+    for offset in range(0, len(spans), batch_size):
+        batch = spans[offset : offset + batch_size]
         longest = max(end - start for _, start, end, _ in batch)
         inputs = torch.full((len(batch), longest), begin)
         for row, (index, start, end, _) in enumerate(batch):
@@ -97,5 +99,5 @@ def nats(
             wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
             loss = torch.nn.functional.cross_entropy(wide, targets, reduction="none")
             total[index] -= loss.double().sum().item()
-        on_batch(first + len(batch), len(parts))
+        on_batch(offset + len(batch), len(spans))
     return total

@@ -39,17 +39,18 @@ class ImageSample(Sample):
     def length(self) -> int:
         return self.first + self.grid[0] * self.grid[1]
 
-    def words(self, row: int, place: int, before: int = 0, after: int = 0) -> tuple[str, str, str]:
+    def words(self, row: int, position: int, lead: int = 0, trail: int = 0) -> tuple[str, str, str]:
         """A patch by its image, its row and its column, from 0."""
-        patch = divmod(place - self.first, self.grid[1])
-        where = f"row {patch[0]}, column {patch[1]}" if place >= self.first else f"token {place} before the patches"
+        row_of_patches, column = divmod(position - self.first, self.grid[1])
+        is_patch = position >= self.first
+        where = f"row {row_of_patches}, column {column}" if is_patch else f"token {position} before the patches"
         return "", f"{self.names[row]}: {where}", ""
 
     def picture(self, image: int) -> np.ndarray:
         """The pixels of an image as the model gets them, [H, W, 3], or [H, W] if grey, from 0 to 1."""
         mean, deviation = (torch.tensor(values).double().view(-1, 1, 1) for values in (self.middle, self.spread))
-        shown = (self.inputs["pixel_values"][image].double() * deviation + mean).clamp(0, 1).permute(1, 2, 0).numpy()
-        return shown[..., 0] if shown.shape[-1] == 1 else shown
+        pixels = (self.inputs["pixel_values"][image].double() * deviation + mean).clamp(0, 1).permute(1, 2, 0).numpy()
+        return pixels[..., 0] if pixels.shape[-1] == 1 else pixels
 
 
 def sample_images(trained: Trained, files: Sequence[Path], count: int | None) -> ImageSample:

@@ -12,9 +12,9 @@ import numpy as np
 from headwater import __version__
 from headwater.util.errors import HeadwaterError
 from headwater_lab.inspection.images import sample_images
-from headwater_lab.inspection.sample import repeated, sample
-from headwater_lab.inspection.scalars import Census, Scalars, blocks, census, scalars
-from headwater_lab.inspection.watch import SHOWN, Induction, Read, induction_scores, read
+from headwater_lab.inspection.sample import repeat_random_tokens, sample_tokens
+from headwater_lab.inspection.scalars import Census, Scalars, collect_scalars, list_blocks, take_census
+from headwater_lab.inspection.watch import SHOWN, Induction, Read, induction_scores, read_sample
 from headwater_lab.training.models import Trained
 from headwater_lab.util.model_kinds import is_of_images
 
@@ -120,22 +120,22 @@ def inspect_model(
         mechanisms=dict(config.mechanisms or {}),
         attends=[
             [(pair.k, pair.v) for pair in block.plan.attends for _ in range(block.self_attn.num_key_value_groups)]
-            for block in blocks(model)
+            for block in list_blocks(model)
         ],
-        scalars=scalars(model),
-        census=census(model),
+        scalars=collect_scalars(model),
+        census=take_census(model),
     )
     if scalars_only:
         return Inspection(**facts)
     if is_of_images(config):
-        seen = sample_images(trained, images, rows)
-        pictures = [seen.picture(image) for image in range(min(SHOWN, len(seen.names)))]
-        looked = InspectedImages(seen.names, seen.grid, seen.length, pictures)
-        return Inspection(**facts, images=looked, read=read(model, seen))
-    tokens = sample(trained, text, rows, context)
-    scores = induction_scores(model, *repeated(model))
-    looked_at = InspectedText(tokens.rows, tokens.length)
-    return Inspection(**facts, text=looked_at, induction=scores, read=read(model, tokens))
+        image_sample = sample_images(trained, images, rows)
+        pictures = [image_sample.picture(image) for image in range(min(SHOWN, len(image_sample.names)))]
+        inspected_images = InspectedImages(image_sample.names, image_sample.grid, image_sample.length, pictures)
+        return Inspection(**facts, images=inspected_images, read=read_sample(model, image_sample))
+    token_rows = sample_tokens(trained, text, rows, context)
+    scores = induction_scores(model, *repeat_random_tokens(model))
+    inspected_text = InspectedText(token_rows.rows, token_rows.length)
+    return Inspection(**facts, text=inspected_text, induction=scores, read=read_sample(model, token_rows))
 
 
 def _check(trained: Trained, text: Path | None, images: Sequence[Path], context: int | None) -> None:
@@ -148,17 +148,20 @@ def _check(trained: Trained, text: Path | None, images: Sequence[Path], context:
         raise HeadwaterError(f"{trained.source!r} is a model of text, and --image is for images; pass --text.")
 
 
-def check_alike(found: Sequence[Inspection]) -> None:
+def check_alike(inspections: Sequence[Inspection]) -> None:
     """Raises `HeadwaterError` if some have read text and others images, which measure different things."""
-    if any(one.text for one in found) and any(one.images for one in found):
+    if any(inspection.text for inspection in inspections) and any(inspection.images for inspection in inspections):
         raise HeadwaterError(
             "Models of text and of images are measured on different things; inspect them apart, or pass --scalars."
         )
 
 
-def to_json(found: Sequence[Inspection]) -> dict[str, Any]:
+def to_json(inspections: Sequence[Inspection]) -> dict[str, Any]:
     """The content of inspect.json: docs/inspect.md has the schema."""
-    models = [asdict(one) | ({} if one.read is None else {"skip_use": one.skip_use}) for one in found]
+    models = [
+        asdict(inspection) | ({} if inspection.read is None else {"skip_use": inspection.skip_use})
+        for inspection in inspections
+    ]
     for model in models:
         (model["images"] or {}).pop("pictures", None)
     return {"headwater": __version__, "schema_version": SCHEMA_VERSION, "models": models}

@@ -79,12 +79,12 @@ class PairCounter:
         self.largest, order = largest.topk(min(TOKENS, len(largest)), dim=0)
         self.where = where.gather(0, order)
 
-    def result(self, layer: int, place: str) -> Firing:
+    def result(self, layer: int, module_name: str) -> Firing:
         mean = self.sums / self.tokens
         strongest = mean.argsort(descending=True, stable=True)[:TOP].tolist()
         return Firing(
             layer,
-            place,
+            module_name,
             pairs=len(mean),
             effective=self.shared / self.tokens,
             fires=float(self.fired.sum()) / self.tokens / len(mean),
@@ -93,8 +93,8 @@ class PairCounter:
         )
 
     def pair(self, pair: int, mean: float) -> PairContribution:
-        found = []
-        for contribution, where in zip(self.largest[:, pair].tolist(), self.where[:, pair].tolist(), strict=True):
-            row, place = divmod(where, self.sample.length)
-            found.append(FiredBy(*self.sample.words(row, place), contribution))
-        return PairContribution(pair, mean, int(self.fired[pair]) / self.tokens, found)
+        tokens = []
+        for contribution, index in zip(self.largest[:, pair].tolist(), self.where[:, pair].tolist(), strict=True):
+            row, position = divmod(index, self.sample.length)
+            tokens.append(FiredBy(*self.sample.words(row, position), contribution))
+        return PairContribution(pair, mean, int(self.fired[pair]) / self.tokens, tokens)

@@ -16,7 +16,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from headwater_lab.inspection.inspection import Inspection
-from headwater_lab.inspection.tables import measured, named
+from headwater_lab.inspection.tables import name_measure, read_measure
 from headwater_lab.inspection.watch import SHOWN
 from headwater_lab.util.outputs import default_style, save_figure
 
@@ -40,7 +40,7 @@ class Grid:
     title: str
     values: list[np.ndarray | None]
     across: str
-    first: int = 0  # what the first column is called
+    start: int = 0  # what the first column is called
 
     @property
     def columns(self) -> int:
@@ -48,71 +48,72 @@ class Grid:
 
 
 @default_style()
-def draw(found: Sequence[Inspection], folder: Path) -> list[Path]:
+def draw_pictures(inspections: Sequence[Inspection], folder: Path) -> list[Path]:
     """Write inspect-*.png into a folder, for those with data."""
-    draw = {"scalars": scalars_picture, "heads": heads_picture, "attention": attention_picture}
-    figures = {name: picture(found) for name, picture in draw.items()}
+    pictures = {"scalars": scalars_picture, "heads": heads_picture, "attention": attention_picture}
+    figures = {name: draw(inspections) for name, draw in pictures.items()}
     return [save_figure(figure, folder / f"inspect-{name}.png", 130) for name, figure in figures.items() if figure]
 
 
-def scalars_picture(found: Sequence[Inspection]) -> Figure | None:
+def scalars_picture(inspections: Sequence[Inspection]) -> Figure | None:
     """Heatmaps of scalars by head or by source layer, with layers downwards."""
-    known = [{(s.mechanism, s.symbol, s.place): s.by for s in one.scalars if s.by} for one in found]
-    grids = []
-    every = {key: by for one in known for key, by in one.items()}
-    order = list(dict.fromkeys(mechanism for mechanism, *_ in every))
-    for key, by in sorted(every.items(), key=lambda item: (order.index(item[0][0]), item[0][1:])):
-        chosen = [[s for s in one.scalars if (s.mechanism, s.symbol, s.place) == key] for one in found]
-        first = min(at for several in chosen for s in several for at in s.at)
-        width = max(at for several in chosen for s in several for at in s.at) - first + 1
-        values = []
-        for one, several in zip(found, chosen, strict=True):
-            table = np.full((one.layers, width), nan)
-            for s in several:
-                table[s.layer, [at - first for at in s.at]] = s.values
-            values.append(table if several else None)
-        across = {"kv head": "key/value head", "layer": "of layer (-1: embedding)" if first < 0 else "of layer"}
-        grids.append(Grid(key[1], values, across.get(by, by), first))
-    return heatmaps(found, grids)
+    axes = {scalars.key: scalars.by for inspection in inspections for scalars in inspection.scalars if scalars.by}
+    order = list(dict.fromkeys(mechanism for mechanism, *_ in axes))
+    keys = sorted(axes, key=lambda key: (order.index(key[0]), key[1:]))
+    return draw_heatmaps(inspections, [_scalars_grid(inspections, key, axes[key]) for key in keys])
 
 
-def heads_picture(found: Sequence[Inspection]) -> Figure | None:
+def _scalars_grid(inspections: Sequence[Inspection], key: tuple[str, str, str], axis: str) -> Grid:
+    by_model = [[scalars for scalars in inspection.scalars if scalars.key == key] for inspection in inspections]
+    columns = [column for layers in by_model for scalars in layers for column in scalars.at]
+    start, end = min(columns), max(columns) + 1
+    values = []
+    for inspection, layers in zip(inspections, by_model, strict=True):
+        table = np.full((inspection.layers, end - start), nan)
+        for scalars in layers:
+            table[scalars.layer, np.array(scalars.at) - start] = scalars.values
+        values.append(table if layers else None)
+    names = {"kv head": "key/value head", "layer": "of layer (-1: embedding)" if start < 0 else "of layer"}
+    return Grid(key[1], values, names.get(axis, axis), start)
+
+
+def heads_picture(inspections: Sequence[Inspection]) -> Figure | None:
     """Heatmaps by layer and query head: entropy, sinks, previous token, induction, share of the output."""
     grids = []
     for measure, title in DRAWN.items():
-        values = [measured(one, measure) for one in found]
+        values = [read_measure(inspection, measure) for inspection in inspections]
         if any(value is not None for value in values):
             # NaN where a layer has fewer heads than another
             arrays = [None if rows is None else np.array([*zip_longest(*rows, fillvalue=nan)]).T for rows in values]
-            grids.append(Grid(named(title, found), arrays, "query head"))
-    return heatmaps(found, grids)
+            grids.append(Grid(name_measure(title, inspections), arrays, "query head"))
+    return draw_heatmaps(inspections, grids)
 
 
-def heatmaps(found: Sequence[Inspection], grids: Sequence[Grid]) -> Figure | None:
+def draw_heatmaps(inspections: Sequence[Inspection], grids: Sequence[Grid]) -> Figure | None:
     """One column per model. All heatmaps share one color scale and the axes of the largest model."""
-    shown = [m for m in range(len(found)) if any(grid.values[m] is not None for grid in grids)]
-    if not shown:
+    models = [m for m in range(len(inspections)) if any(grid.values[m] is not None for grid in grids)]
+    if not models:
         return None
-    depth = max(found[m].layers for m in shown)
+    depth = max(inspections[m].layers for m in models)
     numbered = depth <= NUMBERED and max(grid.columns for grid in grids) <= NUMBERED
     cell_width, cell_height = (CELL_WIDTH, CELL_HEIGHT) if numbered else (0.14, 0.14)
     width = max(1.3, cell_width * max(grid.columns for grid in grids)) + 0.35
     height = max(0.9, cell_height * depth) + 0.75
-    size = len(shown) * width + 0.3 + 0.6 * (not numbered), height * len(grids) + 0.15
+    size = len(models) * width + 0.3 + 0.6 * (not numbered), height * len(grids) + 0.15
     figure = Figure(figsize=(max(3.0, size[0]), size[1]), layout="constrained")
-    panels = figure.subplots(len(grids), len(shown), squeeze=False)
-    scale, image = _scale(grids), ScalarMappable()
+    panels = figure.subplots(len(grids), len(models), squeeze=False)
+    scale, image = _find_scale(grids), ScalarMappable()
     for row, grid in zip(panels, grids, strict=True):
-        for axes, m in zip(row, shown, strict=True):
-            above = f"{found[m].name}\n" if len(found) > 1 else ""
+        for axes, m in zip(row, models, strict=True):
+            above = f"{inspections[m].name}\n" if len(inspections) > 1 else ""
             axes.set_title(above + grid.title, fontsize=9, loc="left")
-            image = _heatmap(axes, grid, grid.values[m], depth, scale, numbered) or image
+            image = _draw_heatmap(axes, grid, grid.values[m], depth, scale, numbered) or image
     if not numbered:
         figure.colorbar(image, ax=panels, shrink=min(1.0, 2.5 / size[1]), pad=0.02).ax.tick_params(labelsize=7)
     return figure
 
 
-def _heatmap(
+def _draw_heatmap(
     axes: Axes, grid: Grid, values: np.ndarray | None, depth: int, scale: tuple[float, float], numbered: bool
 ) -> Any:
     axes.spines[:].set_visible(False)
@@ -131,12 +132,12 @@ def _heatmap(
         _write_numbers(axes, values, scale)
     step = 1 if numbered else 8
     columns = range(0, 1 + int(np.flatnonzero(~np.isnan(values).all(0)).max(initial=0)), step)
-    axes.set_xticks(columns, [str(grid.first + column) for column in columns])
+    axes.set_xticks(columns, [str(grid.start + column) for column in columns])
     axes.set_yticks(range(0, len(values), step))
     return image
 
 
-def _scale(grids: Sequence[Grid]) -> tuple[float, float]:
+def _find_scale(grids: Sequence[Grid]) -> tuple[float, float]:
     """From zero (symmetric if any value is negative) to the largest value, at least one."""
     values = np.concatenate([value.ravel() for grid in grids for value in grid.values if value is not None])
     high = max(1.0, float(np.nanmax(np.abs(values))))
@@ -151,50 +152,64 @@ def _write_numbers(axes: Axes, values: np.ndarray, scale: tuple[float, float]) -
             axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
 
 
-def attention_picture(found: Sequence[Inspection]) -> Figure | None:
+@dataclass(frozen=True)
+class _AttentionRow:
+    """The attention to one image in one model. maps: [layers, rows of patches, columns], 1 is an equal share."""
+
+    name: str
+    image_name: str
+    image: np.ndarray
+    maps: np.ndarray
+
+    @property
+    def aspect(self) -> float:
+        """Height over width of a patch, so that a map has its image's shape."""
+        height, width = self.image.shape[:2]
+        return (height / self.maps.shape[1]) / (width / self.maps.shape[2])
+
+
+def _attention_rows(inspections: Sequence[Inspection]) -> list[_AttentionRow]:
+    """The images that the picture has room for, each in all models."""
+    rows = []
+    for number in range(SHOWN):
+        for inspection in inspections:
+            images, read = inspection.images, inspection.read
+            if images and read and number < len(read.looks):
+                maps = np.array(read.looks[number]) * images.tokens
+                rows.append(_AttentionRow(inspection.name, images.names[number], images.pictures[number], maps))
+    return rows[: max(SHOWN, 2 * len(inspections))]
+
+
+def attention_picture(inspections: Sequence[Inspection]) -> Figure | None:
     """A row for each image and model: the image, and the mean attention of each layer's heads to its patches.
 
     All have one color scale. 1 is an equal share.
     """
-    rows = [
-        (one, number, np.array(one.read.looks[number]) * one.images.tokens)
-        for number in range(SHOWN)
-        for one in found
-        if one.read and one.images and number < len(one.read.looks)
-    ][: max(SHOWN, 2 * len(found))]
+    rows = _attention_rows(inspections)
     if not rows:
         return None
-    widest = max(len(values) for *_, values in rows)
-    cell = min(1.0, WIDEST / (widest + 1))
-    several = len(found) > 1
-    size = (widest + 1) * cell + 1.0 + 1.2 * several, len(rows) * cell * 1.16 + 0.5
+    layers = max(len(row.maps) for row in rows)
+    cell = min(1.0, WIDEST / (layers + 1))
+    several = len(inspections) > 1
+    size = (layers + 1) * cell + 1.0 + 1.2 * several, len(rows) * cell * 1.16 + 0.5
     figure = Figure(figsize=(max(3.0, size[0]), size[1]), layout="constrained")
-    panels = figure.subplots(len(rows), widest + 1, squeeze=False)
+    panels = figure.subplots(len(rows), layers + 1, squeeze=False)
     for axes in panels.flat:
         axes.set(xticks=[], yticks=[])
         axes.spines[:].set_visible(False)
-    highest = float(np.percentile(np.concatenate([values.ravel() for *_, values in rows]), BRIGHTEST))
-    for place, (one, number, values) in enumerate(rows):
-        assert one.images is not None
-        first = panels[place, 0]
-        first.imshow(one.images.pictures[number], cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    highest = float(np.percentile(np.concatenate([row.maps.ravel() for row in rows]), BRIGHTEST))
+    for index, row in enumerate(rows):
+        image_axes, *map_axes = panels[index]
+        image_axes.imshow(row.image, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
         if several:
-            first.set_ylabel(one.name, fontsize=7, rotation=0, ha="right", va="center")
-        first.set_title(one.images.names[number], fontsize=7, pad=2)
-        for column, map in enumerate(values):
-            axes = panels[place, column + 1]
-            axes.imshow(map, vmin=0, vmax=highest, cmap="magma", interpolation="nearest", aspect=_aspect(one, map))
-            if place == 0 or several:
-                axes.set_title(f"layer {column}", fontsize=7, pad=2)
+            image_axes.set_ylabel(row.name, fontsize=7, rotation=0, ha="right", va="center")
+        image_axes.set_title(row.image_name, fontsize=7, pad=2)
+        for layer, (axes, map) in enumerate(zip(map_axes, row.maps, strict=False)):
+            axes.imshow(map, vmin=0, vmax=highest, cmap="magma", interpolation="nearest", aspect=row.aspect)
+            if index == 0 or several:
+                axes.set_title(f"layer {layer}", fontsize=7, pad=2)
     scale = ScalarMappable(Normalize(0, highest), "magma")
     bar = figure.colorbar(scale, ax=panels, shrink=min(1.0, 2.5 / size[1]), pad=0.02)
     bar.set_label("attention, 1: equal share", fontsize=7)
     bar.ax.tick_params(labelsize=7)
     return figure
-
-
-def _aspect(one: Inspection, map: np.ndarray) -> float:
-    """Height over width of a patch, so that the map has its image's shape."""
-    assert one.images is not None
-    high, wide = one.images.pictures[0].shape[:2]
-    return (high / map.shape[0]) / (wide / map.shape[1])

@@ -41,21 +41,21 @@ class Sample:
 
     def batches(self, size: int) -> Iterator[tuple[dict[str, Tensor], int]]:
         """Up to `size` rows at a time, and the number of the first."""
-        for first in range(0, self.rows, size):
-            yield {name: tensor[first : first + size] for name, tensor in self.inputs.items()}, first
+        for start in range(0, self.rows, size):
+            yield {name: tensor[start : start + size] for name, tensor in self.inputs.items()}, start
 
-    def words(self, row: int, place: int, before: int = 24, after: int = 10) -> tuple[str, str, str]:
+    def words(self, row: int, position: int, lead: int = 24, trail: int = 10) -> tuple[str, str, str]:
         """A token as text, with some characters before and after it. Without a tokenizer, numbers."""
         ids = self.inputs["input_ids"][row].tolist()
-        parts = ids[max(0, place - before) : place], [ids[place]], ids[place + 1 : place + 1 + after]
+        contexts = ids[max(0, position - lead) : position], [ids[position]], ids[position + 1 : position + 1 + trail]
         if self.tokenizer is None:
-            left, token, right = (" ".join(map(str, part)) for part in parts)
+            text_before, token, text_after = (" ".join(map(str, ids)) for ids in contexts)
         else:
-            left, token, right = (self.tokenizer.decode(part) for part in parts)
-        return left[-before:], token, right[:after]
+            text_before, token, text_after = (self.tokenizer.decode(ids) for ids in contexts)
+        return text_before[-lead:], token, text_after[:trail]
 
 
-def sample(trained: Trained, text: Path | None, rows: int | None, context: int | None) -> Sample:
+def sample_tokens(trained: Trained, text: Path | None, rows: int | None, context: int | None) -> Sample:
     """Rows of a text; by default of the model's latest training data, with document boundaries.
 
     Raises `HeadwaterError`.
@@ -78,7 +78,7 @@ def sample(trained: Trained, text: Path | None, rows: int | None, context: int |
     return Sample(inputs, trained.tokenizer)
 
 
-def repeated(model: HeadwaterForCausalLM) -> tuple[Sample, int]:
+def repeat_random_tokens(model: HeadwaterForCausalLM) -> tuple[Sample, int]:
     """Rows of different random tokens, repeated once, and the length of the repetition."""
     config = model.config
     period = min(PERIOD, config.max_position_embeddings // 2, config.vocab_size)
@@ -89,7 +89,7 @@ def repeated(model: HeadwaterForCausalLM) -> tuple[Sample, int]:
     return Sample({"input_ids": ids.repeat(1, 2)}), period
 
 
-def batch_size(model: HeadwaterForCausalLM, length: int) -> int:
+def choose_batch_size(model: HeadwaterForCausalLM, length: int) -> int:
     """The number of rows of this length whose attention weights in one layer fit in memory."""
     heads = max(layer_config(model.config, layer).num_attention_heads for layer in model.config.kinds.values())
     return max(1, WEIGHTS // (heads * length**2))

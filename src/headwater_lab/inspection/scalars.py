@@ -12,7 +12,7 @@ from torch import Tensor
 from headwater.mechanisms.capabilities import ShowsScalars
 from headwater.mechanisms.contract import Mechanism
 from headwater.nn.block import Block
-from headwater_lab.inspection.scores import composed
+from headwater_lab.inspection.scores import compose_taps
 from headwater_lab.util.model_kinds import AnyModel
 
 
@@ -33,6 +33,11 @@ class Scalars:
     at: tuple[int, ...]
     values: list[float]
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What is shown in one section or picture: mechanism, symbol and place."""
+        return self.mechanism, self.symbol, self.place
+
 
 @dataclass(frozen=True)
 class Census:
@@ -49,11 +54,11 @@ class Census:
     previous_key_previous_value: int
 
 
-def blocks(model: AnyModel) -> list[Block]:
+def list_blocks(model: AnyModel) -> list[Block]:
     return cast("list[Block]", list(model.model.layers))
 
 
-def mechanisms(block: Block) -> Iterator[tuple[str, Mechanism]]:
+def find_mechanisms(block: Block) -> Iterator[tuple[str, Mechanism]]:
     """(place, module) of each mechanism of a block; place is the linear layer it replaces, else ""."""
     for path, module in block.named_modules():
         if isinstance(module, Mechanism):
@@ -62,36 +67,36 @@ def mechanisms(block: Block) -> Iterator[tuple[str, Mechanism]]:
 
 
 @torch.no_grad()
-def scalars(model: AnyModel) -> list[Scalars]:
+def collect_scalars(model: AnyModel) -> list[Scalars]:
     """All scalars of a model, layer by layer."""
     # For tables read by token id, the first token's.
     shared = model.model.shared_tensors(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return [
-        Scalars(block.plan.index, module.registered_name(), place, symbol, shown.by, shown.at, shown.values.tolist())
-        for block in blocks(model)
-        for place, module in mechanisms(block)
+        Scalars(block.plan.index, module.registered_name(), path, symbol, scalar.by, scalar.at, scalar.values.tolist())
+        for block in list_blocks(model)
+        for path, module in find_mechanisms(block)
         if isinstance(module, ShowsScalars)
-        for symbol, shown in module.show_scalars(block.plan, shared).items()
+        for symbol, scalar in module.show_scalars(block.plan, shared).items()
     ]
 
 
 @torch.no_grad()
-def windows(block: Block, part: str) -> Tensor | None:
+def compose_windows(block: Block, tensor: str) -> Tensor | None:
     """How a layer mixes keys ("k") or values ("v") with those of earlier tokens, [window, its heads]; None if not."""
-    found: Tensor | None = None
-    for _, module in mechanisms(block):
+    composed: Tensor | None = None
+    for _, module in find_mechanisms(block):
         show: Any = getattr(module, "show_windows", None)
-        window = None if show is None else show().get(part)
+        window = None if show is None else show().get(tensor)
         if window is not None:
-            found = window if found is None else composed(found, window)
-    return found
+            composed = window if composed is None else compose_taps(composed, window)
+    return composed
 
 
-def census(model: AnyModel) -> Census | None:
+def take_census(model: AnyModel) -> Census | None:
     """None for a model that does not mix both keys and values with those of earlier tokens."""
     counts = {(key, value): 0 for key in (True, False) for value in (True, False)}
-    for block in blocks(model):
-        keys, values = (_by_head(block, part) for part in ("k", "v"))
+    for block in list_blocks(model):
+        keys, values = (_by_head(block, tensor) for tensor in ("k", "v"))
         for head in keys.keys() & values.keys():
             counts[keys[head], values[head]] += 1
     heads = sum(counts.values())
@@ -100,28 +105,28 @@ def census(model: AnyModel) -> Census | None:
     return Census(heads, counts[True, True], counts[False, True], counts[True, False], counts[False, False])
 
 
-def _by_head(block: Block, part: str) -> dict[int, bool]:
+def _by_head(block: Block, tensor: str) -> dict[int, bool]:
     """Key/value head -> whether the current token weighs more than any before."""
-    window = windows(block, part)
+    window = compose_windows(block, tensor)
     if window is None:
         return {}
-    heads = block.plan.k_heads if part == "k" else block.plan.v_heads
+    heads = block.plan.k_heads if tensor == "k" else block.plan.v_heads
     return dict(zip(heads, (window[0] > window[1:].amax(0)).tolist(), strict=True))
 
 
 def value_taps(model: AnyModel) -> list[Tensor]:
     """For each layer, the taps [window, H] of the values its query heads attend to, from any layer."""
-    everything = blocks(model)
-    found = [windows(block, "v") for block in everything]
+    blocks = list_blocks(model)
+    windows = [compose_windows(block, "v") for block in blocks]
     result = []
-    for block in everything:
-        longest = max([1, *(len(window) for window in found if window is not None)])
+    for block in blocks:
+        longest = max([1, *(len(window) for window in windows if window is not None)])
         taps = torch.zeros(longest, len(block.plan.attends), dtype=torch.float64)
         for head, attended in enumerate(block.plan.attends):
-            window = found[attended.v]
+            window = windows[attended.v]
             if window is None:
                 taps[0, head] = 1
             else:
-                taps[: len(window), head] = window[:, everything[attended.v].plan.v_heads.index(head)]
+                taps[: len(window), head] = window[:, blocks[attended.v].plan.v_heads.index(head)]
         result.append(taps.repeat_interleave(block.self_attn.num_key_value_groups, dim=1))
     return result

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def similarity(x: Tensor) -> Tensor:
+def token_similarity(x: Tensor) -> Tensor:
     """Mean cosine between different tokens of a row, x [B, T, D] -> [B]: over-smoothing, arXiv 2410.17897.
 
     From Σ_{s≠t} u_s·u_t = ‖Σ_t u_t‖² - Σ_t ‖u_t‖² with unit vectors u; a zero vector is similar to no other.
@@ -20,12 +20,12 @@ def similarity(x: Tensor) -> Tensor:
     return (unit.sum(1).square().sum(-1) - unit.square().sum((1, 2))) / (tokens * (tokens - 1))
 
 
-def entropy(a: Tensor) -> Tensor:
+def attention_entropy(a: Tensor) -> Tensor:
     """-Σ_s a_s·ln a_s in nats: [B, H, T, S] -> [B, H, T]."""
     return torch.special.entr(a).sum(-1)
 
 
-def effective(a: Tensor, taps: Tensor, since: Tensor) -> Tensor:
+def effective_weights(a: Tensor, taps: Tensor, since: Tensor) -> Tensor:
     """The weights with which a head reads the projected values, before mixing: [B, H, T, S] -> same.
 
         e_{t,j} = Σ_i taps[i]·a_{t,j+i}
@@ -41,15 +41,15 @@ def effective(a: Tensor, taps: Tensor, since: Tensor) -> Tensor:
     return result
 
 
-def composed(first: Tensor, second: Tensor) -> Tensor:
+def compose_taps(taps: Tensor, later_taps: Tensor) -> Tensor:
     """The combined taps of two successive windows: [m, H], [n, H] -> [m + n - 1, H]."""
-    result = first.new_zeros(len(first) + len(second) - 1, first.shape[1])
-    for back, tap in enumerate(first):
-        result[back : back + len(second)] += tap * second
+    result = taps.new_zeros(len(taps) + len(later_taps) - 1, taps.shape[1])
+    for back, tap in enumerate(taps):
+        result[back : back + len(later_taps)] += tap * later_taps
     return result
 
 
-def previous(a: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
+def previous_attention(a: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
     """Attention to the previous token, summed over the tokens that have one, and their number: [H], [].
 
     since: [B, T], how many tokens of its document come before each.
@@ -58,7 +58,7 @@ def previous(a: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
     return (a.diagonal(offset=-1, dim1=-2, dim2=-1) * has[:, None]).sum((0, 2), dtype=torch.float64), has.sum()
 
 
-def induction(a: Tensor, period: int) -> Tensor:
+def induction_attention(a: Tensor, period: int) -> Tensor:
     """Mean attention from t to t - period + 1, over the rows' second half: [B, H, T, S] -> [H].
 
     Rows are `period` random tokens, twice; the successor of token t's earlier occurrence is at t - period + 1.

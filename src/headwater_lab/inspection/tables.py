@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.text import Text
@@ -47,43 +48,43 @@ ON_IMAGES = {
 }
 
 
-def named(label: str, found: Sequence[Inspection]) -> str:
+def name_measure(label: str, inspections: Sequence[Inspection]) -> str:
     """A measure's label, in the words of what was read."""
-    if any(one.images for one in found):
+    if any(inspection.images for inspection in inspections):
         for word, on_images in ON_IMAGES.items():
             label = label.replace(word, on_images)
     return label
 
 
-def tables(found: Sequence[Inspection]) -> list[Table]:
+def build_tables(inspections: Sequence[Inspection]) -> list[Table]:
     """Scalars with the census; measurements on rows; and the pairs of each Pattention, if any."""
-    result = [scalars_table(found)]
-    if any(one.read for one in found):
-        result.append(read_table(found))
-    result += [pairs_table(one) for one in found if one.read is not None and one.read.maps]
-    return result
+    tables = [scalars_table(inspections)]
+    if any(inspection.read for inspection in inspections):
+        tables.append(read_table(inspections))
+    return tables + [pairs_table(inspection) for inspection in inspections if inspection.read and inspection.read.maps]
 
 
-def numbers(values: Sequence[float | None] | float | None) -> str:
+def write_numbers(values: Sequence[float | None] | float | None) -> str:
     """One number, several numbers, or the range of many."""
     if values is None:
         return ""
     if isinstance(values, float):
         return f"{values:.3f}"
-    shown = [value for value in values if value is not None]
-    if len(shown) > HEADS:
-        return f"{min(shown):.3f} … {max(shown):.3f}"
-    return "  ".join(f"{value:.3f}" for value in shown)
+    numbers = [value for value in values if value is not None]
+    if len(numbers) > HEADS:
+        return f"{min(numbers):.3f} … {max(numbers):.3f}"
+    return "  ".join(f"{value:.3f}" for value in numbers)
 
 
 class _Table:
     """Sections of rows, without rows and sections that are empty for all models."""
 
-    def __init__(self, title: str, found: Sequence[Inspection], caption: str) -> None:
-        self.table = lined("", *(one.name for one in found), fold=True, title=title, caption=caption)
+    def __init__(self, title: str, inspections: Sequence[Inspection], caption: str) -> None:
+        names = [inspection.name for inspection in inspections]
+        self.table = lined("", *names, fold=True, title=title, caption=caption)
         self.table.columns[0].no_wrap = True
 
-    def section(self, title: str, rows: dict[str, list[str]]) -> None:
+    def add_section(self, title: str, rows: dict[str, list[str]]) -> None:
         rows = {label: cells for label, cells in rows.items() if any(cells)}
         if rows:
             self.table.add_section()
@@ -92,81 +93,81 @@ class _Table:
                 self.table.add_row(f"  {label}", *cells)
 
 
-def scalars_table(found: Sequence[Inspection]) -> Table:
-    table = _Table(
-        "Scalars, as used by the forward pass", found, f"One number per head; the range if there are more than {HEADS}."
-    )
-    depth = range(max(one.layers for one in found))
-    known = [{(s.mechanism, s.symbol, s.place, s.layer): s for s in one.scalars} for one in found]
+def scalars_table(inspections: Sequence[Inspection]) -> Table:
+    caption = f"One number per head; the range if there are more than {HEADS}."
+    table = _Table("Scalars, as used by the forward pass", inspections, caption)
     facts = {
-        "parameters": [f"{one.parameters:,}" for one in found],
+        "parameters": [f"{model.parameters:,}" for model in inspections],
         "layers, query heads, key/value heads": [
-            f"{one.layers}, {one.query_heads}, {one.key_value_heads}" for one in found
+            f"{model.layers}, {model.query_heads}, {model.key_value_heads}" for model in inspections
         ],
-        "mechanisms": [", ".join(one.mechanisms) for one in found],
+        "mechanisms": [", ".join(model.mechanisms) for model in inspections],
     }
-    table.section("model", facts)
-    for mechanism, symbol, place in dict.fromkeys(key[:3] for one in known for key in one):
-        cells = {
-            f"layer {layer}": [
-                numbers(scalar.values) if (scalar := one.get((mechanism, symbol, place, layer))) else ""
-                for one in known
-            ]
-            for layer in depth
-        }
-        table.section(f"{symbol} ({mechanism}{', ' if place else ''}{place})", cells)
-    cells = {
-        label: ["" if one.census is None else f"{getattr(one.census, field)}" for one in found]
-        for field, label in CENSUS.items()
-    }
-    table.section("key/value heads by the larger weight", cells)
+    table.add_section("model", facts)
+    by_layer = [{(scalars.key, scalars.layer): scalars.values for scalars in model.scalars} for model in inspections]
+    depth = range(max(model.layers for model in inspections))
+    for key in dict.fromkeys(key for values in by_layer for key, _ in values):
+        mechanism, symbol, place = key
+        rows = {f"layer {i}": [write_numbers(values.get((key, i))) for values in by_layer] for i in depth}
+        table.add_section(f"{symbol} ({mechanism}{', ' if place else ''}{place})", rows)
+    table.add_section("key/value heads by the larger weight", _census_rows(inspections))
     return table.table
 
 
-def measured(one: Inspection, label: str) -> Any:
+def _census_rows(inspections: Sequence[Inspection]) -> dict[str, list[str]]:
+    census = [{} if model.census is None else asdict(model.census) for model in inspections]
+    return {label: [str(counts.get(field, "")) for counts in census] for field, label in CENSUS.items()}
+
+
+def read_measure(inspection: Inspection, label: str) -> Any:
     """The values of a measure by layer; None if it was not measured."""
-    part, _, field = MEASURES[label].partition(".")
-    return getattr(getattr(one, part), field, None)
+    record, _, field = MEASURES[label].partition(".")
+    return getattr(getattr(inspection, record), field, None)
 
 
-def read_table(found: Sequence[Inspection]) -> Table:
-    samples = [one.text or one.images for one in found]
-    of_images = any(one.images for one in found)
+def read_table(inspections: Sequence[Inspection]) -> Table:
+    of_images = any(model.images for model in inspections)
     table = _Table(
         "Measured on images" if of_images else "Measured on rows of tokens; induction on random ones",
-        found,
+        inspections,
         f"One number per query head; the range if there are more than {HEADS}.",
     )
-    layers = max(one.layers for one in found)
-
-    def by_layer(columns: Sequence[Mapping[int, Any]]) -> dict[str, list[str]]:
-        return {f"layer {layer}": [numbers(column.get(layer)) for column in columns] for layer in range(layers)}
-
-    table.section(
-        "sample", {"images" if of_images else "rows × tokens": [sample.size if sample else "" for sample in samples]}
-    )
+    samples = [model.text or model.images for model in inspections]
+    sizes = [sample.size if sample else "" for sample in samples]
+    table.add_section("sample", {"images" if of_images else "rows × tokens": sizes})
     for label in MEASURES:
-        columns = [dict(enumerate(measured(one, label) or ())) for one in found]
-        last = [numbers(column.pop(one.layers, None)) for column, one in zip(columns, found, strict=True)]
-        table.section(named(label, found), by_layer(columns) | {"output": last})
-    elsewhere = [dict(enumerate(one.skip_use if one.read and one.attends_elsewhere else ())) for one in found]
-    table.section("share of heads that attend elsewhere", by_layer(elsewhere))
+        columns = [list(read_measure(model, label) or ()) for model in inspections]
+        table.add_section(name_measure(label, inspections), _layer_rows(inspections, columns))
+    elsewhere = [model.skip_use if model.read and model.attends_elsewhere else [] for model in inspections]
+    table.add_section("share of heads that attend elsewhere", _layer_rows(inspections, elsewhere))
     return table.table
 
 
-def pairs_table(one: Inspection) -> Table:
+def _layer_rows(inspections: Sequence[Inspection], columns: Sequence[Sequence[Any]]) -> dict[str, list[str]]:
+    """The cells of each layer, and of the last one's output. columns: by model, the values of its layers."""
+    models = list(zip(columns, (model.layers for model in inspections), strict=True))
+    rows = {}
+    for layer in range(max(depth for _, depth in models)):
+        rows[f"layer {layer}"] = [
+            write_numbers(column[layer]) if layer < min(depth, len(column)) else "" for column, depth in models
+        ]
+    rows["output"] = [write_numbers(column[depth]) if depth < len(column) else "" for column, depth in models]
+    return rows
+
+
+def pairs_table(inspection: Inspection) -> Table:
     """The parameter tokens of a model, and what the strongest pairs fire for."""
-    assert one.read is not None
+    assert inspection.read is not None
     table = lined(
-        title=f"Parameter tokens of {one.name}",
+        title=f"Parameter tokens of {inspection.name}",
         caption="Effective: how many pairs share the work at a token. A pair fires where it contributes more than "
         "twice the mean pair; silent pairs never fire here.",
     )
     for column in ("map", "pairs", "effective", "fire", "silent"):
         table.add_column(column, justify="left" if column == "map" else "right", no_wrap=True)
     table.add_column("strongest pairs, and the tokens they contribute most at")
-    for map in one.read.maps:
-        pairs = "; ".join(_said(pair) for pair in map.strongest[:NAMED])
+    for map in inspection.read.maps:
+        pairs = "; ".join(_write_pair(pair) for pair in map.strongest[:NAMED])
         table.add_row(
             f"{map.layer} {map.place}",
             f"{map.pairs:,}",
@@ -178,7 +179,7 @@ def pairs_table(one: Inspection) -> Table:
     return table
 
 
-def _said(pair: PairContribution) -> str:
+def _write_pair(pair: PairContribution) -> str:
     """A pair's number and the tokens it contributes most at, with a few characters before each."""
     tokens = [f"{token.before[-6:]}»{token.token}«" for token in pair.tokens]
     return f"{pair.pair}: " + " ".join(repr(token)[1:-1] for token in tokens)

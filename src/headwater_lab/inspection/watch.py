@@ -16,9 +16,15 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import Stage
 from headwater.nn.patches import raster_positions
 from headwater_lab.inspection.pairs import Firing, PairCounter
-from headwater_lab.inspection.sample import Sample, batch_size
-from headwater_lab.inspection.scalars import blocks, mechanisms, value_taps
-from headwater_lab.inspection.scores import effective, entropy, induction, previous, similarity
+from headwater_lab.inspection.sample import Sample, choose_batch_size
+from headwater_lab.inspection.scalars import find_mechanisms, list_blocks, value_taps
+from headwater_lab.inspection.scores import (
+    attention_entropy,
+    effective_weights,
+    induction_attention,
+    previous_attention,
+    token_similarity,
+)
 from headwater_lab.util.model_kinds import AnyModel, is_of_images
 
 PerHead = list[list[float]]  # [layers][query heads]
@@ -77,15 +83,15 @@ class Sums:
 
 
 @contextmanager
-def hooked(model: AnyModel) -> Iterator[Callable[..., None]]:
+def hook_model(model: AnyModel) -> Iterator[Callable[..., None]]:
     """In this context, the model runs with the kernel that returns attention weights, without gradient. It yields a
     function that hooks a module until the end: (module, function of (module, inputs, named inputs, output)).
     """
-    before, was_training = model.config._attn_implementation, model.training
+    implementation, was_training = model.config._attn_implementation, model.training
     model.set_attn_implementation("eager")
     model.eval()
     with ExitStack() as stack, torch.no_grad():
-        stack.callback(model.set_attn_implementation, before)
+        stack.callback(model.set_attn_implementation, implementation)
         stack.callback(model.train, was_training)
 
         def hook(module: nn.Module, function: Callable[..., None]) -> None:
@@ -101,32 +107,32 @@ def induction_scores(model: AnyModel, sample: Sample, period: int) -> Induction:
     since = torch.arange(length, device=model.device)[None]
 
     def attention(layer: int, weights: Tensor) -> None:
-        sums.add("attention", layer, len(weights) * induction(weights, period), len(weights))
-        read = effective(weights, taps[layer], since)
-        sums.add("effective", layer, len(weights) * induction(read, period), len(weights))
+        sums.add("attention", layer, len(weights) * induction_attention(weights, period), len(weights))
+        weights_of_values = effective_weights(weights, taps[layer], since)
+        sums.add("effective", layer, len(weights) * induction_attention(weights_of_values, period), len(weights))
 
-    with hooked(model) as hook:
-        for layer, block in enumerate(blocks(model)):
+    with hook_model(model) as hook:
+        for layer, block in enumerate(list_blocks(model)):
             hook(block.self_attn, lambda _, __, ___, output, layer=layer: attention(layer, output[1]))
-        for batch, _ in sample.batches(batch_size(model, length)):
-            _run(model, batch)
+        for batch, _ in sample.batches(choose_batch_size(model, length)):
+            _run_model(model, batch)
     layers = range(len(taps))
     scores = ([sums.mean(name, layer) for layer in layers] for name in ("attention", "effective"))
     return Induction(sample.rows, period, *scores)
 
 
-def read(model: AnyModel, sample: Sample) -> Read:
+def read_sample(model: AnyModel, sample: Sample) -> Read:
     """Run the model over the sample without changing it."""
     watch = Watch(model, sample)
-    with hooked(model) as hook:
+    with hook_model(model) as hook:
         watch.put(hook)
-        for batch, first_row in sample.batches(batch_size(model, sample.length)):
-            watch.first_row, watch.sight = first_row, sight(model, batch)
-            _run(model, batch)
+        for batch, first_row in sample.batches(choose_batch_size(model, sample.length)):
+            watch.first_row, watch.sight = first_row, find_sight(model, batch)
+            _run_model(model, batch)
     return watch.result()
 
 
-def _run(model: AnyModel, batch: dict[str, Tensor]) -> None:
+def _run_model(model: AnyModel, batch: dict[str, Tensor]) -> None:
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
     model(**inputs, **({} if is_of_images(model.config) else {"use_cache": False}))
 
@@ -144,28 +150,28 @@ class Sight(NamedTuple):
     before: Tensor
 
 
-def sight(model: AnyModel, batch: dict[str, Tensor]) -> Sight:
+def find_sight(model: AnyModel, batch: dict[str, Tensor]) -> Sight:
     config, device = model.config, model.device
     if is_of_images(config):
         pixels = batch["pixel_values"]
-        before = raster_positions(config.grid_of(*pixels.shape[2:]), config.first_patch, config.stop_at_rows, device)
-        before = before.expand(len(pixels), -1)
-        return Sight(torch.full_like(before, before.shape[1]), torch.zeros_like(before), before)
+        earlier = raster_positions(config.grid_of(*pixels.shape[2:]), config.first_patch, config.stop_at_rows, device)
+        earlier = earlier.expand(len(pixels), -1)
+        return Sight(torch.full_like(earlier, earlier.shape[1]), torch.zeros_like(earlier), earlier)
     ids = batch["input_ids"]
     slot = torch.arange(ids.shape[1]).expand(ids.shape)
     back = batch.get("position_ids", slot)
     starts = batch.get("document_starts")
-    before = back if starts is None else torch.minimum(back, slot - torch.where(starts, slot, 0).cummax(1).values)
-    return Sight((back + 1).to(device), (slot - back).to(device), before.to(device))
+    earlier = back if starts is None else torch.minimum(back, slot - torch.where(starts, slot, 0).cummax(1).values)
+    return Sight((back + 1).to(device), (slot - back).to(device), earlier.to(device))
 
 
 class Watch:
-    """The sums of `read`: one method per measurement."""
+    """The sums of `read_sample`: one method per measurement."""
 
     def __init__(self, model: AnyModel, sample: Sample) -> None:
         self.model, self.sample, self.sums = model, sample, Sums()
         self.taps = value_taps(model)
-        self.beside = [bool(block.self_attn.stages[Stage.ADDED_KEY_VALUES.value]) for block in blocks(model)]
+        self.beside = [bool(block.self_attn.stages[Stage.ADDED_KEY_VALUES.value]) for block in list_blocks(model)]
         self.pairs: dict[tuple[int, str], PairCounter] = {}
         config = model.config
         self.is_of_images = is_of_images(config)
@@ -177,23 +183,23 @@ class Watch:
         self.first_row, self.sight = 0, Sight(*[torch.zeros(0)] * 3)
 
     def put(self, hook: Callable[..., None]) -> None:
-        everything = blocks(self.model)
-        for layer, block in enumerate(everything):
+        all_blocks = list_blocks(self.model)
+        for layer, block in enumerate(all_blocks):
             hook(block, lambda _, inputs, __, ___, layer=layer: self.hidden(layer, inputs[0]))
             hook(block.self_attn, lambda _, __, ___, output, layer=layer: self.attention(layer, output[1]))
             hook(block.self_attn.o_proj, lambda _, inputs, __, ___, layer=layer: self.heads(layer, inputs[0]))
             if block.self_attn.v_proj is not None:
                 hook(block.self_attn.v_proj, lambda _, __, ___, output, layer=layer: self.values(layer, output))
-            for place, module in mechanisms(block):
+            for module_name, module in find_mechanisms(block):
                 if hasattr(module, "show_firing"):
-                    hook(module, functools.partial(self.firing, layer, place))
-        hook(everything[-1], lambda _, __, ___, output: self.hidden(len(everything), output[0]))
+                    hook(module, functools.partial(self.firing, layer, module_name))
+        hook(all_blocks[-1], lambda _, __, ___, output: self.hidden(len(all_blocks), output[0]))
 
     def hidden(self, layer: int, x: Tensor) -> None:
-        self.sums.add("hidden", layer, float(similarity(x[:, self.first_patch :]).sum()), len(x))
+        self.sums.add("hidden", layer, float(token_similarity(x[:, self.first_patch :]).sum()), len(x))
 
     def values(self, layer: int, v: Tensor) -> None:
-        self.sums.add("values", layer, float(similarity(v[:, self.first_patch :]).sum()), len(v))
+        self.sums.add("values", layer, float(token_similarity(v[:, self.first_patch :]).sum()), len(v))
 
     def attention(self, layer: int, weights: Tensor) -> None:
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
@@ -203,49 +209,51 @@ class Watch:
             self.sums.add(name, layer, by_query.sum((0, 2), dtype=torch.float64), count)
 
         window = layer_config(self.model.config, layer).sliding_window
-        seen = (self.sight.sees if window is None else self.sight.sees.clamp(max=window))[:, None]
-        found = entropy(weights)
-        add("entropy", found)
-        add("normalized", torch.where(seen > 1, found / seen.clamp(min=2).log(), 0.0), int((seen > 1).sum()))
-        first = self.sight.first[:, None, :, None].expand(*weights.shape[:3], 1)
-        add("first", weights.gather(-1, first)[..., 0])
-        add("beside", 1 - weights.sum(-1) if self.beside[layer] else torch.zeros_like(found))
+        visible = (self.sight.sees if window is None else self.sight.sees.clamp(max=window))[:, None]
+        entropies = attention_entropy(weights)
+        add("entropy", entropies)
+        several = visible > 1
+        add("normalized", torch.where(several, entropies / visible.clamp(min=2).log(), 0.0), int(several.sum()))
+        first_slots = self.sight.first[:, None, :, None].expand(*weights.shape[:3], 1)
+        add("first", weights.gather(-1, first_slots)[..., 0])
+        add("beside", 1 - weights.sum(-1) if self.beside[layer] else torch.zeros_like(entropies))
         self.sums.add("slots", layer, weights.mean(2, dtype=torch.float64).sum(0), rows)
-        for name, a in (("previous", weights), ("effective", effective(weights, self.taps[layer], self.sight.before))):
-            total, count = previous(a, self.sight.before)
+        of_values = effective_weights(weights, self.taps[layer], self.sight.before)
+        for name, a in (("previous", weights), ("effective", of_values)):
+            total, count = previous_attention(a, self.sight.before)
             self.sums.add(name, layer, total, int(count))
         if self.is_of_images:
-            asking = slice(0, 1) if self.has_class_token else slice(self.first_patch, None)
+            queries = slice(0, 1) if self.has_class_token else slice(self.first_patch, None)
             images = slice(0, max(0, SHOWN - self.first_row))
-            shown = weights[images, :, asking, self.first_patch :].mean((1, 2))
-            self.looks[layer] += shown.unflatten(-1, self.grid).tolist()
+            maps = weights[images, :, queries, self.first_patch :].mean((1, 2))
+            self.looks[layer] += maps.unflatten(-1, self.grid).tolist()
 
     def heads(self, layer: int, out: Tensor) -> None:
         """out [B, T, H·d], the input of the output projection."""
-        block, width = blocks(self.model)[layer], layer_config(self.model.config, layer).head_dim
-        parts = out.split(width, dim=-1)
+        block, width = list_blocks(self.model)[layer], layer_config(self.model.config, layer).head_dim
+        heads = out.split(width, dim=-1)
         output = block.self_attn.o_proj
         if isinstance(output, nn.Linear):
-            parts = tuple(x @ w.T for x, w in zip(parts, output.weight.split(width, dim=1), strict=True))
-        lengths = torch.stack([part.double().norm(dim=-1) for part in parts], dim=-1)
+            heads = tuple(x @ w.T for x, w in zip(heads, output.weight.split(width, dim=1), strict=True))
+        lengths = torch.stack([head.double().norm(dim=-1) for head in heads], dim=-1)
         shares = lengths / lengths.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
         self.sums.add("use", layer, shares.sum((0, 1)), shares.shape[0] * shares.shape[1])
 
-    def firing(self, layer: int, place: str, module: Any, inputs: tuple[Tensor, ...], *_: Any) -> None:
-        counter = self.pairs.setdefault((layer, place), PairCounter(self.sample))
+    def firing(self, layer: int, module_name: str, module: Any, inputs: tuple[Tensor, ...], *_: Any) -> None:
+        counter = self.pairs.setdefault((layer, module_name), PairCounter(self.sample))
         counter.add(module.show_firing(*inputs), self.first_row)
 
     def result(self) -> Read:
-        everything = blocks(self.model)
-        layers = range(len(everything))
+        all_blocks = list_blocks(self.model)
+        layers = range(len(all_blocks))
 
         def by_head(name: str) -> PerHead:
             return [self.sums.mean(name, layer) for layer in layers]
 
         slots = [torch.tensor(row, dtype=torch.float64) for row in by_head("slots")]
         return Read(
-            hidden=[self.sums.mean("hidden", layer) for layer in range(len(everything) + 1)],
-            values=[None if b.self_attn.v_proj is None else self.sums.mean("values", b.plan.index) for b in everything],
+            hidden=[self.sums.mean("hidden", layer) for layer in range(len(all_blocks) + 1)],
+            values=[None if b.self_attn.v_proj is None else self.sums.mean("values", b.plan.index) for b in all_blocks],
             entropy=by_head("entropy"),
             normalized_entropy=by_head("normalized"),
             first_token=None if self.is_of_images and not self.has_class_token else by_head("first"),
@@ -255,6 +263,6 @@ class Watch:
             previous_token_effective=by_head("effective"),
             beside=by_head("beside") if any(self.beside) else None,
             use=by_head("use"),
-            maps=[counter.result(layer, place) for (layer, place), counter in self.pairs.items()],
+            maps=[counter.result(layer, module_name) for (layer, module_name), counter in self.pairs.items()],
             looks=[list(layers) for layers in zip(*self.looks.values(), strict=True)],
         )

@@ -45,8 +45,8 @@ from headwater_lab.comparison.statistics import (
     standard_error,
     t_interval,
 )
-from headwater_lab.papers.measures import COUNTED, HALVES, Runs, incomparable, without
-from headwater_lab.papers.places import named
+from headwater_lab.papers.measures import COUNTED, HALVES, Runs, describe_missing, find_incomparable
+from headwater_lab.papers.places import claimed_arms
 from headwater_lab.papers.table import (
     Alike,
     Better,
@@ -91,11 +91,11 @@ class Evidence:
 
 
 def mean_evidence(
-    values: Sequence[float], region: Interval = ABOVE_ZERO, what: str = "", counted: bool = False
+    values: Sequence[float], region: Interval = ABOVE_ZERO, label: str = "", counted: bool = False
 ) -> Evidence:
     """The mean of paired differences, one or more, signed as claimed. counted: they are exact."""
     size, mean, ends = len(values), float(np.mean(values)), (min(values), max(values))
-    result = Evidence("", "mean", what, region, mean, size)
+    result = Evidence("", "mean", label, region, mean, size)
     if size == 1 and not counted:
         return replace(result, why="one seed cannot separate an effect from chance")
     if np.abs(values).max() <= ROUNDING:
@@ -117,7 +117,7 @@ def mean_evidence(
     )
 
 
-def share_evidence(count: int, size: int, what: str = "") -> Evidence:
+def share_evidence(count: int, size: int, label: str = "") -> Evidence:
     """How many of `size` seeds did as claimed."""
     test = stats.binomtest(count, size)
 
@@ -125,10 +125,10 @@ def share_evidence(count: int, size: int, what: str = "") -> Evidence:
         bounds = test.proportion_ci(1 - level)
         return float(bounds.low), float(bounds.high)
 
-    return Evidence("", "share", what, (0.5, math.inf), count / size, size, float(test.pvalue), interval)
+    return Evidence("", "share", label, (0.5, math.inf), count / size, size, float(test.pvalue), interval)
 
 
-def ratio_evidence(log: float, error: float | None, freedom: int, region: Interval, what: str = "") -> Evidence:
+def ratio_evidence(log: float, error: float | None, freedom: int, region: Interval, label: str = "") -> Evidence:
     """log N'/N: by the fitted law, what size of the baseline equals the arm.
 
     error: its standard error, with `freedom` degrees of freedom; None if the seeds do not determine it.
@@ -137,10 +137,10 @@ def ratio_evidence(log: float, error: float | None, freedom: int, region: Interv
     if math.isnan(log):
         why = "the baseline's losses do not fall with its size"
     elif math.isinf(log):
-        how = "no baseline, however large, has" if log > 0 else "a baseline of almost no size has"
-        why = f"{how} its loss, by the fitted law"
+        reason = "no baseline, however large, has" if log > 0 else "a baseline of almost no size has"
+        why = f"{reason} its loss, by the fitted law"
     estimate = log if math.isfinite(log) else None
-    result = Evidence(why, "more", what, region, estimate, freedom + 1 if freedom else 0)
+    result = Evidence(why, "more", label, region, estimate, freedom + 1 if freedom else 0)
     if error is None:
         return result
     p = _p_of_t(log, error, freedom, region)
@@ -181,47 +181,47 @@ class Judged:
     more: int | None = None
 
 
-def judge(claims: Sequence[Claim], runs: Runs) -> list[Judged]:
+def judge_claims(claims: Sequence[Claim], runs: Runs) -> list[Judged]:
     """Judge a table's claims. Claims about arms that this scale does not train are inconclusive."""
-    evidence = [_evidence(claim, runs) for claim in claims]
-    levels = holm_levels([one.p for one in evidence])
-    judged = [_judged(claim, one, at) for claim, one, at in zip(claims, evidence, levels, strict=True)]
+    evidence = [_find_evidence(claim, runs) for claim in claims]
+    levels = holm_levels([number.p for number in evidence])
+    judged = [_judge_claim(*each) for each in zip(claims, evidence, levels, strict=True)]
     return [
-        replace(one, why="; ".join(filter(None, (one.why, _otherwise(claim, runs)))))
-        for claim, one in zip(claims, judged, strict=True)
+        replace(judgement, why="; ".join(filter(None, (judgement.why, _list_incomparable(claim, runs)))))
+        for claim, judgement in zip(claims, judged, strict=True)
     ]
 
 
-def _missing(claim: Claim, runs: Runs) -> str:
+def _find_gaps(claim: Claim, runs: Runs) -> str:
     """Which seeds a claim's arms lack, as one that failed: it may be the one that matters. "" if none, or all."""
-    told = []
-    for name in dict.fromkeys(named(claim)):
-        place, there = runs.places[name], runs.of(name)
-        if place is not None and there:
-            told.append(without(name, place, there))
-    return f"not trained: {'; '.join(filter(None, told))}" if any(told) else ""
+    gaps = []
+    for name in dict.fromkeys(claimed_arms(claim)):
+        sized_arm, runs_by_seed = runs.places[name], runs.of(name)
+        if sized_arm is not None and runs_by_seed:
+            gaps.append(describe_missing(name, sized_arm, runs_by_seed))
+    return f"not trained: {'; '.join(filter(None, gaps))}" if any(gaps) else ""
 
 
-def _otherwise(claim: Claim, runs: Runs) -> str:
+def _list_incomparable(claim: Claim, runs: Runs) -> str:
     """The parts of a claim's measure that are not measured as in the paper."""
     measures = {measure for *_, measure in claim.pairs} if isinstance(claim, Pair) else set()
-    names = sorted({name for measure in measures for name in incomparable(runs.table, measure)})
+    names = sorted({name for measure in measures for name in find_incomparable(runs.table, measure)})
     return f"not measured as in the paper: {', '.join(names)}" if names else ""
 
 
-def _judged(claim: Claim, evidence: Evidence, level: float) -> Judged:
+def _judge_claim(claim: Claim, evidence: Evidence, level: float) -> Judged:
     estimate, interval = evidence.estimate, evidence.interval(level)
     verdict = verdict_of(interval, evidence.region)
     why = evidence.why
     if verdict == "inconclusive" and not why:
-        why = _undecided(evidence)
+        why = _explain_inconclusive(evidence)
         if interval is None:
             seeds = f"{evidence.size} seeds"
             why = f"all {seeds} differ by exactly this amount, but {seeds} are too few to rule out chance"
     if evidence.kind == "more":  # told as a share more
-        estimate = estimate and _expm1(estimate)
-        interval = interval and (_expm1(interval[0]), _expm1(interval[1]))
-    more = evidence.more(level) if verdict == "inconclusive" else None
+        estimate = estimate and _bounded_expm1(estimate)
+        interval = interval and (_bounded_expm1(interval[0]), _bounded_expm1(interval[1]))
+    more_seeds = evidence.more(level) if verdict == "inconclusive" else None
     return Judged(
         claim.says,
         evidence.what,
@@ -233,11 +233,11 @@ def _judged(claim: Claim, evidence: Evidence, level: float) -> Judged:
         verdict,
         why,
         evidence.size,
-        more,
+        more_seeds,
     )
 
 
-def _undecided(evidence: Evidence) -> str:
+def _explain_inconclusive(evidence: Evidence) -> str:
     if evidence.kind == "more":
         (border,) = filter(math.isfinite, evidence.region)
         return f"the interval includes {math.expm1(border):+.0%}"
@@ -246,7 +246,7 @@ def _undecided(evidence: Evidence) -> str:
     return "the interval includes half" if evidence.kind == "share" else "the interval includes 0"
 
 
-def _expm1(log: float) -> float:
+def _bounded_expm1(log: float) -> float:
     return math.expm1(log) if log < MOST else math.inf
 
 
@@ -262,11 +262,11 @@ def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
     return "fails" if high < region[0] or low > region[1] else "inconclusive"
 
 
-def _evidence(claim: Claim, runs: Runs) -> Evidence:
+def _find_evidence(claim: Claim, runs: Runs) -> Evidence:
     """What the runs say of a claim, if its arms have all seeds."""
-    if why := _missing(claim, runs):
+    if why := _find_gaps(claim, runs):
         return Evidence(why)
-    for name in named(claim):
+    for name in claimed_arms(claim):
         if runs.places[name] is None:
             return Evidence(f"{name} is not trained at this scale")
         if not runs.of(name):
@@ -274,143 +274,144 @@ def _evidence(claim: Claim, runs: Runs) -> Evidence:
     return KINDS[claim.test](claim, runs)
 
 
-def _paired(claim: Better | Alike | NotBetter, runs: Runs) -> Evidence:
+def _paired_evidence(claim: Better | Alike | NotBetter, runs: Runs) -> Evidence:
     """A difference of two arms, or of two such differences, for the seeds that all of them have."""
-    names = named(claim)
+    names = claimed_arms(claim)
     seeds = set.intersection(*(set(runs.of(name)) for name in names))
     if not seeds:
         return Evidence(f"no seed was run for {'both' if claim.than is None else 'all of its arms'}")
-    if any(seeds & _diverged(runs, name) for name in names):
+    if any(seeds & _diverged_seeds(runs, name) for name in names):
         if isinstance(claim, Better) and claim.than is None:
             return _without_diverged(claim, runs, seeds)
         return Evidence(LUCKY)
     if isinstance(claim, NotBetter) and claim.measure == "steps":
-        return _sooner(claim, runs)
-    return _mean(claim, runs, sorted(seeds))
+        return _sooner_evidence(claim, runs)
+    return _difference_evidence(claim, runs, sorted(seeds))
 
 
-def _within(claim: Claim, what: str) -> tuple[Interval, str]:
+def _with_margin(claim: Claim, label: str) -> tuple[Interval, str]:
     """The region of a claim about a mean, and what the mean is, with the claim's margin if it has one."""
     if not isinstance(claim, Alike | NotBetter):
-        return ABOVE_ZERO, what
-    return (-claim.margin if isinstance(claim, Alike) else -math.inf, claim.margin), f"{what} (margin {claim.margin:g})"
+        return ABOVE_ZERO, label
+    region = (-claim.margin if isinstance(claim, Alike) else -math.inf, claim.margin)
+    return region, f"{label} (margin {claim.margin:g})"
 
 
-def _mean(claim: Better | Alike | NotBetter, runs: Runs, seeds: Sequence[int]) -> Evidence:
-    units = [_unit(measure, runs, arm) for arm, _, measure in claim.pairs]
+def _difference_evidence(claim: Better | Alike | NotBetter, runs: Runs, seeds: Sequence[int]) -> Evidence:
+    units = [_name_unit(measure, runs, arm) for arm, _, measure in claim.pairs]
     same = len(set(units)) == 1
     words, gains = [], []
     for (arm, against, measure), unit in zip(claim.pairs, units, strict=True):
         lower = not isinstance(claim, Alike) and runs.lower_is_better(measure, arm)
-        first, second = (against, arm) if lower else (arm, against)
-        words.append(f"{first} minus {second}" + ("" if same else f", {unit}"))
-        gains.append(_differences(runs, measure, first, second))
+        larger, smaller = (against, arm) if lower else (arm, against)
+        words.append(f"{larger} minus {smaller}" + ("" if same else f", {unit}"))
+        gains.append(_find_differences(runs, measure, larger, smaller))
     values = [gains[0][seed] - sum(gain[seed] for gain in gains[1:]) for seed in seeds]
-    what = " minus ".join(f"({word})" for word in words) if len(words) > 1 else words[0]
-    counted = {measure for *_, measure in claim.pairs} <= COUNTED
-    return mean_evidence(values, *_within(claim, what + (f", {units[0]}" if same else "")), counted)
+    label = " minus ".join(f"({word})" for word in words) if len(words) > 1 else words[0]
+    exact = {measure for *_, measure in claim.pairs} <= COUNTED
+    return mean_evidence(values, *_with_margin(claim, label + (f", {units[0]}" if same else "")), exact)
 
 
 def _without_diverged(claim: Better, runs: Runs, seeds: set[int]) -> Evidence:
     """In how many seeds the arm is better, where one that diverged is worse than one that did not."""
-    arm, against = (seeds & _diverged(runs, name) for name in (claim.arm, claim.against))
+    arm, against = (seeds & _diverged_seeds(runs, name) for name in (claim.arm, claim.against))
     lower = runs.lower_is_better(claim.measure, claim.arm)
-    differences = _differences(runs, claim.measure, claim.arm, claim.against)
+    differences = _find_differences(runs, claim.measure, claim.arm, claim.against)
     ahead = [value for seed, value in differences.items() if seed not in arm | against and abs(value) > ROUNDING]
     won = sum((value < 0) == lower for value in ahead) + len(against - arm)
     decided = len(ahead) + len(against ^ arm)
     if not decided:
         return Evidence("no seed tells them apart: in each, both diverged or neither is better")
-    unit = _unit(claim.measure, runs, claim.arm)
-    what = f"seeds in which {claim.arm} has {'less' if lower else 'more'} {unit}, or is not the one that diverged"
-    return share_evidence(won, decided, what)
+    unit = _name_unit(claim.measure, runs, claim.arm)
+    label = f"seeds in which {claim.arm} has {'less' if lower else 'more'} {unit}, or is not the one that diverged"
+    return share_evidence(won, decided, label)
 
 
-def _sooner(claim: Sooner | NotBetter, runs: Runs) -> Evidence:
+def _sooner_evidence(claim: Sooner | NotBetter, runs: Runs) -> Evidence:
     """Steps are counted up to the end of the shorter run."""
     pairs = sorted(runs.of(claim.arm).keys() & runs.of(claim.against).keys())
     if not pairs:
         return Evidence("no seed was run for both")
     steps = {name: runs.steps(name) for name in (claim.arm, claim.against)}
-    there = {name: [of[seed] is not None for seed in pairs] for name, of in steps.items()}
-    if not any(map(any, there.values())):
+    reached = {name: [steps_by_seed[seed] is not None for seed in pairs] for name, steps_by_seed in steps.items()}
+    if not any(map(any, reached.values())):
         return Evidence("neither gets there in any seed")
     values = []
     for seed in pairs:
         end = min(runs.of(name)[seed].record.recipe["training"]["steps"] for name in steps)
-        arm, against = (end if (n := of[seed]) is None else min(n, end) for of in steps.values())
+        arm, against = (end if (n := steps_by_seed[seed]) is None else min(n, end) for steps_by_seed in steps.values())
         values.append(float(against - arm))
-    never = "" if all(map(all, there.values())) else " (never: all of its steps)"
-    return mean_evidence(values, *_within(claim, f"{claim.against} minus {claim.arm}, steps to get there{never}"))
+    never = "" if all(map(all, reached.values())) else " (never: all of its steps)"
+    return mean_evidence(values, *_with_margin(claim, f"{claim.against} minus {claim.arm}, steps to get there{never}"))
 
 
-def _reaches(claim: Reaches, runs: Runs) -> Evidence:
+def _reach_evidence(claim: Reaches, runs: Runs) -> Evidence:
     steps = runs.steps(claim.arm)
     never = claim.test == "never"
     count = sum((n is None) == never for n in steps.values())
     return share_evidence(count, len(steps), f"seeds of {claim.arm} that {'never get there' if never else 'get there'}")
 
 
-def _diverges(claim: Diverges, runs: Runs) -> Evidence:
+def _divergence_evidence(claim: Diverges, runs: Runs) -> Evidence:
     lost = runs.lost(claim.arm, claim.unlearned)
     stays = claim.test == "stays"
-    count = sum(one != stays for one in lost.values())
+    count = sum(is_lost != stays for is_lost in lost.values())
     return share_evidence(count, len(lost), f"seeds of {claim.arm} that {'do not diverge' if stays else 'diverge'}")
 
 
-def _gains(claim: Gains, runs: Runs) -> Evidence:
-    found = runs.equal(f"{claim.arm} @ {claim.size}")
-    if isinstance(found, str):
-        return Evidence(found)
-    equal, axis = found
-    more = equal.more
-    log = math.log1p(more.value) if more.value > -1 else -math.inf if more.value == -1 else math.nan
+def _law_evidence(claim: Gains, runs: Runs) -> Evidence:
+    equal_and_axis = runs.equal(f"{claim.arm} @ {claim.size}")
+    if isinstance(equal_and_axis, str):
+        return Evidence(equal_and_axis)
+    equal, axis = equal_and_axis
+    estimate = equal.more
+    log = math.log1p(estimate.value) if estimate.value > -1 else -math.inf if estimate.value == -1 else math.nan
     if abs(log) > MOST:
         log = math.copysign(math.inf, log)
-    known = more.error is not None and more.error > ROUNDING and math.isfinite(log)
+    has_error = estimate.error is not None and estimate.error > ROUNDING and math.isfinite(log)
     beyond = "" if equal.inside else "; beyond the sizes trained"
-    what = f"how many more {axis} the baseline needs for the loss of {claim.arm} at {claim.size}{beyond}"
+    label = f"how many more {axis} the baseline needs for the loss of {claim.arm} at {claim.size}{beyond}"
     border = math.log1p(claim.more)
     region = (border, math.inf) if claim.test == "gains" else (-math.inf, 0.0 - border)
-    return ratio_evidence(log, more.error if known else None, more.freedom, region, what)
+    return ratio_evidence(log, estimate.error if has_error else None, estimate.freedom, region, label)
 
 
-def _larger(claim: Ordered, runs: Runs) -> Evidence:
-    if _diverged(runs, claim.arm):
+def _order_evidence(claim: Ordered, runs: Runs) -> Evidence:
+    if _diverged_seeds(runs, claim.arm):
         return Evidence(LUCKY)
-    first, second = runs.values(claim.first, claim.arm), runs.values(claim.second, claim.arm)
-    units = (_unit(measure, runs, claim.arm) for measure in (claim.first, claim.second))
-    counted = {claim.first, claim.second} <= COUNTED
-    values = [first[seed] - second[seed] for seed in first]
-    return mean_evidence(values, counted=counted, what=f"{' minus '.join(units)}, {claim.arm}")
+    larger, smaller = runs.values(claim.first, claim.arm), runs.values(claim.second, claim.arm)
+    units = (_name_unit(measure, runs, claim.arm) for measure in (claim.first, claim.second))
+    exact = {claim.first, claim.second} <= COUNTED
+    values = [larger[seed] - smaller[seed] for seed in larger]
+    return mean_evidence(values, counted=exact, label=f"{' minus '.join(units)}, {claim.arm}")
 
 
 KINDS: Mapping[str, Callable[..., Evidence]] = {
-    "better": _paired,
-    "alike": _paired,
-    "no better": _paired,
-    "sooner": _sooner,
-    "reaches": _reaches,
-    "never": _reaches,
-    "diverges": _diverges,
-    "stays": _diverges,
-    "gains": _gains,
-    "loses": _gains,
-    "larger": _larger,
+    "better": _paired_evidence,
+    "alike": _paired_evidence,
+    "no better": _paired_evidence,
+    "sooner": _sooner_evidence,
+    "reaches": _reach_evidence,
+    "never": _reach_evidence,
+    "diverges": _divergence_evidence,
+    "stays": _divergence_evidence,
+    "gains": _law_evidence,
+    "loses": _law_evidence,
+    "larger": _order_evidence,
 }
 
 
-def _diverged(runs: Runs, name: str) -> set[int]:
+def _diverged_seeds(runs: Runs, name: str) -> set[int]:
     return {seed for seed, run in runs.of(name).items() if has_diverged(run.record)}
 
 
-def _differences(runs: Runs, measure: str, one: str, other: str) -> dict[int, float]:
+def _find_differences(runs: Runs, measure: str, arm: str, against: str) -> dict[int, float]:
     """By seed."""
-    first, second = runs.values(measure, one), runs.values(measure, other)
-    return {seed: first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())}
+    values, base = runs.values(measure, arm), runs.values(measure, against)
+    return {seed: values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())}
 
 
-def _unit(measure: str, runs: Runs, name: str) -> str:
+def _name_unit(measure: str, runs: Runs, name: str) -> str:
     if measure == "result":
         measure = next((run.record.metric for run in runs.of(name).values()), measure)
     if measure in HALVES:

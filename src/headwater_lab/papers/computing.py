@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 
@@ -15,7 +16,7 @@ from headwater.cost import counts as cost
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater_lab.papers import theory
 from headwater_lab.papers.claims import ClaimVerdict
-from headwater_lab.reports.words import span
+from headwater_lab.reports.words import write_range
 from headwater_lab.training.estimate import draw_flops
 from headwater_lab.util.terminal import si
 
@@ -29,10 +30,10 @@ ROUGHLY = 0.01
 
 @dataclass(frozen=True)
 class Fact:
-    """A claim that is computed, so exact. found: the result, in words."""
+    """A claim that is computed, so exact. evidence: the result, in words."""
 
     says: str
-    found: str
+    evidence: str
     verdict: ClaimVerdict
 
 
@@ -46,22 +47,22 @@ class Computed:
     figure: Figure | None = None
 
 
-def _fact(says: str, found: str, holds: bool) -> Fact:
-    return Fact(says, found, "replicates" if holds else "fails")
+def _judge(says: str, evidence: str, holds: bool | np.bool) -> Fact:
+    return Fact(says, evidence, "replicates" if holds else "fails")
 
 
-def maps_of(config: HeadwaterConfig) -> int:
+def count_map_parameters(config: HeadwaterConfig) -> int:
     """Parameters of a built model, without embedding, output head and norms."""
     with torch.device("meta"):
         model = HeadwaterForCausalLM(config)
-    counted = {name: p.numel() for name, p in model.named_parameters() if "norm" not in name}
-    return sum(n for name, n in counted.items() if "embed" not in name and "lm_head" not in name)
+    left_out = ("norm", "embed", "lm_head")
+    return sum(p.numel() for name, p in model.named_parameters() if not any(part in name for part in left_out))
 
 
-def transformer_like(config: HeadwaterConfig) -> HeadwaterConfig:
+def make_transformer_like(config: HeadwaterConfig) -> HeadwaterConfig:
     """A Transformer of the same depth, with nearly as many parameters in its linear layers: 12·L·D², heads of 64."""
     layers = config.num_hidden_layers
-    width = 64 * round((maps_of(config) / (12 * layers)) ** 0.5 / 64)
+    width = 64 * round((count_map_parameters(config) / (12 * layers)) ** 0.5 / 64)
     return HeadwaterConfig.gpt2(
         num_hidden_layers=layers,
         hidden_size=width,
@@ -72,151 +73,162 @@ def transformer_like(config: HeadwaterConfig) -> HeadwaterConfig:
     )
 
 
-def tokenformer_costs() -> Computed:
+def _write_formulas(config: HeadwaterConfig) -> tuple[int, int]:
+    """Table 3's N: as printed, and with keys and values of TokenFormer's parameter tokens."""
+    layers, width = config.num_hidden_layers, config.hidden_size
+    if not config.mechanisms:
+        return 12 * layers * width**2, 12 * layers * width**2
+    (options,) = config.mechanisms.values()
+    attention, ffn = options["attention_pairs"], options["ffn_pairs"]
+    return layers * width * (4 * attention + 2 * ffn), 2 * layers * width * (4 * attention + ffn)
+
+
+def compute_tokenformer_costs() -> Computed:
     """Table 3's formulas, the parameters of built models, and the counts of `headwater plan`."""
-    rows, off, flops_off, printed_off, interaction = [], [], [], [], []
+    rows, ratios = [], []
+    interaction = []
     for name in ("gpt2-124m", *SERIES):
         config = preset(name)
-        layers, width = config.num_hidden_layers, config.hidden_size
-        settings = next(iter((config.mechanisms or {}).values()), None)
-        if settings is None:
-            printed = whole = 12 * layers * width**2
-        else:
-            attention, ffn = settings["attention_pairs"], settings["ffn_pairs"]
-            printed = layers * width * (4 * attention + 2 * ffn)
-            whole = 2 * layers * width * (4 * attention + ffn)
-            printed_off.append(maps_of(config) / printed)
-        built = maps_of(config)
-        forward = cost.forward_flops(config, CONTEXT, causal=False)
-        of_tokens = 4 * layers * width * CONTEXT
-        counted = forward["maps"] + forward["attention"]
-        rows.append([name, f"{printed:,}", f"{whole:,}", f"{built:,}", si(2.0 * whole + of_tokens), si(counted),
-                     si(forward["attention"])])  # fmt: skip
-        off.append(abs(built / whole - 1))
-        flops_off.append(abs(counted / (2 * whole + of_tokens) - 1))
-        if settings is not None:
-            interaction.append(forward["attention"])
+        printed, complete = _write_formulas(config)
+        built = count_map_parameters(config)
+        flops = cost.forward_flops(config, CONTEXT, causal=False)
+        formula = 2 * complete + 4 * config.num_hidden_layers * config.hidden_size * CONTEXT
+        flops_per_token = flops["maps"] + flops["attention"]
+        rows.append([name, f"{printed:,}", f"{complete:,}", f"{built:,}", si(float(formula)), si(flops_per_token),
+                     si(flops["attention"])])  # fmt: skip
+        ratios.append((built / printed, built / complete, flops_per_token / formula))
+        interaction.append(flops["attention"])
+    of_printed, of_complete, of_flops = np.array(ratios).T
+    printed_error, complete_error, flops_error = (
+        float(np.abs(row_ratios - 1).max()) for row_ratios in (of_printed[1:], of_complete, of_flops)
+    )
     return Computed(
         ["", "N as printed", "N with K_P and V_P", "as built", "2·N + 4·L·D·T per token", "as counted", "token-token"],
         rows,
         [
-            _fact(
+            _judge(
                 "A TokenFormer's N is L·D·(n_q + n_k + n_v + n_o + 2·n_ff), as printed.",
-                f"built models have {span(printed_off, '{:.3f}'.format)} times as many",
-                max(abs(one - 1) for one in printed_off) < ROUGHLY,
+                f"built models have {write_range(of_printed[1:], '{:.3f}'.format)} times as many",
+                printed_error < ROUGHLY,
             ),
-            _fact(
+            _judge(
                 "N is 12·L·D² in a Transformer; in a TokenFormer 2·L·D·(n_q + n_k + n_v + n_o + n_ff).",
-                f"built models differ by {max(off):.2%} at most",
-                max(off) < ROUGHLY,
+                f"built models differ by {complete_error:.2%} at most",
+                complete_error < ROUGHLY,
             ),
-            _fact(
+            _judge(
                 "A forward pass takes 2·N + 4·L·D·T FLOPs per token of T.",
-                f"counts differ by {max(flops_off):.2%} at most",
-                max(flops_off) < ROUGHLY,
+                f"counts differ by {flops_error:.2%} at most",
+                flops_error < ROUGHLY,
             ),
-            _fact(
+            _judge(
                 "Token-token attention costs no more as a TokenFormer grows.",
-                f"{span(interaction, si)} FLOPs per token at {CONTEXT:,} tokens",
-                max(interaction) == min(interaction),
+                f"{write_range(interaction[1:], si)} FLOPs per token at {CONTEXT:,} tokens",
+                max(interaction[1:]) == min(interaction[1:]),
             ),
         ],
     )
 
 
-def tokenformer_flops() -> Computed:
+def compute_tokenformer_flops() -> Computed:
     """FLOPs against length: the growth series, and Transformers of the same depth and size, which are wider."""
     grown = {name: preset(name) for name in SERIES}
-    wide = {f"Transformer of {name.removeprefix('tokenformer-')}": transformer_like(c) for name, c in grown.items()}
-    flops = {
-        name: [sum(cost.forward_flops(config, length, causal=False).values()) for length in CONTEXTS]
-        for name, config in (grown | wide).items()
+    wide = {
+        f"Transformer of {name.removeprefix('tokenformer-')}": make_transformer_like(config)
+        for name, config in grown.items()
     }
-    rows = [[name, *(si(value) for value in values)] for name, values in flops.items()]
-    pairs = [list(zip(flops[x], flops[y], strict=True)) for x, y in zip(wide, grown, strict=True)]
-    ratios = [[a / b for a, b in pair] for pair in pairs]
-    for name, values in zip(grown, ratios, strict=True):
-        rows.append([f"Transformer over {name}", *(f"{value:.2f}" for value in values)])
-    later = ratios[1:]  # the grown ones
-    saved = [[a - b for a, b in pair] for pair in pairs[1:]]
+    of_grown, of_wide = _count_flops(grown), _count_flops(wide)
+    ratios = of_wide / of_grown
+    # of those that were grown: the first of the series was not
+    advantages, saved = ratios[1:], (of_wide - of_grown)[1:]
+    rows = [[name, *map(si, flops)] for name, flops in zip(grown | wide, [*of_grown, *of_wide], strict=True)]
+    rows += [[f"Transformer over {name}", *map("{:.2f}".format, row)] for name, row in zip(grown, ratios, strict=True)]
+    savings = zip(CONTEXTS, saved[0], saved[-1], strict=True)
     return Computed(
         ["forward FLOPs per token", *(f"{length:,} tokens" for length in CONTEXTS)],
         rows,
         [
-            _fact(
+            _judge(
                 "A grown TokenFormer costs less than a Transformer of its size at every length.",
-                f"a Transformer takes {span([one for of in later for one in of], '{:.2f}'.format)} times as many",
-                all(value > 1 for values in later for value in values),
+                f"a Transformer takes {write_range(advantages.ravel(), '{:.2f}'.format)} times as many",
+                (advantages > 1).all(),
             ),
-            _fact(
+            _judge(
                 "The longer the text, the greater the advantage.",
-                "; ".join(f"{values[0]:.2f} to {values[-1]:.2f}" for values in later),
-                all(a < b for values in later for a, b in pairwise(values)),
+                "; ".join(f"{row[0]:.2f} to {row[-1]:.2f}" for row in advantages),
+                (np.diff(advantages, axis=1) > 0).all(),
             ),
-            _fact(
+            _judge(
                 "The larger the model, the more FLOPs are saved.",
-                "; ".join(
-                    f"{length:,} tokens: {si(saved[0][i])} to {si(saved[-1][i])}" for i, length in enumerate(CONTEXTS)
-                ),
-                all(a[i] < b[i] for a, b in pairwise(saved) for i in range(len(CONTEXTS))),
+                "; ".join(f"{length:,} tokens: {si(small)} to {si(large)}" for length, small, large in savings),
+                (np.diff(saved, axis=0) > 0).all(),
             ),
         ],
         draw_flops(grown | wide, [1024 * i for i in range(33)]),
     )
 
 
-def kv_shifting_dynamics() -> Computed:
+def _count_flops(configs: Mapping[str, HeadwaterConfig]) -> np.ndarray:
+    """Forward FLOPs per token: [models, contexts]."""
+    return np.array(
+        [
+            [sum(cost.forward_flops(config, length, causal=False).values()) for length in CONTEXTS]
+            for config in configs.values()
+        ]
+    )
+
+
+def compute_kv_shifting_dynamics() -> Computed:
     """The flow of theorem 3's loss in the plane of figure 2, from starts in [0, 1]²."""
-    rows, speeds, back, ends = [], [], [], []
+    rows, speeds, returned, arrived = [], [], [], []
     for length in theory.LENGTHS:
         axis = torch.linspace(0, 1, 41, dtype=torch.float64)
         beta1, alpha1 = torch.meshgrid(axis, axis, indexing="ij")
-        loss, u, v = theory.flow(alpha1, beta1, length)
+        loss, u, v = theory.gradient_flow(alpha1, beta1, length)
         speeds.append(float(torch.hypot(u, v).mean()))
-        returned, arrived = _followed(alpha1, beta1, length)
-        back.append(returned)
-        ends.append(arrived)
-        rows.append([f"T = {length}", f"{loss.min():.3g} to {loss.max():.3g}", f"{speeds[-1]:.4f}", f"{returned:.0%}",
-                     f"{arrived:.0%}"])  # fmt: skip
-    slower = all(a > b for a, b in pairwise(speeds))
+        back, end = _follow_flow(alpha1, beta1, length)
+        returned.append(back)
+        arrived.append(end)
+        rows.append([f"T = {length}", f"{loss.min():.3g} to {loss.max():.3g}", f"{speeds[-1]:.4f}", f"{back:.0%}",
+                     f"{end:.0%}"])  # fmt: skip
     return Computed(
         ["", "loss", "mean speed", "starts that go back on the way", "starts that end as an induction head"],
         rows,
         [
-            _fact(
+            _judge(
                 "Training leads to an induction head: the key of the token before, the token's own value.",
-                f"{', '.join(f'{one:.0%}' for one in ends)} of the starts",
-                min(ends) > 0.99,
+                f"{', '.join(map('{:.0%}'.format, arrived))} of the starts",
+                min(arrived) > 0.99,
             ),
-            _fact(
+            _judge(
                 "The longer the sequence, the slower it gets.",
-                f"speed {', '.join(f'{one:.4f}' for one in speeds)}",
-                slower,
+                f"speed {', '.join(map('{:.4f}'.format, speeds))}",
+                all(shorter > longer for shorter, longer in pairwise(speeds)),
             ),
-            _fact(
+            _judge(
                 "In short sequences it may go a short way back; in long ones its direction is consistent.",
-                f"{', '.join(f'{one:.0%}' for one in back)} of the starts go back in α1 or β1",
-                back[0] > back[-1],
+                f"{', '.join(map('{:.0%}'.format, returned))} of the starts go back in α1 or β1",
+                returned[0] > returned[-1],
             ),
         ],
         theory.flow_figure(),
     )
 
 
-def kv_shifting_theorems() -> Computed:
+def check_kv_shifting_theorems() -> Computed:
     """The theorems' checks, by headwater's own attention and mechanism."""
-    rows, claims = theory.checks()
-    return Computed(["", "result"], rows, [_fact(*claim) for claim in claims])
+    rows, claims = theory.check_theorems()
+    return Computed(["", "result"], rows, [_judge(*claim) for claim in claims])
 
 
-def _followed(alpha1: torch.Tensor, beta1: torch.Tensor, length: int, step: float = 0.02) -> tuple[float, float]:
+def _follow_flow(alpha1: torch.Tensor, beta1: torch.Tensor, length: int, step: float = 0.02) -> tuple[float, float]:
     """Shares of starting points that move back somewhere (α1 rises or β1 falls), and that end with α2 > α1 and β1 > β2.
 
     Each is followed along its streamline for a length of 6; the flow's border is far from there.
     """
     back = torch.zeros_like(alpha1, dtype=torch.bool)
     for _ in range(round(6 / step)):
-        _, u, v = theory.flow(alpha1, beta1, length)
+        _, u, v = theory.gradient_flow(alpha1, beta1, length)
         back |= (u > 0) | (v < 0)
         speed = torch.hypot(u, v)
         alpha1, beta1 = alpha1 + step * u / speed, beta1 + step * v / speed
@@ -225,8 +237,8 @@ def _followed(alpha1: torch.Tensor, beta1: torch.Tensor, length: int, step: floa
 
 
 COMPUTED: dict[str, Callable[[], Computed]] = {
-    "tokenformer_costs": tokenformer_costs,
-    "tokenformer_flops": tokenformer_flops,
-    "kv_shifting_dynamics": kv_shifting_dynamics,
-    "kv_shifting_theorems": kv_shifting_theorems,
+    "tokenformer_costs": compute_tokenformer_costs,
+    "tokenformer_flops": compute_tokenformer_flops,
+    "kv_shifting_dynamics": compute_kv_shifting_dynamics,
+    "kv_shifting_theorems": check_kv_shifting_theorems,
 }

@@ -17,12 +17,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from headwater.models.load import reading
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
-from headwater_lab.comparison.running import jobs_of
-from headwater_lab.comparison.trials import Trial, at_rate, trial_of, tuning_trial
-from headwater_lab.papers.places import RESTORED, finished
-from headwater_lab.papers.result import Reproduction, reproduction
-from headwater_lab.papers.table import ScaleName, reads_models, table
-from headwater_lab.papers.work import Work, prepare
+from headwater_lab.comparison.running import list_jobs
+from headwater_lab.comparison.trials import Trial, make_trial, set_rate, tuning_trial
+from headwater_lab.papers.places import RESTORED, finished_runs
+from headwater_lab.papers.result import Reproduction, reproduce_table
+from headwater_lab.papers.table import ScaleName, find_table, reads_models
+from headwater_lab.papers.work import Work, prepare_work
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import checkpoints
 from headwater_lab.training.records import (
@@ -56,42 +56,42 @@ class KeptRun(BaseModel):
         return run
 
 
-def read(file: Path) -> list[KeptRun]:
+def read_runs(file: Path) -> list[KeptRun]:
     """Raises `HeadwaterError` for a damaged file, or two lines of one run, and names the lines."""
     with reading(repr(str(file))):
         text = file.read_text(encoding="utf-8").rstrip("\n")
-    found: list[KeptRun] = []
+    runs: list[KeptRun] = []
     lines: dict[str, int] = {}
     for number, line in enumerate(text.split("\n") if text else [], 1):
         try:
-            one = KeptRun.model_validate_json(line)
-            usable_record(one.record)
+            run = KeptRun.model_validate_json(line)
+            usable_record(run.record)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the line"
+            detail = error.errors(include_url=False)[0]
+            where = ".".join(map(str, detail["loc"])) or "the line"
             raise HeadwaterError(
-                f"Line {number} of {str(file)!r} is not a finished run: {where}: {first['msg']}; use an intact file."
+                f"Line {number} of {str(file)!r} is not a finished run: {where}: {detail['msg']}; use an intact file."
             ) from error
-        if (before := lines.setdefault(one.run, number)) != number:
-            raise HeadwaterError(f"Lines {before} and {number} of {str(file)!r} are both of {one.run!r}; remove one.")
-        found.append(one)
-    return found
+        if (earlier := lines.setdefault(run.run, number)) != number:
+            raise HeadwaterError(f"Lines {earlier} and {number} of {str(file)!r} are both of {run.run!r}; remove one.")
+        runs.append(run)
+    return runs
 
 
-def recorded(names: Iterable[str], scale: ScaleName, file: Path, out: Path) -> Iterator[Reproduction]:
+def reproduce_recorded(names: Iterable[str], scale: ScaleName, file: Path, out: Path) -> Iterator[Reproduction]:
     """Each of these tables with a finished run in `file`, without training; the runs are written into `out`."""
-    runs = read(file)
+    runs = read_runs(file)
     for name in names:
-        scales = table(name).scales
-        if not scales or scales[scale].nothing or reads_models(table(name)):
+        scales = find_table(name).scales
+        if not scales or scales[scale].nothing or reads_models(find_table(name)):
             continue
-        work = prepare(name, scale, out)
-        _write(runs, work)
-        if any(finished(place, work.trials) for place in work.trained):
-            yield reproduction(work)
+        work = prepare_work(name, scale, out)
+        _write_records(runs, work)
+        if any(finished_runs(arm, work.trials) for arm in work.trained):
+            yield reproduce_table(work)
 
 
-def restore(file: Path, work: Work, tell: Tell) -> None:
+def restore_runs(file: Path, work: Work, tell: Tell) -> None:
     """Write the records in `file` of a table's comparisons into their runs' folders, where no run is yet.
 
     Left out are runs with other settings than the recipe's. Raises `HeadwaterError` for a damaged file.
@@ -99,28 +99,30 @@ def restore(file: Path, work: Work, tell: Tell) -> None:
     if not file.exists():
         tell(f"There is no {str(file)!r} yet; finished runs will be added to it.")
         return
-    runs = read(file)
+    runs = read_runs(file)
     if reads_models(work.table):
         tell(f"{work.name} looks into models, which are not in {str(file)!r}, so its runs are trained here.")
         return
-    restored, outdated = _write(runs, work)
+    restored, outdated = _write_records(runs, work)
     if restored:
-        machines = {f"{one.environment.device_name or 'a CPU'}, torch {one.environment.torch}" for one in restored}
+        machines = {
+            f"{record.environment.device_name or 'a CPU'}, torch {record.environment.torch}" for record in restored
+        }
         tell(f"{counted(len(restored), 'run')} from {str(file)!r}, trained on {'; '.join(sorted(machines))}")
     if outdated:
         tell(f"left out {counted(outdated, 'run')} of {str(file)!r}: the recipe has other settings now")
 
 
-def _write(runs: Sequence[KeptRun], work: Work) -> tuple[list[RunRecord], int]:
+def _write_records(runs: Sequence[KeptRun], work: Work) -> tuple[list[RunRecord], int]:
     """(records written, number of runs with other settings than the recipe has now)."""
-    recipes = {work.trials / recipe.name: recipe for recipe in _comparisons(work)}
+    recipes = {work.trials / recipe.name: recipe for recipe in _list_comparisons(work)}
     restored, outdated = [], 0
     for line in runs:
         folder = work.out / line.run
         recipe = next((recipe for trials, recipe in recipes.items() if folder.is_relative_to(trials)), None)
         if recipe is None:
             continue
-        if _trial(line.record, recipe, folder, work.trials) is None:
+        if _find_trial(line.record, recipe, folder, work.trials) is None:
             outdated += 1
         elif not checkpoints(folder) and not (folder / RECORD).exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -131,50 +133,50 @@ def _write(runs: Sequence[KeptRun], work: Work) -> tuple[list[RunRecord], int]:
     return restored, outdated
 
 
-def keep(file: Path, work: Work, tell: Tell) -> None:
+def keep_runs(file: Path, work: Work, tell: Tell) -> None:
     """Add the finished and diverged runs of a table's comparisons to `file`, sorted; it may not exist yet.
 
     A line is replaced only if the recipe has other settings, or another tuned learning rate, now. Runs on other data
     than the file's are not added.
     """
     with FileLock(file.with_name(f".{file.name}.lock")):
-        found = {one.run: one for one in read(file)} if file.exists() else {}
+        runs = {line.run: line for line in read_runs(file)} if file.exists() else {}
         hashes: dict[str, str] = {}
-        for one in found.values():
-            hashes.setdefault(_settings(one.record), one.record.data_hashes)
-        added, other = 0, 0
-        for recipe in _comparisons(work):
-            for place in record_files(work.trials / recipe.name):
-                record, run = read_record(place), place.parent.relative_to(work.out).as_posix()
-                if record.status not in ENDED or _trial(record, recipe, place.parent, work.trials) is None:
+        for line in runs.values():
+            hashes.setdefault(_dump_settings(line.record), line.record.data_hashes)
+        added, differing = 0, 0
+        for recipe in _list_comparisons(work):
+            for path in record_files(work.trials / recipe.name):
+                record, run = read_record(path), path.parent.relative_to(work.out).as_posix()
+                if record.status not in ENDED or _find_trial(record, recipe, path.parent, work.trials) is None:
                     continue
-                if run in found and found[run].record.identity == record.identity:
+                if run in runs and runs[run].record.identity == record.identity:
                     continue
-                if hashes.setdefault(_settings(record), record.data_hashes) != record.data_hashes:
-                    other += 1
+                if hashes.setdefault(_dump_settings(record), record.data_hashes) != record.data_hashes:
+                    differing += 1
                     continue
-                found[run] = KeptRun(run=run, record=record.model_copy(update={"documents": []}))
+                runs[run] = KeptRun(run=run, record=record.model_copy(update={"documents": []}))
                 added += 1
         if added:
-            lines = [one.model_dump_json(exclude={"record": {"documents"}}) for _, one in sorted(found.items())]
+            lines = [line.model_dump_json(exclude={"record": {"documents"}}) for _, line in sorted(runs.items())]
             replace_text(file, "\n".join(lines) + "\n")
             tell(f"{counted(added, 'run')} added to {str(file)!r}")
-        if other:
+        if differing:
             tell(
-                f"{counted(other, 'run')} not added to {str(file)!r}, whose runs had other data; use another file with "
-                "another --out"
+                f"{counted(differing, 'run')} not added to {str(file)!r}, whose runs had other data; use another file "
+                "with another --out"
             )
 
 
 def check_restored(work: Work) -> None:
-    """Raise `HeadwaterError` if runs that `restore` wrote had other data than is here for those beside them."""
+    """Raise `HeadwaterError` if runs that `restore_runs` wrote had other data than is here for those beside them."""
     built: dict[str, Mapping[str, Any]] = {}
     for recipe, _ in work.comparisons():
         for folder in (path.parent for path in record_files(work.trials / recipe.name)):
             if not (folder / RESTORED).exists():
                 continue
             record = read_record(folder)
-            trial = _trial(record, recipe, folder, work.trials)
+            trial = _find_trial(record, recipe, folder, work.trials)
             if trial is None:
                 continue
             key = trial.recipe.data.model_dump_json()
@@ -189,7 +191,7 @@ def check_restored(work: Work) -> None:
                 )
 
 
-def _trial(record: RunRecord, recipe: Recipe, folder: Path, trials: Path) -> Trial | None:
+def _find_trial(record: RunRecord, recipe: Recipe, folder: Path, trials: Path) -> Trial | None:
     """The trial of a recipe's comparison whose run this is; None if it is none with the settings that it has now."""
     experiment, section = record.experiment, recipe.compare
     if experiment is None or section is None or experiment.arm not in section.arms:
@@ -198,21 +200,21 @@ def _trial(record: RunRecord, recipe: Recipe, folder: Path, trials: Path) -> Tri
     if experiment.phase == "tuning":
         trial = tuning_trial(recipe, experiment.arm, rate, record.seed, trials)
     elif experiment.size in (section.sizes or [None]):
-        trial = trial_of(recipe, experiment.arm, record.seed, trials, experiment.size)
+        trial = make_trial(recipe, experiment.arm, record.seed, trials, experiment.size)
     else:
         return None
-    own = at_rate(trial.recipe, rate) if section.learning_rates else trial.recipe
-    return trial if trial.folder == folder and own.identity == record.identity else None
+    settings = set_rate(trial.recipe, rate) if section.learning_rates else trial.recipe
+    return trial if trial.folder == folder and settings.identity == record.identity else None
 
 
-def _settings(record: RunRecord) -> str:
+def _dump_settings(record: RunRecord) -> str:
     return json.dumps(record.recipe.get("data"), sort_keys=True)
 
 
-def _comparisons(work: Work) -> list[Recipe]:
+def _list_comparisons(work: Work) -> list[Recipe]:
     """A table's comparisons, except those whose runs start from checkpoints, which a record does not have."""
     return [
         recipe
         for recipe, only in work.comparisons()
-        if all(job.recipe.start is None for job in jobs_of(recipe, work.trials, only))
+        if all(job.recipe.start is None for job in list_jobs(recipe, work.trials, only))
     ]

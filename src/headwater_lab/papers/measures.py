@@ -16,15 +16,15 @@ import numpy as np
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import read_bytes, replace_text
-from headwater_lab.comparison.scaling import Axis, Equal, scaling_of
+from headwater_lab.comparison.scaling import Axis, Equal, fit_scaling
 from headwater_lab.comparison.statistics import has_diverged, steps_to
-from headwater_lab.comparison.trials import slug
+from headwater_lab.comparison.trials import make_slug
 from headwater_lab.evaluation import evaluate
-from headwater_lab.evaluation.tasks import Asked, parse
-from headwater_lab.inspection.sample import sample
-from headwater_lab.inspection.scalars import Census, Scalars, census, scalars
-from headwater_lab.inspection.watch import read
-from headwater_lab.papers.places import FinishedRun, SizedArm, finished, of_law
+from headwater_lab.evaluation.tasks import TaskRequest, parse_tasks
+from headwater_lab.inspection.sample import sample_tokens
+from headwater_lab.inspection.scalars import Census, Scalars, collect_scalars, take_census
+from headwater_lab.inspection.watch import read_sample
+from headwater_lab.papers.places import FinishedRun, SizedArm, finished_runs, law_arms
 from headwater_lab.papers.table import Measure, Pair, PaperTable, cell_measures
 from headwater_lab.training.checkpoints import load_model, newest_checkpoint
 from headwater_lab.training.models import open_trained
@@ -64,7 +64,7 @@ class Runs:
     _similarity: dict[Path, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.found = {name: finished(place, self.out) for name, place in self.places.items() if place is not None}
+        self.found = {name: finished_runs(arm, self.out) for name, arm in self.places.items() if arm is not None}
         if changed := changed_data(run.record for runs in self.found.values() for run in runs.values()):
             raise HeadwaterError(changed)
 
@@ -76,8 +76,8 @@ class Runs:
             return next((run.record.lower_is_better for run in self.of(name).values()), True)
         if measure.startswith("task:"):
             return "perplexity" in measure
-        more = ("accuracy", *HALVES, "hardest", "saved", "census", "scalar", SPEED)
-        return not measure.startswith(more)
+        higher_is_better = ("accuracy", *HALVES, "hardest", "saved", "census", "scalar", SPEED)
+        return not measure.startswith(higher_is_better)
 
     def values(self, measure: Measure, name: str) -> dict[int, float]:
         """Values by seed; diverged runs have none."""
@@ -89,31 +89,33 @@ class Runs:
 
     def value(self, measure: Measure, run: FinishedRun) -> float:
         """Raises `HeadwaterError` if the run has no such measure, or no checkpoint any more."""
-        kind, _, rest = measure.partition(":")
+        kind, _, argument = measure.partition(":")
         if kind == "task":
-            return self._task(run, rest)
+            return self._task(run, argument)
         if kind in ("census", "scalar"):
             if run.checkpoints not in self._inside:  # a model is read once for all measures
                 model = load_model(newest_checkpoint(run.checkpoints))
-                self._inside[run.checkpoints] = census(model), scalars(model)
-            counted, learned = self._inside[run.checkpoints]
-            return _census(counted, rest, run) if kind == "census" else _scalar(learned, rest, run)
+                self._inside[run.checkpoints] = take_census(model), collect_scalars(model)
+            counts, learned = self._inside[run.checkpoints]
+            return _sum_census(counts, argument, run) if kind == "census" else _average_scalars(learned, argument, run)
         if kind == "similarity":
             if run.checkpoints not in self._similarity:
                 trained = open_trained(run.checkpoints)
-                self._similarity[run.checkpoints] = read(trained.model, sample(trained, None, ROWS, None)).hidden
-            first, last = map(int, rest.split("-"))
-            return float(np.mean(self._similarity[run.checkpoints][first : last + 1]))
+                self._similarity[run.checkpoints] = read_sample(
+                    trained.model, sample_tokens(trained, None, ROWS, None)
+                ).hidden
+            start, end = map(int, argument.split("-"))
+            return float(np.mean(self._similarity[run.checkpoints][start : end + 1]))
         if measure in FACTS:
             return float(FACTS[measure](run.record))
         return _held_out(run.record, measure)
 
     def steps(self, name: str) -> dict[int, int | None]:
         """Steps to the recipe's threshold by seed; None if it was never reached."""
-        place = self.places[name]
-        assert place is not None
-        assert place.threshold is not None, f"{place.recipe.name} has no compare.threshold"
-        return {seed: steps_to(run.record, place.threshold) for seed, run in self.of(name).items()}
+        arm = self.places[name]
+        assert arm is not None
+        assert arm.threshold is not None, f"{arm.recipe.name} has no compare.threshold"
+        return {seed: steps_to(run.record, arm.threshold) for seed, run in self.of(name).items()}
 
     def lost(self, name: str, unlearned: float) -> dict[int, bool]:
         """By seed whether a run diverged, or ended no better than one that has learned nothing."""
@@ -132,32 +134,35 @@ class Runs:
 
     def equal(self, name: str) -> tuple[Equal, Axis] | str:
         """By the fitted law: the baseline that equals an arm at a size, "ARM @ SIZE"; or why there is none."""
-        place = self.places[name]
-        assert place is not None
-        there = {one.name.partition(": ")[2]: (one, finished(one, self.out)) for one in of_law(place)}
-        if told := "; ".join(filter(None, (without(name, *one) for name, one in there.items()))):
-            return f"not trained: {told}"
-        records = [run.record for _, runs in there.values() for run in runs.values()]
+        arm = self.places[name]
+        assert arm is not None
+        members = {member.name.partition(": ")[2]: member for member in law_arms(arm)}
+        trained = {name: finished_runs(member, self.out) for name, member in members.items()}
+        gaps = (describe_missing(name, members[name], runs) for name, runs in trained.items())
+        if missing := "; ".join(filter(None, gaps)):
+            return f"not trained: {missing}"
+        records = [run.record for runs in trained.values() for run in runs.values()]
         if any(map(has_diverged, records)):
             return "a run diverged, and a law of the others is meaningless"
         try:
-            law = scaling_of(records)
+            law = fit_scaling(records)
         except HeadwaterError as error:
             return str(error)
-        found = [one for one in law.equals if (one.arm, one.size) == (place.arm, place.size)] if law else []
-        if law is None or not found:
+        equals = [equal for equal in law.equals if (equal.arm, equal.size) == (arm.arm, arm.size)] if law else []
+        if law is None or not equals:
             return "a law needs three or more sizes, with the same seeds at each"
-        return found[0], law.axis
+        return equals[0], law.axis
 
-    def _task(self, run: FinishedRun, rest: str) -> float:
+    def _task(self, run: FinishedRun, argument: str) -> float:
         """A figure of lm-evaluation-harness, stored with the run, so that it is evaluated once."""
-        name, _, metric = rest.rpartition(":")
+        name, _, metric = argument.rpartition(":")
         figures = self._figures(run, name)
         if metric != "mean":
-            (asked,) = parse(name)
-            return _figure(figures, asked, metric)
-        shown = [(asked, one) for asked in parse(name) for one in asked.metrics or () if "perplexity" not in one]
-        return float(np.mean([_figure(figures, asked, one) for asked, one in shown]))
+            (request,) = parse_tasks(name)
+            return _find_figure(figures, request, metric)
+        metrics = [(request, metric) for request in parse_tasks(name) for metric in request.metrics or ()]
+        values = [_find_figure(figures, request, metric) for request, metric in metrics if "perplexity" not in metric]
+        return float(np.mean(values))
 
     @functools.cached_property
     def _task_files(self) -> str:
@@ -169,35 +174,35 @@ class Runs:
         return digest.hexdigest()
 
     def _figures(self, run: FinishedRun, name: str) -> list[dict[str, Any]]:
-        place = run.folder / f"evaluation-{slug(name)}.json"
-        of = {"identity": run.record.identity, "lm_eval": version("lm_eval")}
+        path = run.folder / f"evaluation-{make_slug(name)}.json"
+        key = {"identity": run.record.identity, "lm_eval": version("lm_eval")}
         if self.task_files is not None:  # otherwise any files they were evaluated with
-            of["task_files"] = self._task_files
-        if place.exists():
-            saved = json.loads(read_bytes(place))
-            if of.items() <= saved["of"].items():
+            key["task_files"] = self._task_files
+        if path.exists():
+            saved = json.loads(read_bytes(path))
+            if key.items() <= saved["of"].items():
                 return list(saved["figures"])
-        found = evaluate([str(run.checkpoints)], [name], task_files=self.task_files, device=self.device)
+        result = evaluate([str(run.checkpoints)], [name], task_files=self.task_files, device=self.device)
         figures = []
-        for row in found.rows:
+        for row in result.rows:
             (figure,) = row.figures.values()
             figures.append({"task": row.task, "metric": row.metric, "shots": row.shots, "value": figure.value})
-        replace_text(place, json.dumps({"of": of, "figures": figures, "versions": found.versions}, indent=1))
+        replace_text(path, json.dumps({"of": key, "figures": figures, "versions": result.versions}, indent=1))
         return figures
 
 
-def _figure(figures: Sequence[Mapping[str, Any]], asked: Asked, metric: str) -> float:
-    for one in figures:
-        if (one["task"], one["metric"]) == (asked.name, metric) and asked.shots in (None, one["shots"]):
-            return float(one["value"])
-    known = ", ".join(f"{one['task']} {one['metric']}" for one in figures)
-    raise HeadwaterError(f"The evaluation of {asked.name!r} has no {metric!r}; it has {known}.")
+def _find_figure(figures: Sequence[Mapping[str, Any]], request: TaskRequest, metric: str) -> float:
+    for figure in figures:
+        if (figure["task"], figure["metric"]) == (request.name, metric) and request.shots in (None, figure["shots"]):
+            return float(figure["value"])
+    names = ", ".join(f"{figure['task']} {figure['metric']}" for figure in figures)
+    raise HeadwaterError(f"The evaluation of {request.name!r} has no {metric!r}; it has {names}.")
 
 
-def without(name: str, place: SizedArm, runs: Mapping[int, FinishedRun]) -> str:
+def describe_missing(name: str, arm: SizedArm, runs: Mapping[int, FinishedRun]) -> str:
     """Which seeds of a place, called `name`, have no run; "" if all have one."""
-    left = sorted(set(place.seeds) - set(runs))
-    return f"seed{'s' if len(left) > 1 else ''} {', '.join(map(str, left))} of {name}" if left else ""
+    seeds = sorted(set(arm.seeds) - set(runs))
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))} of {name}" if seeds else ""
 
 
 def _held_out(record: RunRecord, measure: Measure) -> float:
@@ -205,46 +210,49 @@ def _held_out(record: RunRecord, measure: Measure) -> float:
     if measure == "perplexity":
         return math.exp(measures["loss"])
     if measure in (*HALVES, "hardest"):
-        parts = [value for name, value in measures.items() if name.startswith("accuracy/")]
-        if len(parts) < 2:
+        accuracies = [value for name, value in measures.items() if name.startswith("accuracy/")]
+        if len(accuracies) < 2:
             raise HeadwaterError(
                 f"{record.name!r} has no measures accuracy/… from easy to hard; it has {', '.join(measures)}."
             )
-        middle = -(-len(parts) // 2)
-        return float(np.mean({"easier": parts[:middle], "harder": parts[middle:]}.get(measure, parts[-1:])))
+        middle = -(-len(accuracies) // 2)
+        halves = {"easier": accuracies[:middle], "harder": accuracies[middle:]}
+        return float(np.mean(halves.get(measure, accuracies[-1:])))
     name = record.metric if measure == "result" else measure
     if name not in measures:
         raise HeadwaterError(f"{record.name!r} has no measure {name!r}; it has {', '.join(measures)}.")
     return measures[name]
 
 
-def _census(found: Census | None, fields: str, run: FinishedRun) -> float:
-    if found is None:
+def _sum_census(counts: Census | None, fields: str, run: FinishedRun) -> float:
+    if counts is None:
         raise HeadwaterError(f"{run.record.name!r} does not mix keys and values with those of earlier tokens.")
-    return float(sum(asdict(found)[name] for name in fields.split("+")))
+    return float(sum(asdict(counts)[name] for name in fields.split("+")))
 
 
-def _scalar(learned: list[Scalars], rest: str, run: FinishedRun) -> float:
-    symbol, _, layers = rest.partition(":")
-    first, last = map(int, layers.split("-"))
-    values = [v for one in learned if one.symbol == symbol and first <= one.layer <= last for v in one.values]
+def _average_scalars(learned: list[Scalars], argument: str, run: FinishedRun) -> float:
+    symbol, _, layers = argument.partition(":")
+    start, end = map(int, layers.split("-"))
+    chosen = [scalars for scalars in learned if scalars.symbol == symbol and start <= scalars.layer <= end]
+    values = [value for scalars in chosen for value in scalars.values]
     if not values:
-        raise HeadwaterError(f"{run.record.name!r} has no scalars {symbol} in layers {first} to {last}.")
+        raise HeadwaterError(f"{run.record.name!r} has no scalars {symbol} in layers {start} to {end}.")
     return float(np.mean(values))
 
 
 def tasks_of(table: PaperTable) -> list[str]:
     """The tasks and groups of tasks that a table's cells and claims need, as arguments of `evaluate`."""
-    asked = cell_measures(table)
-    asked += [measure for claim in table.claims if isinstance(claim, Pair) for *_, measure in claim.pairs]
-    names = [one.removeprefix("task:").rpartition(":")[0] for one in asked if one.startswith("task:")]
+    measures = cell_measures(table)
+    measures += [measure for claim in table.claims if isinstance(claim, Pair) for *_, measure in claim.pairs]
+    names = [measure.removeprefix("task:").rpartition(":")[0] for measure in measures if measure.startswith("task:")]
     return list(dict.fromkeys(names))
 
 
-def incomparable(table: PaperTable, measure: Measure) -> list[str]:
+def find_incomparable(table: PaperTable, measure: Measure) -> list[str]:
     """The columns not measured as in the paper that `measure` is, or averages."""
     name, _, metric = measure.removeprefix("task:").rpartition(":")
     over = {measure}
     if measure.startswith("task:") and metric == "mean":
-        over = {f"task:{one.name}@{one.shots}:{shown}" for one in parse(name) for shown in one.metrics or ()}
+        requests = parse_tasks(name)
+        over = {f"task:{task.name}@{task.shots}:{metric}" for task in requests for metric in task.metrics or ()}
     return [column.name for column in table.columns if not column.comparable and column.measure in over]

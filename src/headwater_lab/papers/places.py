@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.trials import at_rate, slug, trial_of
-from headwater_lab.comparison.tuning import found_rate
+from headwater_lab.comparison.trials import make_slug, make_trial, set_rate
+from headwater_lab.comparison.tuning import find_tuned_rate
 from headwater_lab.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import checkpoints
@@ -41,8 +41,8 @@ class SizedArm:
 
     @property
     def threshold(self) -> float | None:
-        given = self.recipe.compare.threshold if self.recipe.compare else None
-        return None if isinstance(given, str) else given
+        threshold = self.recipe.compare.threshold if self.recipe.compare else None
+        return None if isinstance(threshold, str) else threshold
 
     @property
     def name(self) -> ReferenceText:
@@ -54,14 +54,14 @@ class SizedArm:
         return self.recipe.training.devices * self.recipe.training.nodes
 
     def folder(self, seed: int, out: Path) -> Path:
-        """The folder of one seed's run of a comparison, as `trial_of` names it."""
-        size = [slug(self.size)] if self.size is not None else []
-        return out.joinpath(self.recipe.name, *size, f"{slug(self.arm)}-{seed}")
+        """The folder of one seed's run of a comparison, as `make_trial` names it."""
+        size = [make_slug(self.size)] if self.size is not None else []
+        return out.joinpath(self.recipe.name, *size, f"{make_slug(self.arm)}-{seed}")
 
     def run(self, seed: int, out: Path) -> tuple[Recipe, Path]:
         """The settings of one seed's run, and its folder below `out`."""
         if self.recipe.compare:
-            trial = trial_of(self.recipe, self.arm, seed, out, self.size)
+            trial = make_trial(self.recipe, self.arm, seed, out, self.size)
             return trial.recipe, trial.folder
         return chain(self.recipe, out / self.recipe.name)[self.recipe.stage_names.index(self.arm)]
 
@@ -69,11 +69,11 @@ class SizedArm:
         """The command that trains one seed's run in its folder, on the recipe's number of devices."""
         nodes, devices = self.recipe.training.nodes, self.recipe.training.devices
         start = [] if self.devices == 1 else ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={devices}", "-m"]
-        parts = [*start, "headwater", "train", str(self.path), *overrides]
+        words = [*start, "headwater", "train", str(self.path), *overrides]
         if self.recipe.compare is None:
-            return shlex.join([*parts, "--stage", self.arm, "--out", str(out / self.recipe.name)])
+            return shlex.join([*words, "--stage", self.arm, "--out", str(out / self.recipe.name)])
         size = [] if self.size is None else ["--size", self.size]
-        return shlex.join([*parts, "--arm", self.arm, *size, f"seed={seed}", "--out", str(self.folder(seed, out))])
+        return shlex.join([*words, "--arm", self.arm, *size, f"seed={seed}", "--out", str(self.folder(seed, out))])
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class FinishedRun:
         return (self.folder / RESTORED).exists() and not checkpoints(self.checkpoints)
 
 
-def of_law(place: SizedArm) -> list[SizedArm]:
+def law_arms(arm: SizedArm) -> list[SizedArm]:
     """What a law over sizes is fitted to: the arm of a comparison and its baseline, at every size."""
-    section = place.recipe.compare
+    section = arm.recipe.compare
     assert section is not None
-    return [replace(place, arm=arm, size=size) for arm in (place.arm, section.baseline) for size in section.sizes]
+    return [replace(arm, arm=name, size=size) for name in (arm.arm, section.baseline) for size in section.sizes]
 
 
-def named(claim: Claim | Pair) -> list[ReferenceText]:
+def claimed_arms(claim: Claim | Pair) -> list[ReferenceText]:
     """The arms that a claim names."""
     if isinstance(claim, Gains):
         return [f"{claim.arm} @ {claim.size}"]
@@ -109,67 +109,67 @@ def named(claim: Claim | Pair) -> list[ReferenceText]:
     return [claim.arm, claim.against] if isinstance(claim, Sooner) else [claim.arm]
 
 
-def references(table: PaperTable) -> list[ReferenceText]:
+def list_references(table: PaperTable) -> list[ReferenceText]:
     """Every arm named by a cell or a claim, once each."""
-    found = [arm for row in table.rows for cell in row.cells for arm in (cell.arm, cell.minus, cell.over) if arm]
+    arms = [arm for row in table.rows for cell in row.cells for arm in (cell.arm, cell.minus, cell.over) if arm]
     for claim in table.claims:
-        found += named(claim)
-    return list(dict.fromkeys(found))
+        arms += claimed_arms(claim)
+    return list(dict.fromkeys(arms))
 
 
-def places(
+def find_arms(
     table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]]
 ) -> dict[ReferenceText, SizedArm | None]:
     """Where each arm of the table is trained at a scale; None if it is not."""
-    return {one: place(table, scale, recipes, one) for one in references(table)}
+    return {reference: find_arm(table, scale, recipes, reference) for reference in list_references(table)}
 
 
-def place(
+def find_arm(
     table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]], reference: ReferenceText
 ) -> SizedArm | None:
     """Raises `HeadwaterError` if no recipe of the scale, or more than one, has the arm."""
-    there = table.scales[scale].arms.get(reference, reference)
-    if there is None:
+    name = table.scales[scale].arms.get(reference, reference)
+    if name is None:
         return None
-    match = REFERENCE.fullmatch(there)
+    match = REFERENCE.fullmatch(name)
     assert match is not None
     arm, size = match["arm"], match["size"]
-    found = [
+    candidates = [
         SizedArm(recipe, path, arm, size)
         for path, recipe in recipes
         if match["recipe"] in (None, recipe.name)
         and arm in (recipe.compare.arms if recipe.compare else recipe.stage_names)
     ]
-    if len(found) != 1:
+    if len(candidates) != 1:
         names = ", ".join(recipe.name for _, recipe in recipes)
-        raise HeadwaterError(f"{there!r} is the name of {len(found)} arms in {names}; it should be that of one.")
-    sizes = found[0].recipe.compare.sizes if found[0].recipe.compare else {}
+        raise HeadwaterError(f"{name!r} is the name of {len(candidates)} arms in {names}; it should be that of one.")
+    sizes = candidates[0].recipe.compare.sizes if candidates[0].recipe.compare else {}
     if (size not in sizes) if sizes else size is not None:
-        raise HeadwaterError(f"{there!r} should name one of the sizes {list(sizes)} of {found[0].recipe.name!r}.")
-    return found[0]
+        raise HeadwaterError(f"{name!r} should name one of the sizes {list(sizes)} of {candidates[0].recipe.name!r}.")
+    return candidates[0]
 
 
-def finished(place: SizedArm, out: Path) -> dict[int, FinishedRun]:
+def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
     """The existing runs of a place, by seed: finished or diverged, with exactly these settings."""
-    found: dict[int, FinishedRun] = {}
-    tuned = place.recipe.compare is not None and place.recipe.compare.learning_rates
-    rate = found_rate(place.recipe, place.arm, out) if tuned and place.devices == 1 else None
-    for seed in place.seeds:
-        if place.recipe.compare and not place.folder(seed, out).is_dir():  # computing settings takes time
+    runs: dict[int, FinishedRun] = {}
+    tuned = arm.recipe.compare is not None and arm.recipe.compare.learning_rates
+    rate = find_tuned_rate(arm.recipe, arm.arm, out) if tuned and arm.devices == 1 else None
+    for seed in arm.seeds:
+        if arm.recipe.compare and not arm.folder(seed, out).is_dir():  # computing settings takes time
             continue
-        recipe, folder = place.run(seed, out)
+        recipe, folder = arm.run(seed, out)
         try:
             record = read_record(folder)
         except HeadwaterError:
             continue
-        if tuned and place.devices > 1:  # started by hand, at the rate that somebody found best
+        if tuned and arm.devices > 1:  # started by hand, at the rate that somebody found best
             rate = record.recipe["training"]["learning_rate"]
         if tuned and rate is None:
             continue
-        recipe = recipe if rate is None else at_rate(recipe, rate)
+        recipe = recipe if rate is None else set_rate(recipe, rate)
         if record.status in ENDED and record.identity == recipe.identity:
-            found[seed] = FinishedRun(record, folder)
-    return found
+            runs[seed] = FinishedRun(record, folder)
+    return runs
 
 
 def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str], tuned: bool = False) -> Path:
@@ -177,11 +177,11 @@ def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str], tuned: 
 
     tuned: learning rates are chosen before the comparison.
     """
-    aside = tuple(one for one in ASIDE if not (tuned and one == "compare.threshold="))
-    deciding = sorted(one for one in overrides if not one.startswith(aside))
-    return out / scale / (f"trials-{short(' '.join(deciding))}" if deciding else "trials")
+    aside = tuple(prefix for prefix in ASIDE if not (tuned and prefix == "compare.threshold="))
+    deciding = sorted(override for override in overrides if not override.startswith(aside))
+    return out / scale / (f"trials-{short_digest(' '.join(deciding))}" if deciding else "trials")
 
 
-def short(text: str) -> str:
+def short_digest(text: str) -> str:
     """A digest of a text, for the name of a folder."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]

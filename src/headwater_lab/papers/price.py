@@ -34,36 +34,36 @@ class TablePrice:
     device: str
 
 
-def price(places: list[SizedArm], scale: ScaleName) -> TablePrice:
+def estimate_price(arms: list[SizedArm], scale: ScaleName) -> TablePrice:
     """The price of all runs of the places, and of those that tune their learning rates; shared stages count once."""
-    found: dict[tuple[str, str], tuple[float, int]] = {}
-    for place in places:
-        section, runs = place.recipe.compare, []
+    costs: dict[tuple[str, str], tuple[float, int]] = {}
+    for arm in arms:
+        section, runs = arm.recipe.compare, []
         if section is None:
-            runs.append((list(stages(place.recipe))[: place.recipe.stage_names.index(place.arm) + 1], 1))
+            runs.append((list(list_stages(arm.recipe))[: arm.recipe.stage_names.index(arm.arm) + 1], 1))
         else:  # all seeds cost the same
-            runs.append((list(stages(place.recipe.arm(place.arm, place.seeds[0], place.size))), len(place.seeds)))
+            runs.append((list(list_stages(arm.recipe.arm(arm.arm, arm.seeds[0], arm.size))), len(arm.seeds)))
             if section.learning_rates:  # tuned at the first size, for all
-                arm = place.recipe.arm(place.arm, section.tuning_seeds[0], next(iter(section.sizes), None))
-                runs.append((list(stages(arm)), len(section.learning_rates) * len(section.tuning_seeds)))
+                tuned = arm.recipe.arm(arm.arm, section.tuning_seeds[0], next(iter(section.sizes), None))
+                runs.append((list(list_stages(tuned)), len(section.learning_rates) * len(section.tuning_seeds)))
         for of_run, number in runs:
             for identity, flops, steps in of_run:
-                found[place.recipe.name, identity] = flops * number, steps * number
-    total = sum(flops for flops, _ in found.values())
+                costs[arm.recipe.name, identity] = flops * number, steps * number
+    total = sum(flops for flops, _ in costs.values())
     if scale == "cpu":
-        seconds = total / CORE + STEP * sum(steps for _, steps in found.values())
+        seconds = total / CORE + STEP * sum(steps for _, steps in costs.values())
         return TablePrice(total, seconds / (CORES * 3600), f"{CORES} cores")
     return TablePrice(total, total / (hardware(GPU).peak(Precision.BF16_MIXED) * MFU * 3600), GPU)
 
 
-def stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
+def list_stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
     """Identity, training FLOPs and steps of each stage of a run. The data are not read for it."""
     size = recipe.known_size or len(byte_tokenizer())
     configs = recipe.configs(recipe.config_for(DataShape(size, recipe.row_length)))
-    for (run, _), own in zip(recipe.chain(lambda name, _: Path(name)), configs, strict=True):
+    for (run, _), config in zip(recipe.chain(lambda name, _: Path(name)), configs, strict=True):
         section = run.training
         tokens = section.steps * section.batch_size * section.gradient_accumulation_steps * run.row_length
-        yield run.identity, tokens * _flops_per_token(own, run.row_length), section.steps
+        yield run.identity, tokens * _flops_per_token(config, run.row_length), section.steps
 
 
 _known: dict[tuple[str, int], float] = {}

@@ -19,11 +19,11 @@ from rich.text import Text
 
 from headwater import __version__
 from headwater_lab.comparison.statistics import has_diverged
-from headwater_lab.papers.claims import ClaimVerdict, Judged, judge
+from headwater_lab.papers.claims import ClaimVerdict, Judged, judge_claims
 from headwater_lab.papers.computing import COMPUTED, Fact
-from headwater_lab.papers.measures import Runs, incomparable
-from headwater_lab.papers.places import finished
-from headwater_lab.papers.table import Column, Measure, PaperTable, TableCell, cell_measures, table
+from headwater_lab.papers.measures import Runs, find_incomparable
+from headwater_lab.papers.places import finished_runs
+from headwater_lab.papers.table import Column, Measure, PaperTable, TableCell, cell_measures, find_table
 from headwater_lab.papers.work import Work
 from headwater_lab.reports.page import Head, PageCell, PageTable, write_report
 from headwater_lab.reports.words import MANY, counted
@@ -71,42 +71,46 @@ class Reproduction:
         """A sentence on how many claims replicate, or why none can be judged."""
         if self.work is not None and self.work.cannot_show:
             return f"Models of this size cannot show it, so no claim is judged: {self.work.cannot_show}"
-        return tally([one.verdict for one in self.claims], "" if self.work is None else f" at {self.work.scale} scale")
+        scale = "" if self.work is None else f" at {self.work.scale} scale"
+        return count_verdicts([claim.verdict for claim in self.claims], scale)
 
 
-def computed(name: str) -> Reproduction:
+def compute_table(name: str) -> Reproduction:
     """A table that needs no training."""
-    of = table(name)
-    found = COMPUTED[of.computed]()
-    cells = [[("", Ours(text)) for text in row[1:]] for row in found.rows]
-    rows = [row[0] for row in found.rows]
-    return Reproduction(name, of, found.columns[1:], rows, cells, found.facts, None, found.figure)
+    table = find_table(name)
+    result = COMPUTED[table.computed]()
+    cells = [[("", Ours(text)) for text in row[1:]] for row in result.rows]
+    rows = [row[0] for row in result.rows]
+    return Reproduction(name, table, result.columns[1:], rows, cells, result.facts, None, result.figure)
 
 
-def reproduction(work: Work, task_files: Path | None = None, device: str = "cpu") -> Reproduction:
+def reproduce_table(work: Work, task_files: Path | None = None, device: str = "cpu") -> Reproduction:
     """A table from the existing runs. Raises `HeadwaterError` if they lack a measure."""
     runs = Runs(work.table, work.places, work.trials, task_files, device)
-    of = work.table
+    table = work.table
     cells = [
-        [(printed(cell, column), ours(cell, column, runs)) for column, cell in zip(of.columns, row.cells, strict=True)]
-        for row in of.rows
+        [
+            (write_paper_figure(cell, column), measure_cell(cell, column, runs))
+            for column, cell in zip(table.columns, row.cells, strict=True)
+        ]
+        for row in table.rows
     ]
-    columns, rows = [column.name for column in of.columns], [row.label for row in of.rows]
-    claims = [claim.model_copy(update={"says": here(claim.says, work.at.words)}) for claim in of.claims]
-    judged = judge([] if work.cannot_show else claims, runs)
-    judged = [replace(claim, what=here(claim.what, work.at.words)) for claim in judged]
-    return Reproduction(work.name, of, columns, rows, cells, judged, work)
+    columns, rows = [column.name for column in table.columns], [row.label for row in table.rows]
+    claims = [claim.model_copy(update={"says": use_names(claim.says, work.at.words)}) for claim in table.claims]
+    judged = judge_claims([] if work.cannot_show else claims, runs)
+    judged = [replace(claim, what=use_names(claim.what, work.at.words)) for claim in judged]
+    return Reproduction(work.name, table, columns, rows, cells, judged, work)
 
 
-def here(says: str, words: Mapping[str, str]) -> str:
+def use_names(says: str, words: Mapping[str, str]) -> str:
     """A claim with the names of the scale."""
     if not words:
         return says
-    known = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
-    return re.sub(rf"(?<!\w)({known})(?!\w)", lambda match: words[match[0]], says)
+    pattern = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+    return re.sub(rf"(?<!\w)({pattern})(?!\w)", lambda match: words[match[0]], says)
 
 
-def printed(cell: TableCell, column: Column) -> str:
+def write_paper_figure(cell: TableCell, column: Column) -> str:
     """The paper's figure with the digits it was printed with, which YAML does not keep."""
     if cell.paper is None or isinstance(cell.paper, str):
         return cell.paper or ""
@@ -115,104 +119,105 @@ def printed(cell: TableCell, column: Column) -> str:
     return text if float(text) == cell.paper else f"{cell.paper:g}"
 
 
-def ours(cell: TableCell, column: Column, runs: Runs) -> Ours:
+def measure_cell(cell: TableCell, column: Column, runs: Runs) -> Ours:
     """The measure of the cell's arm, over its seeds; if it is not the paper's measure, only a remark."""
     if cell.arm is None or not runs.of(cell.arm):
         return Ours()
     measure = cell.measure or column.measure
-    found = _ours(cell, cell.arm, measure, column, runs)
-    return replace(found, text=INCOMPARABLE) if incomparable(runs.table, measure) else found
+    result = _measure_arm(cell, cell.arm, measure, column, runs)
+    return replace(result, text=INCOMPARABLE) if find_incomparable(runs.table, measure) else result
 
 
-def _ours(cell: TableCell, arm: str, measure: Measure, column: Column, runs: Runs) -> Ours:
-    found = runs.of(arm)
+def _measure_arm(cell: TableCell, arm: str, measure: Measure, column: Column, runs: Runs) -> Ours:
+    runs_by_seed = runs.of(arm)
     if measure == "steps":
-        return _steps(list(runs.steps(arm).values()))
+        return _write_steps(list(runs.steps(arm).values()))
     if measure == "diverged":
         lost = sum(runs.lost(arm, runs.unlearned).values())
-        return Ours(f"{lost} of {len(found)}", float(lost), None, len(found))
+        return Ours(f"{lost} of {len(runs_by_seed)}", float(lost), None, len(runs_by_seed))
     if measure == "saved":
-        return _saved(arm, column, runs)
+        return _write_saved(arm, column, runs)
     values = runs.values(measure, arm)
-    for other, change in ((cell.minus, float.__sub__), (cell.over, lambda a, b: (a - b) / b)):
-        if other is not None:
-            base = runs.values(measure, other)
+    for against, change in ((cell.minus, float.__sub__), (cell.over, lambda a, b: (a - b) / b)):
+        if against is not None:
+            base = runs.values(measure, against)
             values = {seed: change(values[seed], base[seed]) for seed in sorted(values.keys() & base.keys())}
-    lost = sum(has_diverged(run.record) for run in found.values())
-    note = f"diverged {lost} of {len(found)}" if lost else ""
+    lost = sum(has_diverged(run.record) for run in runs_by_seed.values())
+    note = f"diverged {lost} of {len(runs_by_seed)}" if lost else ""
     if not values:
         return Ours(note)
-    mean = _mean([column.times * value for value in values.values()], column.digits)
+    mean = _write_mean([column.times * value for value in values.values()], column.digits)
     return replace(mean, text="; ".join(filter(None, (mean.text, note))))
 
 
-def _mean(values: Sequence[float], digits: int) -> Ours:
+def _write_mean(values: Sequence[float], digits: int) -> Ours:
     mean, spread = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
-    text = number(mean, digits) + ("" if spread is None else f" ± {number(spread, digits)}")
+    text = write_number(mean, digits) + ("" if spread is None else f" ± {write_number(spread, digits)}")
     return Ours(text, mean, spread, len(values))
 
 
-def _steps(steps: Sequence[int | None]) -> Ours:
+def _write_steps(steps: Sequence[int | None]) -> Ours:
     reached = [n for n in steps if n is not None]
     if not reached:
         return Ours("never", None, None, len(steps))
-    mean = _mean([float(n) for n in reached], 0)
+    mean = _write_mean([float(n) for n in reached], 0)
     some = f" in {len(reached)} of {len(steps)}" if len(reached) < len(steps) else ""
     return replace(mean, text=f"{mean.text}{some}", seeds=len(steps))
 
 
-def _saved(name: str, column: Column, runs: Runs) -> Ours:
+def _write_saved(name: str, column: Column, runs: Runs) -> Ours:
     """1 - N/N': of an arm with more = N'/N - 1."""
-    found = runs.equal(name)
-    if isinstance(found, str) or not math.isfinite(found[0].more.value):
+    equal_and_axis = runs.equal(name)
+    if isinstance(equal_and_axis, str) or not math.isfinite(equal_and_axis[0].more.value):
         return Ours()
-    equal, _ = found
-    value = column.times * _less(equal.more.value)
-    text = number(value, column.digits)
+    equal, _ = equal_and_axis
+    value = column.times * _saved_share(equal.more.value)
+    text = write_number(value, column.digits)
     if equal.more.interval is not None:
-        low, high = (number(column.times * _less(end), column.digits) for end in equal.more.interval)
+        low, high = (write_number(column.times * _saved_share(end), column.digits) for end in equal.more.interval)
         text += f" [{low}, {high}]"
     return Ours(text if equal.inside else f"{text}; beyond the sizes", value, None, equal.more.freedom + 1)
 
 
-def _less(more: float) -> float:
-    return 1 - 1 / (1 + more) if more > -1 else -math.inf
+def _saved_share(surplus: float) -> float:
+    return 1 - 1 / (1 + surplus) if surplus > -1 else -math.inf
 
 
-def number(value: float, digits: int) -> str:
+def write_number(value: float, digits: int) -> str:
     return f"{value:.3g}" if abs(value) >= HUGE else f"{value:,.{digits}f}"
 
 
-def evidence(one: Judged | Fact) -> str:
+def describe_evidence(claim: Judged | Fact) -> str:
     """The number that a claim was judged by, in words."""
-    if isinstance(one, Fact):
-        return one.found
-    if one.estimate is None and one.interval is None:
-        return one.why
-    why = one.why
-    if one.more is not None:
-        seeds = f"about {counted(one.more, 'more seed')}" if one.more <= MANY else f"more than {MANY} more seeds"
+    if isinstance(claim, Fact):
+        return claim.evidence
+    if claim.estimate is None and claim.interval is None:
+        return claim.why
+    why = claim.why
+    if claim.more is not None:
+        seeds = f"about {counted(claim.more, 'more seed')}" if claim.more <= MANY else f"more than {MANY} more seeds"
         why += f"; {seeds} would settle it"
-    estimate = "" if one.estimate is None else f" {_amount(one.estimate, one)}"
-    interval = "" if one.interval is None else f" [{_amount(one.interval[0], one)}, {_amount(one.interval[1], one)}]"
-    if one.kind == "more" and interval:  # by a fitted law, and often beyond what it was fitted to
+    estimate = "" if claim.estimate is None else f" {_write_amount(claim.estimate, claim)}"
+    ends = [_write_amount(end, claim) for end in claim.interval or ()]
+    interval = f" [{', '.join(ends)}]" if ends else ""
+    if claim.kind == "more" and interval:  # by a fitted law, and often beyond what it was fitted to
         interval, estimate = "", f"{interval}{estimate and f', estimate{estimate}'}"
-    return f"{one.what}:{estimate}{interval}" + (f"; {why}" if why else "")
+    return f"{claim.what}:{estimate}{interval}" + (f"; {why}" if why else "")
 
 
-def _amount(value: float, one: Judged) -> str:
-    if one.kind == "share":
+def _write_amount(value: float, claim: Judged) -> str:
+    if claim.kind == "share":
         return f"{value:.0%}"
-    if one.kind == "more":
+    if claim.kind == "more":
         return f"{value:+.1%}" if value < 10 else "∞" if math.isinf(value) else f"×{1 + value:.3g}"
     if abs(value) >= HUGE:
         return f"{value:+.3g}"
-    low, high = one.interval or (0.0, value)
+    low, high = claim.interval or (0.0, value)
     scale = abs(high - low) or abs(value) or 1.0
     return f"{value:+,.{max(0, 2 - math.floor(math.log10(scale)))}f}"
 
 
-def tally(verdicts: Sequence[ClaimVerdict], where: str = "") -> str:
+def count_verdicts(verdicts: Sequence[ClaimVerdict], where: str = "") -> str:
     """A sentence on how many claims replicate."""
     total, counts = len(verdicts), Counter(verdicts)
     if not total:
@@ -221,15 +226,15 @@ def tally(verdicts: Sequence[ClaimVerdict], where: str = "") -> str:
         return f"The claim {WORDS[verdicts[0]][0]}{where}."
     if len(counts) == 1:
         return f"All {total} claims {WORDS[verdicts[0]][1]}{where}."
-    parts = [f"{counts[name]} {words[counts[name] > 1]}" for name, words in WORDS.items() if counts[name]]
-    return f"Of {total} claims{where}, {', '.join(parts)}."
+    clauses = [f"{counts[name]} {words[counts[name] > 1]}" for name, words in WORDS.items() if counts[name]]
+    return f"Of {total} claims{where}, {', '.join(clauses)}."
 
 
-def texts(found: Reproduction) -> tuple[list[str], list[list[str]]]:
+def lay_out_cells(result: Reproduction) -> tuple[list[str], list[list[str]]]:
     """Column names and rows: the paper's columns only where it has any figures."""
-    names, rows = [""], [[label] for label in found.rows]
-    for index, name in enumerate(found.columns):
-        column = [cells[index] for cells in found.cells]
+    names, rows = [""], [[label] for label in result.rows]
+    for index, name in enumerate(result.columns):
+        column = [cells[index] for cells in result.cells]
         papers = any(paper for paper, _ in column)
         names += [f"{name}, paper", "ours"] if papers else [name]
         for row, (paper, our) in zip(rows, column, strict=True):
@@ -237,30 +242,31 @@ def texts(found: Reproduction) -> tuple[list[str], list[list[str]]]:
     return names, rows
 
 
-def terminal(found: Reproduction) -> list[Table | Text]:
+def terminal_tables(result: Reproduction) -> list[Table | Text]:
     """The table and its claims."""
-    lines = [f"{found.table.title}: {found.table.source}"]
-    lines += about(found)[1:] if found.work is not None else []
-    names, rows = texts(found)
+    lines = [f"{result.table.title}: {result.table.source}"]
+    lines += describe_setting(result)[1:] if result.work is not None else []
+    names, rows = lay_out_cells(result)
     layout = lined(*names, rows=rows)
-    layout.columns[0].no_wrap = len(found.columns) < 4
+    layout.columns[0].no_wrap = len(result.columns) < 4
     columns = ("verdict", "claim", "by")
-    claims = lined(*columns, rows=[(one.verdict, one.says, evidence(one)) for one in found.claims], left=columns)
+    verdicts = [(claim.verdict, claim.says, describe_evidence(claim)) for claim in result.claims]
+    claims = lined(*columns, rows=verdicts, left=columns)
     claims.columns[0].no_wrap = True
     return [
         Text("\n".join(lines)),
         layout,
-        Text(caption(found)),
-        Text(f"\n{found.answer}"),
-        *([claims] if found.claims else []),
-        *map(Text, found.table.notes),
+        Text(table_caption(result)),
+        Text(f"\n{result.answer}"),
+        *([claims] if result.claims else []),
+        *map(Text, result.table.notes),
     ]
 
 
-def about(found: Reproduction) -> list[str]:
+def describe_setting(result: Reproduction) -> list[str]:
     """The paper's conclusion, the setting, and the remarks on it, which are left out if overrides change it."""
-    of, work = found.table, found.work
-    says = f"{of.source}. The paper: {of.says}"
+    table, work = result.table, result.work
+    says = f"{table.source}. The paper: {table.says}"
     if work is None:
         return [says]
     if not work.own:
@@ -269,42 +275,42 @@ def about(found: Reproduction) -> list[str]:
     return [says, f"{but}: {work.at.setting}"]
 
 
-def head(found: Reproduction) -> Head:
+def page_head(result: Reproduction) -> Head:
     """The top of the page."""
-    of, work = found.table, found.work
-    first, *rest = about(found)
-    paragraphs = [first, found.answer, *rest, *of.notes, f"Made by: {command(found)}"]
-    if work is not None and compared(work):
+    table, work = result.table, result.work
+    source, *remarks = describe_setting(result)
+    paragraphs = [source, result.answer, *remarks, *table.notes, f"Made by: {reproduce_command(result)}"]
+    if work is not None and compared_names(work):
         paragraphs.append(
             "Below: the complete comparisons that these runs belong to, as `headwater compare` reports them. They "
             "include all arms and seeds trained so far, use the recipe's deciding metric, and test each arm against "
             "one baseline, with their own corrections."
         )
-    layout = PageTable(caption(found), *texts(found))
+    layout = PageTable(table_caption(result), *lay_out_cells(result))
     rows: list[list[PageCell]] = [
-        [one.says, (one.verdict, CLASSES[one.verdict]), evidence(one)] for one in found.claims
+        [claim.says, (claim.verdict, CLASSES[claim.verdict]), describe_evidence(claim)] for claim in result.claims
     ]
-    claims = [PageTable(claims_caption(found), ["claim", "verdict", "by"], rows, text=True)] if rows else []
-    pictures = [] if found.figure is None else [(of.title, _png(found.figure))]
-    return Head(of.title, paragraphs, [layout, *claims], pictures)
+    claims = [PageTable(claims_caption(result), ["claim", "verdict", "by"], rows, text=True)] if rows else []
+    pictures = [] if result.figure is None else [(table.title, _encode_png(result.figure))]
+    return Head(table.title, paragraphs, [layout, *claims], pictures)
 
 
-def caption(found: Reproduction) -> str:
-    if found.work is None:
+def table_caption(result: Reproduction) -> str:
+    if result.work is None:
         return "Computed, not measured, so exact."
-    seeds = sorted({ours.seeds for row in found.cells for _, ours in row if ours.seeds})
+    seeds = sorted({our.seeds for row in result.cells for _, our in row if our.seeds})
     over = f"{seeds[0]} to {counted(seeds[-1])}" if seeds else "no run that finished"
     over = counted(seeds[0]) if len(seeds) == 1 else over
-    differs = any(ours.text == INCOMPARABLE for row in found.cells for _, ours in row)
+    differs = any(our.text == INCOMPARABLE for row in result.cells for _, our in row)
     otherwise = " Not comparable: measured differently than in the paper." if differs else ""
-    laws = "; by a fitted law with its 95 % interval" if "saved" in cell_measures(found.table) else ""
-    printed = any(paper for row in found.cells for paper, _ in row)  # a table of the ledger is of no paper
+    laws = "; by a fitted law with its 95 % interval" if "saved" in cell_measures(result.table) else ""
+    printed = any(paper for row in result.cells for paper, _ in row)  # a table of the ledger is of no paper
     figures, or_ = ("The paper's figures, and ours", ", or not given") if printed else ("Our figures", "")
     return f"{figures}: mean ± standard deviation over {over}{laws}. Empty: not trained at this scale{or_}.{otherwise}"
 
 
-def claims_caption(found: Reproduction) -> str:
-    if found.work is None:
+def claims_caption(result: Reproduction) -> str:
+    if result.work is None:
         return "Claims and results."
     return (
         "Claims, and the interval each is judged by: a claim replicates if the whole interval agrees with it, fails "
@@ -314,53 +320,53 @@ def claims_caption(found: Reproduction) -> str:
     )
 
 
-def command(found: Reproduction) -> str:
-    parts = ["headwater", "reproduce", found.name]
-    if found.work is not None:
-        parts += [*found.work.own, *(["--scale", found.work.scale] if found.work.scale != "cpu" else [])]
-    return shlex.join(parts)
+def reproduce_command(result: Reproduction) -> str:
+    words = ["headwater", "reproduce", result.name]
+    if result.work is not None:
+        words += [*result.work.own, *(["--scale", result.work.scale] if result.work.scale != "cpu" else [])]
+    return shlex.join(words)
 
 
 @default_style()
-def _png(figure: Figure) -> str:
+def _encode_png(figure: Figure) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=110, format="png")
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def write(found: Reproduction, folder: Path) -> Path:
+def write_page(result: Reproduction, folder: Path) -> Path:
     """The page report.html and result.json in `folder`; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / RESULT, to_json(found))
-    trials, names = (folder, []) if found.work is None else (found.work.trials, compared(found.work))
-    return write_report(trials, head=head(found), only=names, target=folder / "report.html")
+    write_json(folder / RESULT, to_json(result))
+    trials, names = (folder, []) if result.work is None else (result.work.trials, compared_names(result.work))
+    return write_report(trials, head=page_head(result), only=names, target=folder / "report.html")
 
 
-def compared(work: Work) -> list[str]:
+def compared_names(work: Work) -> list[str]:
     """The comparisons with a finished run."""
-    there = {
-        place.recipe.name
-        for place in work.trained
-        if place.recipe.compare and any(not has_diverged(run.record) for run in finished(place, work.trials).values())
+    names = {
+        arm.recipe.name
+        for arm in work.trained
+        if arm.recipe.compare and any(not has_diverged(run.record) for run in finished_runs(arm, work.trials).values())
     }
-    return sorted(there)
+    return sorted(names)
 
 
-def to_json(found: Reproduction) -> dict[str, Any]:
+def to_json(reproduced: Reproduction) -> dict[str, Any]:
     """The results, with the command that makes them; not what the table's file says of the paper and the setting."""
-    work = found.work
+    work = reproduced.work
     result: dict[str, Any] = {
         "headwater": __version__,
-        "table": found.name,
-        "answer": found.answer,
+        "table": reproduced.name,
+        "answer": reproduced.answer,
         "cannot_show": "" if work is None else work.cannot_show,
-        "command": command(found),
-        "columns": found.columns,
+        "command": reproduce_command(reproduced),
+        "columns": reproduced.columns,
         "rows": [
-            {"label": label, "cells": [{"paper": paper or None, "ours": asdict(one)} for paper, one in row]}
-            for label, row in zip(found.rows, found.cells, strict=True)
+            {"label": label, "cells": [{"paper": paper or None, "ours": asdict(our)} for paper, our in row]}
+            for label, row in zip(reproduced.rows, reproduced.cells, strict=True)
         ],
-        "claims": [asdict(one) | {"evidence": evidence(one)} for one in found.claims],
+        "claims": [asdict(claim) | {"evidence": describe_evidence(claim)} for claim in reproduced.claims],
         "environment": environment("cpu").model_dump(),
     }
     if work is not None:
@@ -368,6 +374,6 @@ def to_json(found: Reproduction) -> dict[str, Any]:
             "scale": work.scale,
             "overrides": list(work.overrides),
             "trials": str(work.trials),
-            "runs": {name: sorted(place.seeds) for name, place in work.places.items() if place is not None},
+            "runs": {name: sorted(arm.seeds) for name, arm in work.places.items() if arm is not None},
         }
     return result

@@ -253,29 +253,29 @@ class PaperTable(Settings):
 
 
 @functools.cache
-def tables() -> dict[str, PaperTable]:
+def read_tables() -> dict[str, PaperTable]:
     """All tables by name, "PAPER/TABLE"."""
-    found: dict[str, PaperTable] = {}
+    by_name: dict[str, PaperTable] = {}
     for path in sorted(TABLES.rglob("*.yaml")):
         name = path.relative_to(TABLES).with_suffix("").as_posix()
         content: Any = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         try:
-            found[name] = PaperTable.model_validate(content)
+            by_name[name] = PaperTable.model_validate(content)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise HeadwaterError(f"{name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    return found
+            detail = error.errors()[0]
+            raise HeadwaterError(f"{name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}") from error
+    return by_name
 
 
-def table(name: str) -> PaperTable:
+def find_table(name: str) -> PaperTable:
     """The table "PAPER/TABLE". Raises `HeadwaterError` for an unknown name."""
-    if name not in tables():
-        if any(known.startswith(f"{name}/") for known in tables()):
+    if name not in read_tables():
+        if any(table_name.startswith(f"{name}/") for table_name in read_tables()):
             raise HeadwaterError(f"{name!r} is a paper; name one of its tables: `headwater reproduce --list {name}`.")
-        guess = nearest(name, tables())
+        guess = nearest(name, read_tables())
         guess = guess if len(guess) < 80 else "`headwater reproduce --list` lists them."
         raise HeadwaterError(f"There is no table {name!r}; {guess}")
-    return tables()[name]
+    return read_tables()[name]
 
 
 def cell_measures(table: PaperTable) -> list[Measure]:

@@ -51,13 +51,13 @@ def induction_head(x: Tensor, sharpness: float = 1.0, match: Tensor | None = Non
     """
     keys = torch.nn.functional.pad(x, (0, 0, 1, 0))[..., :-1, :]
     queries = sharpness * (x if match is None else x @ match)
-    return (queries @ keys.transpose(-1, -2) + _alibi(x, slope, diagonal=0)).softmax(-1) @ x
+    return (queries @ keys.transpose(-1, -2) + _alibi_bias(x, slope, diagonal=0)).softmax(-1) @ x
 
 
-def _alibi(x: Tensor, slope: float, diagonal: int) -> Tensor:
+def _alibi_bias(x: Tensor, slope: float, diagonal: int) -> Tensor:
     """-slope·(t - s) where s ≤ t + diagonal, -inf elsewhere: [T, T]."""
-    place = torch.arange(x.shape[-2], dtype=x.dtype, device=x.device)
-    distance = place[:, None] - place
+    position = torch.arange(x.shape[-2], dtype=x.dtype, device=x.device)
+    distance = position[:, None] - position
     return (-slope * distance).masked_fill(distance < -diagonal, -math.inf)
 
 
@@ -82,7 +82,7 @@ def shifted_head(
     eye = torch.eye(width, dtype=torch.float64)
     alpha, beta = torch.tensor(scalars, dtype=torch.float64).view(2, 2, 1)
     weights = {"q_proj.weight": math.sqrt(width) * sharpness * (eye if match is None else match.T)}
-    weights |= {f"{part}_proj.weight": eye for part in "kvo"}
+    weights |= {f"{letter}_proj.weight": eye for letter in "kvo"}
     attention.load_state_dict(weights | {f"mechanisms.{name}.alpha": alpha, f"mechanisms.{name}.beta": beta})
     return attention
 
@@ -92,7 +92,7 @@ def shift_name() -> str:
     return next(name for name in REGISTRY if resolve(name).paper == PAPER)
 
 
-def attend(attention: Attention, x: Tensor) -> Tensor:
+def run_attention(attention: Attention, x: Tensor) -> Tensor:
     """A layer of attention alone, without norm, residual or feed-forward: x [B, T, d] -> [B, T, d]."""
     mask = make_mask(LayerKind(0, attention.config), find_new_tokens(x), None, None)
     return cast(Tensor, attention(x, attention_mask=mask)[0])
@@ -113,14 +113,14 @@ def two_layers(x: Tensor, first_slope: float, sharpness: float = 1.0, match: Ten
     ALiBi weighs that one e^p times more than the previous one: a steep slope would copy the wrong token.
     """
     d = x.shape[-1]
-    first, second = torch.eye(2 * d, dtype=x.dtype).split(d, dim=1)  # h @ first is the first half of h
-    h = x @ first.T
-    h = h + _head(h, 0 * first, 0 * first, first @ second.T, _alibi(x, first_slope, diagonal=-1))
-    query = sharpness * (first if match is None else first @ match)
-    return _head(h, query, second, first, _alibi(x, SLOPE, diagonal=0))
+    copied, shifted = torch.eye(2 * d, dtype=x.dtype).split(d, dim=1)  # h @ copied is the token's half of h
+    h = x @ copied.T
+    h = h + _attention_head(h, 0 * copied, 0 * copied, copied @ shifted.T, _alibi_bias(x, first_slope, diagonal=-1))
+    query = sharpness * (copied if match is None else copied @ match)
+    return _attention_head(h, query, shifted, copied, _alibi_bias(x, SLOPE, diagonal=0))
 
 
-def _head(h: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+def _attention_head(h: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
     """softmax(h·query·keyᵀ·hᵀ + bias)·h·value; a row that sees nothing reads zero."""
     weights = ((h @ query) @ (h @ key).transpose(-1, -2) + bias).softmax(-1)
     return weights.masked_fill(bias == -math.inf, 0.0) @ (h @ value)
@@ -171,8 +171,8 @@ def token_logits(scalars: Tensor, length: int) -> Tensor:
         raise HeadwaterError(f"Theorem 3 needs a length of at least 4 (2 ≤ i ≤ length - 2), not {length}.")
     alpha1, alpha2, b1, b2 = scalars.unbind(-1)
     x, y = alpha1.exp(), alpha2.exp()
-    read = torch.stack((2 * x * b1 + y * b2, y * b1 + b2, b1 + x * b2, b1 + b2, torch.zeros_like(b1)), dim=-1)
-    return read / (2 * x + y + length - 2)[..., None]
+    numerators = torch.stack((2 * x * b1 + y * b2, y * b1 + b2, b1 + x * b2, b1 + b2, torch.zeros_like(b1)), dim=-1)
+    return numerators / (2 * x + y + length - 2)[..., None]
 
 
 def _log_counts(length: int, vocabulary: int | None) -> Tensor:
@@ -198,19 +198,19 @@ def scalar_gradient(scalars: Tensor, length: int, vocabulary: int | None = None)
     g = g - torch.tensor([0.0, 1, 0, 0, 0], dtype=g.dtype)
     alpha1, alpha2, b1, b2 = scalars.unbind(-1)
     x, y = alpha1.exp(), alpha2.exp()
-    target, other = g[..., 1], g[..., 3]
+    target, unrelated = g[..., 1], g[..., 3]
     same, side = g[..., 0], g[..., 2]
     mean = (g * logits).sum(-1)
     slopes = (
         x * (2 * same * b1 + side * b2 - 2 * mean),
         y * (same * b2 + target * b1 - mean),
-        2 * x * same + y * target + side + other,
-        y * same + target + x * side + other,
+        2 * x * same + y * target + side + unrelated,
+        y * same + target + x * side + unrelated,
     )
     return torch.stack(slopes, dim=-1) / (2 * x + y + length - 2)[..., None]
 
 
-def flow(alpha1: Tensor, beta1: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def gradient_flow(alpha1: Tensor, beta1: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and the gradient flow (dα1/dt, dβ1/dt) in the plane of figure 2: each of the shape of alpha1 and beta1.
 
     As in the figure α2 = 1 - α1 and β2 = 1 - β1; in it the induction head is (α1, β1) = (0, 1).
@@ -225,7 +225,7 @@ def model_loss(scalars: tuple[float, ...], embeddings: Tensor, length: int) -> t
     middle = length // 2 - 1  # token i, counted from 0
     tokens = torch.cat((torch.arange(length), torch.tensor([middle])))
     attention = shifted_head(scalars, embeddings.shape[1], position="none")
-    logits = attend(attention, embeddings[tokens][None])[0, -1] @ embeddings.T
+    logits = run_attention(attention, embeddings[tokens][None])[0, -1] @ embeddings.T
     loss = torch.nn.functional.cross_entropy(logits, torch.tensor(middle + 1))
     shift = attention.mechanisms[shift_name()]
     taps = cast(tuple[Tensor, Tensor], (shift.alpha, shift.beta))
@@ -245,7 +245,7 @@ def flow_figure() -> Figure:
     figure = Figure(figsize=(2.7 * len(LENGTHS) + 0.3, 3.0), layout="constrained")
     panels = figure.subplots(1, len(LENGTHS), sharey=True)
     for axes, length in zip(panels, LENGTHS, strict=True):
-        loss, u, v = (part.numpy() for part in flow(alpha1, beta1, length))
+        loss, u, v = (tensor.numpy() for tensor in gradient_flow(alpha1, beta1, length))
         axes.contourf(axis, axis, loss, levels=11, cmap="Greys", alpha=0.55)
         axes.streamplot(axis.numpy(), axis.numpy(), u, v, color=STREAM, density=0.6, linewidth=0.8, arrowsize=0.8)
         axes.plot(0, 1, "o", color=MARK, markersize=7, zorder=5)
@@ -256,7 +256,7 @@ def flow_figure() -> Figure:
     return figure
 
 
-def checks() -> tuple[list[list[str]], list[tuple[str, str, bool]]]:
+def check_theorems() -> tuple[list[list[str]], list[tuple[str, str, bool]]]:
     """Check the theorems in fp64: (rows of what was checked and its result, (claim, result, whether it holds) of each).
 
     The flow of theorem 3 is figure 2 of the paper.
@@ -271,13 +271,13 @@ def checks() -> tuple[list[list[str]], list[tuple[str, str, bool]]]:
         x, match = normal(2, length, width), normal(width, width)
         machine = induction_head(x, sharpness, match)
         head = shifted_head((0, 1, 1, 0), width, sharpness, match)
-        exactness = max(exactness, float((attend(head, x) - machine).detach().abs().max() / machine.abs().max()))
+        exactness = max(exactness, float((run_attention(head, x) - machine).detach().abs().max() / machine.abs().max()))
     exact_result = f"difference ≤ {exactness:.1e}"
     rows = [["2: one layer with KV shifting and the machine, 5 sizes, all positions", exact_result]]
 
     tokens = torch.randperm(64, generator=generator).repeat(2)
     one_hot = torch.eye(64, dtype=torch.float64)[tokens]
-    guess = attend(shifted_head((0, 1, 1, 0), 64, sharpness=20.0), one_hot[None])[0].argmax(-1)
+    guess = run_attention(shifted_head((0, 1, 1, 0), 64, sharpness=20.0), one_hot[None])[0].argmax(-1)
     right = int((guess[64:-1] == tokens[65:]).sum())
     rows.append(["2: 64 tokens in random order, twice: the second time predicted", f"{right} of 63"])
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from headwater.util import extras
 from headwater_lab.comparison.pool import OnChange, Outcome
-from headwater_lab.comparison.running import compare, jobs_of
+from headwater_lab.comparison.running import list_jobs, run_comparison
 from headwater_lab.papers.kept import check_restored
-from headwater_lab.papers.places import RESTORED, finished
+from headwater_lab.papers.places import RESTORED, finished_runs
 from headwater_lab.papers.table import reads_models
 from headwater_lab.papers.work import Work
 from headwater_lab.training.records import RECORD
@@ -21,29 +21,29 @@ Comparing = Callable[[str, int], OnChange]
 TrainingCallback = Callable[[str, int], OnEvent]
 
 
-def train(work: Work, workers: int | None, comparing: Comparing, training: TrainingCallback) -> list[Outcome]:
+def train_table(work: Work, workers: int | None, comparing: Comparing, training: TrainingCallback) -> list[Outcome]:
     """Train what is missing, if one device is enough; returns the outcomes of all trials of comparisons.
 
     Call it again to resume. Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C.
     """
     extras.check("compare")
     outcomes = []
-    for one in work.trained if reads_models(work.table) else []:
-        for run in finished(one, work.trials).values():
+    for arm in work.trained if reads_models(work.table) else []:
+        for run in finished_runs(arm, work.trials).values():
             if run.restored:  # its model is asked for, and not there
                 (run.folder / RECORD).unlink()
                 (run.folder / RESTORED).unlink()
-    missing = {place.recipe.name for place, _ in work.missing()}
+    missing = {arm.recipe.name for arm, _ in work.missing()}
     if missing:
         check_restored(work)
     for recipe, only in work.comparisons():
         if recipe.name in missing:
-            steps = sum(job.steps for job in jobs_of(recipe, work.trials, only))
-            outcomes += compare(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)
+            steps = sum(job.steps for job in list_jobs(recipe, work.trials, only))
+            outcomes += run_comparison(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)
     for recipe, count in work.chains():
         folder = work.trials / recipe.name
-        for stage, (plain, place) in list(zip(recipe.stage_names, chain(recipe, folder), strict=True))[:count]:
-            if not is_finished(plain, place):
-                told = training(f"{recipe.name}, {stage}", plain.training.steps)
-                train_stages(recipe, folder, resume=True, only=stage, on_event=told)
+        for stage, (plain, stage_folder) in list(zip(recipe.stage_names, chain(recipe, folder), strict=True))[:count]:
+            if not is_finished(plain, stage_folder):
+                on_event = training(f"{recipe.name}, {stage}", plain.training.steps)
+                train_stages(recipe, folder, resume=True, only=stage, on_event=on_event)
     return outcomes

@@ -7,8 +7,8 @@ recipes.py     changes of each arm            prices.py    gains beside costs
 page.py        the page
 """
 
-from headwater_lab.reports.comparison import Comparison, comparisons
+from headwater_lab.reports.comparison import Comparison, read_comparisons
 from headwater_lab.reports.page import Head, PageTable, write_report
-from headwater_lab.reports.words import cells, columns
+from headwater_lab.reports.words import result_cells, result_columns
 
-__all__ = ["Comparison", "Head", "PageTable", "cells", "columns", "comparisons", "write_report"]
+__all__ = ["Comparison", "Head", "PageTable", "read_comparisons", "result_cells", "result_columns", "write_report"]

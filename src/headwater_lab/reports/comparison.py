@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from headwater.util.errors import HeadwaterError, nearest
-from headwater_lab.comparison.earlier import mixed
-from headwater_lab.comparison.statistics import Summary, arm_of, decisive, plan_of, summarize
-from headwater_lab.comparison.worth import Worth, worth_of
+from headwater_lab.comparison.earlier import find_conflict
+from headwater_lab.comparison.statistics import Summary, arm_of, choose_decisive, plan_of, summarize_arms
+from headwater_lab.comparison.worth import Worth, measure_worth
 from headwater_lab.training.records import RunRecord, SeedPlan, changed_data, read_record, record_files
 
 UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token"}
@@ -49,12 +49,12 @@ class Comparison:
 
     @cached_property
     def summaries(self) -> list[Summary]:
-        return summarize(self.records, self.baseline, self.threshold, self.budgets)
+        return summarize_arms(self.records, self.baseline, self.threshold, self.budgets)
 
     @cached_property
     def worths(self) -> list[Worth]:
         """What each arm's result is worth; none without `budgets`."""
-        return worth_of(self.records, self.baseline, self.budgets) if self.budgets else []
+        return measure_worth(self.records, self.baseline, self.budgets) if self.budgets else []
 
     @property
     def changed_data(self) -> str:
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def unit(self) -> str:
-        return unit(self.metric, self.trained_on)
+        return name_unit(self.metric, self.trained_on)
 
     @property
     def trained_on(self) -> str:
@@ -102,16 +102,16 @@ class Comparison:
         return [record for record in self.runs(arm) if record.status == "finished"]
 
 
-def unit(metric: str, trained_on: str = "tokens") -> str:
+def name_unit(metric: str, trained_on: str = "tokens") -> str:
     """A metric in words. trained_on: tokens or images."""
-    of, _, domain = metric.partition("/")
+    kind, _, domain = metric.partition("/")
     units = UNITS | ({"loss": "nats per image"} if trained_on == "images" else {})
-    if of == "accuracy" and domain:
+    if kind == "accuracy" and domain:
         return f"{domain} accuracy"
-    return f"{units[of]} of {domain}" if domain and of in units else units.get(metric, metric.replace("_", " "))
+    return f"{units[kind]} of {domain}" if domain and kind in units else units.get(metric, metric.replace("_", " "))
 
 
-def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Comparison]:
+def read_comparisons(folder: Path, only: Collection[str] | None = None) -> list[Comparison]:
     """The comparisons whose records are under `folder`, one for each size, the smaller first.
 
     only: names of experiments; default all. Raises `HeadwaterError` if there are none with a finished run, and if runs
@@ -121,74 +121,91 @@ def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Compa
     tuning: dict[str, list[RunRecord]] = {}
     for path in record_files(folder):
         record = read_record(path)
-        one = record.experiment
-        if one is None or (only is not None and one.name not in only):
+        experiment = record.experiment
+        if experiment is None or (only is not None and experiment.name not in only):
             continue
-        if one.phase == "tuning":
-            tuning.setdefault(one.name, []).append(record)
+        if experiment.phase == "tuning":
+            tuning.setdefault(experiment.name, []).append(record)
         else:
-            groups.setdefault((one.name, one.size), []).append((record, path.parent))
-    found = [
-        _comparison(runs, tuning.get(name, []))
+            groups.setdefault((experiment.name, experiment.size), []).append((record, path.parent))
+    results = [
+        _make_comparison(runs, tuning.get(name, []))
         for (name, _), runs in groups.items()
         if any(_is_finished(record) for record, _ in runs)
     ]
-    names = list(dict.fromkeys(one.name for one in found))
+    names = list(dict.fromkeys(result.name for result in results))
     for name in only or ():
         if name not in names:
             raise HeadwaterError(f"No run of {name!r} is finished under {str(folder)!r}; {nearest(name, names)}")
-    if not found:
+    if not results:
         raise HeadwaterError(
             f"There are no finished runs of a comparison under {str(folder)!r}; train some with `headwater compare`."
         )
-    return sorted(found, key=lambda one: (names.index(one.name), one.records[0].parameters, one.records[0].tokens))
+
+    def rank(result: Comparison) -> tuple[int, int, int]:
+        return names.index(result.name), result.records[0].parameters, result.records[0].tokens
+
+    return sorted(results, key=rank)
 
 
 def _is_finished(record: RunRecord) -> bool:
     return record.status == "finished" and record.result is not None
 
 
-def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord]) -> Comparison:
-    if wrong := mixed(runs):
+def _has_ended(record: RunRecord) -> bool:
+    return _is_finished(record) or record.status == "diverged"
+
+
+def _make_comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord]) -> Comparison:
+    if wrong := find_conflict(runs):
         raise HeadwaterError(
             f"{wrong}, so no table can be made of both; report their folders one by one, or remove one."
         )
     records = [record for record, _ in runs]
-    first = next(filter(_is_finished, records)).experiment
-    assert first is not None
-    ended = [record for record in records if _is_finished(record) or record.status == "diverged"]
-    counted = decisive(ended, first.baseline)
-    measured = {_key(record) for record in ended}
-    means = {one.arm: one.mean for one in summarize(counted, first.baseline)}
-    sign = 1 if counted[0].lower_is_better else -1
-
-    def place(record: RunRecord) -> tuple[bool, bool, float, str, int]:
-        mean = means[arm_of(record)]
-        return arm_of(record) != first.baseline, mean is None, -sign * (mean or 0.0), arm_of(record), record.seed
-
+    experiment = next(filter(_is_finished, records)).experiment
+    assert experiment is not None
+    ended = list(filter(_has_ended, records))
+    decided = choose_decisive(ended, experiment.baseline)
+    measured = {_find_key(record) for record in ended}
     return Comparison(
-        name=first.name,
-        title=first.title or first.name,
-        baseline=first.baseline,
-        threshold=first.threshold,
-        budgets=first.budget_arms,
-        size=first.size,
-        records=sorted(counted, key=place),
+        name=experiment.name,
+        title=experiment.title or experiment.name,
+        baseline=experiment.baseline,
+        threshold=experiment.threshold,
+        budgets=experiment.budget_arms,
+        size=experiment.size,
+        records=_sort_records(decided, experiment.baseline),
         tuning=tuning,
         failed=[record for record in records if record.status == "failed"],
-        unfinished=[r for r in records if r.status != "failed" and _key(r) not in measured],
-        folders={_key(record): folder for record, folder in runs if _is_finished(record)},
-        beyond=len(ended) - len(counted),
+        unfinished=[record for record in records if record.status != "failed" and _find_key(record) not in measured],
+        folders={_find_key(record): folder for record, folder in runs if _is_finished(record)},
+        beyond=len(ended) - len(decided),
     )
 
 
-def _key(record: RunRecord) -> tuple[str, int]:
+def _sort_records(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
+    """The baseline's first, then the other arms', the best last, except for those without a mean."""
+    means = {summary.arm: summary.mean for summary in summarize_arms(records, baseline)}
+    sign = 1 if records[0].lower_is_better else -1
+
+    def rank(record: RunRecord) -> tuple[bool, bool, float, str, int]:
+        arm = arm_of(record)
+        mean = means[arm]
+        return arm != baseline, mean is None, -sign * (mean or 0.0), arm, record.seed
+
+    return sorted(records, key=rank)
+
+
+def _find_key(record: RunRecord) -> tuple[str, int]:
     return arm_of(record), record.seed
 
 
-def experiments(found: Sequence[Comparison]) -> list[list[Comparison]]:
+def group_by_experiment(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
     """Comparisons grouped by name: the sizes of each."""
-    return [[one for one in found if one.name == name] for name in dict.fromkeys(one.name for one in found)]
+    by_name: dict[str, list[Comparison]] = {}
+    for comparison in comparisons:
+        by_name.setdefault(comparison.name, []).append(comparison)
+    return list(by_name.values())
 
 
 def differ_in_cost(records: Sequence[RunRecord]) -> bool:

@@ -43,15 +43,15 @@ class Curves:
     unit: str
     trained_on: str
 
-    def of(self, what: str) -> dict[str, tuple[list[Curve], Curve]]:
-        return self.held_out if what == "held_out" else self.training
+    def of(self, kind: str) -> dict[str, tuple[list[Curve], Curve]]:
+        return self.held_out if kind == "held_out" else self.training
 
-    def label(self, what: str) -> str:
-        one = self.trained_on.removesuffix("s")
-        return f"held-out {self.unit}" if what == "held_out" else f"training loss (nats per {one})"
+    def label(self, kind: str) -> str:
+        sample = self.trained_on.removesuffix("s")
+        return f"held-out {self.unit}" if kind == "held_out" else f"training loss (nats per {sample})"
 
 
-def arm_curves(comparison: Comparison) -> Curves:
+def make_arm_curves(comparison: Comparison) -> Curves:
     by_arm = {arm: comparison.runs(arm) for arm in comparison.arms}
     looks = [len(record.held_out) for arm in by_arm for record in comparison.finished(arm)]
     # Losses per different tokens share no axis.
@@ -59,9 +59,9 @@ def arm_curves(comparison: Comparison) -> Curves:
         record.curve for arm in by_arm for record in comparison.finished(arm)
     )
 
-    def with_means(what: What) -> dict[str, tuple[list[Curve], Curve]]:
-        curves = {arm: [run_curve(run, what) for run in runs] for arm, runs in by_arm.items()}
-        return {arm: (runs, mean_of(runs)) for arm, runs in curves.items()}
+    def with_means(kind: What) -> dict[str, tuple[list[Curve], Curve]]:
+        curves = {arm: [make_run_curve(run, kind) for run in runs] for arm, runs in by_arm.items()}
+        return {arm: (runs, average_curves(runs)) for arm, runs in curves.items()}
 
     return Curves(
         held_out=with_means("held_out"),
@@ -72,29 +72,29 @@ def arm_curves(comparison: Comparison) -> Curves:
     )
 
 
-def run_curve(record: RunRecord, what: What) -> Curve:
-    points: Sequence[Any] = record.held_out if what == "held_out" else record.curve
-    before = record.origin
-    values = [float(p.metrics[record.metric] if what == "held_out" else p.loss) for p in points]
+def make_run_curve(record: RunRecord, kind: What) -> Curve:
+    points: Sequence[Any] = record.held_out if kind == "held_out" else record.curve
+    origin = record.origin
+    values = [float(p.metrics[record.metric] if kind == "held_out" else p.loss) for p in points]
     values = [value if math.isfinite(value) else math.nan for value in values]
     return Curve(
         record.seed,
         [p.step for p in points],
-        [p.tokens + (before.tokens if before else 0) for p in points],
-        [p.flops + (before.flops if before else 0) for p in points],
+        [p.tokens + (origin.tokens if origin else 0) for p in points],
+        [p.flops + (origin.flops if origin else 0) for p in points],
         values,
         values,
         values,
     )
 
 
-def mean_of(runs: Sequence[Curve]) -> Curve:
+def average_curves(runs: Sequence[Curve]) -> Curve:
     """The mean over the steps at which every run has a number."""
-    known = [{step: i for i, step in enumerate(run.steps) if not math.isnan(run.values[i])} for run in runs]
-    steps = sorted(set.intersection(*map(set, known))) if known else []
+    indices = [{step: i for i, step in enumerate(run.steps) if not math.isnan(run.values[i])} for run in runs]
+    steps = sorted(set.intersection(*map(set, indices))) if indices else []
 
     def rows(name: str) -> np.ndarray:
-        values = [[getattr(run, name)[at[step]] for step in steps] for run, at in zip(runs, known, strict=True)]
+        values = [[getattr(run, name)[index[step]] for step in steps] for run, index in zip(runs, indices, strict=True)]
         return np.array(values, dtype=float).reshape(len(runs), len(steps))
 
     values = rows("values")
@@ -109,12 +109,12 @@ def mean_of(runs: Sequence[Curve]) -> Curve:
     )
 
 
-def y_limits(comparison: Comparison, curves: Curves, what: str) -> tuple[float, float] | None:
+def choose_y_limits(comparison: Comparison, curves: Curves, kind: str) -> tuple[float, float] | None:
     """Limits without the first points of a curve, which would flatten the rest; None for those of all points."""
-    shown = [run.values for runs, _ in curves.of(what).values() for run in runs]
-    numbers = [[value for value in values if not math.isnan(value)] for values in shown]
+    curves_of_runs = [run.values for runs, _ in curves.of(kind).values() for run in runs]
+    numbers = [[value for value in values if not math.isnan(value)] for values in curves_of_runs]
     numbers = [values for values in numbers if values]
-    if not numbers or (what == "held_out" and not comparison.lower_is_better):
+    if not numbers or (kind == "held_out" and not comparison.lower_is_better):
         return None
     low = min(map(min, numbers))
     later = [values[max(1, len(values) // 8)] for values in numbers if len(values) > 1]

@@ -7,7 +7,7 @@ import re
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ from plotly.offline import get_plotlyjs
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import top_package
-from headwater_lab.comparison.scaling import Estimate, scaling_of
+from headwater_lab.comparison.scaling import Estimate, fit_scaling
 from headwater_lab.reports import words
-from headwater_lab.reports.comparison import Comparison, arm_of, comparisons, experiments
+from headwater_lab.reports.comparison import Comparison, arm_of, group_by_experiment, read_comparisons
 from headwater_lab.reports.figures import Drawing, curves_drawing, differences_drawing, scaling_drawing
 from headwater_lab.reports.pictures import curves_picture
-from headwater_lab.reports.prices import prices_of, prices_table, where_measured
-from headwater_lab.reports.recipes import differences, flat
+from headwater_lab.reports.prices import find_prices, prices_table, where_measured
+from headwater_lab.reports.recipes import find_changes, flatten_settings
 from headwater_lab.training.records import RunRecord
 from headwater_lab.util.names import file_name
 from headwater_lab.util.outputs import check_replaceable, save_figure, write_text
@@ -96,31 +96,31 @@ def write_report(
     Returns the page's path. Raises `HeadwaterError` if an experiment has no finished run.
     """
     target = target or folder / REPORT
-    found = [] if only is not None and not only else comparisons(folder, only)
-    pictures = {target.parent / f"{_slug(one)}-curves.png": curves_picture(one) for one in found}
+    results = [] if only is not None and not only else read_comparisons(folder, only)
+    pictures = {target.parent / f"{_name_file(result)}-curves.png": curves_picture(result) for result in results}
     for path in (target, *pictures):
         check_replaceable(path)
     for path, figure in pictures.items():
         save_figure(figure, path, dpi=160)
-    write_text(target, render([story(sizes) for sizes in experiments(found)], head))
+    write_text(target, render_page([tell_story(sizes) for sizes in group_by_experiment(results)], head))
     return target
 
 
-def _slug(comparison: Comparison) -> str:
+def _name_file(comparison: Comparison) -> str:
     """The name of a comparison in file names; an experiment's own name is kept if it is a valid file name."""
-    return file_name(comparison.name if comparison.size is None else f"{comparison.name}-{_id(comparison.size)}")
+    return file_name(comparison.name if comparison.size is None else f"{comparison.name}-{_make_id(comparison.size)}")
 
 
-def _id(text: str) -> str:
+def _make_id(text: str) -> str:
     return re.sub(r"\W+", "-", text).strip("-").lower() or "x"
 
 
-def render(stories: Sequence[Story], head: Head | None = None) -> str:
+def render_page(stories: Sequence[Story], head: Head | None = None) -> str:
     """The page as HTML."""
     loader = PackageLoader(top_package(__name__))
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["bound"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
-    drawn = any(part.drawing for one in stories for part in one.parts)
+    drawn = any(section.drawing for story in stories for section in story.parts)
     plotly = get_plotlyjs() if drawn else ""
     notice = re.search(r"Copyright.*", plotly)
     packed = base64.b64encode(zlib.compress(plotly.encode(), 9)).decode() if drawn else ""
@@ -139,103 +139,107 @@ def render(stories: Sequence[Story], head: Head | None = None) -> str:
     return environment.get_template("report.html.j2").render(values)
 
 
-def story(sizes: Sequence[Comparison]) -> Story:
+def tell_story(sizes: Sequence[Comparison]) -> Story:
     """Everything about one experiment, at one or more sizes."""
-    first = sizes[0]
-    name = _id(first.name)
+    comparison = sizes[0]
+    name = _make_id(comparison.name)
     several = len(sizes) > 1
 
-    def titled(what: str, one: Comparison) -> str:
-        return f"{what}, {one.size}" if several else what
+    def titled(text: str, size: Comparison) -> str:
+        return f"{text}, {size.size}" if several else text
 
-    def at(what: str, one: Comparison) -> str:
-        return f"{name}-{what}" + (f"-{_id(one.size or '')}" if several else "")
+    def at(text: str, size: Comparison) -> str:
+        return f"{name}-{text}" + (f"-{_make_id(size.size or '')}" if several else "")
 
-    parts = []
-    for one in sizes:
-        parts.append(Section(at("curves", one), titled("Curves", one), drawing=curves_drawing(one, at("curves", one))))
-        further = [PageTable(caption, *columns) for caption, columns in words.further_tables(one)]
-        tables = [results_table(one), *further]
-        parts.append(Section(at("results", one), titled("Results", one), tables=tables))
-        if drawing := differences_drawing(one, at("differences", one)):
-            caption = f"Paired differences to {one.baseline}. {words.which_test(one)}"
-            table = PageTable(caption, *words.differences_table(one))
-            parts.append(Section(at("differences", one), titled("Differences", one), drawing=drawing, tables=[table]))
-        if (prices := prices_part(one, at("prices", one), titled("Prices", one))) is not None:
-            parts.append(prices)
-    if first.tuning:
+    sections = []
+    for size in sizes:
+        curves = curves_drawing(size, at("curves", size))
+        sections.append(Section(at("curves", size), titled("Curves", size), drawing=curves))
+        further = [PageTable(caption, *columns) for caption, columns in words.further_tables(size)]
+        tables = [results_table(size), *further]
+        sections.append(Section(at("results", size), titled("Results", size), tables=tables))
+        if drawing := differences_drawing(size, at("differences", size)):
+            caption = f"Paired differences to {size.baseline}. {words.describe_columns(size)}"
+            tables = [PageTable(caption, *words.differences_table(size))]
+            sections.append(
+                Section(at("differences", size), titled("Differences", size), drawing=drawing, tables=tables)
+            )
+        if (prices := prices_part(size, at("prices", size), titled("Prices", size))) is not None:
+            sections.append(prices)
+    if comparison.tuning:
         rates, edges = rates_table(sizes)
-        parts.append(Section(f"{name}-rates", "Learning rates", paragraphs=edges, tables=[rates]))
+        sections.append(Section(f"{name}-rates", "Learning rates", paragraphs=edges, tables=[rates]))
     if (scaling := scaling_part(sizes, f"{name}-scaling")) is not None:
-        parts.append(scaling)
-    parts.append(commands_part(sizes, f"{name}-commands"))
-    parts.append(changes_part(sizes, f"{name}-changes"))
-    environment = [data_table(first), machines_table(sizes)]
-    parts.append(Section(f"{name}-environment", "Data and environment", tables=environment))
-    if told := notices(sizes):
-        parts.append(Section(f"{name}-warnings", f"Warnings ({len(told)})", items=told))
+        sections.append(scaling)
+    sections.append(commands_part(sizes, f"{name}-commands"))
+    sections.append(changes_part(sizes, f"{name}-changes"))
+    environment = [data_table(comparison), machines_table(sizes)]
+    sections.append(Section(f"{name}-environment", "Data and environment", tables=environment))
+    if warnings := list_warnings(sizes):
+        sections.append(Section(f"{name}-warnings", f"Warnings ({len(warnings)})", items=warnings))
     return Story(
         id=name,
-        title=first.title,
-        question=words.question(sizes),
-        answers=[(f"{one.size}: " if several else "") + words.answer(one) for one in sizes],
-        parts=parts,
+        title=comparison.title,
+        question=words.state_question(sizes),
+        answers=[(f"{size.size}: " if several else "") + words.state_answer(size) for size in sizes],
+        parts=sections,
     )
 
 
 def results_table(comparison: Comparison) -> PageTable:
-    names = words.columns(comparison)
-    place = names.index("verdict")
+    names = words.result_columns(comparison)
+    index = names.index("verdict")
     classes = {"better": "better", "worse": "worse", "diverged": "worse"}
     rows: list[list[PageCell]] = []
     for summary in comparison.summaries:
-        row: list[PageCell] = [*words.cells(summary, comparison)]
-        row[place] = (str(row[place]), classes.get(summary.verdict(comparison.lower_is_better), ""))
+        row: list[PageCell] = [*words.result_cells(summary, comparison)]
+        row[index] = (str(row[index]), classes.get(summary.verdict(comparison.lower_is_better), ""))
         rows.append(row)
-    return PageTable(f"Held-out {comparison.unit} at the end. {words.note(comparison)}", names, rows)
+    return PageTable(f"Held-out {comparison.unit} at the end. {words.describe_test(comparison)}", names, rows)
 
 
 def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
     """The learning rates tried, with a note if a chosen one is at the edge and may not be the best."""
-    first = sizes[0]
-    scores: dict[str, dict[float, list[RunRecord]]] = {}
-    for record in first.tuning:
+    comparison = sizes[0]
+    trials: dict[str, dict[float, list[RunRecord]]] = {}
+    for record in comparison.tuning:
         rate = float(record.recipe["training"]["learning_rate"])
-        scores.setdefault(arm_of(record), {}).setdefault(rate, []).append(record)
-    rates = sorted({rate for tried in scores.values() for rate in tried})
-    chosen = {s.arm: s.learning_rate for one in sizes for s in one.summaries}
-    rows: list[list[PageCell]] = []
-    edges = []
-    for arm in sorted(scores, key=lambda arm: first.arms.index(arm) if arm in first.arms else len(first.arms)):
-        row: list[PageCell] = [arm]
-        for rate in rates:
-            text = _tried(scores[arm].get(rate, []))
-            row.append((f"{text} chosen", "better") if rate == chosen.get(arm) else text)
-        rows.append(row)
-        tried = sorted(scores[arm])
-        rate = chosen.get(arm) or 0.0
-        if len(tried) > 1 and rate in (tried[0], tried[-1]):
-            edge, other = ("smallest", "smaller") if rate == tried[0] else ("largest", "larger")
-            edges.append(f"{arm}: {rate:g} is the {edge} rate tried; a {other} one may be better.")
-    seeds = sorted({record.seed for record in first.tuning})
+        trials.setdefault(arm_of(record), {}).setdefault(rate, []).append(record)
+    rates = sorted({rate for by_rate in trials.values() for rate in by_rate})
+    chosen = {summary.arm: summary.learning_rate for comparison in sizes for summary in comparison.summaries}
+    order = {arm: index for index, arm in enumerate(comparison.arms)}
+    arms = sorted(trials, key=lambda arm: order.get(arm, len(order)))
+    rows: list[list[PageCell]] = [
+        [arm, *(_rate_cell(trials[arm].get(rate, []), rate == chosen.get(arm)) for rate in rates)] for arm in arms
+    ]
+    edges = [note for arm in arms if (note := _edge_note(arm, sorted(trials[arm]), chosen.get(arm)))]
+    seeds = sorted({record.seed for record in comparison.tuning})
     caption = (
-        f"Mean held-out {first.unit} of every arm at every learning rate, over seed{'s' if len(seeds) > 1 else ''} "
-        f"{', '.join(map(str, seeds))}, which are not part of the comparison; each arm was then trained at its own "
-        f"best rate."
+        f"Mean held-out {comparison.unit} of every arm at every learning rate, over "
+        f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}, which are not part of the "
+        "comparison; each arm was then trained at its own best rate."
     )
     return PageTable(caption, ["", *(f"{rate:g}" for rate in rates)], rows), edges
 
 
-def _tried(records: Sequence[RunRecord]) -> str:
+def _edge_note(arm: str, rates: list[float], chosen: float | None) -> str:
+    if len(rates) < 2 or chosen not in (rates[0], rates[-1]):
+        return ""
+    edge, beyond = ("smallest", "smaller") if chosen == rates[0] else ("largest", "larger")
+    return f"{arm}: {chosen:g} is the {edge} rate tried; a {beyond} one may be better."
+
+
+def _rate_cell(records: Sequence[RunRecord], chosen: bool) -> PageCell:
     results = [record.result for record in records if record.status == "finished" and record.result is not None]
     diverged = sum(record.status == "diverged" for record in records)
     mean = f"{sum(results) / len(results):.3f}" if results else ""
-    return ", ".join(filter(None, (mean, f"diverged {diverged} of {len(records)}" if diverged else "")))
+    text = ", ".join(filter(None, (mean, f"diverged {diverged} of {len(records)}" if diverged else "")))
+    return (f"{text} chosen", "better") if chosen else text
 
 
 def prices_part(comparison: Comparison, name: str, title: str) -> Section | None:
     """Gains against what they cost; None if that was not measured."""
-    prices = prices_of(comparison)
+    prices = find_prices(comparison)
     if isinstance(prices, str):
         return Section(name, title, [prices]) if prices else None
     table = PageTable(f"What each arm costs. {where_measured(prices)}", *prices_table(comparison, prices))
@@ -246,17 +250,17 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
     """Laws of loss against size, if there are three or more sizes."""
     if len(sizes) < 3:
         return None
-    records = [record for one in sizes for record in one.records]
+    records = [record for size in sizes for record in size.records]
     try:
-        scaling = scaling_of(records)
+        scaling = fit_scaling(records)
     except HeadwaterError as error:
         return Section(name, "Scaling", paragraphs=[str(error)])
     if scaling is None:
         return None
     rows = []
     for law in scaling.laws:
-        offset = _estimate(law.e) if law.e.value else "0, its bound"
-        rows.append([law.arm, offset, _estimate(law.a), _estimate(law.exponent), f"{law.error:.2g}"])
+        offset = _write_estimate(law.e) if law.e.value else "0, its bound"
+        rows.append([law.arm, offset, _write_estimate(law.a), _write_estimate(law.exponent), f"{law.error:.2g}"])
     caption = (
         "Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556). Intervals: 95 %, by the jackknife over the "
         "seeds. Error: root mean square of the residuals."
@@ -267,39 +271,51 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
     return Section(name, "Scaling", drawing=drawing, tables=[table], items=scaling.sentences())
 
 
-def _estimate(one: Estimate) -> str:
-    return f"{one.value:.4g}" + ("" if one.interval is None else f" [{one.interval[0]:.4g}, {one.interval[1]:.4g}]")
+def _write_estimate(estimate: Estimate) -> str:
+    interval = "" if estimate.interval is None else " [{:.4g}, {:.4g}]".format(*estimate.interval)
+    return f"{estimate.value:.4g}{interval}"
 
 
 def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
     """The baseline's recipe, and the command that trains it."""
-    first = sizes[0]
-    record = (first.runs(first.baseline) or first.records)[0]
-    file = f"{_id(first.name)}.yaml"
-    says = (
+    record = _baseline_record(sizes[0])
+    file = f"{_make_id(sizes[0].name)}.yaml"
+    text = (
         f"The recipe of {arm_of(record)}, seed {record.seed}, as recorded; the changes of the other arms follow. "
         f"`headwater train {file}` trains it."
     )
     recipe = yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True)
-    return Section(name, "Recipe", [says], code=(file, recipe))
+    return Section(name, "Recipe", [text], code=(file, recipe))
+
+
+def _baseline_record(comparison: Comparison) -> RunRecord:
+    return (comparison.runs(comparison.baseline) or comparison.records)[0]
 
 
 def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
     """The changes of each arm and each size."""
-    tables = []
-    for one in sizes:
-        rows = [[arm, key, before, now] for arm, changed in differences(one).items() for key, before, now in changed]
-        caption = f"Changes of each arm to {one.baseline}" + (f", {one.size}" if one.size else "")
-        if rows:
-            tables.append(PageTable(f"{caption}.", ["", "field", one.baseline, "here"], rows, text=True))
+    tables = [table for comparison in sizes if (table := _arm_changes(comparison)).rows]
     if len(sizes) > 1:
-        firsts = [(one.runs(one.baseline) or one.records)[0] for one in sizes]
-        settings = [flat({k: v for k, v in first.recipe.items() if k != "name"}) for first in firsts]
-        keys = [key for key in dict.fromkeys(k for s in settings for k in s) if len({s.get(key) for s in settings}) > 1]
-        sized: list[list[PageCell]] = [[key, *(s.get(key, "–") for s in settings)] for key in keys if key != "seed"]
-        names = ["field", *(str(one.size) for one in sizes)]
-        tables.append(PageTable("Changes of each size.", names, sized, text=True))
+        tables.append(_size_changes(sizes))
     return Section(name, "Changes", () if tables else ["The arms do not differ in their settings."], tables=tables)
+
+
+def _arm_changes(comparison: Comparison) -> PageTable:
+    base = comparison.baseline
+    rows = [[arm, *change] for arm, changes in find_changes(comparison).items() for change in changes]
+    caption = f"Changes of each arm to {base}" + (f", {comparison.size}" if comparison.size else "")
+    return PageTable(f"{caption}.", ["", "field", base, "here"], rows, text=True)
+
+
+def _size_changes(sizes: Sequence[Comparison]) -> PageTable:
+    settings = [flatten_settings(_baseline_record(comparison).recipe) for comparison in sizes]
+    rows: list[list[PageCell]] = []
+    for key in dict.fromkeys(chain.from_iterable(settings)):
+        values = [values_of_size.get(key, "–") for values_of_size in settings]
+        if len(set(values)) > 1 and key not in ("name", "seed"):
+            rows.append([key, *values])
+    columns = ["field", *(str(comparison.size) for comparison in sizes)]
+    return PageTable("Changes of each size.", columns, rows, text=True)
 
 
 def data_table(comparison: Comparison) -> PageTable:
@@ -311,41 +327,41 @@ def data_table(comparison: Comparison) -> PageTable:
 
 def machines_table(sizes: Sequence[Comparison]) -> PageTable:
     """The environment of the runs; one column per environment."""
-    records = sorted((r for one in sizes for r in one.records), key=lambda r: r.environment.model_dump_json())
-    places = [(key, list(runs)) for key, runs in groupby(records, key=lambda r: r.environment)]
-    facts = [place.model_dump() for place, _ in places]
+    records = sorted((r for size in sizes for r in size.records), key=lambda r: r.environment.model_dump_json())
+    environments = [(key, list(runs)) for key, runs in groupby(records, key=lambda r: r.environment)]
+    facts = [environment.model_dump() for environment, _ in environments]
     rows: list[list[PageCell]] = [
         [name.replace("_", " "), *("not recorded" if fact[name] is None else str(fact[name]) for fact in facts)]
         for name in facts[0]
     ]
-    rows.append(["runs", *(str(len(runs)) for _, runs in places)])
-    rows.append(["hours of training", *(f"{sum(r.seconds for r in runs) / 3600:.2f}" for _, runs in places)])
-    names = ["value"] if len(places) == 1 else [f"{number}" for number in range(1, len(places) + 1)]
+    rows.append(["runs", *(str(len(runs)) for _, runs in environments)])
+    rows.append(["hours of training", *(f"{sum(r.seconds for r in runs) / 3600:.2f}" for _, runs in environments)])
+    names = ["value"] if len(environments) == 1 else [f"{number}" for number in range(1, len(environments) + 1)]
     return PageTable("Environment", ["", *names], rows, text=True)
 
 
-def notices(sizes: Sequence[Comparison]) -> list[str]:
+def list_warnings(sizes: Sequence[Comparison]) -> list[str]:
     """Warnings: skipped steps, failures, unfinished runs."""
-    told = [one.changed_data for one in sizes if one.changed_data]
-    for one in sizes:
-        said: dict[tuple[int, str], list[str]] = {}
-        for record in one.records:
-            who = ", ".join(filter(None, (arm_of(record), one.size, f"seed {record.seed}")))
+    warnings = [size.changed_data for size in sizes if size.changed_data]
+    for size in sizes:
+        messages: dict[tuple[int, str], list[str]] = {}
+        for record in size.records:
+            run = ", ".join(filter(None, (arm_of(record), size.size, f"seed {record.seed}")))
             if record.skipped_steps:
-                told.append(
-                    f"{who}: {counted(record.skipped_steps, 'step')} skipped, because the loss or gradient was not "
+                warnings.append(
+                    f"{run}: {counted(record.skipped_steps, 'step')} skipped, because the loss or gradient was not "
                     "finite."
                 )
             if record.status == "diverged":
-                told.append(
-                    f"{who}: diverged, so the mean of the arm's other seeds is optimistic. {record.error or ''}".strip()
+                warnings.append(
+                    f"{run}: diverged, so the mean of the arm's other seeds is optimistic. {record.error or ''}".strip()
                 )
             for notice in record.notices:
-                said.setdefault((notice.step, notice.message), []).append(who)
-        for (step, message), those in said.items():  # what many runs say is said once
-            who = those[0] if len(those) == 1 else f"{those[0]} and {counted(len(those) - 1, 'other run')}"
-            told.append(f"{who}, step {step}: {message}")
-        told += words.left_out(one)
-        if one.beyond:
-            told.append(f"{counted(one.beyond, 'run')} came after the decision on their arm, and do not count.")
-    return told
+                messages.setdefault((notice.step, notice.message), []).append(run)
+        for (step, message), those in messages.items():  # what many runs say is said once
+            run = those[0] if len(those) == 1 else f"{those[0]} and {counted(len(those) - 1, 'other run')}"
+            warnings.append(f"{run}, step {step}: {message}")
+        warnings += words.list_left_out(size)
+        if size.beyond:
+            warnings.append(f"{counted(size.beyond, 'run')} came after the decision on their arm, and do not count.")
+    return warnings

@@ -12,26 +12,29 @@ from headwater_lab.reports.comparison import Comparison
 NAMES = ("name", "title", "seed", "compare")
 
 
-def differences(comparison: Comparison) -> dict[str, list[tuple[str, str, str]]]:
+def find_changes(comparison: Comparison) -> dict[str, list[tuple[str, str, str]]]:
     """By arm: (field, the baseline's value, the arm's) of each recipe field that differs; "–" if it is not set."""
     recipes = {arm: comparison.runs(arm)[0].recipe for arm in comparison.arms}
-    settings = {arm: flat({k: v for k, v in recipe.items() if k not in NAMES}) for arm, recipe in recipes.items()}
+    settings = {
+        arm: flatten_settings({key: value for key, value in recipe.items() if key not in NAMES})
+        for arm, recipe in recipes.items()
+    }
     base = settings.pop(comparison.baseline, {})
-    found = {}
-    for arm, own in settings.items():
-        keys = dict.fromkeys([*base, *own])
-        changed = [key for key in keys if base.get(key) != own.get(key) and not key.startswith("reporting.")]
-        found[arm] = [(key, base.get(key, "–"), own.get(key, "–")) for key in changed]
-    return found
+    changes = {}
+    for arm, arm_settings in settings.items():
+        keys = dict.fromkeys([*base, *arm_settings])
+        changed = [key for key in keys if base.get(key) != arm_settings.get(key) and not key.startswith("reporting.")]
+        changes[arm] = [(key, base.get(key, "–"), arm_settings.get(key, "–")) for key in changed]
+    return changes
 
 
-def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
+def flatten_settings(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """Dotted field -> value, as in YAML."""
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            fields |= flatten_settings(value, f"{prefix}{key}.")
         elif value != {} or prefix:
             text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
-            found[f"{prefix}{key}"] = text.removesuffix("\n").removesuffix("\n...").strip()
-    return found
+            fields[f"{prefix}{key}"] = text.removesuffix("\n").removesuffix("\n...").strip()
+    return fields

@@ -42,19 +42,19 @@ class Style:
     baseline: bool = False
 
 
-def styles(arms: Sequence[str], baseline: str) -> dict[str, Style]:
+def choose_styles(arms: Sequence[str], baseline: str) -> dict[str, Style]:
     """A style for each arm, no two alike among 210."""
-    others = [arm for arm in arms if arm != baseline]
-    found = {arm: _style(place) for place, arm in enumerate(others)}
+    compared = [arm for arm in arms if arm != baseline]
+    by_arm = {arm: _choose_style(index) for index, arm in enumerate(compared)}
     if baseline in arms:
         path, marker = SYMBOLS["circle"]
-        found[baseline] = Style(GREY, "circle", path, marker, "solid", "", "-", baseline=True)
-    return {arm: found[arm] for arm in arms}
+        by_arm[baseline] = Style(GREY, "circle", path, marker, "solid", "", "-", baseline=True)
+    return {arm: by_arm[arm] for arm in arms}
 
 
-def _style(place: int) -> Style:
+def _choose_style(index: int) -> Style:
     # Six colors and seven markers have no common divisor: each of the first 42 arms is a pair of its own.
-    symbol = list(SYMBOLS)[(place + 1) % len(SYMBOLS)]
+    symbol = list(SYMBOLS)[(index + 1) % len(SYMBOLS)]
     path, marker = SYMBOLS[symbol]
-    dash, stroke, line = DASHES[place // len(COLORS) % len(DASHES)]
-    return Style(COLORS[place % len(COLORS)], symbol, path, marker, dash, stroke, line)
+    dash, stroke, line = DASHES[index // len(COLORS) % len(DASHES)]
+    return Style(COLORS[index % len(COLORS)], symbol, path, marker, dash, stroke, line)

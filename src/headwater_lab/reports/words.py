@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from headwater_lab.comparison.sequential import skewed_error
-from headwater_lab.comparison.statistics import Paired, Summary, among
+from headwater_lab.comparison.statistics import Paired, Summary, compare_all_pairs
 from headwater_lab.comparison.worth import Worth
-from headwater_lab.reports.comparison import Comparison, differ_in_cost, unit
+from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
 from headwater_lab.util.terminal import Table, counted, lined
 
 # Larger numbers of seeds that are still needed are not given.
@@ -22,19 +22,19 @@ RARE = (
 SKEWED = "up to {:.0%} of verdicts are wrong if differences are strongly skewed, in simulations."
 
 
-def columns(comparison: Comparison) -> list[str]:
+def result_columns(comparison: Comparison) -> list[str]:
     names = ["", f"{comparison.unit} ± sd", f"minus {comparison.baseline} [95 %]", "verdict"]
     if comparison.threshold is not None:
-        names.append(f"steps to {target(comparison)}")
+        names.append(f"steps to {describe_threshold(comparison)}")
     if _shows_seeds(comparison):
         names.append("seeds")
     names += ["parameters", f"{comparison.trained_on}/s"]
     return names if comparison.trained_on == "images" else [*names, "cache B/token"]
 
 
-def cells(summary: Summary, comparison: Comparison) -> list[str]:
+def result_cells(summary: Summary, comparison: Comparison) -> list[str]:
     """One row of the table, as text."""
-    row = [summary.arm, _mean(summary), difference(summary), verdict(summary, comparison)]
+    row = [summary.arm, _write_mean(summary), write_difference(summary), write_verdict(summary, comparison)]
     if comparison.threshold is not None:
         steps = summary.steps_to_threshold or []
         row.append(", ".join("never" if n is None else str(n) for n in steps) if any(steps) else "never")
@@ -48,33 +48,33 @@ def _shows_seeds(comparison: Comparison) -> bool:
     return comparison.plan is not None or len({s.runs for s in comparison.summaries}) > 1
 
 
-def target(comparison: Comparison) -> str:
+def describe_threshold(comparison: Comparison) -> str:
     """The threshold in words; "" without one."""
-    given = comparison.threshold
-    if given is None:
+    threshold = comparison.threshold
+    if threshold is None:
         return ""
-    return f"the end of {comparison.baseline}" if isinstance(given, str) else f"{given:g}"
+    return f"the end of {comparison.baseline}" if isinstance(threshold, str) else f"{threshold:g}"
 
 
 def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """What it cost each arm to reach the threshold: column names and rows; no rows where arms cost alike."""
-    reach, over = f"seeds that reach {target(comparison)}", f"over {comparison.baseline} [95 %]"
+    reach, over = f"seeds that reach {describe_threshold(comparison)}", f"over {comparison.baseline} [95 %]"
     names = ["", reach, "FLOPs, all included", over, "seconds"]
     if comparison.threshold is None or not differ_in_cost(comparison.records):
         return names, []
     rows = []
     for summary in comparison.summaries:
-        found = [one for one in summary.reached or [] if one is not None]
-        counts = f"{len(found)} of {len(summary.reached or []) + summary.diverged}"
-        if not found:
+        reached = [point for point in summary.reached or [] if point is not None]
+        counts = f"{len(reached)} of {len(summary.reached or []) + summary.diverged}"
+        if not reached:
             rows.append([summary.arm, counts, "", "", ""])
             continue
-        flops, seconds = (float(np.median([one[at] for one in found])) for at in (1, 2))
-        rows.append([summary.arm, counts, f"{flops:.3g}", times(summary.cheaper), f"{seconds:,.0f}"])
+        flops, seconds = (float(np.median([point[field] for point in reached])) for field in (1, 2))
+        rows.append([summary.arm, counts, f"{flops:.3g}", write_factor(summary.cheaper), f"{seconds:,.0f}"])
     return names, rows
 
 
-def times(cheaper: Paired | None) -> str:
+def write_factor(cheaper: Paired | None) -> str:
     """A mean of logarithms of ratios as a factor, with its interval."""
     if cheaper is None:
         return ""
@@ -92,17 +92,21 @@ COST_NOTE = (
 def worth_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """What each arm's result would have cost the baseline: column names and rows; no rows without budgets."""
     names = ["", "FLOPs, all included", f"worth in FLOPs of {comparison.baseline} [95 %]"]
-    lost = {one.arm: f", without {counted(one.diverged)} that diverged" for one in comparison.summaries if one.diverged}
-    rows = [[one.arm, f"{one.flops:.3g}", f"{_worth(one)}{lost.get(one.arm, '')}"] for one in comparison.worths]
+    diverged = {summary.arm: summary.diverged for summary in comparison.summaries}
+    rows = []
+    for worth in comparison.worths:
+        lost = diverged.get(worth.arm, 0)
+        note = f", without {counted(lost)} that diverged" if lost else ""
+        rows.append([worth.arm, f"{worth.flops:.3g}", f"{_write_worth(worth)}{note}"])
     return names, rows
 
 
-def _worth(one: Worth) -> str:
-    if one.below and one.above:
+def _write_worth(worth: Worth) -> str:
+    if worth.below and worth.above:
         return "outside the budgets, on both sides"
-    if one.factor is not None and (one.below or one.above):  # an interval would say more than is known
-        return f"at {'most' if one.below else 'least'} ×{math.exp(one.factor.mean):.2f}"
-    return times(one.factor)
+    if worth.factor is not None and (worth.below or worth.above):  # an interval would say more than is known
+        return f"at {'most' if worth.below else 'least'} ×{math.exp(worth.factor.mean):.2f}"
+    return write_factor(worth.factor)
 
 
 def worth_note(comparison: Comparison) -> str:
@@ -114,51 +118,51 @@ def worth_note(comparison: Comparison) -> str:
     )
 
 
-def tables(comparison: Comparison) -> list[Table]:
+def result_tables(comparison: Comparison) -> list[Table]:
     """The comparison for a terminal: results, then costs, worths and domains where it has any."""
     further = [
         lined(*names, rows=rows, left=names[:1], fold=True, caption=caption)
         for caption, (names, rows) in further_tables(comparison)
     ]
-    return [table(comparison), *further]
+    return [result_table(comparison), *further]
 
 
 def further_tables(comparison: Comparison) -> list[tuple[str, tuple[list[str], list[list[str]]]]]:
     """Costs, worths and domains, where a comparison has any: (caption, (column names, rows)) of each."""
-    found = [
-        (f"What it costs to reach {target(comparison)}. {COST_NOTE}", cost_columns(comparison)),
+    tables_of_kinds = [
+        (f"What it costs to reach {describe_threshold(comparison)}. {COST_NOTE}", cost_columns(comparison)),
         (f"What each result is worth. {worth_note(comparison)}", worth_columns(comparison)),
         (domains_note(comparison), domains_columns(comparison)),
     ]
-    return [(caption, columns) for caption, columns in found if columns[1]]
+    return [(caption, columns) for caption, columns in tables_of_kinds if columns[1]]
 
 
-def _mean(summary: Summary) -> str:
+def _write_mean(summary: Summary) -> str:
     if summary.mean is None:
         return ""
     return f"{summary.mean:.3f}" + ("" if summary.spread is None else f" ± {summary.spread:.3f}")
 
 
-def difference(summary: Summary) -> str:
+def write_difference(summary: Summary) -> str:
     if summary.difference is None:
         return ""
-    return f"{summary.difference:+.3f}" + ("" if summary.interval is None else f" {between(summary.interval)}")
+    return f"{summary.difference:+.3f}" + ("" if summary.interval is None else f" {write_interval(summary.interval)}")
 
 
-def between(interval: tuple[float, float]) -> str:
+def write_interval(interval: tuple[float, float]) -> str:
     return f"[{interval[0]:+.3f}, {interval[1]:+.3f}]"
 
 
-def verdict(summary: Summary, comparison: Comparison) -> str:
+def write_verdict(summary: Summary, comparison: Comparison) -> str:
     if summary.diverged:
         return f"diverged {summary.diverged} of {summary.runs + summary.diverged}"
     return summary.verdict(comparison.lower_is_better)
 
 
-def table(comparison: Comparison) -> Table:
+def result_table(comparison: Comparison) -> Table:
     """The comparison for a terminal."""
-    rows = [cells(summary, comparison) for summary in comparison.summaries]
-    result = lined(*columns(comparison), rows=rows, title=comparison.heading, caption=note(comparison))
+    rows = [result_cells(summary, comparison) for summary in comparison.summaries]
+    result = lined(*result_columns(comparison), rows=rows, title=comparison.heading, caption=describe_test(comparison))
     for column in result.columns[:3]:
         column.no_wrap = True
     return result
@@ -166,51 +170,51 @@ def table(comparison: Comparison) -> Table:
 
 def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """The deciding kind of metric in every domain, or all metrics of images: column names and rows, if any."""
-    shown = _beside(comparison)
+    metrics = _list_metrics(comparison)
 
     def values(arm: str, measure: str) -> dict[int, float]:
         looks = {run.seed: run.held_out[-1].metrics for run in comparison.finished(arm)}
         return {seed: look[measure] for seed, look in looks.items() if measure in look}
 
     def cell(arm: str, measure: str) -> str:
-        own, base = values(arm, measure), values(comparison.baseline, measure)
-        differences = [own[seed] - base[seed] for seed in own.keys() & base.keys()]
+        of_arm, base = values(arm, measure), values(comparison.baseline, measure)
+        differences = [of_arm[seed] - base[seed] for seed in of_arm.keys() & base.keys()]
         beside = f" ({np.mean(differences):+.3f})" if differences and arm != comparison.baseline else ""
-        return f"{np.mean(list(own.values())):.3f}{beside}" if own else ""
+        return f"{np.mean(list(of_arm.values())):.3f}{beside}" if of_arm else ""
 
-    rows = [[arm, *(cell(arm, measure) for measure in shown.values())] for arm in comparison.arms]
-    return ["", *shown], rows if shown else []
+    rows = [[arm, *(cell(arm, measure) for measure in metrics.values())] for arm in comparison.arms]
+    return ["", *metrics], rows if metrics else []
 
 
-def _beside(comparison: Comparison) -> dict[str, str]:
+def _list_metrics(comparison: Comparison) -> dict[str, str]:
     """Column -> the metric in it."""
     if comparison.trained_on == "images":
         looks = [run.held_out[-1].metrics for arm in comparison.arms for run in comparison.finished(arm)]
-        names = {"accuracy": "top-1 accuracy", "loss": f"loss ({unit('loss', 'images')})"}
-        return {names.get(name, unit(name, "images")): name for look in looks for name in look}
+        names = {"accuracy": "top-1 accuracy", "loss": f"loss ({name_unit('loss', 'images')})"}
+        return {names.get(name, name_unit(name, "images")): name for look in looks for name in look}
     kind = comparison.metric.partition("/")[0]
     return {domain: f"{kind}/{domain}" for domain in comparison.domains}
 
 
 def domains_note(comparison: Comparison) -> str:
     """The cells of the domains' table."""
-    of_domains = f"{unit(comparison.metric.partition('/')[0])} of each domain"
+    of_domains = f"{name_unit(comparison.metric.partition('/')[0])} of each domain"
     return (
         f"Held-out {'metrics' if comparison.trained_on == 'images' else of_domains} at the end, mean over seeds; in "
         f"brackets the mean difference from {comparison.baseline}, seed by seed, which is not tested."
     )
 
 
-def tested(comparison: Comparison) -> int:
+def count_tested(comparison: Comparison) -> int:
     """The number of arms tested together."""
     if comparison.plan is not None:
         return len(comparison.plan.arms)
     return sum(s.paired is not None and s.paired.p is not None for s in comparison.summaries)
 
 
-def note(comparison: Comparison) -> str:
+def describe_test(comparison: Comparison) -> str:
     """A description of the test."""
-    seeds, arms = len(comparison.seeds), tested(comparison)
+    seeds, arms = len(comparison.seeds), count_tested(comparison)
     direction = "lower" if comparison.lower_is_better else "higher"
     cache = "" if comparison.trained_on == "images" else "; cache in fp32"
     if (plan := comparison.plan) is not None:
@@ -224,123 +228,153 @@ def note(comparison: Comparison) -> str:
     return f"{counted(seeds)}, paired by seed; {direction} is better; {test if arms else 'no test'}{cache}."
 
 
-def answer(comparison: Comparison) -> str:
+def state_answer(comparison: Comparison) -> str:
     """One sentence: the arm with the largest improvement, or that the comparison is inconclusive.
 
     Whether that arm also beats the others follows from tests of all pairs (Holm).
     """
-    if comparison.changed_data:
-        return comparison.changed_data
-    base, seeds = comparison.baseline, len(comparison.seeds)
-    judged = [(s, s.verdict(comparison.lower_is_better)) for s in comparison.summaries if s.paired is not None]
-    if not judged:
-        alone = not any(arm != base for arm in comparison.arms)
-        what = "there is no other arm" if alone else "no other arm shares a seed with it"
-        return f"Nothing can be compared with {base}: {what}."
-    by_verdict: dict[str, list[Summary]] = {}
-    for summary, said in judged:
-        by_verdict.setdefault(said, []).append(summary)
-    # The arm whose difference is the largest, by verdict.
-    extreme = {said: max(arms, key=lambda s: abs(s.difference or 0.0)) for said, arms in by_verdict.items()}
-    left = [s.arm for s in by_verdict.get("inconclusive", [])]
-    undecided = f"; {listed(left)} {'is' if len(left) == 1 else 'are'} inconclusive" if left else ""
-    if best := extreme.get("better"):
-        if comparison.plan is not None:  # their seeds stopped at different times, and were not compared on the way
-            rest = _others(by_verdict, best)
-        else:
-            rivals = [s.arm for s, said in judged if said in ("better", "inconclusive") and s is not best]
-            rest = _among(best, rivals, comparison)
-        return f"{best.arm} is better than {base} by {_size(best, comparison)}{rest}."
-    if worst := extreme.get("worse"):
-        rest = undecided if comparison.plan is None else _others(by_verdict, worst)
-        return f"No arm was found better than {base}; {worst.arm} is worse by {_size(worst, comparison)}{rest}."
-    if comparison.plan is not None and (alike := by_verdict.get("equivalent")):
-        names, margin = listed([s.arm for s in alike]), f"{comparison.plan.margin:g} {comparison.unit}"
-        return f"{names} and {base} are equivalent: they differ by less than {margin}{undecided}."
-    if widest := extreme.get("inconclusive"):
+    return comparison.changed_data or _Answer(comparison).sentence()
+
+
+class _Answer:
+    """The arms that were compared with the baseline, by verdict, and the sentence about them."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison, self.base = comparison, comparison.baseline
+        self.judged = [
+            (summary, summary.verdict(comparison.lower_is_better))
+            for summary in comparison.summaries
+            if summary.paired is not None
+        ]
+        self.by_verdict: dict[str, list[Summary]] = {}
+        for summary, verdict in self.judged:
+            self.by_verdict.setdefault(verdict, []).append(summary)
+
+    def sentence(self) -> str:
+        sentences = {
+            "better": self._say_better,
+            "worse": self._say_worse,
+            "equivalent": self._say_equivalent,
+            "inconclusive": self._say_inconclusive,
+        }
+        for verdict, say in sentences.items():
+            if arms := self.by_verdict.get(verdict):
+                return say(max(arms, key=lambda summary: abs(summary.difference or 0.0)))
+        if "identical" in self.by_verdict:
+            return f"No arm differs from {self.base} in any digit."
+        if self.judged:
+            return f"Nothing can be compared with {self.base}: runs of every other arm diverged."
+        alone = all(arm == self.base for arm in self.comparison.arms)
+        reason = "there is no other arm" if alone else "no other arm shares a seed with it"
+        return f"Nothing can be compared with {self.base}: {reason}."
+
+    def _say_better(self, best: Summary) -> str:
+        if self.comparison.plan is None:
+            rivals = [
+                summary.arm
+                for summary, verdict in self.judged
+                if verdict in ("better", "inconclusive") and summary is not best
+            ]
+            verdicts = self._say_rivals(best, rivals)
+        else:  # their seeds stopped at different times, and were not compared on the way
+            verdicts = self._list_verdicts(best)
+        return f"{best.arm} is better than {self.base} by {_write_effect(best, self.comparison)}{verdicts}."
+
+    def _say_worse(self, worst: Summary) -> str:
+        verdicts = self._say_undecided() if self.comparison.plan is None else self._list_verdicts(worst)
+        effect = _write_effect(worst, self.comparison)
+        return f"No arm was found better than {self.base}; {worst.arm} is worse by {effect}{verdicts}."
+
+    def _say_equivalent(self, widest: Summary) -> str:
+        assert widest.paired is not None
+        names = join_names([summary.arm for summary in self.by_verdict["equivalent"]])
+        margin = f"{widest.paired.margin:g} {self.comparison.unit}"
+        return f"{names} and {self.base} are equivalent: they differ by less than {margin}{self._say_undecided()}."
+
+    def _say_inconclusive(self, widest: Summary) -> str:
         return (
-            f"The comparison with {base} is inconclusive after {counted(seeds)}: the largest difference is that of "
-            f"{widest.arm}, {difference(widest)} {comparison.unit}."
+            f"The comparison with {self.base} is inconclusive after {counted(len(self.comparison.seeds))}: the largest "
+            f"difference is that of {widest.arm}, {write_difference(widest)} {self.comparison.unit}."
         )
-    if "identical" in by_verdict:
-        return f"No arm differs from {base} in any digit."
-    return f"Nothing can be compared with {base}: runs of every other arm diverged."
+
+    def _say_undecided(self) -> str:
+        arms = [summary.arm for summary in self.by_verdict.get("inconclusive", [])]
+        return f"; {join_names(arms)} {'is' if len(arms) == 1 else 'are'} inconclusive" if arms else ""
+
+    def _list_verdicts(self, but: Summary) -> str:
+        """The verdicts on the other arms of a comparison that was run until decided."""
+        labels = {"better": "better too", "worse": "worse", "equivalent": "equivalent", "inconclusive": "inconclusive"}
+        arms = {verdict: [s.arm for s in self.by_verdict.get(verdict, []) if s is not but] for verdict in labels}
+        return "".join(f"; {labels[verdict]}: {join_names(names)}" for verdict, names in arms.items() if names)
+
+    def _say_rivals(self, best: Summary, rivals: Sequence[str]) -> str:
+        """Whether the best arm also beats its rivals, those that were not found worse than the baseline."""
+        if not rivals:
+            return ""
+        tests = compare_all_pairs(self.comparison.records, [best.arm, *rivals])
+
+        def loses(paired: Paired | None) -> bool:
+            return paired is not None and paired.found and (paired.mean < 0) == self.comparison.lower_is_better
+
+        beaten = [arm for arm in rivals if loses(tests[best.arm, arm])]
+        undecided = [arm for arm in rivals if arm not in beaten]
+        than = f"; it is better than {join_names(beaten)} too" if beaten else ""
+        return than + (f"; the comparison with {join_names(undecided)} is inconclusive" if undecided else "")
 
 
-def _others(by_verdict: Mapping[str, list[Summary]], but: Summary) -> str:
-    """The verdicts on the other arms of a comparison that was run until decided."""
-    words = {"better": "better too", "worse": "worse", "equivalent": "equivalent", "inconclusive": "inconclusive"}
-    arms = {what: [s.arm for s in by_verdict.get(what, []) if s is not but] for what in words}
-    return "".join(f"; {words[what]}: {listed(names)}" for what, names in arms.items() if names)
-
-
-def _among(best: Summary, others: Sequence[str], comparison: Comparison) -> str:
-    """Whether the best arm also beats its rivals, those that were not found worse than the baseline."""
-    if not others:
-        return ""
-    tests = among(comparison.records, [best.arm, *others])
-
-    def loses(paired: Paired | None) -> bool:
-        return paired is not None and paired.found and (paired.mean < 0) == comparison.lower_is_better
-
-    beaten = [arm for arm in others if loses(tests[best.arm, arm])]
-    left = [arm for arm in others if arm not in beaten]
-    than = f"; it is better than {listed(beaten)} too" if beaten else ""
-    return than + (f"; the comparison with {listed(left)} is inconclusive" if left else "")
-
-
-def listed(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _size(summary: Summary, comparison: Comparison) -> str:
+def _write_effect(summary: Summary, comparison: Comparison) -> str:
     assert summary.paired is not None
     assert summary.interval is not None
     low, high = sorted(map(abs, summary.interval))
     return (
         f"{abs(summary.paired.mean):.3f} {comparison.unit} "
-        f"({_confidence(summary.paired)} interval {low:.3f} to {high:.3f}, "
+        f"({_write_confidence(summary.paired)} interval {low:.3f} to {high:.3f}, "
         f"{counted(len(summary.paired.differences))})"
     )
 
 
-def _confidence(paired: Paired) -> str:
+def _write_confidence(paired: Paired) -> str:
     """An interval's by itself: with several arms more than the 95 % of all of them together."""
     return f"{100 * (1 - paired.level):.4g} %"
 
 
-def left_out(comparison: Comparison) -> list[str]:
+def list_left_out(comparison: Comparison) -> list[str]:
     """A line for each run that is not in the tables, since it failed or has not ended."""
     lines = [f"{r.name}: failed, and not in the tables. {r.error or ''}".strip() for r in comparison.failed]
     return lines + [f"{r.name}: {r.status}, not finished, and not in the tables." for r in comparison.unfinished]
 
 
-def question(sizes: Sequence[Comparison]) -> str:
+def state_question(sizes: Sequence[Comparison]) -> str:
     """One line: the arms, data, budget and number of seeds of a comparison, at one or more sizes."""
-    comparison, records = sizes[0], [record for one in sizes for record in one.records]
-    first = records[0]
-    kind = first.recipe.get("data", {}).get("kind")
-    data = first.data.get("source") or (f"the task {kind}" if kind else "the recipe's data")
+    comparison, records = sizes[0], [of_run for size in sizes for of_run in size.records]
+    record = records[0]
+    kind = record.recipe.get("data", {}).get("kind")
+    data = record.data.get("source") or (f"the task {kind}" if kind else "the recipe's data")
     if comparison.domains and "/" not in comparison.metric:
-        data = f"{listed(comparison.domains)}, the plain mean over {counted(len(comparison.domains), 'domain')}"
+        data = f"{join_names(comparison.domains)}, the plain mean over {counted(len(comparison.domains), 'domain')}"
     over = counted(len(comparison.seeds)) + (" per arm" if comparison.plan is None else " at most")
     direction = "lower" if comparison.lower_is_better else "higher"
-    tokens, flops = span([r.tokens for r in records], "{:,}".format), span([r.flops for r in records], "{:.3g}".format)
+    tokens = write_range([run.tokens for run in records], "{:,}".format)
+    flops = write_range([run.flops for run in records], "{:.3g}".format)
     return (
-        f"{_asked(comparison.arms, comparison.baseline)} Measured in {comparison.unit} ({direction} is better) on "
-        f"held-out data of {data}, after {tokens} training {first.unit} and {flops} FLOPs per run, with {over}"
+        f"{_ask_question(comparison.arms, comparison.baseline)} Measured in {comparison.unit} ({direction} is better) "
+        f"on held-out data of {data}, after {tokens} training {record.unit} and {flops} FLOPs per run, with {over}"
         + (f", at {len(sizes)} sizes." if len(sizes) > 1 else ".")
     )
 
 
-def _asked(arms: Sequence[str], baseline: str) -> str:
-    others = [arm for arm in arms if arm != baseline]
-    if len(others) > 1:
-        return f"Which of {listed(others)} are better than {baseline}?"
-    return f"Is {others[0]} better than {baseline}?" if others else f"How good is {baseline}?"
+def _ask_question(arms: Sequence[str], baseline: str) -> str:
+    compared = [arm for arm in arms if arm != baseline]
+    if len(compared) > 1:
+        return f"Which of {join_names(compared)} are better than {baseline}?"
+    return f"Is {compared[0]} better than {baseline}?" if compared else f"How good is {baseline}?"
 
 
-def span(values: Sequence[float], form: Callable[[float], str]) -> str:
+def write_range(values: Sequence[float], form: Callable[[float], str]) -> str:
     """One number, or the lowest and the highest."""
     return " to ".join(dict.fromkeys((form(min(values)), form(max(values)))))
 
@@ -355,8 +389,8 @@ def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]
         row = {
             "": s.arm,
             f"minus {comparison.baseline}": f"{p.mean:+.4f}",
-            "interval": "" if p.interval is None else between(p.interval),
-            "its level": "" if fixed and p.p is None else _confidence(p),
+            "interval": "" if p.interval is None else write_interval(p.interval),
+            "its level": "" if fixed and p.p is None else _write_confidence(p),
             "p": "" if p.p is None else f"{p.p:.2g}",
             "pairs": str(len(p.differences)),
             "more seeds": "" if p.more is None else f"{p.more:,}",
@@ -366,7 +400,7 @@ def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]
     return list(rows[0]) if rows else [], [list(row.values()) for row in rows]
 
 
-def which_test(comparison: Comparison) -> str:
+def describe_columns(comparison: Comparison) -> str:
     """The columns of the differences' table, and what bounds the error of the test."""
     apart = " Each size is tested separately." if comparison.size is not None else ""
     power = "with a probability of 80 %"
@@ -379,7 +413,7 @@ def which_test(comparison: Comparison) -> str:
             + ("" if comparison.lower_is_better else f" {RARE}")
             + apart
         )
-    if not tested(comparison):
+    if not count_tested(comparison):
         return "With fewer than two seeds in common with the baseline, nothing is tested."
     return (
         "At most 5 % of tables call any of several identical arms better or worse (Holm). p is uncorrected; if all "

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -22,7 +22,7 @@ from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST, Decoder
 from headwater.util.errors import HeadwaterError, shown
-from headwater_lab.data.tokenizer import encode_plainly, separator
+from headwater_lab.data.tokenizer import encode_plainly, separator_id
 from headwater_lab.data.tokenizer_files import find_tokenizer
 from headwater_lab.serving.stops import UntilStop, before_stop
 from headwater_lab.training.checkpoints import check, load_model, newest_checkpoint
@@ -36,7 +36,7 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
     tokenizer = find_tokenizer(path, model.config.vocab_size)
     if tokenizer is None:
         raise HeadwaterError(f"{str(path)!r} has no tokenizer: its model was not trained on text.")
-    if separator(tokenizer) is None:
+    if separator_id(tokenizer) is None:
         raise HeadwaterError(
             f"The tokenizer in {str(path)!r} has neither an end-of-text nor a begin-of-text token to start a text "
             f"with; add its tokenizer_config.json, or use the tokenizer the model was trained with."
@@ -79,86 +79,76 @@ def continue_prompts(
     stream: print a single prompt, and its continuation as it is generated.
     decoder: continue with this one's static cache instead of a growing one; the texts are the same.
     """
-    for text in (*prompts, *stop):
-        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise HeadwaterError(f"A prompt or stop text has a lone surrogate, which is no text: {shown(text)}.")
-    if "" in stop:
-        raise HeadwaterError("A stop text is empty; leave it out.")
-    start = cast(int, separator(tokenizer))  # as `load_for_generation` has checked
+    _check_texts(prompts, stop)
+    start = cast(int, separator_id(tokenizer))  # as `load_for_generation` has checked
     rows = [[start, *ids] for ids in encode_plainly(tokenizer, prompts)]
     longest = max(map(len, rows))
-    positions = model.config.max_position_embeddings
-    most = max(LONGEST, positions)
-    if longest > most:
-        raise HeadwaterError(f"A prompt has {longest:,} tokens, but the limit is {most:,}; pass only its end.")
-    if model.config.position == "learned" and longest + max_new_tokens > positions:
-        raise HeadwaterError(
-            f"A prompt of {longest} tokens and {max_new_tokens} new ones go beyond this model's {positions} learned "
-            f"positions; shorten the prompt, or set --max-new-tokens to at most {max(0, positions - longest)}."
-        )
+    _check_length(model, longest, max_new_tokens)
     ids = torch.tensor([[start] * (longest - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
     streamer = _Stream(tokenizer, stop) if stream else None
-    ends = {"pad_token_id": start, "eos_token_id": start}
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": start, "eos_token_id": start}
     started = time.perf_counter()
     cache: Cache | None
     if decoder is not None:
-        made = decoder(
-            ids,
-            mask,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            watch=_watcher(tokenizer, ids, start, streamer, stop),
-            **ends,
-        )
+        watch = _watch_tokens(tokenizer, ids, start, streamer, stop)
+        generated = decoder(ids, mask, seed=seed, watch=watch, **sampling, **options)
         cache = decoder.cache
         if streamer is not None:
             streamer.end()
     else:
         torch.manual_seed(seed)
         cache = DynamicCache(config=model.config)
-        made = model.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            max_new_tokens=max_new_tokens,
-            streamer=streamer,
-            **ends,
-            **(
-                {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-                if temperature > 0
-                else {"do_sample": False}
-            ),
-            **({"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {}),
-        )
+        options |= sampling | {"do_sample": True} if temperature > 0 else {"do_sample": False}
+        if stop:
+            options |= {"stop_strings": list(stop), "tokenizer": tokenizer}
+        generated = model.generate(ids, attention_mask=mask, past_key_values=cache, streamer=streamer, **options)
     seconds = time.perf_counter() - started
-    new = made[:, longest:]
-    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
-    texts = [before_stop(text, stop) for text in texts]
+    new = generated[:, longest:]
+    texts = [before_stop(tokenizer.decode(row, skip_special_tokens=True), stop) for row in new]
     return Continued(texts, int(new.ne(start).sum()), seconds, cache_bytes(cache), cache_bytes(cache, reserved=True))
 
 
-def _watcher(
+def _check_texts(prompts: Sequence[str], stop: Sequence[str]) -> None:
+    for text in (*prompts, *stop):
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise HeadwaterError(f"A prompt or stop text has a lone surrogate, which is no text: {shown(text)}.")
+    if "" in stop:
+        raise HeadwaterError("A stop text is empty; leave it out.")
+
+
+def _check_length(model: HeadwaterForCausalLM, tokens: int, max_new_tokens: int) -> None:
+    """Raise `HeadwaterError` if a prompt of `tokens` and the new ones are more than the model takes."""
+    positions = model.config.max_position_embeddings
+    most = max(LONGEST, positions)
+    if tokens > most:
+        raise HeadwaterError(f"A prompt has {tokens:,} tokens, but the limit is {most:,}; pass only its end.")
+    if model.config.position == "learned" and tokens + max_new_tokens > positions:
+        raise HeadwaterError(
+            f"A prompt of {tokens} tokens and {max_new_tokens} new ones go beyond this model's {positions} learned "
+            f"positions; shorten the prompt, or set --max-new-tokens to at most {max(0, positions - tokens)}."
+        )
+
+
+def _watch_tokens(
     tokenizer: PreTrainedTokenizerBase, prompts: torch.Tensor, end: int, streamer: _Stream | None, stop: Sequence[str]
 ) -> Callable[[torch.Tensor], bool]:
     """What looks at each step's tokens on the host: prints them, and says when every row has ended or a stop text."""
     if streamer is not None:
         streamer.put(prompts.cpu())
     at_stop = StopStringCriteria(tokenizer, list(stop)) if stop else None
-    seen: list[torch.Tensor] = []
-    over = torch.zeros(len(prompts), dtype=torch.bool)
+    steps: list[torch.Tensor] = []
+    ended = torch.zeros(len(prompts), dtype=torch.bool)
 
     def watch(tokens: torch.Tensor) -> bool:
         if streamer is not None:
             streamer.put(tokens)
         if at_stop is None:
             return False
-        seen.append(tokens)
-        over.logical_or_(at_stop(torch.stack(seen, dim=1), None) | (tokens == end))
-        return bool(over.all())
+        steps.append(tokens)
+        ended.logical_or_(at_stop(torch.stack(steps, dim=1), None) | (tokens == end))
+        return bool(ended.all())
 
     return watch
 

@@ -33,7 +33,7 @@ def load_for_prediction(path: Path) -> tuple[HeadwaterForImageClassification, Ba
 
 
 @torch.no_grad()
-def predict(
+def predict_images(
     model: HeadwaterForImageClassification, processor: BaseImageProcessor, images: Sequence[Path]
 ) -> Iterator[dict[str, float]]:
     """Each image's classes with their probabilities, the likeliest first.

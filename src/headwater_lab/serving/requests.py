@@ -52,13 +52,13 @@ def _token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
+def _check_prompts(prompt: Any) -> list[str | list[int]]:
     prompts = [prompt] if isinstance(prompt, str) or _token_ids(prompt) else prompt
     if not isinstance(prompts, list) or not prompts:
         raise ValueError("should be a text, a list of token ids, or a list of these that is not empty")
     if len(prompts) > MOST_PROMPTS:
         raise ValueError(f"should have at most {MOST_PROMPTS} texts")
-    if not (all(isinstance(one, str) for one in prompts) or all(map(_token_ids, prompts))):
+    if not (all(isinstance(prompt, str) for prompt in prompts) or all(map(_token_ids, prompts))):
         raise ValueError("should have texts alone, or lists of token ids alone, none of them empty")
     return prompts
 
@@ -104,7 +104,7 @@ class AnswerFields(Sampling):
 
 
 class Completion(AnswerFields):
-    prompt: Annotated[Any, AfterValidator(_prompts)]
+    prompt: Annotated[Any, AfterValidator(_check_prompts)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
@@ -119,18 +119,18 @@ class Message(_Fields):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Any, AfterValidator(lambda content: _content(content))]
+    content: Annotated[Any, AfterValidator(lambda content: _check_content(content))]
     # OpenAI's clients send answers back with these
     type: Literal["message"] | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-def _content(content: Any) -> Any:
+def _check_content(content: Any) -> Any:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise ValueError("should be a text, or a list of parts of type text")
-    return [TextPart.model_validate(part).model_dump() for part in content]
+    return [TextPart.model_validate(item).model_dump() for item in content]
 
 
 class Chat(AnswerFields):
@@ -171,7 +171,7 @@ def read_fields(fields: type[Sampling], content: dict[str, Any]) -> dict[str, An
     try:
         request = fields.model_validate(content).model_dump(exclude_none=True)
     except ValidationError as error:
-        raise _refusal(error) from error
+        raise _describe_refusal(error) from error
     if "stream_options" in request and not request["stream"]:
         raise RequestError("stream_options", "applies to streams; leave it out, or set stream to true")
     if request["stream"] and len(request.get("prompt", ())) > 1:
@@ -181,11 +181,11 @@ def read_fields(fields: type[Sampling], content: dict[str, Any]) -> dict[str, An
     return request
 
 
-def _refusal(error: ValidationError) -> RequestError:
+def _describe_refusal(error: ValidationError) -> RequestError:
     """The first wrong field, as a sentence."""
-    first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"]) or None
-    kind, values = first["type"], first.get("ctx", {})
+    detail = error.errors(include_url=False)[0]
+    field = ".".join(str(step) for step in detail["loc"]) or None
+    kind, values = detail["type"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         message = "is not a field that this server reads; leave it out"
     elif kind == "literal_error":
@@ -196,8 +196,8 @@ def _refusal(error: ValidationError) -> RequestError:
         message = str(values["error"])
         message = message if "validation error" not in message else "should be a list of parts of type text"
     else:
-        message = first["msg"].replace("Input should", "should")
-    return RequestError(field, f"{message}, not {shown(first['input'])}" if kind.endswith("equal") else message)
+        message = detail["msg"].replace("Input should", "should")
+    return RequestError(field, f"{message}, not {shown(detail['input'])}" if kind.endswith("equal") else message)
 
 
 def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

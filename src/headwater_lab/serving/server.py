@@ -1,8 +1,8 @@
 """transformers' server for one checkpoint, with requests checked field by field and answered as OpenAI's API says.
 
 transformers' handlers ignore or misread many fields. Here each request is checked against `requests` first; what it
-asks for is then done by `generate` in one thread, one request after the other. `install` puts these classes in the
-place of transformers' own before its command starts.
+asks for is then done by `generate` in one thread, one request after the other. `install_checkpoint` puts these classes
+in the place of transformers' own before its command starts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformers.cli.serving import chat_completion, completion, model_manager,
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST
 from headwater.util.errors import HeadwaterError, first_line
-from headwater_lab.data.tokenizer import separator
+from headwater_lab.data.tokenizer import separator_id
 from headwater_lab.serving.requests import (
     LENGTHS,
     MOST_BYTES,
@@ -57,7 +57,7 @@ ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/
 DEFAULT_LENGTH = 1024
 
 
-def install(name: str, source: Path) -> None:
+def install_checkpoint(name: str, source: Path) -> None:
     """Make transformers' `serve` command serve the checkpoint `source` as `name`."""
 
     class OneModel(model_manager.ModelManager):
@@ -65,8 +65,8 @@ def install(name: str, source: Path) -> None:
             return name if model_id == name else super().process_model_name(model_id)
 
         def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
-            known = f"{source}@main" if model_id_and_revision == name else model_id_and_revision
-            model, tokenizer = super().load_model_and_processor(known, *args, **kwargs)
+            model_id = f"{source}@main" if model_id_and_revision == name else model_id_and_revision
+            model, tokenizer = super().load_model_and_processor(model_id, *args, **kwargs)
             tokenizer.response_template = None  # answers are text alone
             return model, tokenizer
 
@@ -77,7 +77,7 @@ def install(name: str, source: Path) -> None:
     build_server = server.build_server
 
     def build_checked_server(*args: Any, **kwargs: Any) -> Any:
-        return _checked(build_server(*args, **kwargs))
+        return _check_request(build_server(*args, **kwargs))
 
     model_manager.ModelManager = OneModel
     # It looks for a checkpoint's class only among transformers' own.
@@ -88,7 +88,7 @@ def install(name: str, source: Path) -> None:
     server.build_server = build_checked_server
 
 
-def _checked(app: Any) -> Any:
+def _check_request(app: Any) -> Any:
     """The application with the routes that are offered, OpenAI's form of errors, and checked bodies."""
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
     app.add_exception_handler(HeadwaterError, _answer_refusal)
@@ -238,13 +238,13 @@ class Completions(_Handler, completion.CompletionHandler):
             if body["stream"]:
                 return _openai_stream(self._streaming(*options), body)
             answers.append(await self._non_streaming(*options))
-        return _joined(answers)
+        return _join_texts(answers)
 
     @staticmethod
     def _ids(prompt: str | list[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
         """The token ids of a prompt; an empty one begins a document, as in OpenAI's API."""
         ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-        start = separator(tokenizer)
+        start = separator_id(tokenizer)
         if not ids and start is None:
             raise RequestError("prompt", "is empty, and the tokenizer has no token to begin a document with")
         check_token_ids("prompt", ids, vocab_size)
@@ -282,7 +282,7 @@ class Chats(_Handler, chat_completion.ChatCompletionHandler):
             raise RequestError("messages", f"the model's chat template refuses it: {first_line(error)}") from error
 
 
-def _joined(answers: Sequence[JSONResponse]) -> JSONResponse:
+def _join_texts(answers: Sequence[JSONResponse]) -> JSONResponse:
     """One answer to several prompts."""
     contents = [json.loads(bytes(answer.body)) for answer in answers]
     choices = [content["choices"][0] | {"index": index} for index, content in enumerate(contents)]
@@ -300,19 +300,19 @@ def _openai_stream(answer: StreamingResponse, body: dict[str, Any]) -> Streaming
                 for event in filter(None, chunk.split("\n\n")):
                     content = json.loads(event.removeprefix("data: "))
                     if "error" in content:
-                        yield _event(error_body(content["error"], status=500))
+                        yield _make_event(error_body(content["error"], status=500))
                         return
                     usage = content.pop("usage", None)
-                    yield _event(content)
+                    yield _make_event(content)
                     if usage is not None and with_usage:
-                        yield _event(content | {"choices": [], "usage": usage})
+                        yield _make_event(content | {"choices": [], "usage": usage})
         yield "data: [DONE]\n\n"
 
     answer.body_iterator = events(answer.body_iterator)
     return answer
 
 
-def _event(content: dict[str, Any]) -> str:
+def _make_event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
@@ -392,8 +392,8 @@ class Continuation(StoppingCriteria):
         """The new tokens [T]."""
         if self.cancelled:
             return torch.empty(0, dtype=torch.long)
-        with _seeded(self.request.get("seed"), self.model.device):
-            made = self.model.generate(
+        with _seed_draws(self.request.get("seed"), self.model.device):
+            generated = self.model.generate(
                 **self.inputs,
                 generation_config=self.config,
                 stopping_criteria=StoppingCriteriaList([self]),
@@ -401,7 +401,7 @@ class Continuation(StoppingCriteria):
         self._show("", end=True)
         if self.ended and self.total_tokens == self.config.max_new_tokens:
             self.config.max_new_tokens += 1  # handlers take as many tokens as asked for as cut off
-        return made[0, self.prompt_length : self.prompt_length + self.total_tokens]
+        return generated[0, self.prompt_length : self.prompt_length + self.total_tokens]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if not self.ended:  # where `generate` looks late, there is a token after the last
@@ -412,8 +412,8 @@ class Continuation(StoppingCriteria):
         return torch.full((len(input_ids),), self.ended or self.cancelled, device=input_ids.device)
 
     def _show(self, text: str, end: bool = False) -> None:
-        if shown := self.until.feed(text, end):
-            self.pass_on(shown)
+        if visible := self.until.feed(text, end):
+            self.pass_on(visible)
 
 
 def _set_length(config: Any, prompt: list[int], generation: GenerationConfig, request: dict[str, Any]) -> int:
@@ -437,7 +437,7 @@ def _set_length(config: Any, prompt: list[int], generation: GenerationConfig, re
 
 
 @contextlib.contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+def _seed_draws(seed: int | None, device: torch.device) -> Iterator[None]:
     """Random numbers from a seed in this context, and afterwards as if nothing had been drawn."""
     if seed is None:
         yield

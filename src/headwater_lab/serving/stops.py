@@ -19,13 +19,13 @@ class UntilStop:
         if self.stopped:
             return ""
         self.pending += text
-        before = before_stop(self.pending, self.stops)
-        self.stopped = before != self.pending
-        length = len(before)
+        text_before = before_stop(self.pending, self.stops)
+        self.stopped = text_before != self.pending
+        length = len(text_before)
         if not (self.stopped or end):
-            length -= max((_overlap(before, stop) for stop in self.stops), default=0)
-        self.pending, shown = self.pending[length:], self.pending[:length]
-        return shown
+            length -= max((_measure_overlap(text_before, stop) for stop in self.stops), default=0)
+        self.pending, visible = self.pending[length:], self.pending[:length]
+        return visible
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
@@ -33,6 +33,6 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
     return text[: min((start for start in map(text.find, stops) if start >= 0), default=len(text))]
 
 
-def _overlap(text: str, stop: str) -> int:
+def _measure_overlap(text: str, stop: str) -> int:
     """How many characters at the end of a text may be the beginning of a stop text."""
     return next((length for length in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:length])), 0)

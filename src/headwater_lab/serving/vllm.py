@@ -19,16 +19,16 @@ def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
     """Run `vllm serve`, with the settings of a checkpoint on this machine unless they are given."""
     config = read_config(source)
     check_servable(config)
-    given = {option.partition("=")[0].replace("_", "-") for option in options if option.startswith("-")}
-    added = ["--served-model-name", name] * ("--served-model-name" not in given)
-    added += ["--host", "127.0.0.1"] * ("--host" not in given)
+    names = {option.partition("=")[0].replace("_", "-") for option in options if option.startswith("-")}
+    added = ["--served-model-name", name] * ("--served-model-name" not in names)
+    added += ["--host", "127.0.0.1"] * ("--host" not in names)
     if not torch.cuda.is_available():
         # vLLM would round a model in fp32 to bf16, and reserve nearly all memory.
         dtype = str(config.dtype).rpartition(".")[2]
-        added += ["--dtype", dtype] * ("--dtype" not in given and dtype != "None")
-        added += ["--enforce-eager"] * (not given & {"--enforce-eager", "--no-enforce-eager"})
-        free = int(available_memory() / 4 / _processes(options) // 2**30)  # vLLM keeps so much for each process
-        if "--kv-cache-memory-bytes" not in given:
+        added += ["--dtype", dtype] * ("--dtype" not in names and dtype != "None")
+        added += ["--enforce-eager"] * (not names & {"--enforce-eager", "--no-enforce-eager"})
+        free = int(available_memory() / 4 / _count_processes(options) // 2**30)  # vLLM keeps so much for each process
+        if "--kv-cache-memory-bytes" not in names:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, free)))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the checkpoint is here
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # which the plugin is not tried with
@@ -39,18 +39,18 @@ def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
     try:
         vllm_server()
     except ValueError as error:  # pydantic's, around what the plugin says of vLLM's options
-        for one in getattr(error, "errors", list)():
-            if isinstance(own := one.get("ctx", {}).get("error"), HeadwaterError):
-                raise own from None
+        for detail in getattr(error, "errors", list)():
+            if isinstance(cause := detail.get("ctx", {}).get("error"), HeadwaterError):
+                raise cause from None
         raise
 
 
-def _processes(options: list[str]) -> int:
+def _count_processes(options: list[str]) -> int:
     """How many processes vLLM is asked for. What is no number is left for vLLM to refuse."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
     try:
-        found, _ = parser.parse_known_args(options)
+        parsed, _ = parser.parse_known_args(options)
     except ArgumentError:
         return 1
-    return max(1, found.tensor_parallel_size)
+    return max(1, parsed.tensor_parallel_size)

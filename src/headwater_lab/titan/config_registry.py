@@ -55,7 +55,7 @@ def of_preset(name: str) -> Trainer.Config:
         model_spec=spec(config, name),
         dump_folder=f"runs/titan-{name}",
         training=TrainingConfig(seq_len=config.max_position_embeddings, disable_cuda_graphs=True),
-        parallelism=parallelism(),
+        parallelism=choose_parallelism(),
         optimizer=default_adamw(),
         loss=CrossEntropyLoss.Config(),
         dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),
@@ -74,9 +74,9 @@ def of_recipe(name: str) -> Trainer.Config:
     data = recipe.data.build()
     config = recipe.config_for(data)
     check_hooks(config)
-    whole = training.batch_size
+    batch_size = training.batch_size
     # torchtitan adds up the gradients of as many forward passes as the global batch takes.
-    local = max(1, whole // int(os.environ.get("WORLD_SIZE", "1")))
+    local = max(1, batch_size // int(os.environ.get("WORLD_SIZE", "1")))
     return Trainer.Config(
         model_spec=spec(with_attention(config, training.attn_implementation), recipe.name),
         hf_assets_path="",
@@ -85,7 +85,7 @@ def of_recipe(name: str) -> Trainer.Config:
         dataloader=RecipeLoader.Config(recipe=name),
         training=TrainingConfig(
             local_batch_size=local,
-            global_batch_size=whole * training.gradient_accumulation_steps,
+            global_batch_size=batch_size * training.gradient_accumulation_steps,
             seq_len=data.context,
             max_norm=float("inf") if training.max_grad_norm is None else training.max_grad_norm,
             steps=training.steps,
@@ -93,8 +93,8 @@ def of_recipe(name: str) -> Trainer.Config:
             dtype=str(training.precision.weights).removeprefix("torch."),
             mixed_precision_param=str(training.precision.compute).removeprefix("torch."),
         ),
-        parallelism=parallelism(),
-        optimizer=optimizer(recipe, config),
+        parallelism=choose_parallelism(),
+        optimizer=make_optimizer(recipe, config),
         lr_scheduler=LRSchedulersContainer.Config(
             warmup_steps=training.warmup_steps,
             decay_ratio=0.0 if training.schedule == "constant" else None,
@@ -123,7 +123,7 @@ def check_recipe(recipe: Recipe) -> None:
                 f"torchtitan's trainer trains one model from scratch, and this recipe has {section}; remove the "
                 "section, or use `headwater train` or `headwater compare`."
             )
-    for field, known in {
+    for field, supported in {
         "optimizer": ("adamw",),
         "schedule": ("cosine", "constant"),
         "z_loss": (0.0,),
@@ -133,10 +133,10 @@ def check_recipe(recipe: Recipe) -> None:
         "distillation": (None,),
         "precision": (Precision.FP32, Precision.BF16_MIXED, Precision.BF16),
     }.items():
-        if getattr(training, field) not in known:
+        if getattr(training, field) not in supported:
             raise HeadwaterError(
                 f"torchtitan's trainer does not support training.{field}={getattr(training, field)}; set "
-                f"it to {'null' if known[0] is None else known[0]}, or use `headwater train`."
+                f"it to {'null' if supported[0] is None else supported[0]}, or use `headwater train`."
             )
 
 
@@ -149,7 +149,7 @@ def check_hooks(config: HeadwaterConfig) -> None:
             )
 
 
-def parallelism() -> ParallelismConfig:
+def choose_parallelism() -> ParallelismConfig:
     """The choices that headwater models need; the degrees are for the command line."""
     return ParallelismConfig(
         spmd_backend="partial_dtensor", enable_sequence_parallel=False, context_parallel_load_balancer=None
@@ -166,33 +166,33 @@ def with_attention(config: HeadwaterConfig, name: str | None) -> HeadwaterConfig
     return config
 
 
-def optimizer(recipe: Recipe, config: HeadwaterConfig) -> OptimizersContainer.Config:
+def make_optimizer(recipe: Recipe, config: HeadwaterConfig) -> OptimizersContainer.Config:
     """AdamW with the groups of `headwater train`: weight decay and the scalars' rate."""
     training = recipe.training
     with torch.device("meta"):
         model = HeadwaterForCausalLM(config)
     name_of = {parameter: name for name, parameter in model.named_parameters()}
-    found: dict[tuple[float, float], list[str]] = {}
+    groups: dict[tuple[float, float], list[str]] = {}
     for group in parameter_groups(model, training.weight_decay, training.weight_decay_on):
         rate = training.learning_rate * (
             training.scalar_learning_rate_multiplier if group["name"] == "scalars" else 1.0
         )
-        found.setdefault((rate, group["weight_decay"]), []).extend(name_of[one] for one in group["params"])
+        groups.setdefault((rate, group["weight_decay"]), []).extend(name_of[parameter] for parameter in group["params"])
     return OptimizersContainer.Config(
         implementation="fused" if torch.cuda.is_available() else "for-loop",
         param_groups=[
             ParamGroupConfig(
-                pattern=pattern(names),
+                pattern=match_names(names),
                 optimizer_name="AdamW",
                 optimizer_kwargs=dict(lr=rate, betas=training.betas, eps=training.epsilon, weight_decay=decay),
             )
-            for (rate, decay), names in found.items()
+            for (rate, decay), names in groups.items()
         ],
     )
 
 
-def pattern(names: list[str]) -> str:
+def match_names(names: list[str]) -> str:
     """A regular expression for exactly these parameters, as torchtitan names them, checkpointed or not."""
-    theirs = {re.escape(theirs_of(name)) for name in names}
-    theirs = {re.sub(r"^(layers\\\.\d+\\\.)", r"\1(?:_checkpoint_wrapped_module\\.)?", name) for name in theirs}
-    return f"^(?:{'|'.join(sorted(theirs))})$"
+    escaped = {re.escape(theirs_of(name)) for name in names}
+    patterns = {re.sub(r"^(layers\\\.\d+\\\.)", r"\1(?:_checkpoint_wrapped_module\\.)?", name) for name in escaped}
+    return f"^(?:{'|'.join(sorted(patterns))})$"

@@ -53,17 +53,17 @@ class RecipeLoader(BaseDataLoader):
                     "torchtitan's trainer takes no rows in which attention crosses from one document to the next and "
                     "mechanisms do not; train this recipe with `headwater train`."
                 )
-            parts = self.rows // self.share.world // self.local
-            while self.part < parts:
+            batches = self.rows // self.share.world // self.local
+            while self.part < batches:
                 rows = slice(self.part * self.local, (self.part + 1) * self.local)
                 self.part += 1
                 ids = batch["input_ids"][rows]
-                given = {"input": ids}
+                inputs = {"input": ids}
                 if "position_ids" in batch:
-                    given["positions"] = batch["position_ids"][rows]
+                    inputs["positions"] = batch["position_ids"][rows]
                 elif self.positions:
-                    given["positions"] = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
-                yield given, batch["shift_labels"][rows]
+                    inputs["positions"] = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
+                yield inputs, batch["shift_labels"][rows]
             self.row, self.part = self.row + self.rows, 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -67,13 +67,13 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
     """Within it, PyTorch's random functions draw from `generator`, and leave the global one, which torchvision uses, as
     it was. The training step must not run meanwhile in another thread.
     """
-    before = torch.get_rng_state()
+    state = torch.get_rng_state()
     torch.set_rng_state(generator.get_state())
     try:
         yield
     finally:
         generator.set_state(torch.get_rng_state())
-        torch.set_rng_state(before)
+        torch.set_rng_state(state)
 
 
 class Changer:
@@ -87,13 +87,13 @@ class Changer:
         std: Sequence[float],
         shorter: int | None = None,
     ) -> None:
-        """shorter: without a random crop, as for `fitted`."""
+        """shorter: without a random crop, as for `fit_image`."""
         if settings.draws:
             from torchvision.transforms import v2
             from torchvision.transforms.v2 import InterpolationMode
 
         self.draws, self.size = settings.draws, size
-        self.transforms: list[Callable[[Image], Image]] = [partial(fitted, size=size, shorter=shorter)]
+        self.transforms: list[Callable[[Image], Image]] = [partial(fit_image, size=size, shorter=shorter)]
         if settings.crop is not None:
             crop = v2.RandomResizedCrop(size, scale=settings.crop, interpolation=InterpolationMode.BICUBIC)
             self.transforms = [crop]
@@ -103,7 +103,7 @@ class Changer:
             by_level = [v2.RandAugment(OPERATIONS, level, BINS) for level in range(BINS)]
             self.transforms.append(partial(_rand_augmented, by_level, settings))
         self.erase = v2.RandomErasing(settings.erase) if settings.erase else None
-        self.mean, self.std = (np.array(each, np.float32).reshape(-1, 1, 1) for each in (mean, std))
+        self.mean, self.std = (np.array(values, np.float32).reshape(-1, 1, 1) for values in (mean, std))
 
     def __call__(self, image: Image, draw: torch.Generator) -> Tensor:
         with drawing_from(draw) if self.draws else nullcontext():
@@ -115,11 +115,11 @@ class Changer:
             np.divide(np.asarray(image).reshape(*self.size, -1).transpose(2, 0, 1), np.float32(255), out=pixels)
             pixels -= self.mean
             pixels /= self.std
-            found = torch.from_numpy(pixels)
-            return found if self.erase is None else self.erase(found)
+            changed = torch.from_numpy(pixels)
+            return changed if self.erase is None else self.erase(changed)
 
 
-def fitted(image: Image, size: tuple[int, int], shorter: int | None) -> Image:
+def fit_image(image: Image, size: tuple[int, int], shorter: int | None) -> Image:
     """An image of this height and width, as evaluation takes it: the whole one squeezed, or the center of one resized
     to have a shorter side of `shorter` pixels."""
     from PIL.Image import Resampling
@@ -129,8 +129,8 @@ def fitted(image: Image, size: tuple[int, int], shorter: int | None) -> Image:
         return image if image.size == (width, height) else image.resize((width, height), Resampling.BICUBIC)
     least = min(image.size)
     image = image.resize((image.width * shorter // least, image.height * shorter // least), Resampling.BICUBIC)
-    left, top = (image.width - width) // 2, (image.height - height) // 2
-    return image.crop((left, top, left + width, top + height))
+    x, y = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((x, y, x + width, y + height))
 
 
 def _rand_augmented(by_level: list[Any], settings: Augmentation, image: Image) -> Image:
@@ -140,7 +140,7 @@ def _rand_augmented(by_level: list[Any], settings: Augmentation, image: Image) -
     return by_level[round(float(level))](image)
 
 
-def mixed(
+def mix_images(
     settings: Augmentation,
     pixels: Tensor,
     labels: Tensor,
@@ -154,7 +154,7 @@ def mixed(
     """
     from torchvision.transforms import v2
 
-    kinds = [kind(alpha=a, num_classes=classes) for kind, a in _mixes(v2, settings) if a]
+    kinds = [kind(alpha=a, num_classes=classes) for kind, a in _choose_mixes(v2, settings) if a]
     images = torch.empty_like(pixels[settings.back :])
     shares = torch.empty(len(images), classes)
     for row, draw in enumerate(draws):
@@ -166,5 +166,5 @@ def mixed(
     return images, shares
 
 
-def _mixes(v2: Any, settings: Augmentation) -> list[tuple[Any, float]]:
+def _choose_mixes(v2: Any, settings: Augmentation) -> list[tuple[Any, float]]:
     return [(v2.MixUp, settings.mixup), (v2.CutMix, settings.cutmix)]

@@ -17,9 +17,9 @@ from transformers import BaseImageProcessor
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
-from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Share, shuffled
-from headwater_lab.data.images.augment import Augmentation, Changer, mixed
-from headwater_lab.data.images.loading import loaded
+from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Share, shuffle_rows
+from headwater_lab.data.images.augment import Augmentation, Changer, mix_images
+from headwater_lab.data.images.loading import load_batches
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -46,8 +46,8 @@ class ImageSettings(DataSettings):
 
     @field_validator("augmentation", mode="before")
     @classmethod
-    def _none(cls, given: object) -> object:
-        return {} if given is None else given
+    def _none(cls, value: object) -> object:
+        return {} if value is None else value
 
     @model_validator(mode="after")
     def _channels_exist(self) -> ImageSettings:
@@ -135,12 +135,13 @@ class ImageData:
 
     def order(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
         """An endless stream of (epoch, index), from row `start` on: a function of the seed."""
-        images = shuffled(len(self.train), seed, start)
+        images = shuffle_rows(len(self.train), seed, start)
         return ((row // len(self.train), index) for row, index in zip(itertools.count(start), images, strict=False))
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
-        own = range(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
-        return loaded(partial(self.read, seed, own), self.parts(seed, batch_size, start), self.settings.workers)
+        local_rows = range(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
+        load = partial(self.read, seed, local_rows)
+        return load_batches(load, self.parts(seed, batch_size, start), self.settings.workers)
 
     def parts(self, seed: int, batch_size: int, start: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         """(number of its first row, its rows) of each batch; mixed rows come with the `back` rows before them."""
@@ -148,23 +149,23 @@ class ImageData:
         # The first rows of all have none before them, and take those behind.
         earliest = list(itertools.islice(self.order(seed, 0), 2 * back))
         order = self.order(seed, max(0, start - back))
-        before = [earliest[number + 2 * back] if number < 0 else next(order) for number in range(start - back, start)]
-        for first in itertools.count(start, batch_size):
-            rows = before + list(itertools.islice(order, batch_size))
-            yield first, rows
-            before = rows[len(rows) - back :]
+        previous = [earliest[number + 2 * back] if number < 0 else next(order) for number in range(start - back, start)]
+        for first_row in itertools.count(start, batch_size):
+            rows = previous + list(itertools.islice(order, batch_size))
+            yield first_row, rows
+            previous = rows[len(rows) - back :]
 
-    def read(self, seed: int, own: range, part: tuple[int, list[tuple[int, int]]]) -> Batch:
-        """The rows `own` of a batch, one of `parts`. Raises `UnreadableImage`."""
-        (first, rows), settings = part, self.settings.augmentation
-        rows = rows[own.start : own.stop + settings.back]
+    def read(self, seed: int, local_rows: range, numbered_rows: tuple[int, list[tuple[int, int]]]) -> Batch:
+        """The rows `local_rows` of a batch, one of `parts`. Raises `UnreadableImage`."""
+        (start, rows), settings = numbered_rows, self.settings.augmentation
+        rows = rows[local_rows.start : local_rows.stop + settings.back]
         pixels = torch.empty(len(rows), self.settings.channels, *self.settings.size)
-        for place, row in zip(pixels, rows, strict=True):
-            place.numpy()[...] = self.changed(seed, *row).numpy()
+        for target, row in zip(pixels, rows, strict=True):
+            target.numpy()[...] = self.changed(seed, *row).numpy()
         labels = torch.tensor([self.train.labels[index] for _, index in rows])
         if settings.back:
-            draws = [partial(generator, "mix", seed, first + row) for row in own]
-            pixels, labels = mixed(settings, pixels, labels, len(self.classes), draws)
+            draws = [partial(generator, "mix", seed, start + row) for row in local_rows]
+            pixels, labels = mix_images(settings, pixels, labels, len(self.classes), draws)
         return {"pixel_values": pixels, "labels": labels}
 
     def changed(self, seed: int, epoch: int, index: int) -> Tensor:
@@ -189,19 +190,20 @@ class ImageData:
         ranks, nats = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
         numbers = range(share.rank, -(-len(firsts) // share.world) * share.world, share.world)
         # Models in several processes must run together: who has no images left repeats the last ones.
-        parts = [range(first, min(first + size, count)) for first in (firsts[min(n, len(firsts) - 1)] for n in numbers)]
-        workers = min(self.settings.workers, len(parts) - 1)
-        with closing(loaded(self.held_out_images, parts, workers)) as batches:
-            for number, part, batch in zip(numbers, parts, batches, strict=True):
+        starts = [firsts[min(number, len(firsts) - 1)] for number in numbers]
+        ranges = [range(start, min(start + size, count)) for start in starts]
+        workers = min(self.settings.workers, len(ranges) - 1)
+        with closing(load_batches(self.held_out_images, ranges, workers)) as batches:
+            for number, images, batch in zip(numbers, ranges, batches, strict=True):
                 scores, labels = logits(batch).float().cpu(), batch["labels"]
                 if number < len(firsts):
-                    own = slice(part.start, part.stop)
+                    rows = slice(images.start, images.stop)
                     right = scores.gather(1, labels[:, None])
                     # Among equal scores the first class comes first, as argmax has it. What is no number is wrong.
-                    before = torch.arange(scores.shape[1]) < labels[:, None]
-                    better = ~(scores <= right) | ((scores == right) & before)
-                    ranks[own] = better.sum(1).double()
-                    nats[own] = F.cross_entropy(scores, labels, reduction="none").double()
+                    precedes = torch.arange(scores.shape[1]) < labels[:, None]
+                    better = ~(scores <= right) | ((scores == right) & precedes)
+                    ranks[rows] = better.sum(1).double()
+                    nats[rows] = F.cross_entropy(scores, labels, reduction="none").double()
         ranks, nats = share.total(ranks), share.total(nats)
         metrics = {"accuracy": float((ranks < 1).double().mean())}
         if len(self.classes) > 5:

@@ -12,7 +12,7 @@ from pydantic import Field
 from headwater.util.seeding import generator
 from headwater_lab.data.base import register_kind
 from headwater_lab.data.images.base import ImageData, ImageSettings
-from headwater_lab.data.images.reading import converted
+from headwater_lab.data.images.reading import convert_channels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,16 +36,16 @@ class DigitsSettings(ImageSettings):
         self.check_extras()
         from sklearn.datasets import load_digits
 
-        found = load_digits()
-        pixels = np.round(found.images * (255 / 16)).astype(np.uint8)
-        labels = [int(label) for label in found.target]
+        digits = load_digits()
+        pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)
+        labels = [int(label) for label in digits.target]
         train, held_out = [], []
         for digit in range(10):
-            own = [index for index, label in enumerate(labels) if label == digit]
-            order = torch.randperm(len(own), generator=generator("digits", digit)).tolist()
-            count = max(1, round(self.held_out * len(own)))
-            held_out += [own[i] for i in order[:count]]
-            train += [own[i] for i in order[count:]]
+            of_digit = [index for index, label in enumerate(labels) if label == digit]
+            order = torch.randperm(len(of_digit), generator=generator("digits", digit)).tolist()
+            count = max(1, round(self.held_out * len(of_digit)))
+            held_out += [of_digit[i] for i in order[:count]]
+            train += [of_digit[i] for i in order[count:]]
         return ImageData(
             self,
             DigitImages(pixels, labels, sorted(train), self.channels),
@@ -62,7 +62,7 @@ class DigitImages:
         from PIL.Image import fromarray
 
         self.numbers, self.labels = numbers, [labels[number] for number in numbers]
-        self.images = [converted(fromarray(pixels[number]), "", channels) for number in numbers]
+        self.images = [convert_channels(fromarray(pixels[number]), "", channels) for number in numbers]
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -16,9 +16,9 @@ from pydantic import Field
 from headwater.util.errors import HeadwaterError, first_line, nearest, shown
 from headwater.util.hub import check_reachable
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.hosted import check_card, downloads
+from headwater_lab.data.hosted import check_card, download_folders
 from headwater_lab.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
-from headwater_lab.data.images.reading import read_image, suffixes
+from headwater_lab.data.images.reading import image_suffixes, read_image
 from headwater_lab.data.reading import local_path
 
 if TYPE_CHECKING:
@@ -58,15 +58,15 @@ class ImageFilesSettings(ImageSettings):
     def build(self) -> ImageData:
         """Raises `HeadwaterError` for anything that is missing or does not fit."""
         self.check_extras()
-        splits = _splits(self)
+        splits = _open_splits(self)
         held_out = self.held_out
         if held_out is None:
             held_out = next((name for name in SPLITS if name in splits and name != self.split), 0.1)
-        chosen = [_opened(splits, self.split, repr(self.source))]
+        chosen = [_open_dataset(splits, self.split, repr(self.source))]
         if isinstance(held_out, str):
-            chosen.append(_opened(splits, held_out, f"data.held_out: {self.source!r}"))
-        classes = _classes(chosen[0])
-        sides = [numbered(split, classes, self.channels) for split in chosen]
+            chosen.append(_open_dataset(splits, held_out, f"data.held_out: {self.source!r}"))
+        classes = _find_classes(chosen[0])
+        sides = [number_classes(split, classes, self.channels) for split in chosen]
         if not isinstance(held_out, str):
             sides = sides[0].divided(held_out)
         for name, side in zip(("train", "held out"), sides, strict=True):
@@ -74,7 +74,7 @@ class ImageFilesSettings(ImageSettings):
                 raise HeadwaterError(
                     f"{self.source!r}: no images are left for {name}; use more images or other splits."
                 )
-        notices = [*chain.from_iterable(split.notices for split in chosen), *_unused(classes, sides[0].labels)]
+        notices = [*chain.from_iterable(split.notices for split in chosen), *_note_unused(classes, sides[0].labels)]
         digest = hashlib.sha256("".join(side.digest for side in sides).encode()).hexdigest()
         middle, spread = (list(values) if self.channels == 3 else [sum(values) / 3] for values in (MEAN, STD))
         return ImageData(
@@ -107,7 +107,7 @@ class ImageSplit(NamedTuple):
     sizes: Sequence[int] | None = None
 
 
-def _splits(settings: ImageFilesSettings) -> dict[str, Callable[[], ImageSplit]]:
+def _open_splits(settings: ImageFilesSettings) -> dict[str, Callable[[], ImageSplit]]:
     """The splits of the source, not yet read. Raises `HeadwaterError` if it is neither a folder nor a dataset."""
     folder = local_path(settings.source)
     if not folder.is_dir() and (folder.exists() or folder.is_absolute()):
@@ -121,18 +121,18 @@ def _splits(settings: ImageFilesSettings) -> dict[str, Callable[[], ImageSplit]]
     return _dataset_splits(settings, folder)
 
 
-def _opened(splits: dict[str, Callable[[], ImageSplit]], name: str, where: str) -> ImageSplit:
+def _open_dataset(splits: dict[str, Callable[[], ImageSplit]], name: str, where: str) -> ImageSplit:
     """A split by its name. Raises `HeadwaterError` if there is none, and as the split does."""
     if name not in splits:
         raise HeadwaterError(f"{where} has no split {name!r}; {nearest(name, splits)}")
     return splits[name]()
 
 
-def _unused(classes: list[str], labels: list[int]) -> list[str]:
+def _note_unused(classes: list[str], labels: list[int]) -> list[str]:
     """A notice if there are classes without an image."""
     unused = sorted(set(range(len(classes))) - set(labels))
-    first = ", ".join(classes[number] for number in unused[:5])
-    return [f"{len(unused)} of {len(classes)} classes have no image to train on: {first}."] if unused else []
+    names = ", ".join(classes[number] for number in unused[:5])
+    return [f"{len(unused)} of {len(classes)} classes have no image to train on: {names}."] if unused else []
 
 
 def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], ImageSplit]]:
@@ -141,7 +141,7 @@ def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Call
     for name in ("config", "image_column", "label_column"):
         if getattr(settings, name) != type(settings).model_fields[name].default:
             raise HeadwaterError(f"data.{name} is for datasets, and {settings.source!r} has files; leave it out.")
-    inside = {path.name: path for path in _folders(folder)}
+    inside = {path.name: path for path in _find_folders(folder)}
     if settings.split not in inside:
         held_out = next((name for name in SPLITS if name in inside), None)
         if held_out is None and settings.split != type(settings).model_fields["split"].default:
@@ -159,26 +159,26 @@ def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Call
 
 def _folder_split(folder: Path) -> ImageSplit:
     """A folder of folders, one for each class. Raises `HeadwaterError` if it has none, or one has no images."""
-    classes = [path.name for path in _folders(folder)]
+    classes = [path.name for path in _find_folders(folder)]
     if not classes:
         raise HeadwaterError(
             f"The folder {str(folder)!r} has no classes; put the images of each class into a folder of its name."
         )
 
-    endings = suffixes()
+    endings = image_suffixes()
     files: list[Path] = []
     labels: list[int] = []
     left_out = [path for path in sorted(folder.iterdir()) if _is_file(path)]
     for label, name in enumerate(classes):
-        every = sorted(filter(_is_file, (folder / name).rglob("*")))
-        own = [path for path in every if path.suffix.lower() in endings]
-        left_out += [path for path in every if path.suffix.lower() not in endings]
-        if not own:
+        paths = sorted(filter(_is_file, (folder / name).rglob("*")))
+        images = [path for path in paths if path.suffix.lower() in endings]
+        left_out += [path for path in paths if path.suffix.lower() not in endings]
+        if not images:
             raise HeadwaterError(
                 f"The class {name!r} in {str(folder)!r} has no images; add some, or remove its folder."
             )
-        files += own
-        labels += [label] * len(own)
+        files += images
+        labels += [label] * len(images)
     names = [path.relative_to(folder).as_posix() for path in files]
     notices = []
     if left_out:
@@ -193,7 +193,7 @@ def _is_file(path: Path) -> bool:
     return not path.name.startswith(".") and path.is_file()
 
 
-def _folders(folder: Path) -> list[Path]:
+def _find_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
@@ -206,19 +206,19 @@ def _dataset_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Cal
     try:
         if local:
             check_card(folder)
-            found = _tables(folder, settings.config)
+            splits = _read_tables(folder, settings.config)
         else:
             check_reachable("dataset", source)
-            found = load_dataset(source, settings.config)
+            splits = load_dataset(source, settings.config)
     except HeadwaterError:
         raise
     except Exception as error:  # the many ways a download or a dataset's own layout can fail
         raise HeadwaterError(f"The dataset {source!r} could not be loaded: {first_line(error)}") from error
-    roots = [folder] if local else downloads(source)
-    return {name: lambda name=name: _dataset_split(settings, name, found[name], roots) for name in found}  # type: ignore[misc]
+    roots = [folder] if local else download_folders(source)
+    return {name: lambda name=name: _dataset_split(settings, name, splits[name], roots) for name in splits}  # type: ignore[misc]
 
 
-def _tables(folder: Path, config: str | None) -> Any:
+def _read_tables(folder: Path, config: str | None) -> Any:
     """The splits of a folder of tables. Raises `HeadwaterError` if datasets would read files of another kind."""
     from datasets import load_dataset_builder
     from datasets.packaged_modules.parquet.parquet import Parquet
@@ -265,31 +265,31 @@ def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any, roots: Se
             f"data.image_column: {settings.image_column!r} of {where!r} has no images, but "
             f"{rows.features[settings.image_column]}; name a column of images."
         ) from error
-    read = partial(_read_row, images, settings.image_column, where, roots)
+    read_image = partial(_read_row, images, settings.image_column, where, roots)
     names = [f"row {number}" for number in range(len(rows))]
     classes = list(kind.names) if isinstance(kind, ClassLabel) else None
-    return ImageSplit(where, read, names, list(labels), classes, sizes=_sizes(images, settings.image_column))
+    return ImageSplit(where, read_image, names, list(labels), classes, sizes=_read_sizes(images, settings.image_column))
 
 
-def _sizes(rows: Any, column: str) -> list[int]:
+def _read_sizes(rows: Any, column: str) -> list[int]:
     """Bytes of each encoded image of a dataset, which are not read; 0 of one that is a file of its own, or missing."""
     import pyarrow.compute as arrow
 
     sizes: list[int] = []
-    for part in rows.with_format("arrow").iter(1000):  # of a shuffled dataset they are copied
-        lengths = arrow.binary_length(arrow.struct_field(part[column], "bytes"))
+    for table in rows.with_format("arrow").iter(1000):  # of a shuffled dataset they are copied
+        lengths = arrow.binary_length(arrow.struct_field(table[column], "bytes"))
         sizes += [size or 0 for size in lengths.to_pylist()]
     return sizes
 
 
 def _read_row(rows: Any, column: str, where: str, roots: Sequence[Path], number: int) -> Path | bytes:
     """The image of a row, or its file. Raises `UnreadableImage` if there is none, or it is not below one of `roots`."""
-    found = rows[number][column]
-    if not found or not (found.get("bytes") or found.get("path")):
+    value = rows[number][column]
+    if not value or not (value.get("bytes") or value.get("path")):
         raise UnreadableImage(f"Row {number} of {where!r} has no image.")
-    if found.get("bytes"):
-        return found["bytes"]
-    name = found["path"]
+    if value.get("bytes"):
+        return value["bytes"]
+    name = value["path"]
     files = [root / name for root in roots]
     real = [(Path(os.path.realpath(file)), os.path.realpath(root)) for file, root in zip(files, roots, strict=True)]
     inside = next((file for file, (path, root) in zip(files, real, strict=True) if path.is_relative_to(root)), None)
@@ -301,7 +301,7 @@ def _read_row(rows: Any, column: str, where: str, roots: Sequence[Path], number:
     return inside
 
 
-def _classes(split: ImageSplit) -> list[str]:
+def _find_classes(split: ImageSplit) -> list[str]:
     """The names of a split's classes. Raises `HeadwaterError` for labels that are neither names nor numbers from 0."""
     if split.classes is not None:
         return split.classes
@@ -311,26 +311,26 @@ def _classes(split: ImageSplit) -> list[str]:
                 f"The label {shown(label)} of {name} in {split.where!r} is neither a name nor a number from 0; correct "
                 "it or remove the image."
             )
-    used = set(split.labels)
-    if not all(isinstance(label, int) and not isinstance(label, bool) for label in used):
-        return sorted(map(str, used))
-    count = max(used, default=-1) + 1
-    if count > 2 * len(used):
+    labels = set(split.labels)
+    if not all(isinstance(label, int) and not isinstance(label, bool) for label in labels):
+        return sorted(map(str, labels))
+    count = max(labels, default=-1) + 1
+    if count > 2 * len(labels):
         raise HeadwaterError(
-            f"The labels of {split.where!r} are {len(used)} of the numbers from 0 to {count - 1}, so most classes of "
+            f"The labels of {split.where!r} are {len(labels)} of the numbers from 0 to {count - 1}, so most classes of "
             "the model would have no images; number the labels without gaps, or make them names (strings)."
         )
     return [str(number) for number in range(count)]
 
 
-def numbered(split: ImageSplit, classes: list[str], channels: int) -> ImageFiles:
+def number_classes(split: ImageSplit, classes: list[str], channels: int) -> ImageFiles:
     """Its images, with labels as numbers. Raises `HeadwaterError` for a label that is no class."""
     numbers = {name: number for number, name in enumerate(classes)}
     # What is a class's number in one split may be another's in the other, if a folder lacks a class.
-    own = dict(enumerate(split.classes or ()))
+    class_names = dict(enumerate(split.classes or ()))
     labels = []
     for name, label in zip(split.names, split.labels, strict=True):
-        key = own.get(label, str(label))
+        key = class_names.get(label, str(label))
         if key not in numbers:
             raise HeadwaterError(
                 f"The label {shown(label)} of {name} in {split.where!r} is out of range: there are {len(classes)} "
@@ -379,14 +379,14 @@ class ImageFiles:
         for index, label in enumerate(self.labels):
             by_class.setdefault(label, []).append(index)
         held_out: set[int] = set()
-        for own in by_class.values():
-            if len(own) < 2:
+        for members in by_class.values():
+            if len(members) < 2:
                 raise HeadwaterError(
-                    f"{self.name(own[0])!r} is the only image of its class in {self.split.where!r}, so none can be "
+                    f"{self.name(members[0])!r} is the only image of its class in {self.split.where!r}, so none can be "
                     "held out; add some, or name a split in data.held_out."
                 )
-            own.sort(key=lambda index: hashlib.sha256(self.name(index).encode(errors="surrogateescape")).digest())
-            held_out.update(own[: min(max(1, round(share * len(own))), len(own) - 1)])
+            members.sort(key=lambda index: hashlib.sha256(self.name(index).encode(errors="surrogateescape")).digest())
+            held_out.update(members[: min(max(1, round(share * len(members))), len(members) - 1)])
         sides: list[ImageFiles] = []
         for indices in ([i for i in range(len(self)) if (i in held_out) is out] for out in (False, True)):
             numbers, labels = ([values[i] for i in indices] for values in (self.numbers, self.labels))

@@ -78,7 +78,9 @@ class GlyphSettings(ImageSettings):
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> GlyphSettings:
-        if len(set(self.characters)) < len(self.characters) or not all("!" <= one <= "~" for one in self.characters):
+        if len(set(self.characters)) < len(self.characters) or not all(
+            "!" <= character <= "~" for character in self.characters
+        ):
             raise ValueError("data.characters are visible ASCII characters, each once")
         for name in self.held_out_families:
             if name not in FAMILIES:
@@ -140,7 +142,7 @@ class GlyphImages:
         content = hashlib.sha256()
         for file in self.files:
             font = FT2Font(str(file))
-            self.outlines += [outline(font, character) for character in characters]
+            self.outlines += [draw_outline(font, character) for character in characters]
             content.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
         self.labels = [number % len(characters) for number in range(len(self.outlines) * views)]
         # Whether they are drawn as before, too.
@@ -187,7 +189,7 @@ class GlyphImages:
         return np.asarray(canvas.buffer_rgba())[..., 3] / 255.0
 
 
-def outline(font: Any, character: str) -> tuple[np.ndarray, np.ndarray]:
+def draw_outline(font: Any, character: str) -> tuple[np.ndarray, np.ndarray]:
     """The points [N, 2] of a glyph and what each of them is, as in the font's file. Raises `HeadwaterError`."""
     from matplotlib.ft2font import LoadFlags
 

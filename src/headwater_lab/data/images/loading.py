@@ -18,27 +18,27 @@ from headwater_lab.data.base import Batch
 T = TypeVar("T")
 
 
-def loaded(read: Callable[[T], Batch], parts: Iterable[T], workers: int) -> Generator[Batch, None, None]:
-    """`read` of each part, in order; `workers` processes, at most one per core, read ahead. 0: this process reads.
+def load_batches(load: Callable[[T], Batch], batches: Iterable[T], workers: int) -> Generator[Batch, None, None]:
+    """`load` of each batch, in order; `workers` processes, at most one per core, read ahead. 0: this process reads.
 
     They start at once: those that begin in a thread cannot end well. The generator raises the `HeadwaterError`s of
     `read`, and one if a process ends.
     """
     workers = min(workers, cores())
     loader = DataLoader(
-        _Parts(read),
-        sampler=parts,
+        _Parts(load),
+        sampler=batches,
         batch_size=None,
         num_workers=workers,
-        collate_fn=_unchanged,
+        collate_fn=_keep_batch,
         # Starts at once and copies nothing. Elsewhere Python chooses, and the data are pickled.
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         generator=torch.Generator(),  # else it would draw from the global one, as training does
     )
-    return _checked(_begun(loader))
+    return _check_batch(_begin_loading(loader))
 
 
-def _begun(loader: DataLoader[Batch | HeadwaterError]) -> Iterator[Batch | HeadwaterError]:
+def _begin_loading(loader: DataLoader[Batch | HeadwaterError]) -> Iterator[Batch | HeadwaterError]:
     """The loader's batches, with its processes started.
 
     Ctrl-C in a terminal reaches them too, and the parent still wants their batches to end a step: they inherit that it
@@ -55,7 +55,7 @@ def _begun(loader: DataLoader[Batch | HeadwaterError]) -> Iterator[Batch | Headw
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _checked(batches: Iterator[Batch | HeadwaterError]) -> Generator[Batch, None, None]:
+def _check_batch(batches: Iterator[Batch | HeadwaterError]) -> Generator[Batch, None, None]:
     try:
         for batch in batches:
             if isinstance(batch, HeadwaterError):
@@ -77,15 +77,15 @@ def _checked(batches: Iterator[Batch | HeadwaterError]) -> Generator[Batch, None
 class _Parts(Dataset[Batch | HeadwaterError], Generic[T]):
     """A dataset whose indices are parts. Errors for the user are returned, since `DataLoader` would add a traceback."""
 
-    def __init__(self, read: Callable[[T], Batch]) -> None:
-        self.read = read
+    def __init__(self, load: Callable[[T], Batch]) -> None:
+        self.read = load
 
-    def __getitem__(self, part: T) -> Batch | HeadwaterError:
+    def __getitem__(self, batch: T) -> Batch | HeadwaterError:
         try:
-            return self.read(part)
+            return self.read(batch)
         except HeadwaterError as error:
             return error
 
 
-def _unchanged(batch: Any) -> Any:
+def _keep_batch(batch: Any) -> Any:
     return batch

@@ -22,7 +22,7 @@ FORMATS = (
     "AVIF", "BLP", "BMP", "CUR", "DDS", "DIB", "GIF", "ICNS", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "PSD",
     "QOI", "SGI", "TGA", "TIFF", "WEBP", "XBM", "XPM",
 )  # fmt: skip
-# Modes of Pillow that `converted` knows.
+# Modes of Pillow that `convert_channels` knows.
 GREY = ("1", "L", "LA", "La")
 DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
 COLOR = ("P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
@@ -33,7 +33,7 @@ LONGEST = 100
 
 
 def read_image(source: Path | bytes, name: str, channels: int) -> Image:
-    """An image of `channels`, by the rule of `converted`, turned as its camera says. Raises `UnreadableImage`.
+    """An image of `channels`, by the rule of `convert_channels`, turned as its camera says. Raises `UnreadableImage`.
 
     name: for messages.
     """
@@ -41,7 +41,7 @@ def read_image(source: Path | bytes, name: str, channels: int) -> Image:
     from PIL import ImageOps
 
     try:
-        with _content(source) as content, Pillow.open(content, formats=_known()) as opened:
+        with _read_content(source) as content, Pillow.open(content, formats=_list_suffixes()) as opened:
             if opened.width * opened.height > MOST:
                 raise UnreadableImage(
                     f"{name} has {opened.width} x {opened.height} pixels, more than the {MOST:,} that are read."
@@ -52,22 +52,22 @@ def read_image(source: Path | bytes, name: str, channels: int) -> Image:
                     "other; crop it."
                 )
             opened.load()
-            return converted(ImageOps.exif_transpose(opened), name, channels)
+            return convert_channels(ImageOps.exif_transpose(opened), name, channels)
     except (UnreadableImage, MemoryError):
         raise
     except Pillow.UnidentifiedImageError as error:
         raise UnreadableImage(f"{name} is not an image in a format that is read, such as PNG or JPEG.") from error
     except Exception as error:  # readers of broken images raise anything
-        said = getattr(error, "strerror", None) or first_line(error)
-        raise UnreadableImage(f"{name} cannot be read: {said.rstrip('.')}.") from error
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UnreadableImage(f"{name} cannot be read: {reason.rstrip('.')}.") from error
 
 
-def _content(source: Path | bytes) -> IO[bytes]:
+def _read_content(source: Path | bytes) -> IO[bytes]:
     return io.BytesIO(source) if isinstance(source, bytes) else open_regular(source)
 
 
 @functools.cache
-def _known() -> list[str]:
+def _list_suffixes() -> list[str]:
     """Those of `FORMATS` that this Pillow has."""
     from PIL import Image as Pillow
 
@@ -75,19 +75,19 @@ def _known() -> list[str]:
     return [name for name in FORMATS if name in Pillow.OPEN]
 
 
-def suffixes() -> set[str]:
+def image_suffixes() -> set[str]:
     """The endings of names that images in these formats have, in lower case."""
     from PIL import Image as Pillow
 
-    known = _known()
+    by_suffix = _list_suffixes()
     return {
         suffix
         for suffix, kind in Pillow.registered_extensions().items()
-        if kind in known and Pillow.MIME.get(kind, "").startswith("image/")
+        if kind in by_suffix and Pillow.MIME.get(kind, "").startswith("image/")
     }
 
 
-def converted(image: Image, name: str, channels: int) -> Image:
+def convert_channels(image: Image, name: str, channels: int) -> Image:
     """An image with 3 channels (RGB) or 1 (gray).
 
     Gray images repeat their channel; colors become gray by their luma (ITU-R 601-2). Transparency is dropped, not

@@ -85,7 +85,7 @@ class ArithmeticSettings(SyntheticSettings):
     def width(self, most: int) -> int:
         """The longest row with at most this many operations."""
         prompt = (most + MOST_UNNEEDED) * STATEMENT_TOKENS + (most + 1) * NUMBER_TOKENS + QUESTION_TOKENS
-        return blocks(prompt + most * STEP_TOKENS + 1)
+        return pad_to_block(prompt + most * STEP_TOKENS + 1)
 
     def build(self) -> ArithmeticData:
         return ArithmeticData(self)
@@ -122,7 +122,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
 
     def problem(self, chance: random.Random, operations: int) -> Problem:
         """A problem whose answer needs exactly `operations` operations."""
-        names = [(place, thing) for place in PLACES for thing in THINGS]
+        names = [(site, thing) for site in PLACES for thing in THINGS]
         chance.shuffle(names)
         results = [names.pop() for _ in range(operations)]  # each uses only earlier ones
         slots: list[list[Operand | None]] = [[None, None] for _ in results]
@@ -156,14 +156,14 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         """Fill the open ones of two operands: a new stated number (half the time), a number or a known quantity."""
         operands: list[Operand] = []
         for side, operand in enumerate(slots):
-            other = operands[0] if side else slots[1]
+            opposite = operands[0] if side else slots[1]
             kind = chance.random()
             if operand is not None:
                 pass
-            elif 0.5 <= kind < 0.75 and isinstance(other, tuple):  # an operation needs at least one quantity
+            elif 0.5 <= kind < 0.75 and isinstance(opposite, tuple):  # an operation needs at least one quantity
                 operand = self.number(chance)
-            elif kind >= 0.75 and (known := before + [name for name in stated if isinstance(stated[name], int)]):
-                operand = chance.choice(known)
+            elif kind >= 0.75 and (earlier := before + [name for name in stated if isinstance(stated[name], int)]):
+                operand = chance.choice(earlier)
             else:
                 operand = names.pop()
                 stated[operand] = self.number(chance)
@@ -178,7 +178,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         prompts = [self.encode(prompt_of(problem)) for problem in problems]
         solutions = [self.encode(solution_of(problem, self.settings.modulus)) for problem in problems]
         longest = max((len(p) + len(s) for p, s in zip(prompts, solutions, strict=True)), default=1)
-        length = blocks(longest) if most is None else self.settings.width(most)
+        length = pad_to_block(longest) if most is None else self.settings.width(most)
         ids = torch.zeros(len(problems), length, dtype=torch.long)
         labels = torch.full_like(ids, -100)
         for row, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
@@ -233,11 +233,11 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         open_rows = list(range(len(rows)))
         while float(share.total(torch.tensor([float(len(open_rows))]))):
             turn = open_rows or [0]
-            length = blocks(max(len(rows[row]) for row in turn))
+            length = pad_to_block(max(len(rows[row]) for row in turn))
             ids = torch.tensor([rows[row] + [0] * (length - len(rows[row])) for row in turn])
-            last = torch.tensor([len(rows[row]) - 1 for row in turn])
+            ends = torch.tensor([len(rows[row]) - 1 for row in turn])
             scores = logits({"input_ids": ids})
-            chosen = scores[torch.arange(len(turn)), last.to(scores.device)].argmax(-1).tolist()
+            chosen = scores[torch.arange(len(turn)), ends.to(scores.device)].argmax(-1).tolist()
             for row, token in zip(open_rows, chosen, strict=False):
                 rows[row].append(token)
             open_rows = [row for row in open_rows if rows[row][-1] != end and len(rows[row]) < self.context]
@@ -249,7 +249,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         return [self.words[token] if token < len(self.words) else "<pad>" for token in behind]
 
 
-def blocks(length: int) -> int:
+def pad_to_block(length: int) -> int:
     """`length` and what pads it."""
     return -(-length // BLOCK) * BLOCK
 
@@ -262,14 +262,14 @@ def words_of(value: Operand | Operation) -> list[str]:
 
 
 def prompt_of(problem: Problem) -> list[str]:
-    stated, asked = problem
+    stated, question = problem
     words = [word for name, value in stated.items() for word in (*name, "=", *words_of(value), ".")]
-    return [*words, "?", *asked, ":"]
+    return [*words, "?", *question, ":"]
 
 
 def steps_of(problem: Problem) -> list[QuantityName]:
     """The operations that the answer needs, in the order of a solution."""
-    stated, asked = problem
+    stated, question = problem
     done: list[QuantityName] = []
 
     def need(name: QuantityName) -> None:
@@ -281,7 +281,7 @@ def steps_of(problem: Problem) -> list[QuantityName]:
                 need(operand)
         done.append(name)
 
-    need(asked)
+    need(question)
     return done
 
 
@@ -291,8 +291,8 @@ def solution_of(problem: Problem, modulus: int) -> list[str]:
     for name in steps_of(problem):
         operation = problem[0][name]
         assert isinstance(operation, Operation)
-        left, right = (str(o if isinstance(o, int) else values[o]) for o in (operation.left, operation.right))
-        words += [*name, "=", *words_of(operation), "=", left, operation.sign, right, "=", str(values[name]), "."]
+        augend, addend = (str(o if isinstance(o, int) else values[o]) for o in (operation.left, operation.right))
+        words += [*name, "=", *words_of(operation), "=", augend, operation.sign, addend, "=", str(values[name]), "."]
     return [*words, "<end>"]
 
 
@@ -322,8 +322,8 @@ def split_sentences(words: list[str]) -> list[str]:
 
 
 def name_in(text: str) -> QuantityName:
-    place, thing = text.split()
-    return place, thing
+    site, thing = text.split()
+    return site, thing
 
 
 def is_solved(problem: Problem, written: list[str], modulus: int) -> bool:

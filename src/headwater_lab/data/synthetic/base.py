@@ -89,10 +89,10 @@ class SyntheticData(ABC, Generic[S]):
         as `held_out` does.
         """
         self.held_out()  # what cannot be evaluated is not trained first
-        own = slice(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
+        local_rows = slice(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
         while True:
-            whole = self.training_rows(seed, start, batch_size)
-            yield {name: tensor[own] for name, tensor in whole.items()}
+            batch = self.training_rows(seed, start, batch_size)
+            yield {name: tensor[local_rows] for name, tensor in batch.items()}
             start += batch_size
 
     def training_rows(self, seed: int, start: int, count: int) -> Batch:
@@ -154,13 +154,13 @@ class SyntheticData(ABC, Generic[S]):
         size = max(1, LOGITS // (labels.shape[1] * self.vocab_size))
         nats, right = 0.0, []
         for piece in range(0, len(labels), size):
-            own = {name: tensor[piece : piece + size] for name, tensor in batch.items()}
-            scores = logits(own).float().cpu()
-            target = own["shift_labels"]
+            inputs = {name: tensor[piece : piece + size] for name, tensor in batch.items()}
+            scores = logits(inputs).float().cpu()
+            target = inputs["shift_labels"]
             right.append(scores.argmax(-1) == target)
-            counted = int((target != -100).sum())
-            if counted:
-                nats += float(F.cross_entropy(scores.flatten(0, 1), target.flatten())) * counted
+            labels_counted = int((target != -100).sum())
+            if labels_counted:
+                nats += float(F.cross_entropy(scores.flatten(0, 1), target.flatten())) * labels_counted
         hits, counted_at = torch.cat(right), labels != -100
         metrics = {"accuracy": share_of(hits, counted_at), "loss": nats / int(counted_at.sum())}
         for name, where in self.parts(batch).items():
@@ -192,6 +192,6 @@ def share_of(hits: Tensor, where: Tensor) -> float:
     return float(hits[where].double().mean())
 
 
-def distinct(draw: torch.Generator, rows: int, vocab_size: int, count: int) -> Tensor:
+def draw_distinct(draw: torch.Generator, rows: int, vocab_size: int, count: int) -> Tensor:
     """[rows, count]: different tokens below `vocab_size` in each row, every choice and order of them equally likely."""
     return torch.rand(rows, vocab_size, generator=draw).topk(count).indices

@@ -52,30 +52,30 @@ class HopData(SyntheticData[HopSettings]):
         steps = torch.randint(1, alphabet, (count, length), generator=draw)
         steps[:, 0] = torch.randint(alphabet, (count,), generator=draw)
         symbols = steps.cumsum(1) % alphabet
-        asked = torch.randint(hops + 1, (count, 1), generator=draw)
+        hops_asked = torch.randint(hops + 1, (count, 1), generator=draw)
         find = self.find(symbols)
-        place = torch.arange(length + 1).expand(count, -1)
+        position = torch.arange(length + 1).expand(count, -1)
         for hop in range(hops):
-            place = torch.where(asked > hop, find.gather(1, place), place)
+            position = torch.where(hops_asked > hop, find.gather(1, position), position)
         # Place 0 is "nothing".
-        answers = torch.cat([torch.full((count, 1), alphabet), symbols], dim=1).gather(1, place)
+        answers = torch.cat([torch.full((count, 1), alphabet), symbols], dim=1).gather(1, position)
         answers[:, 0] = -100
-        return {"input_ids": torch.cat([alphabet + 1 + asked, symbols], dim=1), "shift_labels": answers}
+        return {"input_ids": torch.cat([alphabet + 1 + hops_asked, symbols], dim=1), "shift_labels": answers}
 
     def find(self, symbols: Tensor) -> Tensor:
         """find^1 of all places [count, n + 1]; that of place 0 is 0."""
         count, length = symbols.shape
-        after = torch.zeros(count, length, self.settings.alphabet, dtype=torch.long)
-        places = torch.arange(2, length + 1).expand(count, -1)
+        pointers = torch.zeros(count, length, self.settings.alphabet, dtype=torch.long)
+        positions = torch.arange(2, length + 1).expand(count, -1)
         # Symbol X_{j-1} points to j, from j on.
-        after[:, 1:].scatter_(2, symbols[:, :-1, None], places[..., None])
-        latest = after.cummax(1).values.gather(2, symbols[..., None])[..., 0]
+        pointers[:, 1:].scatter_(2, symbols[:, :-1, None], positions[..., None])
+        latest = pointers.cummax(1).values.gather(2, symbols[..., None])[..., 0]
         return torch.cat([torch.zeros(count, 1, dtype=torch.long), latest], dim=1)
 
     def parts(self, batch: Batch) -> dict[str, Tensor]:
-        asked = batch["input_ids"][:, :1] - self.settings.alphabet - 1
+        hops_asked = batch["input_ids"][:, :1] - self.settings.alphabet - 1
         everywhere = torch.ones_like(batch["input_ids"], dtype=torch.bool)
-        return {f"k={k}": everywhere & (asked == k) for k in range(self.settings.hops + 1)}
+        return {f"k={k}": everywhere & (hops_asked == k) for k in range(self.settings.hops + 1)}
 
     def word(self, token: int) -> str:
         alphabet = self.settings.alphabet

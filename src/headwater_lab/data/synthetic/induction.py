@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from headwater_lab.data.base import Batch, register_kind
-from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, distinct
+from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, draw_distinct
 
 
 @register_kind
@@ -69,8 +69,8 @@ class InductionData(SyntheticData[InductionSettings]):
     def sample(self, draw: torch.Generator, count: int) -> Batch:
         """`count` sequences; shift_labels is -100 where the next token cannot be told."""
         make = {"chain": self.chain, "periodic": self.periodic, "scattered": self.scattered}[self.settings.variant]
-        row, known = make(draw, count)
-        labels = torch.where(known, row[:, 1:], -100)
+        row, predictable = make(draw, count)
+        labels = torch.where(predictable, row[:, 1:], -100)
         return {"input_ids": row[:, :-1].contiguous(), "shift_labels": labels}
 
     def chain(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
@@ -79,26 +79,26 @@ class InductionData(SyntheticData[InductionSettings]):
         fresh = torch.randint(vocab_size, (count, length + 1), generator=draw)
         follower = torch.full((count, vocab_size), -1)
         tokens = [fresh[:, 0]]
-        known = []
+        predictable = []
         for t in range(length):
             current = tokens[-1][:, None]
             successor = follower.gather(1, current)[:, 0]
-            known.append(successor >= 0)
-            following = torch.where(known[-1], successor, fresh[:, t + 1])
+            predictable.append(successor >= 0)
+            following = torch.where(predictable[-1], successor, fresh[:, t + 1])
             follower.scatter_(1, current, following[:, None])
             tokens.append(following)
-        return torch.stack(tokens, dim=1), torch.stack(known, dim=1)
+        return torch.stack(tokens, dim=1), torch.stack(predictable, dim=1)
 
     def periodic(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
         length = self.settings.length
         lag = length // 2
-        places = torch.arange(length + 1)
-        segment = distinct(draw, count, self.settings.vocab_size, lag)
-        return segment[:, places % lag], (places[:-1] >= lag).expand(count, -1)
+        positions = torch.arange(length + 1)
+        segment = draw_distinct(draw, count, self.settings.vocab_size, lag)
+        return segment[:, positions % lag], (positions[:-1] >= lag).expand(count, -1)
 
     def scattered(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
         length = self.settings.length
-        pool = distinct(draw, count, self.settings.vocab_size, self.settings.distinct)
+        pool = draw_distinct(draw, count, self.settings.vocab_size, self.settings.distinct)
         turns = length + 1  # each adds one or two tokens
         chance = torch.rand(count, turns, generator=draw)
         # A row begins with new pairs: were there one or two to repeat, they would come at lag 2 or 4 most of the time.
@@ -110,13 +110,13 @@ class InductionData(SyntheticData[InductionSettings]):
         single = (~new & ~repeat).cumsum(1)
         # Pairs take the pool from its front, single tokens from its back; what lies behind the row's end is cut off.
         size = pool.shape[1]
-        first = pool.gather(1, torch.where(new | repeat, 2 * pair, size - single).clamp(0, size - 1))
+        letters = pool.gather(1, torch.where(new | repeat, 2 * pair, size - single).clamp(0, size - 1))
         second = pool.gather(1, (2 * pair + 1).clamp(0, size - 1))
         step = torch.where(new | repeat, 2, 1)
-        place = step.cumsum(1) - step
+        start = step.cumsum(1) - step
         row = torch.zeros(count, 2 * turns, dtype=torch.long)
-        known = torch.zeros(count, 2 * turns, dtype=torch.bool)
-        row.scatter_(1, place + step - 1, torch.where(step == 2, second, first))
-        row.scatter_(1, place, first)
-        known.scatter_(1, place, repeat)
-        return row[:, : length + 1], known[:, :length]
+        predictable = torch.zeros(count, 2 * turns, dtype=torch.bool)
+        row.scatter_(1, start + step - 1, torch.where(step == 2, second, letters))
+        row.scatter_(1, start, letters)
+        predictable.scatter_(1, start, repeat)
+        return row[:, : length + 1], predictable[:, :length]

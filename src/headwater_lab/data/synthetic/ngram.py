@@ -76,12 +76,12 @@ class NgramData(SyntheticData[NgramSettings]):
         tokens, labels = [], []
         for t in range(settings.length + 1):
             entry = torch.searchsorted(self.codes, code).clamp_(max=settings.entries - 1)
-            known = (self.codes[entry] == code) & (t >= width)
+            is_stored = (self.codes[entry] == code) & (t >= width)
             beginning = chosen.gather(1, began[:, None])[:, 0]
             following = self.followers[entry]
-            token = torch.where(known, following, self.beginnings[beginning, (t - began) % width])
+            token = torch.where(is_stored, following, self.beginnings[beginning, (t - began) % width])
             tokens.append(token)
-            labels.append(torch.where(known, following, -100))
-            began = torch.where(known, t + 1, began)
+            labels.append(torch.where(is_stored, following, -100))
+            began = torch.where(is_stored, t + 1, began)
             code = (code * settings.vocab_size + token) % settings.vocab_size**width
         return {"input_ids": torch.stack(tokens[:-1], dim=1), "shift_labels": torch.stack(labels[1:], dim=1)}

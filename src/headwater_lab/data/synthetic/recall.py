@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, model_validator
 
 from headwater_lab.data.base import Batch, register_kind
-from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, distinct
+from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, draw_distinct
 
 
 @register_kind
@@ -52,16 +52,16 @@ class RecallData(SyntheticData[RecallSettings]):
     def sample(self, draw: torch.Generator, count: int) -> Batch:
         pairs, vocab_size, length = self.settings.pairs, self.settings.vocab_size, self.settings.length
         half = vocab_size // 2
-        keys = distinct(draw, count, half, pairs)
-        values = half + distinct(draw, count, vocab_size - half, pairs)
+        keys = draw_distinct(draw, count, half, pairs)
+        values = half + draw_distinct(draw, count, vocab_size - half, pairs)
         row = torch.randint(half, vocab_size, (count, length), generator=draw)
         row[:, : 2 * pairs] = torch.stack([keys, values], dim=2).flatten(1)
         # The Gumbel trick: drawn one after another without replacement, the first drawn for the first key.
         distances = torch.arange(1, length - 2 * pairs + 1)
         noise = -torch.empty(count, len(distances)).exponential_(generator=draw).log()
-        asked = 2 * pairs + ((self.settings.power - 1) * distances.log() + noise).topk(pairs).indices
-        labels = torch.full((count, length), -100).scatter_(1, asked, values)
-        return {"input_ids": row.scatter_(1, asked, keys), "shift_labels": labels}
+        queries = 2 * pairs + ((self.settings.power - 1) * distances.log() + noise).topk(pairs).indices
+        labels = torch.full((count, length), -100).scatter_(1, queries, values)
+        return {"input_ids": row.scatter_(1, queries, keys), "shift_labels": labels}
 
     def word(self, token: int) -> str:
         half = self.settings.vocab_size // 2
