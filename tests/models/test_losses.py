@@ -7,8 +7,9 @@ from torch import Tensor
 from conftest import assert_near
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
-from headwater.nn.loss import classification_loss, smoothed
+from headwater.nn.loss import classification_loss
 from headwater.testing.measures import saved_bytes
+from headwater_lab.training.loop import smooth_labels
 
 V, D = 89, 16
 
@@ -59,11 +60,11 @@ def test_loss_and_z_loss_written_out(chunk, given, tied):
 def test_smoothed_labels_give_the_loss_of_pytorch(share, classes):
     logits, labels = torch.randn(4, classes, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 4, 2, 2])
     wanted = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=share)
-    assert_near(classification_loss(logits, smoothed(labels, share, classes)), wanted, 1e-6)
+    assert_near(classification_loss(logits, smooth_labels(labels, share, classes)), wanted, 1e-6)
     # Probabilities of the data's classes, of which a model may have more.
     mixed = 0.25 * torch.nn.functional.one_hot(labels, 5) + 0.75 * torch.nn.functional.one_hot(labels.flip(0), 5)
     wanted = 0.25 * wanted + 0.75 * torch.nn.functional.cross_entropy(logits, labels.flip(0), label_smoothing=share)
-    assert_near(classification_loss(logits, smoothed(mixed, share, classes)), wanted, 1e-6)
+    assert_near(classification_loss(logits, smooth_labels(mixed, share, classes)), wanted, 1e-6)
 
 
 def test_chunks_change_no_gradient():

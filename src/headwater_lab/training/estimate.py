@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headwater.models.kinds import unit_of
-
 from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
@@ -37,6 +35,7 @@ from headwater_lab.recipe.shipped import shipped_recipes
 from headwater_lab.recipe.training import Training
 from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.models import kernel_for, open_source, step_settings
+from headwater_lab.util.model_kinds import unit_of
 from headwater_lab.util.outputs import COLORS, default_style
 
 if TYPE_CHECKING:
