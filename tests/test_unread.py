@@ -12,7 +12,7 @@ import yaml
 import headwater_lab
 from headwater.growth.methods import GrowthOptions
 from headwater.util.errors import HeadwaterError
-from headwater_lab.data.base import list_kinds
+from headwater_lab.data.base import DATA
 from headwater_lab.recipe.change import CacheConversion, Growth, Start, TrainingStage
 from headwater_lab.recipe.comparison import Compare
 from headwater_lab.recipe.loading import load_recipe, read_recipe
@@ -133,7 +133,7 @@ def test_every_other_field_is_read_by_some_module():
         Start,
         TrainingStage,
         CacheConversion,
-        *list_kinds().values(),
+        *map(DATA.resolve, DATA.own),
     ):
         assert not section.model_fields.keys() - read - {"kind"}, section
     assert Growth.model_fields.keys() == growth
