@@ -157,6 +157,7 @@ def test_parameters_and_flops_are_those_of_the_real_model(case):
     compare_with_the_real_model(config(**case, attn_implementation="eager"), 24)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mechanisms", [{name: VARIANTS[name][0]} for name in REGISTRY], ids=label)
 def test_each_mechanism_costs_what_the_real_model_does(mechanisms):
     compare_with_the_real_model(config(mechanisms, attn_implementation="eager"), 24)
@@ -279,6 +280,7 @@ KEPT = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", KEPT)
 def test_activations_are_those_autograd_keeps(name):
     # In fp32 the fused kernel runs. What norms and softmaxes keep per row is not counted.

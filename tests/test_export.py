@@ -194,6 +194,8 @@ def test_the_code_is_uploaded_too(tmp_path: Path, model: HeadwaterForCausalLM, m
     for name, stand_in in (("hf_api", lambda: hub), ("create_repo", hub.create_repo)):  # the latter in older versions
         monkeypatch.setattr(f"transformers.modeling_utils.{name}", stand_in, raising=False)
     monkeypatch.setattr(HeadwaterForCausalLM, "_upload_modified_files", upload)
+    card = SimpleNamespace(save=lambda path: None)  # transformers asks the hub for it, for half a minute
+    monkeypatch.setattr("transformers.modeling_utils.create_and_tag_model_card", lambda *args, **kwargs: card)
     monkeypatch.setattr(HeadwaterForCausalLM, "create_model_card", lambda *args: None, raising=False)
     (tmp_path / "notes.txt").write_text("mine")
     model.save_pretrained(tmp_path, push_to_hub=True)
