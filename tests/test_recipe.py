@@ -65,7 +65,7 @@ def test_overrides_are_dotted_and_typed(file):
         ("training.lerning_rate=1", r"training has no field 'lerning_rate'; did you mean 'learning_rate'\?"),
         ("trainig.steps=1", r"the recipe has no field 'trainig'; did you mean 'training'\?"),
         ("data.sorce=x", r"data has no field 'sorce'; did you mean 'source'\?"),
-        ("model.hiden_size=3", r"model of text has no field 'hiden_size'; did you mean 'hidden_size'\?"),
+        ("model.hiden_size=3", r"model has no field 'hiden_size'; did you mean 'hidden_size'\?"),
         ("model.base=bert", "must be llama, gpt2, vit or a preset"),
         ("data.kind=txt", "data.kind must be one of: .*induction.*prepared.*text"),
         ("training.steps=many", "training.steps: .*integer.*'many'"),

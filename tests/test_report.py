@@ -324,7 +324,7 @@ class TestPage:
         assert "step 7: the loss jumped" in text
         assert "good, S: equals a base with" in text
         assert "E + A/N^a" in text
-        assert "Test: two-sided paired Student's t" in text
+        assert "interval: paired Student's t" in text
 
     @pytest.mark.slow
     def test_numbers_on_the_page_are_those_of_the_statistics(self, tmp_path):

@@ -15,7 +15,7 @@ def settings_of(values: Any) -> type[DataSettings]:
     """The class that reads `data:`, by its kind. Raises `ValueError` without a known kind."""
     kind = values.get("kind") if isinstance(values, dict) else None
     if not isinstance(kind, str) or not (":" in kind or kind in DATA.names):
-        raise ValueError(f"data.kind must be one of: {', '.join(DATA.names)}.")
+        raise ValueError(f"data.kind must be one of: {', '.join(sorted(DATA.names))}.")
     return DATA.resolve(kind)
 
 
