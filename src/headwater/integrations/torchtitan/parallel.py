@@ -417,8 +417,8 @@ class SplitHeads:
                 tensors = tuple(
                     shared(x, tensor) if is_common else x for x, is_common in zip(tensors, common, strict=True)
                 )
-                inputs = {name: options[name] for name in ("key_input", "value_input") if name in options}
-                options = options | {name: shared(x, tensor) for name, x in inputs.items()}
+                inputs = {name: options.get(name) for name in ("key_input", "value_input")}
+                options = options | {name: shared(x, tensor) for name, x in inputs.items() if x is not None}
             mask = options.get("attention_mask")
             if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == heads > 1:
                 options = options | {"attention_mask": mask[:, queries.start : queries.stop]}
