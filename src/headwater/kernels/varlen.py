@@ -143,7 +143,7 @@ def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, d
             f"{borders[-1]}."
         )
     calls: list[FusedCall] = []
-    for begin, end in pairwise(borders):
+    for begin, end in pairwise(sorted(set(borders))):  # without empty documents
         row, first = divmod(begin, length)
         if first + end - begin > length:
             raise HeadwaterError(
@@ -154,7 +154,7 @@ def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, d
         if 0 < window < end - begin:  # each token sees itself and the window - 1 before it
             hidden = ~torch.ones(end - begin, end - begin, dtype=torch.bool).tril().triu(1 - window)
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        calls += [FusedCall(row, slice(first, first + end - begin), mask)] if begin < end else []
+        calls.append(FusedCall(row, slice(first, first + end - begin), mask))
     return calls
 
 
