@@ -100,10 +100,16 @@ def test_a_working_directory_that_is_gone_is_one_sentence(tmp_path):
     assert b"Traceback" not in done.stderr
 
 
-@pytest.mark.sampled(4)
 @posix
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("when", ["import torch", "import typer", pytest.param("exit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "when",
+    [
+        "import typer",
+        pytest.param("import torch", marks=pytest.mark.slow),
+        pytest.param("exit", marks=pytest.mark.slow),
+    ],
+)
 def test_signals_end_the_command_without_a_word(tmp_path, name, when):
     """As its libraries are imported, and as Python ends."""
     kill = f"os.kill(os.getpid(), signal.{name})"
