@@ -45,7 +45,7 @@ def auto_map_of(config: Any) -> dict[str, str]:
     return {auto: f"{ENTRY}.{target.partition(':')[2]}" for auto, target in kinds.items()}
 
 
-def register(cls: type, auto_class: str | type) -> bool:
+def register_class(cls: type, auto_class: str | type) -> bool:
     """Let models with the config class of `cls` be saved with code; False if it is not ours.
 
     Raises `HeadwaterError` if `cls` is exported for another Auto class.

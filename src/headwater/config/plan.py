@@ -238,7 +238,7 @@ class LayerPlan:
         return self.k_heads == everything and self.v_heads == everything and not self.tails
 
 
-def choose(wanted: Sequence[int], stored: Sequence[int]) -> Heads:
+def choose_heads(wanted: Sequence[int], stored: Sequence[int]) -> Heads:
     """Index of the `wanted` heads among the `stored` ones; None for all of them, in order.
 
     Raises `ValueError` if one of them is not there.

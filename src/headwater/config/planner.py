@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headwater.config.capabilities import StopsRedirection, replaces_linear
 from headwater.config.layers import layer_config
-from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, Stage, choose
+from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, Stage, choose_heads
 from headwater.plugins.registry import has_own, resolve
 from headwater.util.errors import HeadwaterError
 
@@ -28,10 +28,10 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
 
     Raises `HeadwaterError` for a mechanism that cannot be found, and where layers cannot read what they would read.
     """
-    plans = _complete(_share(config))
+    plans = _complete_plans(_share_heads(config))
     for name, options in config.mechanisms.items():
         plans = _plan_stages(name, options, config, plans)
-    if config.materialise and (names := keepers(plans)):
+    if config.materialise and (names := name_keepers(plans)):
         raise HeadwaterError(
             f"materialise=True leaves only keys and values in the cache, without the raw tokens of {names}; set "
             f"materialise=False, or remove {names}."
@@ -42,16 +42,17 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
             _check_alike(config, plan.index, source)
     sources = {source for plan in plans for source in plan.reads}
     return with_all_layers(
-        replace(plan, exports=tuple(sorted(source for source in sources if _gives(plan, source)))) for plan in plans
+        replace(plan, exports=tuple(sorted(source for source in sources if _gives_tensor(plan, source))))
+        for plan in plans
     )
 
 
-def keepers(plans: Iterable[LayerPlan]) -> str:
+def name_keepers(plans: Iterable[LayerPlan]) -> str:
     """The mechanisms that keep raw tokens beside the cache, joined by "and"."""
     return " and ".join(dict.fromkeys(mechanism for plan in plans for *_, mechanism in plan.tails))
 
 
-def _share(config: HeadwaterConfig) -> list[LayerPlan]:
+def _share_heads(config: HeadwaterConfig) -> list[LayerPlan]:
     """The plans with what each head attends to: what the layer attends to from which it takes its keys or values.
 
     Each mechanism sees layers that share nothing, so none depends on those listed before it. If several redirect a
@@ -61,7 +62,7 @@ def _share(config: HeadwaterConfig) -> list[LayerPlan]:
     redirecting = {
         name: redirected
         for name, options in reversed(config.mechanisms.items())
-        if (redirected := _redirected(name, options, config, plans)) != plans
+        if (redirected := _redirect_heads(name, options, config, plans)) != plans
     }
     if not redirecting:
         return plans
@@ -93,7 +94,7 @@ def _share(config: HeadwaterConfig) -> list[LayerPlan]:
     return plans
 
 
-def _redirected(
+def _redirect_heads(
     name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
 ) -> Sequence[LayerPlan]:
     """What a mechanism's `redirect_heads` makes of plans. Raises `HeadwaterError` for layers that come later."""
@@ -132,7 +133,7 @@ def _plan_stages(
     return planned
 
 
-def _gives(plan: LayerPlan, source: Source) -> bool:
+def _gives_tensor(plan: LayerPlan, source: Source) -> bool:
     return source.layer == plan.index or (source == EMBEDDING and bool(plan.at(Stage.EMBEDDING)))
 
 
@@ -191,7 +192,7 @@ def _check_alike(config: HeadwaterConfig, layer: int, source: Source) -> None:
             )
 
 
-def _complete(plans: list[LayerPlan]) -> list[LayerPlan]:
+def _complete_plans(plans: list[LayerPlan]) -> list[LayerPlan]:
     """The plans with what follows from `attends`: the heads that each layer stores, kernel calls, banks to read."""
     k_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
     v_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
@@ -224,6 +225,6 @@ def groups_of(plan: LayerPlan, stored: Sequence[LayerPlan]) -> tuple[HeadGroup, 
     groups = []
     for (k, v), run in groupby(range(len(plan.attends)), key=lambda head: plan.attends[head]):
         heads = list(run)
-        at = choose(heads, stored[k].k_heads), choose(heads, stored[v].v_heads)
+        at = choose_heads(heads, stored[k].k_heads), choose_heads(heads, stored[v].v_heads)
         groups.append(HeadGroup(heads[0], len(heads), k, v, *at))
     return tuple(groups)

@@ -18,7 +18,7 @@ from headwater.config.options import parse_options
 from headwater.config.rope import check_rope, complete_rope
 from headwater.plugins import outside
 from headwater.plugins.registry import MECHANISMS, as_mapping, resolve
-from headwater.util.errors import HeadwaterError, nearest, sentence, shown, unusable
+from headwater.util.errors import HeadwaterError, find_unusable, nearest, sentence, shown
 
 _SIZES = (
     "vocab_size",
@@ -340,7 +340,7 @@ class HeadwaterConfig(PreTrainedConfig):
         self._check_numbers()
         if self.unit_offset_norm and (self.norm != "rms_norm" or not self.norm_weight):
             raise HeadwaterError("unit_offset_norm needs an RMSNorm with a weight; set norm=rms_norm and norm_weight.")
-        if (problem := unusable({name: getattr(self, name) for name in self.field_names()})) is not None:
+        if (problem := find_unusable({name: getattr(self, name) for name in self.field_names()})) is not None:
             raise HeadwaterError(f"{'.'.join(problem[0])}: {problem[1]}.")
         if self.hidden_act not in ACT2FN:
             raise HeadwaterError(
@@ -386,7 +386,7 @@ class HeadwaterConfig(PreTrainedConfig):
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
         """As in transformers, but for all code that a model needs. Raises `HeadwaterError` for another class's."""
-        if not auto_map.register(cls, auto_class):
+        if not auto_map.register_class(cls, auto_class):
             super().register_for_auto_class(auto_class)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:

@@ -119,7 +119,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
                 setattr(self, name, sizes := list(sizes))
             if isinstance(sizes, list) and len(sizes) != 2:
                 raise HeadwaterError(f"{name} must be one number, or [height, width], not {shown(sizes)}.")
-            if not all(1 <= size < 2**20 for size in _pair(sizes)):
+            if not all(1 <= size < 2**20 for size in _as_pair(sizes)):
                 raise HeadwaterError(f"{name} must be at least 1 pixel and below a million, not {shown(sizes)}.")
         if not 1 <= self.num_channels < 2**20:
             raise HeadwaterError(f"num_channels must be at least 1, not {shown(self.num_channels)}.")
@@ -156,12 +156,12 @@ class HeadwaterVisionConfig(HeadwaterConfig):
     @property
     def image_shape(self) -> tuple[int, int]:
         """Height and width of an image in pixels."""
-        return _pair(self.image_size)
+        return _as_pair(self.image_size)
 
     @property
     def patch_shape(self) -> tuple[int, int]:
         """Height and width of a patch in pixels."""
-        return _pair(self.patch_size)
+        return _as_pair(self.patch_size)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -200,5 +200,5 @@ class HeadwaterVisionConfig(HeadwaterConfig):
         return json.dumps({name: value for name, value in content.items() if name not in LANGUAGE}, indent=2) + "\n"
 
 
-def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+def _as_pair(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])

@@ -15,7 +15,7 @@ from headwater.config.capabilities import Map, replaces_linear
 from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
-from headwater.conversion.families import assemble, own_tensors
+from headwater.conversion.families import assemble_model, own_tensors
 from headwater.mechanisms.capabilities import AddsToTrainedModel
 from headwater.mechanisms.named import owner_of
 from headwater.models.pretrained import HeadwaterPreTrainedModel
@@ -48,16 +48,18 @@ def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) 
             "The model is on its way to a smaller cache, and what it goes over to would lack the new mechanism; finish "
             "the conversion first."
         )
-    added = {name: _options(name, options, config, allow_change) for name, options in requested.items()}
+    added = {name: _choose_options(name, options, config, allow_change) for name, options in requested.items()}
     config.mechanisms = in_order(present | added, present)
     config.complete_fields()
     possible, _ = supported_kernels(config)
     if possible is not None and config._attn_implementation not in possible:
         config._attn_implementation = None  # the model then chooses one that can
-    return assemble(type(model), config, tensors_of(model, config), model)
+    return assemble_model(type(model), config, tensors_of(model, config), model)
 
 
-def _options(name: str, chosen: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool) -> dict[str, Any]:
+def _choose_options(
+    name: str, chosen: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool
+) -> dict[str, Any]:
     """The options with which a mechanism is added."""
     kind = resolve(name)
     if name in (config.mechanisms or {}):

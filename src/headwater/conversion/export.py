@@ -13,7 +13,7 @@ from headwater.conversion import to_transformers
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.input_checks import check_paged
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import check_free, local, staged
+from headwater.util.files import check_free, local, stage_folder
 
 
 def export(
@@ -47,7 +47,7 @@ def export(
         if materialise:
             model.config.materialise = True
             check_paged(model.config, plan_layers(model.config))
-        _write(model, folder, tokenizer)
+        _write_folder(model, folder, tokenizer)
     finally:
         model.config = before
     return folder
@@ -63,12 +63,12 @@ def export_family(
     """
     folder = local(folder).absolute()
     check_free(folder)
-    _write(to_transformers(model, family), folder, tokenizer)
+    _write_folder(to_transformers(model, family), folder, tokenizer)
     return folder
 
 
-def _write(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    with staged(folder) as beside:
+def _write_folder(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    with stage_folder(folder) as beside:
         model.save_pretrained(beside)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 from transformers import DeiTForImageClassification, ViTForImageClassification
 
-from headwater.conversion.families import LAYER, LAYER_NORM, Family, Link, plain, same
+from headwater.conversion.families import LAYER, LAYER_NORM, Family, Link, link_plain, map_same
 from headwater.models.image_classification import HeadwaterForImageClassification
 
 
-def _links(base: str) -> tuple[Link, ...]:
+def _make_links(base: str) -> tuple[Link, ...]:
     layer = f"{base}.layers.{{}}."
     maps = {f"{layer}attention.{part}_proj": f"{LAYER}self_attn.{part}_proj" for part in "qkvo"}
     return (
         Link(f"{base}.embeddings.cls_token", ("model.class_token",), bare=True),
         Link(f"{base}.embeddings.position_embeddings", ("model.embed_positions",), bare=True),
         Link(f"{base}.embeddings.patch_embeddings.projection", ("model.embed_patches",), convolves=True),
-        *plain(
+        *link_plain(
             maps
             | {
                 f"{layer}layernorm_before": f"{LAYER}input_layernorm",
@@ -34,7 +34,7 @@ def _links(base: str) -> tuple[Link, ...]:
 VIT = Family(
     model=ViTForImageClassification,
     ours=HeadwaterForImageClassification,
-    fields=same(
+    fields=map_same(
         "hidden_size",
         "intermediate_size",
         "num_hidden_layers",
@@ -65,7 +65,7 @@ VIT = Family(
         parallel_residual=False,
         output_bias=True,
     ),
-    links=_links("vit"),
+    links=_make_links("vit"),
 )
 
 # Its distillation token is a register: only the classifier of the class token is ours.
@@ -73,5 +73,5 @@ DEIT = replace(
     VIT,
     model=DeiTForImageClassification,
     fixed=VIT.fixed | dict(register_tokens=1),
-    links=(*_links("deit"), Link("deit.embeddings.distillation_token", ("model.registers",), bare=True)),
+    links=(*_make_links("deit"), Link("deit.embeddings.distillation_token", ("model.registers",), bare=True)),
 )

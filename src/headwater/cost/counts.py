@@ -137,7 +137,7 @@ def check_memory(config: HeadwaterConfig) -> None:
 
 def embedding_parameters(config: HeadwaterConfig) -> int:
     """Parameters of the embedding and of an untied output head. An image model has none: it computes with all."""
-    return sum(_ends(config)) if config.is_causal else 0
+    return sum(_count_ends(config)) if config.is_causal else 0
 
 
 def parameters(config: HeadwaterConfig, plans: Plans | None = None) -> dict[str, int]:
@@ -147,7 +147,7 @@ def parameters(config: HeadwaterConfig, plans: Plans | None = None) -> dict[str,
 
 def _sum_parameters(config: HeadwaterConfig, layers: dict[str, Cost]) -> dict[str, int]:
     width = config.hidden_size
-    embedding, head = _ends(config)
+    embedding, head = _count_ends(config)
     norms = (4 if config.output_norms else 2) * config.num_hidden_layers + config.embedding_norm
     return {
         "embedding": embedding,
@@ -159,18 +159,18 @@ def _sum_parameters(config: HeadwaterConfig, layers: dict[str, Cost]) -> dict[st
     }
 
 
-def _ends(config: HeadwaterConfig) -> tuple[int, int]:
+def _count_ends(config: HeadwaterConfig) -> tuple[int, int]:
     """The parameters before and after the blocks."""
     width = config.hidden_size
     if isinstance(config, HeadwaterVisionConfig):
         vectors = config.first_patch + config.tokens * (config.position == "learned") + config.patch_bias
-        return width * (_patch(config) + vectors), (width + 1) * config.num_labels
+        return width * (_patch_numbers(config) + vectors), (width + 1) * config.num_labels
     positions = config.max_position_embeddings if config.position == "learned" else 0
     head = 0 if config.tie_word_embeddings else width * config.vocab_size
     return width * (config.vocab_size + positions), head
 
 
-def _patch(config: HeadwaterVisionConfig) -> int:
+def _patch_numbers(config: HeadwaterVisionConfig) -> int:
     """The numbers of a patch."""
     high, wide = config.patch_shape
     return config.num_channels * high * wide
@@ -205,7 +205,7 @@ def forward_flops(
     if not isinstance(config, HeadwaterVisionConfig):
         return flops | {"output head": 2.0 * width * config.vocab_size}
     return {
-        "patch embedding": 2.0 * width * _patch(config) * (tokens - config.first_patch),
+        "patch embedding": 2.0 * width * _patch_numbers(config) * (tokens - config.first_patch),
         **{part: tokens * count for part, count in flops.items()},
         "output head": 2.0 * width * config.num_labels,
     }
@@ -326,7 +326,7 @@ def activation_bytes(
     patches, widening = 0, sum(bool(plan.at(Stage.ADDED_KEY_VALUES)) for plan in plans)
     logits = tokens * config.vocab_size if config.is_causal else batch_size * config.num_labels
     if isinstance(config, HeadwaterVisionConfig):
-        patches, widening = batch_size * (context - config.first_patch) * _patch(config) * element, 0
+        patches, widening = batch_size * (context - config.first_patch) * _patch_numbers(config) * element, 0
     softmax, gradients = 4, 8  # bytes of its logarithm, and of two gradients, of a logit
     softmax += element * (config.logit_softcap is not None)  # which keeps its tanh
     at_once = min(loss_chunk_tokens, tokens) * config.vocab_size if loss_chunk_tokens else logits
@@ -360,13 +360,13 @@ def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precisi
     more = len(plan.inputs) - 1
     inputs = (1 if config.parallel_residual else 2) + more
     # Under autocast each linear layer casts its input to a separate copy.
-    outputs = (_readers(config, plan) if precision.is_mixed else 2 + more) + 2 * config.output_norms
+    outputs = (_count_readers(config, plan) if precision.is_mixed else 2 + more) + 2 * config.output_norms
     shown = _shown_weights(config, plan) * layer_config(config, plan.index).num_attention_heads * context
     norms = inputs * precision.weights.itemsize + outputs * element
     return norms * config.hidden_size + (numbers + shown) * element
 
 
-def _readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
+def _count_readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
     """How many linear layers read the output of a layer's two norms."""
     replaced = _count_replacement(config, plan.index, "feed_forward", config.hidden_size, config.hidden_size)
     gated = config.feed_forward == "gated" and replaced is None
@@ -395,7 +395,7 @@ def state_bytes(
     weights = precision.weights.itemsize * sum(parts.values())
     matrices = sum(parts[name] - layers[name].looked_up for name in ("attention", "feed-forward"))
     if isinstance(config, HeadwaterVisionConfig):
-        matrices += config.hidden_size * (_patch(config) + config.num_labels)
+        matrices += config.hidden_size * (_patch_numbers(config) + config.num_labels)
     else:
         matrices += config.vocab_size * config.hidden_size
     return {

@@ -130,7 +130,7 @@ def price(
     _refuse_unread(of_images, of_text if of_images else {"images": images})
     lengths = _list_lengths(config, context)
     sizes = (*(("context", length) for length in lengths), ("batch", batch), ("devices", devices))
-    _check(mfu, sizes, {"tokens": tokens, "images": images})
+    _check_settings(mfu, sizes, {"tokens": tokens, "images": images})
     precision = read_precision(precision)
     _check_positions(config, name, max(lengths))
     budget = images if of_images else tokens
@@ -265,7 +265,7 @@ def read_precision(name: str) -> Precision:
     return Precision(name)
 
 
-def _check(mfu: float, sizes: Sequence[tuple[str, Any]], budgets: Mapping[str, float | None]) -> None:
+def _check_settings(mfu: float, sizes: Sequence[tuple[str, Any]], budgets: Mapping[str, float | None]) -> None:
     """Raise `HeadwaterError` for a share, size or budget that there is not."""
     for label, value in sizes:
         if not isinstance(value, int) or value < 1:

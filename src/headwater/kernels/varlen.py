@@ -96,7 +96,7 @@ def _run_by_documents(
 ) -> Tensor:
     """By the operation for CPUs."""
     k, v = _repeat_heads(q.shape[1] // k.shape[1], k, v)
-    out, _ = _forward(q, k, v, borders, scale, window or 0)
+    out, _ = _run_forward(q, k, v, borders, scale, window or 0)
     return out
 
 
@@ -124,13 +124,13 @@ class FusedCall(NamedTuple):
     tokens: slice
     mask: Tensor | None
 
-    def select(self, x: Tensor) -> Tensor:
+    def select_tokens(self, x: Tensor) -> Tensor:
         """x [B, H, T, …] -> [1, H, tokens, …]."""
         return x[self.row : self.row + 1, :, self.tokens]
 
-    def gather(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    def gather_tokens(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """The same of each in `dtype`; the fused kernel needs each head's channels next to each other."""
-        parts = [self.select(x).to(dtype) for x in tensors]
+        parts = [self.select_tokens(x).to(dtype) for x in tensors]
         return [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
 
 
@@ -176,27 +176,27 @@ _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 @torch.library.custom_op(f"{_LIBRARY}::forward", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
     """q, k, v [B, H, T, d], borders [n + 1] -> (what each head reads [B, T, H, d], logsumexp of scores [B, H, T])."""
     dtype, calls = _plan_dtype_and_calls(q, borders, window)
     out = _allocate_heads(q)
     sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     for call in calls:
-        inputs = call.gather((q, k, v), dtype)
+        inputs = call.gather_tokens((q, k, v), dtype)
         read, total = _fused(*inputs, 0.0, call.mask is None, attn_mask=call.mask, scale=scale)
-        call.select(out).copy_(read)
-        call.select(sums).copy_(total)
+        call.select_tokens(out).copy_(read)
+        call.select_tokens(sums).copy_(total)
     return out.transpose(1, 2), sums
 
 
-@_forward.register_fake
+@_run_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
     sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return _allocate_heads(q).transpose(1, 2), sums
 
 
 @torch.library.custom_op(f"{_LIBRARY}::backward", mutates_args=())
-def _backward(
+def _run_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, borders: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, each [B, H, T, d]. grad: of out [B, T, H, d]."""
@@ -204,14 +204,16 @@ def _backward(
     grad, out = grad.transpose(1, 2), out.transpose(1, 2)
     grads = _allocate_heads(q), _allocate_heads(k), _allocate_heads(v)
     for call in calls:
-        inputs = call.gather((grad, q, k, v, out), dtype)
-        found = _fused_backward(*inputs, call.select(sums), 0.0, call.mask is None, attn_mask=call.mask, scale=scale)
+        inputs = call.gather_tokens((grad, q, k, v, out), dtype)
+        found = _fused_backward(
+            *inputs, call.select_tokens(sums), 0.0, call.mask is None, attn_mask=call.mask, scale=scale
+        )
         for whole, part in zip(grads, found, strict=True):
-            call.select(whole).copy_(part)
+            call.select_tokens(whole).copy_(part)
     return grads
 
 
-@_backward.register_fake
+@_run_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, borders: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,10 +227,10 @@ def _save_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def _compute_gradients(ctx: Any, grad: Tensor, unused: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, borders, out, sums = ctx.saved_tensors
-    return *_backward(grad, q, k, v, out, sums, borders, ctx.scale, ctx.window), None, None, None
+    return *_run_backward(grad, q, k, v, out, sums, borders, ctx.scale, ctx.window), None, None, None
 
 
-_forward.register_autograd(_compute_gradients, setup_context=_save_context)
+_run_forward.register_autograd(_compute_gradients, setup_context=_save_context)
 
 AttentionInterface.register(VARLEN, varlen_attention)
 AttentionMaskInterface.register(VARLEN, sdpa_mask)

@@ -51,7 +51,7 @@ class _TailMixin(CacheLayerMixin):
         """See `headwater.mechanisms.contract.Tail`."""
         if name not in self.tails:
             self.tail_lengths[name] = length
-            self.tails[name] = self.allocated(x.new_zeros(*x.shape[:2], length, x.shape[3]))
+            self.tails[name] = self.allocate_tail(x.new_zeros(*x.shape[:2], length, x.shape[3]))
         tail = self.swap(name, x, length)
         return tail if everything or tail.shape[2] == length else tail[:, :, -length:]
 
@@ -66,7 +66,7 @@ class _TailMixin(CacheLayerMixin):
             return  # `positions` then returns None
         self.before(POSITIONS, (position_ids + 1).expand(batch, -1)[:, None, :, None], length)
 
-    def allocated(self, tail: Tensor) -> Tensor:
+    def allocate_tail(self, tail: Tensor) -> Tensor:
         return tail
 
     def swap(self, name: str, x: Tensor, length: int) -> Tensor:
@@ -77,7 +77,7 @@ class _TailMixin(CacheLayerMixin):
         elif not torch.compiler.is_compiling() and x.shape[2] == length:  # a traced length may be any
             self.tails[name] = x
         else:
-            last = _last(tail, x, length)
+            last = _keep_last(tail, x, length)
             # Copied where it is long: a slice would keep the whole prefill alive.
             self.tails[name] = last if x.shape[2] == 1 else last.clone()
         return tail
@@ -102,13 +102,13 @@ class _TailMixin(CacheLayerMixin):
         """Drop the last `removed` raw tokens, and all that are older than the tails need."""
         cropped = {}
         for name, tail in self.tails.items():
-            kept, length = tail.shape[2] - removed, self.tail_lengths[name]
-            if kept < length:
+            length_left, length = tail.shape[2] - removed, self.tail_lengths[name]
+            if length_left < length:
                 raise RuntimeError(
                     f"The cache cannot take back {removed} tokens: it keeps only the last {length} raw keys and "
                     "values. Call activate_past_recording() on the cache before the tokens that may be taken back."
                 )
-            cropped[name] = tail[:, :, kept - length : kept].clone()
+            cropped[name] = tail[:, :, length_left - length : length_left].clone()
         self.tails = cropped
 
 
@@ -161,30 +161,30 @@ class _Growing:
         self.memory: Tensor | None = None
         self.latest: Tensor | None = None
 
-    def extended(self, held: Tensor, new: Tensor) -> Tensor:
-        """`held` [B, heads, S, d] followed by `new` [B, heads, T, d]."""
+    def extend_history(self, stored: Tensor, new: Tensor) -> Tensor:
+        """`stored` [B, heads, S, d] followed by `new` [B, heads, T, d]."""
         # With gradients, whatever attention has read must not change, even if these tensors need none.
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or _copies_strided(new):
-            return torch.cat((held, new), dim=2)
-        (*rows, start, width), (*new_rows, length, new_width) = held.shape, new.shape
+            return torch.cat((stored, new), dim=2)
+        (*rows, start, width), (*new_rows, length, new_width) = stored.shape, new.shape
         if rows != new_rows or width != new_width:
-            return torch.cat((held, new), dim=2)
+            return torch.cat((stored, new), dim=2)
         memory, end = self.memory, start + length
         if (
-            held is not self.latest
+            stored is not self.latest
             or end > memory.shape[2]
             or memory.is_inference() != torch.is_inference_mode_enabled()
         ):
             room = min(ROOM, max(LEAST_ROOM, end // 8))
             memory = new.new_empty(*rows, end + room, width)
-            memory.narrow(2, 0, start).copy_(held)
+            memory.narrow(2, 0, start).copy_(stored)
         memory.narrow(2, start, length).copy_(new)
         self.memory, self.latest = memory, memory.narrow(2, 0, end)
         return self.latest
 
-    def release(self, held: Tensor) -> None:
-        """Free the memory if `held` is no longer in it."""
-        if self.latest is not held:
+    def release_memory(self, stored: Tensor) -> None:
+        """Free the memory if `stored` is no longer in it."""
+        if self.latest is not stored:
             self.memory = self.latest = None
 
 
@@ -218,14 +218,16 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.growing
-        self.keys = keys.extended(self.keys, key_states)
-        self.values = values.extended(self.values, value_states)
+        self.keys = keys.extend_history(self.keys, key_states)
+        self.values = values.extend_history(self.values, value_states)
         return self.keys, self.values
 
     def map_tails(self, fn: Callable[[Tensor], Tensor]) -> None:
         super().map_tails(fn)
-        for growing, held in zip(self.growing, (self.keys, self.values), strict=True):  # these have been replaced, too
-            growing.release(held)
+        for growing, stored in zip(
+            self.growing, (self.keys, self.values), strict=True
+        ):  # these have been replaced, too
+            growing.release_memory(stored)
 
     def get_seq_length(self) -> int:
         return self.keys.shape[2] if self.is_initialized else 0
@@ -288,22 +290,22 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
         history = self.keys[:, : key_states.shape[1]], self.values[:, : value_states.shape[1], : self.max_cache_len]
         slots = torch.arange(key_states.shape[2], device=self.device) + self.cumulative_length
         self.cumulative_length.add_(key_states.shape[2])
-        for held, new in zip(history, (key_states, value_states), strict=True):
+        for stored, new in zip(history, (key_states, value_states), strict=True):
             if new.shape[1]:
-                held.index_copy_(2, slots, new)
+                stored.index_copy_(2, slots, new)
         return history
 
     def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         if not self.is_early:
             return super().before(name, x, length, everything)
         if not x.is_floating_point():
-            return _number(self.before(name, _digits(x, self.values), length), x.dtype)
-        tail, folds = self.room(name, x, length)
+            return _join_digits(self.before(name, _split_digits(x, self.values), length), x.dtype)
+        tail, folds = self.find_room(name, x, length)
         before = tail.unflatten(2, (folds, length)).flatten(1, 2).to(x.dtype, copy=True)
-        tail.copy_(_last(before, x, length).unflatten(1, (tail.shape[1], folds)).flatten(2, 3))
+        tail.copy_(_keep_last(before, x, length).unflatten(1, (tail.shape[1], folds)).flatten(2, 3))
         return before
 
-    def room(self, name: str, x: Tensor, length: int) -> tuple[Tensor, int]:
+    def find_room(self, name: str, x: Tensor, length: int) -> tuple[Tensor, int]:
         """The room for a tail of x [B, heads, T, d] after the values, [B, heads / n, n·length, d], and n."""
         heads, (rows, end) = x.shape[1], self.values.shape[1:3]
         if x.shape[3] != self.values.shape[3]:
@@ -344,7 +346,7 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
         # In place: compiled code reads the tail from a fixed address.
         tail = self.tails[name]
         before = tail.clone()
-        tail.copy_(_last(tail, x, length))
+        tail.copy_(_keep_last(tail, x, length))
         return before
 
     def reset(self) -> None:
@@ -358,7 +360,7 @@ class HeadwaterStaticSlidingLayer(HeadwaterStaticLayer):
     _layer_type = "headwater_sliding_attention"
 
 
-def restart(cache: Cache) -> None:
+def restart_cache(cache: Cache) -> None:
     """Empty a cache. What records its past goes on doing so."""
     recording = [layer for layer in cache.layers if getattr(layer, "record_past", False)]
     cache.reset()
@@ -368,7 +370,7 @@ def restart(cache: Cache) -> None:
 
 def cache_bytes(cache: Cache, reserved: bool = False) -> int:
     """Bytes of the keys, values and raw tokens that the cache holds. reserved: count spare memory too."""
-    held = [
+    stored = [
         tensor
         for layer in cache.layers
         for tensor in (
@@ -379,17 +381,17 @@ def cache_bytes(cache: Cache, reserved: bool = False) -> int:
         if tensor is not None
     ]
     if reserved:
-        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
-    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in stored}.values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in stored)
 
 
-def _last(tail: Tensor, x: Tensor, length: int) -> Tensor:
+def _keep_last(tail: Tensor, x: Tensor, length: int) -> Tensor:
     """The last `length` tokens of x, and of `tail` before it if x is shorter."""
     enough = not torch.compiler.is_compiling() and x.shape[2] >= length
     return (x if enough else torch.cat((tail, x), dim=2))[:, :, -length:]
 
 
-def _digits(x: Tensor, like: Tensor) -> Tensor:
+def _split_digits(x: Tensor, like: Tensor) -> Tensor:
     """Integers [B, heads, T, 1], from 0 to 2^32 - 1, as digits in numbers of the width and dtype of `like`, and zeros.
 
     Raises `HeadwaterError` if there is no room for all digits.
@@ -403,8 +405,8 @@ def _digits(x: Tensor, like: Tensor) -> Tensor:
     return torch.nn.functional.pad(torch.cat(digits, dim=3).to(like.dtype), (0, like.shape[3] - DIGITS))
 
 
-def _number(digits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The integers that `_digits` made digits of."""
+def _join_digits(digits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The integers that `_split_digits` made digits of."""
     places = [digits[..., place : place + 1].to(dtype) << DIGIT_BITS * place for place in range(DIGITS)]
     return torch.cat(places, dim=3).sum(3, keepdim=True, dtype=dtype)
 

@@ -51,6 +51,6 @@ def compile_model(model: HeadwaterForCausalLM, backend: str = "inductor") -> Non
     torch._dynamo.reset()
     compile_blocks(model.model.layers, backend)
     # A chunk of the tokens is a graph: in one of all chunks the compiler would keep the logits of several.
-    for name in ("whole_losses", "sums"):
+    for name in ("whole_losses", "sum_losses"):
         if hasattr(model, name):
             setattr(model, name, torch.compile(getattr(model, name), dynamic=False, backend=backend))

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache
 
 from headwater.config.plan import LayerPlan
-from headwater.config.planner import keepers
+from headwater.config.planner import name_keepers
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.nn.cache_name import CACHE
 from headwater.nn.checks import is_replayed, must_wait, refuse_where
@@ -158,7 +158,7 @@ def check_paged(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> None:
     possible, limit = supported_kernels(config)
     kind = (config.rope_parameters or {}).get("rope_type")
     needs = {
-        "the raw tokens that it looks back to": keepers(plans),
+        "the raw tokens that it looks back to": name_keepers(plans),
         "masks or attention weights": "" if possible is None else limit,
         "the length of each sequence": f"rope_type {kind!r}" if kind in FOLLOW_LENGTH else "",
     }

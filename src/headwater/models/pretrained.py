@@ -24,7 +24,7 @@ from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.quantization import BESIDE, check_quantized
 from headwater.models.remote_code import add_code, is_code
 from headwater.models.token_tables import check_resizable, resize_token_tables
-from headwater.models.weights import check_kinds, is_plain, kinds_of, stored_kinds, unwrapped_names
+from headwater.models.weights import check_kinds, is_plain, kinds_of, map_unwrapped_names, stored_kinds
 from headwater.nn.attention import Attention
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.nn.block import Block
@@ -84,7 +84,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         self._keep_in_fp32_modules = [BESIDE] if any(".mechanisms." in f".{name}" for name in self.state_dict()) else []
         kernels.are_disabled()  # reads the environment now: a change between two layers would cost a compiled graph
         super().post_init()
-        self.freeze()
+        self.freeze_parameters()
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """As in transformers, but what quantizers leave is loaded in any precision."""
@@ -93,7 +93,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
         """As `HeadwaterConfig.register_for_auto_class`. Raises `HeadwaterError` for another class's auto class."""
-        if not auto_map.register(cls, auto_class):
+        if not auto_map.register_class(cls, auto_class):
             super().register_for_auto_class(auto_class)
 
     def save_pretrained(
@@ -124,7 +124,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         for name, module in self.named_modules():
             module._qualified_name = name.removeprefix(f"{self.base_model_prefix}.")
 
-    def freeze(self) -> None:
+    def freeze_parameters(self) -> None:
         """If a mechanism has the option `frozen`: freeze all but what stands beside parameters named "frozen_…"."""
         if all(options.get("frozen") is None for options in self.config.mechanisms.values()):
             return
@@ -140,7 +140,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         check_quantized(model, getattr(model, "hf_quantizer", None))
-        model.freeze()  # loading sets requires_grad on everything
+        model.freeze_parameters()  # loading sets requires_grad on everything
         return loaded
 
     @staticmethod
@@ -158,7 +158,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         """
         where = repr(str(getattr(load_config, "pretrained_model_name_or_path", None) or "the state dict"))
         kinds = stored_kinds(checkpoint_files or ()) if state_dict is None else kinds_of(state_dict)
-        names = unwrapped_names(kinds, where, model.state_dict())
+        names = map_unwrapped_names(kinds, where, model.state_dict())
         if not getattr(load_config.hf_quantizer, "pre_quantized", False):
             check_kinds({names[name]: kind for name, kind in kinds.items()}, where, model)
         elif all(map(is_plain, kinds.values())):

@@ -44,7 +44,7 @@ def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
     spared = getattr(quantizer, "modules_to_not_convert", None) or []
     skipped = {
         name: parameter
-        for name, parameter in _matrices(model, spared).items()
+        for name, parameter in _find_matrices(model, spared).items()
         if not quantizer.param_needs_quantization(model, name)
     }
     if skipped:
@@ -55,7 +55,7 @@ def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
             "TorchAoConfig(headwater.models.quantization.torchao_config(…)); or name the modules in "
             "modules_to_not_convert to leave them."
         )
-    projections = _projections(model, spared)
+    projections = _find_projections(model, spared)
     if projections and all(
         _is_full(module) and not quantizer.param_needs_quantization(model, f"{name}.weight")
         for name, module in projections.items()
@@ -66,7 +66,7 @@ def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
         )
 
 
-def _matrices(model: nn.Module, spared: list[str]) -> dict[str, nn.Parameter]:
+def _find_matrices(model: nn.Module, spared: list[str]) -> dict[str, nn.Parameter]:
     """The parameters that mechanisms have in place of linear layers, by name, but for `spared` modules."""
     return {
         f"{path}.{name}": parameter
@@ -77,7 +77,7 @@ def _matrices(model: nn.Module, spared: list[str]) -> dict[str, nn.Parameter]:
     }
 
 
-def _projections(model: nn.Module, spared: list[str]) -> dict[str, nn.Module]:
+def _find_projections(model: nn.Module, spared: list[str]) -> dict[str, nn.Module]:
     """The linear layers of the blocks, or what a quantizer has put in their place, but for `spared` modules."""
     return {
         name: module

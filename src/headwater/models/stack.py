@@ -19,14 +19,14 @@ BlockArguments = dict[bool, dict[str, Any]]
 TOKENS: dict[Kind, int | None] = {"raw": 2, "local": 2, "bank": None, "probabilities": 2, "stream": 1, "shared": None}
 
 
-class Last(NamedTuple):
+class LastTokens(NamedTuple):
     """From block `first` on, only the last `tokens` tokens, with these `arguments` instead."""
 
     first: int
     tokens: int
     arguments: BlockArguments
 
-    def select(self, source: Source, tensor: Tensor) -> Tensor:
+    def select_tokens(self, source: Source, tensor: Tensor) -> Tensor:
         """The part of a carried tensor that belongs to these tokens."""
         dim = TOKENS[source.kind]
         return tensor if dim is None else tensor.narrow(dim, tensor.shape[dim] - self.tokens, self.tokens)
@@ -44,7 +44,7 @@ class Stack(nn.ModuleList):
         return nn.ModuleList(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
     def forward(
-        self, x: Tensor, shared: dict[Source, Tensor], arguments: BlockArguments, last: Last | None = None
+        self, x: Tensor, shared: dict[Source, Tensor], arguments: BlockArguments, last: LastTokens | None = None
     ) -> Tensor:
         """x [B, T, D] -> [B, T, D], or of fewer tokens, with `last`.
 
@@ -59,14 +59,14 @@ def run_blocks(
     x: Tensor,
     shared: dict[Source, Tensor],
     arguments: BlockArguments,
-    last: Last | None = None,
+    last: LastTokens | None = None,
 ) -> Tensor:
     """`Stack.forward`, for blocks that another package may hold. last_reader: see `last_readers`."""
     carried = {source: tensor for source, tensor in {EMBEDDING: x, **shared}.items() if source in last_reader}
     for block in blocks:
         if last is not None and block.plan.index == last.first:
             x, arguments = x[:, -last.tokens :], last.arguments
-            carried = {source: last.select(source, tensor) for source, tensor in carried.items()}
+            carried = {source: last.select_tokens(source, tensor) for source, tensor in carried.items()}
         x, *exports = block(x, *(carried[source] for source in block.plan.reads), **arguments[block.slides])
         carried.update(zip(block.plan.exports, exports, strict=True))
         carried = {source: tensor for source, tensor in carried.items() if last_reader[source] > block.plan.index}

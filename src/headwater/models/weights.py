@@ -21,7 +21,7 @@ WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoin
 KINDS = "float16, bfloat16, float32 or float64"
 
 
-def unwrapped_names(names: Iterable[str], where: str, known: Collection[str] = ()) -> dict[str, str]:
+def map_unwrapped_names(names: Iterable[str], where: str, known: Collection[str] = ()) -> dict[str, str]:
     """Map each name to itself without the path elements in `WRAPPERS`.
 
     known: names that stay as they are, since a module may really be called "module".
@@ -41,9 +41,9 @@ def unwrapped_names(names: Iterable[str], where: str, known: Collection[str] = (
     return plain
 
 
-def unwrapped(tensors: Mapping[str, Any], where: str, known: Collection[str] = ()) -> dict[str, Any]:
-    """The same tensors by their names of `unwrapped_names`. Raises `HeadwaterError` as it does."""
-    names = unwrapped_names(tensors, where, known)
+def strip_wrappers(tensors: Mapping[str, Any], where: str, known: Collection[str] = ()) -> dict[str, Any]:
+    """The same tensors by their names of `map_unwrapped_names`. Raises `HeadwaterError` as it does."""
+    names = map_unwrapped_names(tensors, where, known)
     return {names[name]: tensor for name, tensor in tensors.items()}
 
 

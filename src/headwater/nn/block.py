@@ -60,10 +60,12 @@ class Block(GradientCheckpointingLayer):
     def forward(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         if OUTSIDE and self.gradient_checkpointing and self.training:
             kwargs |= {"use_cache": False, CACHE: None}  # the repetition would write a second time
-            return cast(tuple[Tensor, ...], self._gradient_checkpointing_func(partial(self.run, **kwargs), *args))
-        return self.run(*args, **kwargs)
+            return cast(
+                tuple[Tensor, ...], self._gradient_checkpointing_func(partial(self.run_stages, **kwargs), *args)
+            )
+        return self.run_stages(*args, **kwargs)
 
-    def run(self, x: Tensor, *sources: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+    def run_stages(self, x: Tensor, *sources: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         # Under transformers' own name until here, since newer versions take it away while they checkpoint.
         cache = kwargs.pop(CACHE, None)
         context = Context([*sources], kwargs.get("reach"), find_tail(self.plan, cache), kwargs.get("token_ids"))
@@ -75,7 +77,7 @@ class Block(GradientCheckpointingLayer):
         for mechanism in self.at(Stage.RESIDUAL):
             x = mechanism.update_residual(x, context)
 
-        inputs = self.separate(x, context)
+        inputs = self.prepare_attention(x, context)
         attended, _, *exports = self.self_attn(
             inputs.q, *context.sources, past_key_values=cache, key_input=inputs.k, value_input=inputs.v, **kwargs
         )
@@ -83,10 +85,10 @@ class Block(GradientCheckpointingLayer):
             attended = self.attention_output_norm(attended)
         for mechanism in self.at(Stage.ATTENTION_OUTPUT):
             attended = mechanism.transform_attention_output(attended, context)
-        attended = self.drop(attended)
+        attended = self.drop_output(attended)
         x = inputs.stream + attended if self.residual else attended
 
-        x = x + self.drop(self.feed_forward(inputs.stream if self.parallel else x, context))
+        x = x + self.drop_output(self.feed_forward(inputs.stream if self.parallel else x, context))
 
         exports = [*exports]  # PyTorch 2.11 traces the starred name as a tuple
         # The last of the plan's exports, which are sorted.
@@ -124,21 +126,21 @@ class Block(GradientCheckpointingLayer):
             x = mechanism.transform_feed_forward_hidden(x, context)
         return x
 
-    def separate(self, x: Tensor, context: Context) -> AttentionInputs:
+    def prepare_attention(self, x: Tensor, context: Context) -> AttentionInputs:
         """What attention is given, alike or for queries, keys and values; and the residual stream, before: x."""
         entered = x
         for mechanism in self.at(Stage.BLOCK_INPUT):
             entered = mechanism.transform_block_input(entered, context)
         if not self.stages[Stage.ATTENTION_INPUTS.value]:
-            return AttentionInputs(self.normalize(entered, context), None, None, x)
+            return AttentionInputs(self.normalize_input(entered, context), None, None, x)
         k, v = (entered if part in self.inputs else None for part in ("k", "v"))
         inputs = AttentionInputs(entered, k, v, x)
         for mechanism in self.at(Stage.ATTENTION_INPUTS):
             inputs = mechanism.split_attention_inputs(inputs, context)
         k, v = (self.normalize_part("k", inputs.k, context), self.normalize_part("v", inputs.v, context))
-        return AttentionInputs(self.normalize(inputs.q, context), k, v, inputs.stream)
+        return AttentionInputs(self.normalize_input(inputs.q, context), k, v, inputs.stream)
 
-    def normalize(self, x: Tensor, context: Context) -> Tensor:
+    def normalize_input(self, x: Tensor, context: Context) -> Tensor:
         """What attention is given, from x [B, T, D] before its norm."""
         x = self.input_layernorm(x)
         for mechanism in self.at(Stage.ATTENTION_INPUT):
@@ -146,13 +148,13 @@ class Block(GradientCheckpointingLayer):
         return x
 
     def normalize_part(self, part: Part, x: Tensor | None, context: Context) -> Tensor | None:
-        """`normalize` of the input of keys or values alone, with tails of its own; None if there is none."""
+        """`normalize_input` of the input of keys or values alone, with tails of its own; None if there is none."""
         if x is None:
             return None
         tail = None if context.tail is None else PartTail(context.tail, part)
-        return self.normalize(x, context._replace(tail=tail))
+        return self.normalize_input(x, context._replace(tail=tail))
 
-    def drop(self, x: Tensor) -> Tensor:
+    def drop_output(self, x: Tensor) -> Tensor:
         """A branch's output after dropout of its numbers, and of the whole branch by row (stochastic depth)."""
         if self.training and self.residual_dropout:
             x = nn.functional.dropout(x, self.residual_dropout)

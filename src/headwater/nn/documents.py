@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwater.kernels.varlen import VARLEN
-from headwater.nn.checks import require
+from headwater.nn.checks import require_all
 
 # Kernels that take the borders of documents in place of a mask.
 BY_DOCUMENTS = VARLEN, "flash_attention"
@@ -56,11 +56,11 @@ def restarted_positions(cu_seq_lens: Tensor, rows: int, length: int) -> Tensor:
 
 
 def check_documents(cu_seq_lens: Tensor, position_ids: Tensor, rows: int, length: int) -> None:
-    """Raise `HeadwaterError` (see `require`) if documents do not begin where positions restart."""
+    """Raise `HeadwaterError` (see `require_all`) if documents do not begin where positions restart."""
     if torch.compiler.is_compiling() or position_ids.is_meta:
         return
     slot = torch.arange(length, device=position_ids.device)
-    require(
+    require_all(
         torch.minimum(position_ids, slot) == restarted_positions(cu_seq_lens, rows, length),
         "cu_seq_lens_q and position_ids disagree about where documents begin; make the former with "
         "headwater.nn.documents.make_cu_seq_lens(position_ids), or leave one of them out.",

@@ -45,7 +45,7 @@ class GroupSlots(NamedTuple):
         """Its keys and values, [B, heads, S, d] each."""
         return KV(select_heads(tensors[self.k_slot], self.k_heads), select_heads(tensors[self.v_slot], self.v_heads))
 
-    def select(self, q: Tensor, attention_mask: Any, tensors: Sequence[Tensor]) -> KernelInputs:
+    def select_inputs(self, q: Tensor, attention_mask: Any, tensors: Sequence[Tensor]) -> KernelInputs:
         """Its call, with its heads of all queries and of a mask that differs between heads."""
         k, v = self.select_kv(tensors)
         if self.q_heads is None:
@@ -56,7 +56,7 @@ class GroupSlots(NamedTuple):
 
 def divide_pairs(inputs: Sequence[KernelInputs], pairs: Sequence[KV]) -> list[KernelInputs]:
     """The calls with keys and values [K, n, d] beside the tokens': each with those of its own key/value heads."""
-    keys, values = (join([pair[part] for pair in pairs], dim=1).to(inputs[0].q.dtype) for part in (0, 1))
+    keys, values = (join_groups([pair[part] for pair in pairs], dim=1).to(inputs[0].q.dtype) for part in (0, 1))
     calls: list[KernelInputs] = []
     start = 0
     for group in inputs:
@@ -77,6 +77,6 @@ def select_heads(x: Tensor, heads: Heads) -> Tensor:
     return x if heads is None else x[:, heads]
 
 
-def join(parts: Sequence[Tensor], dim: int) -> Tensor:
+def join_groups(parts: Sequence[Tensor], dim: int) -> Tensor:
     """The parts one after another, without a copy of a single one."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=dim)

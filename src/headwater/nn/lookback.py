@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwater.config.plan import LayerPlan
-from headwater.config.planner import keepers
+from headwater.config.planner import name_keepers
 from headwater.mechanisms.contract import Tail
 from headwater.nn.checks import must_wait
 from headwater.nn.documents import select_columns
@@ -49,7 +49,7 @@ def find_tail(plan: LayerPlan, past_key_values: Cache | Engine | None) -> Tail |
     layer = layers[plan.index] if plan.index < len(layers) else None
     if not hasattr(layer, "before"):
         raise HeadwaterError(
-            f"{keepers([plan])} needs a cache that keeps the last raw keys and values, and this "
+            f"{name_keepers([plan])} needs a cache that keeps the last raw keys and values, and this "
             f"{type(past_key_values).__name__} does not; make it with DynamicCache(config=model.config). The tokens of "
             "PEFT's prefix tuning have none: use prompt tuning or LoRA with such a model."
         )
@@ -77,17 +77,17 @@ def find_reach(
         slot = torch.arange(document_starts.shape[1], device=document_starts.device)
         begin = last_marked(document_starts)
         since = torch.where(begin < 0, slot + past, slot - begin)
-        return _limited(torch.minimum(count_reach(position_ids, attention_mask, past), since), limit)
+        return _limit_reach(torch.minimum(count_reach(position_ids, attention_mask, past), since), limit)
     # Without a cache a row begins within the limit.
     looks = isinstance(past, int) and past > 0 and not must_wait(position_ids) and not torch.compiler.is_compiling()
     if looks and bool((position_ids >= limit).all()):
         near = None if attention_mask is None else attention_mask[:, -(position_ids.shape[1] + limit) :]
         if near is None or bool(near.all()):
             return None
-    return _limited(count_reach(position_ids, attention_mask, past), limit)
+    return _limit_reach(count_reach(position_ids, attention_mask, past), limit)
 
 
-def _limited(reach: Tensor, limit: int) -> Tensor:
+def _limit_reach(reach: Tensor, limit: int) -> Tensor:
     return reach.clamp(max=limit).to(torch.int8 if limit <= torch.iinfo(torch.int8).max else reach.dtype)
 
 

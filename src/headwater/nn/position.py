@@ -38,7 +38,7 @@ class RotaryEmbedding(KeepsPrecision):
         for name, value in self.constants().items():
             self.register_buffer(name, value, persistent=False)
 
-    def frequencies(
+    def compute_frequencies(
         self, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> tuple[Tensor, float]:
         if self.rope_type != "default":
@@ -48,14 +48,14 @@ class RotaryEmbedding(KeepsPrecision):
         return 1.0 / self.config.rope_parameters["rope_theta"] ** exponents, 1.0
 
     def constants(self) -> dict[str, Tensor]:
-        frequencies, self.attention_scaling = self.frequencies()
+        frequencies, self.attention_scaling = self.compute_frequencies()
         if self.rope_type != "longrope":
             return {"inv_freq": frequencies}
         beyond = self.config.rope_parameters["original_max_position_embeddings"] + 1
         long, _ = ROPE_INIT_FUNCTIONS["longrope"](self.config, seq_len=beyond)
         return {"inv_freq": frequencies, "long_inv_freq": long}
 
-    def span(self, lengths: Tensor) -> Tensor:
+    def find_span(self, lengths: Tensor) -> Tensor:
         """What the frequencies follow: for sequences of equal span they are the same. lengths: in tokens."""
         if self.rope_type == "longrope":
             return lengths > self.config.rope_parameters["original_max_position_embeddings"]
@@ -63,7 +63,7 @@ class RotaryEmbedding(KeepsPrecision):
 
     def frequencies_for(self, lengths: Tensor) -> Tensor:
         """The frequencies in sequences of these lengths: [B, T] -> [B, T, r/2]."""
-        span = self.span(lengths)[..., None]
+        span = self.find_span(lengths)[..., None]
         if self.rope_type == "longrope":
             return torch.where(span, self.long_inv_freq.to(span.device), self.inv_freq.to(span.device))
         return ROPE_INIT_FUNCTIONS["dynamic"](self.config, span.device, seq_len=span)[0]
@@ -74,7 +74,7 @@ class RotaryEmbedding(KeepsPrecision):
         if self.follows_length:
             inv_freq = self.frequencies_for(document_lengths(position_ids))
         elif x.dtype == torch.float64 and self.rope_type == "default":
-            inv_freq = self.frequencies(torch.float64, x.device)[0]  # the buffer is rounded to fp32
+            inv_freq = self.compute_frequencies(torch.float64, x.device)[0]  # the buffer is rounded to fp32
         angles = position_ids[..., None].to(torch.promote_types(x.dtype, torch.float32)) * inv_freq
         cos = (angles.cos() * self.attention_scaling).to(x.dtype)
         sin = (angles.sin() * self.attention_scaling).to(x.dtype)

@@ -43,11 +43,11 @@ def first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
 
 
-def unusable(value: Any) -> tuple[tuple[str, ...], str] | None:
+def find_unusable(value: Any) -> tuple[tuple[str, ...], str] | None:
     """The first invalid number inside a value: where it is, and what is wrong with it."""
     if isinstance(value, dict | list | tuple):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            if (found := unusable(inner)) is not None:
+            if (found := find_unusable(inner)) is not None:
                 return (str(name), *found[0]), found[1]
     elif isinstance(value, float) and not isfinite(value):
         return (), f"{value} is not a finite number"

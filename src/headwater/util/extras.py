@@ -49,7 +49,7 @@ class _LastFinder:
     """Finds nothing: by the time that it is asked, no other finder has the module."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        if name in _EXTRA_OF and is_ours(_importer()):
+        if name in _EXTRA_OF and is_ours(_importing_module()):
             raise MissingExtra(name.replace("_", "-"), _EXTRA_OF[name])
 
 
@@ -78,7 +78,7 @@ class _TorchvisionFinder:
             self.library = library  # which removes its operators when it is freed
 
 
-def _importer() -> str:
+def _importing_module() -> str:
     """The module that is importing something."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "importlib._bootstrap"):
@@ -86,7 +86,7 @@ def _importer() -> str:
     return str(frame.f_globals.get("__name__"))
 
 
-def check(extra: str, spared: Collection[str] = ()) -> None:
+def check_extra(extra: str, spared: Collection[str] = ()) -> None:
     """Raise `MissingExtra` where a package of an extra is missing, before there is work to lose.
 
     spared: modules that this work does not need.

@@ -9,7 +9,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import absence
+from headwater.util.files import explain_absence
 
 SECONDS = 3
 
@@ -24,7 +24,7 @@ def check_reachable(kind: Literal["dataset", "tokenizer", "model"], name: str) -
 
     With HF_HUB_OFFLINE=1 nothing is checked here; the loader then uses a cached copy.
     """
-    here = absence(name, "local folder" if os.path.isfile(name) else "local file or folder")
+    here = explain_absence(name, "local folder" if os.path.isfile(name) else "local file or folder")
     if is_path(name) or os.path.lexists(name):
         raise HeadwaterError(f"{here}.")
     if constants.HF_HUB_OFFLINE:

@@ -419,7 +419,7 @@ def _token_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     decoder(ids, max_new_tokens=8)
     assert decoder.held is not None
     with torch.no_grad():
-        return _find_waits(phase, decoder.held.advance)
+        return _find_waits(phase, decoder.held.run_step)
 
 
 def _find_waits(phase: Phase, step: Callable[[], None]) -> Measurement:
@@ -680,7 +680,7 @@ def decoding(phase: Phase) -> None:
         decoder(ids, max_new_tokens=2)  # the cache has room again
         assert decoder.held is not None
         with torch.no_grad():
-            return row | _time_shares(phase, decoder.held.advance, 20)
+            return row | _time_shares(phase, decoder.held.run_step, 20)
 
     # One compiled row first. Compilation takes a minute, so the steps that need none come next.
     shapes = list(product(sizes.batches, sizes.decoding))

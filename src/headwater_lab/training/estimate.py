@@ -21,7 +21,7 @@ from headwater.cost.hardware import Hardware
 from headwater.cost.hardware import hardware as named_hardware
 from headwater.models.load import check_names, read_json, reading
 from headwater.util.errors import HeadwaterError, nearest, sentence, shown
-from headwater.util.files import absence, is_address
+from headwater.util.files import explain_absence, is_address
 from headwater.util.precision import Precision
 from headwater_lab.data.base import DataShape
 from headwater_lab.data.tokenizer import local_size
@@ -264,7 +264,7 @@ def _check_exists(path: Path) -> None:
     if path.exists():
         return
     if os.path.lexists(path) or is_address(path):
-        raise HeadwaterError(f"{absence(path)}.")
+        raise HeadwaterError(f"{explain_absence(path)}.")
     if len(path.parts) > 1 or path.suffix:
         raise HeadwaterError(f"There is no file {str(path)!r}; {_WHAT}.")
     guess = nearest(str(path), [*PRESETS, *shipped_recipes()])

@@ -14,13 +14,13 @@ from headwater.util.errors import HeadwaterError
 DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
 
 
-def check(config: HeadwaterConfig, parallelism: Any, length: int) -> None:
+def check_model(config: HeadwaterConfig, parallelism: Any, length: int) -> None:
     """Raise `HeadwaterError` if a model cannot be trained so.
 
     parallelism: torchtitan's section of that name. length: tokens in a row.
     """
     _check_options(parallelism)
-    _check_model(config, length)
+    _check_fields(config, length)
     if parallelism.pipeline_parallel_degree > 1 and config.tie_word_embeddings:
         raise HeadwaterError(
             "A tied output head needs the embedding, which is in a pipeline's first stage; set "
@@ -56,7 +56,7 @@ def _check_options(parallelism: Any) -> None:
         )
 
 
-def _check_model(config: HeadwaterConfig, length: int) -> None:
+def _check_fields(config: HeadwaterConfig, length: int) -> None:
     """Raise `HeadwaterError` for models that torchtitan's trainer cannot train, in any number of processes."""
     for name in ("sliding_layers", "embedding_scale", "embedding_norm", "logit_softcap"):
         if getattr(config, name) not in (None, 1, False):

@@ -24,7 +24,7 @@ from headwater.config.plan import Source
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.export import export
 from headwater.cost.counts import training_flops
-from headwater.integrations.torchtitan.limits import check
+from headwater.integrations.torchtitan.limits import check_model
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.stack import last_readers, run_blocks
@@ -70,7 +70,7 @@ class TitanModel(BaseModel):
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Raise `HeadwaterError` for what the trainer's config asks of the model and it cannot do."""
-            check(self.headwater, config.parallelism, config.training.seq_len)
+            check_model(self.headwater, config.parallelism, config.training.seq_len)
             takes = inspect.signature(PipelineScheduleSingle.step).parameters
             if config.parallelism.pipeline_parallel_degree > 1 and "arg_mbs" not in takes:
                 raise HeadwaterError(
@@ -92,7 +92,7 @@ class TitanModel(BaseModel):
         self.config = config
         full = HeadwaterForCausalLM(config.headwater)
         self.settings: HeadwaterConfig = full.config  # its kernel of attention is chosen
-        for qualified, converted in config.linears.converted():
+        for qualified, converted in config.linears.list_converted():
             parent, _, name = ours_of(qualified).rpartition(".")
             full.get_submodule(parent).register_module(name, converted.build())
         if self.settings.tie_word_embeddings:
@@ -210,13 +210,13 @@ class Linears:
             if isinstance(settings, config_cls):
                 yield name, settings, self, name
 
-    def converted(self) -> Iterator[tuple[str, Any]]:
+    def list_converted(self) -> Iterator[tuple[str, Any]]:
         """The layers that a converter has replaced, by name."""
         return ((name, settings) for name, settings in vars(self).items() if type(settings) is not TitanLinear.Config)
 
     def to_dict(self) -> dict[str, str]:
         """For torchtitan's logs."""
-        return {name: type(settings).__qualname__ for name, settings in self.converted()}
+        return {name: type(settings).__qualname__ for name, settings in self.list_converted()}
 
 
 def ours_of(name: str) -> str:
@@ -252,7 +252,7 @@ class TitanAdapter(StateDictAdapter):
         return tensors
 
 
-def exported(checkpoint: Path, config: HeadwaterConfig, folder: Path) -> Path:
+def export_checkpoint(checkpoint: Path, config: HeadwaterConfig, folder: Path) -> Path:
     """See `headwater.integrations.torchtitan.export`."""
     if not (checkpoint / ".metadata").is_file():
         raise HeadwaterError(f"{str(checkpoint)!r} is no checkpoint of torchtitan's trainer; give its folder step-N.")
