@@ -98,13 +98,13 @@ class RemadeForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: RemadeConfig) -> None:
         super().__init__(config)
-        self.embed_inputs = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.place = nn.Embedding(64, config.hidden_size)
         self.layers = nn.ModuleList(RemadeLayer(config, number) for number in range(config.num_hidden_layers))
         self.head = nn.Linear(config.hidden_size, config.vocab_size)
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.embed_inputs
+        return self.embed
 
     def forward(
         self,
@@ -125,7 +125,7 @@ class RemadeForCausalLM(PreTrainedModel, GenerationMixin):
         tokens = input_ids.shape[1]
         if position_ids is None:
             position_ids = torch.arange(past, past + tokens)[None]
-        x = self.embed_inputs(input_ids) + self.place(position_ids)
+        x = self.embed(input_ids) + self.place(position_ids)
         mask = create_causal_mask(self.config, x, attention_mask, past_key_values, allow_is_causal_skip=False)
         real = None if attention_mask is None else attention_mask[:, -tokens:]
         first = None

@@ -183,9 +183,7 @@ def test_a_layer_that_stores_what_it_shares_is_seen(monkeypatch):
 
 def test_a_model_whose_past_depends_on_its_future_has_no_cache_to_verify(monkeypatch):
     model = remade()
-    monkeypatch.setattr(
-        model.embed_inputs, "forward", lambda ids: F.embedding(ids, model.embed_inputs.weight) + 0.1 * ids[0, -1]
-    )
+    monkeypatch.setattr(model.embed, "forward", lambda ids: F.embedding(ids, model.embed.weight) + 0.1 * ids[0, -1])
     found = {one.check: one for one in verify.verify(model)}
     assert found["prefixes"].ok is False
     assert all(one.ok is None and "later tokens" in one.why for name, one in found.items() if name != "prefixes")

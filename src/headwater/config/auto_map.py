@@ -50,11 +50,13 @@ def register_class(cls: type, auto_class: str | type) -> bool:
 
     Raises `HeadwaterError` if `cls` is exported for another Auto class.
     """
-    name, ours = auto_class if isinstance(auto_class, str) else auto_class.__name__, auto_class_of(cls)
-    if ours is None:
+    name, class_name = auto_class if isinstance(auto_class, str) else auto_class.__name__, auto_class_of(cls)
+    if class_name is None:
         return False
-    if name != ours:
-        raise HeadwaterError(f"{cls.__name__} is exported for {ours}, not for {name}; register it for {ours!r}.")
+    if name != class_name:
+        raise HeadwaterError(
+            f"{cls.__name__} is exported for {class_name}, not for {name}; register it for {class_name!r}."
+        )
     _registered.add(getattr(cls, "config_class", cls))
     return True
 
@@ -69,9 +71,9 @@ def complete_auto_map(config: Any) -> None:
     """Point a config whose class is registered to the code in its folder; other people's classes keep their entries."""
     if type(config) in _registered:
         entries = getattr(config, "auto_map", None) or {}
-        ours = auto_map_of(config).items()
+        entries_of_code = auto_map_of(config).items()
         config.auto_map = entries | {
-            name: local for name, local in ours if str(entries.get(name, local)).split("--")[-1] == local
+            name: local for name, local in entries_of_code if str(entries.get(name, local)).split("--")[-1] == local
         }
 
 

@@ -188,9 +188,9 @@ class LayerPlan:
         tails: the raw tokens that the cache must keep for it there, as (part, tokens).
         """
         stage, name = Stage.of(method), mechanism.registered_name()
-        each: Kept | None = "input" if stage is Stage.ATTENTION_INPUT else None
-        kept = tuple((each or part, tokens, name) for part, tokens in tails)
-        return replace(self, acts=(*self.acts, (stage, name)), tails=(*self.tails, *kept))
+        letter: Kept | None = "input" if stage is Stage.ATTENTION_INPUT else None
+        new_tails = tuple((letter or part, tokens, name) for part, tokens in tails)
+        return replace(self, acts=(*self.acts, (stage, name)), tails=(*self.tails, *new_tails))
 
     def within(self, stages: Iterable[Stage]) -> LayerPlan:
         """This plan as the modules for some stages are built from it: with what acts there, and nothing else."""
@@ -219,7 +219,7 @@ class LayerPlan:
         if not self.at(Stage.ATTENTION_INPUTS):
             return ("q",)
         heads: tuple[tuple[Part, tuple[int, ...]], ...] = (("k", self.k_heads), ("v", self.v_heads))
-        return ("q", *(part for part, stored in heads if stored))
+        return ("q", *(letter for letter, stored in heads if stored))
 
     @property
     def tail(self) -> int:
@@ -238,12 +238,13 @@ class LayerPlan:
         return self.k_heads == everything and self.v_heads == everything and not self.tails
 
 
-def choose_heads(wanted: Sequence[int], stored: Sequence[int]) -> Heads:
-    """Index of the `wanted` heads among the `stored` ones; None for all of them, in order.
+def choose_heads(heads: Sequence[int], stored: Sequence[int]) -> Heads:
+    """Index of `heads` among the `stored` ones; None for all of them, in order.
 
     Raises `ValueError` if one of them is not there.
     """
-    at = [stored.index(head) for head in wanted]
-    if at == list(range(len(stored))):
+    indices = [stored.index(head) for head in heads]
+    if indices == list(range(len(stored))):
         return None
-    return slice(at[0], at[-1] + 1) if at and at == list(range(at[0], at[-1] + 1)) else at
+    in_a_row = bool(indices) and indices == list(range(indices[0], indices[0] + len(indices)))
+    return slice(indices[0], indices[-1] + 1) if in_a_row else indices

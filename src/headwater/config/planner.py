@@ -155,17 +155,17 @@ def output_only_from(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> int
     Later tokens need nothing of what these layers make, and what they read of lower ones is there for all tokens (keys
     and values as attended to) or token by token.
     """
-    first = len(plans)
+    first_layer = len(plans)
     if config.materialise:  # every layer caches keys and values
-        return first
+        return first_layer
 
     def reads_what_ids_give(plan: LayerPlan) -> bool:
         """Whether it reads a tensor for all layers that has a token's part at a place that only its maker knows."""
         return any(source.kind == "shared" and resolve(source.part).needs_input_ids for source in plan.reads)
 
-    while first and plans[first - 1].leaves_nothing and not reads_what_ids_give(plans[first - 1]):
-        first -= 1
-    return first
+    while first_layer and plans[first_layer - 1].leaves_nothing and not reads_what_ids_give(plans[first_layer - 1]):
+        first_layer -= 1
+    return first_layer
 
 
 # In what layers must agree if one reads a tensor of the other, by its kind and part. Attention weights must belong to
@@ -184,10 +184,10 @@ def _check_alike(config: HeadwaterConfig, layer: int, source: Source) -> None:
         return
     reader, owner = layer_config(config, layer), layer_config(config, source.layer)
     for name in _ALIKE.get(source[:2], ()):
-        wanted, value = getattr(reader, name), getattr(owner, name)
-        if value != wanted:
+        expected, value = getattr(reader, name), getattr(owner, name)
+        if value != expected:
             raise HeadwaterError(
-                f"Layer {layer} would read layer {source.layer}, whose {name} is {value!r} and not {wanted!r} "
+                f"Layer {layer} would read layer {source.layer}, whose {name} is {value!r} and not {expected!r} "
                 "(sliding_layers); let layers of one kind share."
             )
 
@@ -225,6 +225,6 @@ def groups_of(plan: LayerPlan, stored: Sequence[LayerPlan]) -> tuple[HeadGroup, 
     groups = []
     for (k, v), run in groupby(range(len(plan.attends)), key=lambda head: plan.attends[head]):
         heads = list(run)
-        at = choose_heads(heads, stored[k].k_heads), choose_heads(heads, stored[v].v_heads)
-        groups.append(HeadGroup(heads[0], len(heads), k, v, *at))
+        indices = choose_heads(heads, stored[k].k_heads), choose_heads(heads, stored[v].v_heads)
+        groups.append(HeadGroup(heads[0], len(heads), k, v, *indices))
     return tuple(groups)

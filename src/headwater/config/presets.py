@@ -52,11 +52,11 @@ def preset(name: str, **changes: Any) -> HeadwaterConfig:
     fields = copy.deepcopy(PRESETS[name].fields)
     base = fields.pop("base", "llama")
     kind = HeadwaterVisionConfig if base == "vit" else HeadwaterConfig
-    known = {*kind.field_names(), "attn_implementation", "dtype"} - {"layer_types"}
-    known |= {"num_labels", "id2label", "label2id"} if base == "vit" else set()
+    field_names = {*kind.field_names(), "attn_implementation", "dtype"} - {"layer_types"}
+    field_names |= {"num_labels", "id2label", "label2id"} if base == "vit" else set()
     for field in changes:
-        if field not in known:
-            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, known)}")
+        if field not in field_names:
+            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, field_names)}")
     if {"num_labels", "id2label"} & changes.keys():
         fields.pop("num_labels", None)
     try:

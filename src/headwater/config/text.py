@@ -297,9 +297,9 @@ class HeadwaterConfig(PreTrainedConfig):
     def _complete_mechanisms(self) -> None:
         """Store the options with their defaults filled in, so that a saved config says what the model does."""
         mechanisms = as_mapping(self.mechanisms) or {}
-        named = [(_name_of(str(name)), options) for name, options in mechanisms.items()]
-        self.mechanisms = {name: self._complete_options(name, options) for name, options in named}
-        if len(self.mechanisms) < len(named):
+        entries = [(_name_of(str(name)), options) for name, options in mechanisms.items()]
+        self.mechanisms = {name: self._complete_options(name, options) for name, options in entries}
+        if len(self.mechanisms) < len(entries):
             raise HeadwaterError(f"mechanisms has a repeated name: {', '.join(map(str, mechanisms))}; name each once.")
 
     def _complete_options(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -433,11 +433,10 @@ class HeadwaterConfig(PreTrainedConfig):
 def _name_of(name: str) -> str:
     """The one name by which a mechanism is known, for any of its names. Raises `HeadwaterError`."""
     kind = resolve(name)
-    known = MECHANISMS.name_of(kind)
     # A name added by a test or a notebook takes precedence.
-    known = name if MECHANISMS.has(name) or name in MECHANISMS.added else known
-    if kind.registered_name() != known:
+    registered = name if MECHANISMS.has(name) or name in MECHANISMS.added else MECHANISMS.name_of(kind)
+    if (class_name := kind.registered_name()) != registered:
         raise HeadwaterError(
-            f"Mechanism {known!r} calls itself {kind.registered_name()!r}; remove registered_name() from its class."
+            f"Mechanism {registered!r} calls itself {class_name!r}; remove registered_name() from its class."
         )
-    return known
+    return registered

@@ -65,7 +65,7 @@ def _choose_options(
     if name in (config.mechanisms or {}):
         raise HeadwaterError(f"The model already has mechanism {name!r}; leave it out.")
     options, width = parse_options(kind, chosen), config.hidden_size
-    if any(replaces_linear(kind, options, config, 0, part, width) for part in get_args(Map)):
+    if any(replaces_linear(kind, options, config, 0, map_name, width) for map_name in get_args(Map)):
         raise HeadwaterError(
             f"Mechanism {name!r} replaces the model's linear layers and cannot be added to them; train a model with it."
         )
@@ -102,8 +102,8 @@ def kept_heads(name: str, tensor: Tensor, shape: torch.Size, plans: list[tuple[L
     if tensor.shape == shape:
         return tensor.detach().clone()
     choices = set()
-    for before, after in (plan for plan in plans if f".layers.{plan[0].index}." in f".{name}"):
-        for had, has in ((before.k_heads, after.k_heads), (before.v_heads, after.v_heads)):
+    for old_plan, new_plan in (plan for plan in plans if f".layers.{plan[0].index}." in f".{name}"):
+        for had, has in ((old_plan.k_heads, new_plan.k_heads), (old_plan.v_heads, new_plan.v_heads)):
             for dim, size in enumerate(tensor.shape[: len(shape)]):
                 fits = shape == (*tensor.shape[:dim], size * len(has) // max(1, len(had)), *tensor.shape[dim + 1 :])
                 if fits and set(has) <= set(had):

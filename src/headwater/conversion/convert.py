@@ -147,10 +147,10 @@ def pool_tensors(tensors: Mapping[str, Tensor], config: HeadwaterConfig, are_sta
     return {name: pooled(name, tensor) for name, tensor in tensors.items()}
 
 
-def finish_state(state: Mapping[str, Tensor], before: HeadwaterForCausalLM, after: HeadwaterForCausalLM) -> dict:
-    """The optimizer's state, by name, for `after`, which is `before` finished."""
-    config, shapes = before.config, {name: parameter.shape for name, parameter in after.named_parameters()}
-    plans = list(zip(plan_layers(narrow_config(config)), after.plans, strict=True))
+def finish_state(state: Mapping[str, Tensor], old_model: HeadwaterForCausalLM, new_model: HeadwaterForCausalLM) -> dict:
+    """The optimizer's state, by name, for `new_model`, which is `old_model` finished."""
+    config, shapes = old_model.config, {name: parameter.shape for name, parameter in new_model.named_parameters()}
+    plans = list(zip(plan_layers(narrow_config(config)), new_model.plans, strict=True))
     carried = {}
     for name, tensor in pool_tensors(state, config, are_state=True).items():
         parameter = name.removeprefix("optimizer.").rpartition(".")[0]
@@ -255,13 +255,13 @@ def align_layers(
     """Turn the model's keys and values as near as possible to those that `blend_model` mixes them with, on `rows` of
     tokens [B, T]; the function stays the same. Returns whether anything could be turned."""
     config = blend_config(model.config, mechanisms, num_key_value_heads)
-    parts = [kind for kind, can in can_turn(model).items() if can]
-    if not parts:
+    kinds = [kind for kind, can in can_turn(model).items() if can]
+    if not kinds:
         return False
     have = sample_heads(model, rows)
     group, goal = group_of(config), plan_layers(finish_config(config))
     for layer, attention in enumerate(_list_attentions(model)):
-        for kind in parts:
+        for kind in kinds:
             x = have[layer][kind]
             heads = x.shape[1]
             if group > 1:  # towards the first of the group, which stays

@@ -34,22 +34,22 @@ def export(
     """
     folder = local(folder).absolute()
     if auto_class_of(type(model)) is None:
-        ours = ", ".join(target.partition(":")[2] for _, target in EXPORTED if ".models." in target)
+        class_names = ", ".join(target.partition(":")[2] for _, target in EXPORTED if ".models." in target)
         raise HeadwaterError(
-            f"A {type(model).__name__} cannot be exported; pass a model of one of these classes: {ours}."
+            f"A {type(model).__name__} cannot be exported; pass a model of one of these classes: {class_names}."
         )
-    before = model.config  # the classes used by later checkpoints of a training run do not change
-    model.config = copy.deepcopy(before)
-    model.config.auto_map = auto_map_of(before)  # saving writes the code because of this
+    config = model.config  # the classes used by later checkpoints of a training run do not change
+    model.config = copy.deepcopy(config)
+    model.config.auto_map = auto_map_of(config)  # saving writes the code because of this
     try:
-        if materialise and not before.is_causal:
+        if materialise and not config.is_causal:
             raise HeadwaterError("materialise is for engines that generate text; leave it out for an image model.")
         if materialise:
             model.config.materialise = True
             check_paged(model.config, plan_layers(model.config))
         _write_folder(model, folder, tokenizer)
     finally:
-        model.config = before
+        model.config = config
     return folder
 
 

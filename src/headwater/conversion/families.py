@@ -157,7 +157,7 @@ class Family:
                     f"A {self.name} model with {name}={getattr(config, name)} is not supported; use one with "
                     f"{name}={value}."
                 )
-        values = {ours: getattr(config, theirs, None) for ours, theirs in self.fields.items()}
+        values = {name: getattr(config, source, None) for name, source in self.fields.items()}
         if "sliding_window" in values:
             values |= self._read_window(config)
         values |= {} if self.read_more is None else self.read_more(config)
@@ -210,16 +210,16 @@ class Family:
                 f"The model's config cannot be written in the {self.name} format: {sentence(error)}"
             ) from error
         for name in _list_compared(config):
-            ours, theirs = _make_comparable(config, name), _make_comparable(restored, name)
-            if ours != theirs:
+            value, family_value = _make_comparable(config, name), _make_comparable(restored, name)
+            if value != family_value:
                 raise HeadwaterError(
-                    f"A {self.name} model cannot have {name} {ours!r}, only {theirs!r}; change it, or choose another "
-                    "family."
+                    f"A {self.name} model cannot have {name} {value!r}, only {family_value!r}; change it, or choose "
+                    "another family."
                 )
         return written
 
     def _write_fields(self, config: HeadwaterConfig) -> PreTrainedConfig:
-        values = self.required | {theirs: getattr(config, ours) for ours, theirs in self.fields.items()}
+        values = self.required | {source: getattr(config, name) for name, source in self.fields.items()}
         if self.partial_rope:  # their default is another part
             values["rope_parameters"] = {"partial_rotary_factor": 1.0} | (config.rope_parameters or {})
         make = self.model.config_class
@@ -235,7 +235,7 @@ class Family:
     def read_tensors(self, tensors: dict[str, Tensor], config: HeadwaterConfig) -> dict[str, Tensor]:
         """Their tensors as copies under our names; `config` is ours. Raises `HeadwaterError` for an unknown one."""
         links = {link.theirs: link for link in self.list_links(config.num_hidden_layers)}
-        read = {}
+        converted = {}
         for name, tensor in tensors.items():
             module, _, kind = (name, "", "weight") if name in links else name.rpartition(".")
             if module not in links:
@@ -244,16 +244,16 @@ class Family:
                     f"remove what was added to it."
                 )
             link = links[module]
-            for ours, piece in zip(link.ours, link.split_tensor(tensor, config), strict=True):
-                read[f"{ours}.{kind}"] = _copy_tensor(piece)
-        return read
+            for target, piece in zip(link.ours, link.split_tensor(tensor, config), strict=True):
+                converted[f"{target}.{kind}"] = _copy_tensor(piece)
+        return converted
 
     def write_tensors(self, tensors: dict[str, Tensor], config: HeadwaterConfig) -> dict[str, Tensor]:
         """Our tensors as copies under their names."""
         written = {}
         for link in self.list_links(config.num_hidden_layers):
             for kind in ("weight", "bias"):
-                stored = [tensors[name] for name in (f"{ours}.{kind}" for ours in link.ours) if name in tensors]
+                stored = [tensors[name] for name in (f"{module}.{kind}" for module in link.ours) if name in tensors]
                 if stored:
                     name = link.theirs if link.bare else f"{link.theirs}.{kind}"
                     written[name] = _copy_tensor(link.join_tensors(stored, config))
@@ -322,7 +322,7 @@ def assemble_model(
 def find_family(name: str) -> Family:
     """The family that a user or a file names. Raises `HeadwaterError` unless it is known, installed or trusted."""
     if not isinstance(name, str) or not (":" in name or name in _REGISTRY.names):
-        advice = _OTHER_WAYS.get(str(name)) or f"known names: {', '.join_tensors(sorted(_REGISTRY.names))}."
+        advice = _OTHER_WAYS.get(str(name)) or f"known names: {', '.join(sorted(_REGISTRY.names))}."
         raise HeadwaterError(f"Models of type {name!r} cannot be converted; {advice}")
     return _REGISTRY.resolve(name)
 
@@ -364,19 +364,19 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
     name, folder = str(source), local(source)
     try:
         if folder.is_dir():
-            chosen_family, theirs, _ = _configs_in(folder, family)
+            chosen_family, family_config, _ = _configs_in(folder, family)
             tensors = read_weights(weight_files(folder, pickled=True))
-            model, mismatches = build_model(chosen_family.model, theirs, tensors, folder)
+            model, mismatches = build_model(chosen_family.model, family_config, tensors, folder)
         else:
             check_reachable("model", name)
             with reading("it", "use an intact checkpoint"):
                 saved_config = PreTrainedConfig.get_config_dict(name)[0]
                 chosen_family = _of_checkpoint(family, saved_config.get("model_type", "none"), saved_config)
-                theirs = chosen_family.model.config_class.from_pretrained(name)
-                chosen_family.read_config(theirs)
+                family_config = chosen_family.model.config_class.from_pretrained(name)
+                chosen_family.read_config(family_config)
                 model, mismatches = chosen_family.model.from_pretrained(
                     name,
-                    config=theirs,
+                    config=family_config,
                     dtype="auto",
                     weights_only=True,
                     output_loading_info=True,
@@ -408,8 +408,8 @@ def _configs_in(folder: Path, family: str | None = None) -> tuple[Family, PreTra
     if kind is None:
         raise HeadwaterError(f"it is not a checkpoint: it has no {CONFIG} that says what model it is.")
     chosen_family = _of_checkpoint(family, kind, PreTrainedConfig.get_config_dict(folder)[0])
-    theirs = config_from(chosen_family.model.config_class, folder)
-    return chosen_family, theirs, chosen_family.read_config(theirs)
+    family_config = config_from(chosen_family.model.config_class, folder)
+    return chosen_family, family_config, chosen_family.read_config(family_config)
 
 
 def _check_tensors(mismatches: dict[str, Iterable[Any]], owner: str) -> None:
@@ -488,7 +488,7 @@ def map_same(*names: str) -> dict[str, str]:
 
 def link_plain(names: dict[str, str]) -> tuple[Link, ...]:
     """Modules of theirs, each of which is one of ours."""
-    return tuple(Link(theirs, (ours,)) for theirs, ours in names.items())
+    return tuple(Link(source, (target,)) for source, target in names.items())
 
 
 _EVERYWHERE = map_same(
@@ -522,7 +522,7 @@ LAYER_NORM = _PLAIN | dict(
     mechanisms={},
 )
 LAYER = "model.layers.{}."
-_QKV = tuple(f"{LAYER}self_attn.{part}_proj" for part in "qkv")
+_QKV = tuple(f"{LAYER}self_attn.{letter}_proj" for letter in "qkv")
 
 _GPT2 = Family(
     model=GPT2LMHeadModel,
@@ -622,7 +622,7 @@ _LLAMA = Family(
             *_QKV,
             f"{LAYER}self_attn.o_proj",
             f"{LAYER}post_attention_layernorm",
-            *(f"{LAYER}mlp.{part}_proj" for part in ("gate", "up", "down")),
+            *(f"{LAYER}mlp.{name}_proj" for name in ("gate", "up", "down")),
             "model.norm",
             "lm_head",
         )
@@ -637,7 +637,7 @@ def _vary_family(
     return replace(
         base,
         model=model,
-        fields={ours: theirs for ours, theirs in (base.fields | fields).items() if ours not in fixed},
+        fields={name: source for name, source in (base.fields | fields).items() if name not in fixed},
         fixed={name: value for name, value in (base.fixed | fixed).items() if name not in fields},
         **{"required": {}} | changes,
     )
@@ -677,29 +677,29 @@ _GEMMA = _vary_family(
 )
 
 
-def _gemma2_fields(theirs: PreTrainedConfig) -> dict[str, Any]:
-    scalar = theirs.query_pre_attn_scalar
-    return {"attention_scale": None if scalar == theirs.head_dim else scalar**-0.5}
+def _gemma2_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    scalar = config.query_pre_attn_scalar
+    return {"attention_scale": None if scalar == config.head_dim else scalar**-0.5}
 
 
-def _gemma2_written(ours: HeadwaterConfig) -> dict[str, Any]:
-    scale = ours.attention_scale
-    scalar = ours.head_dim if scale is None else round(scale**-2)
-    return {"query_pre_attn_scalar": scalar, "layer_types": _layer_types(ours)}
+def _gemma2_written(config: HeadwaterConfig) -> dict[str, Any]:
+    scale = config.attention_scale
+    scalar = config.head_dim if scale is None else round(scale**-2)
+    return {"query_pre_attn_scalar": scalar, "layer_types": _layer_types(config)}
 
 
-def _gemma3_fields(theirs: PreTrainedConfig) -> dict[str, Any]:
-    rope = {kind: theirs.rope_parameters[kind] for kind in sorted(set(theirs.layer_types))}
-    values = _gemma2_fields(theirs) | {"rope_parameters": next(iter(rope.values()))}
-    if len(rope) > 1 and theirs.sliding_window is not None and rope["sliding_attention"] != rope["full_attention"]:
+def _gemma3_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    rope = {kind: config.rope_parameters[kind] for kind in sorted(set(config.layer_types))}
+    values = _gemma2_fields(config) | {"rope_parameters": next(iter(rope.values()))}
+    if len(rope) > 1 and config.sliding_window is not None and rope["sliding_attention"] != rope["full_attention"]:
         values["sliding_fields"] = {"rope_parameters": rope["sliding_attention"]}
     return values
 
 
-def _gemma3_written(ours: HeadwaterConfig) -> dict[str, Any]:
-    sliding = (ours.sliding_fields or {}).get("rope_parameters", ours.rope_parameters)
-    rope = {"full_attention": ours.rope_parameters, "sliding_attention": sliding}
-    return _gemma2_written(ours) | {"rope_parameters": rope}
+def _gemma3_written(config: HeadwaterConfig) -> dict[str, Any]:
+    sliding = (config.sliding_fields or {}).get("rope_parameters", config.rope_parameters)
+    rope = {"full_attention": config.rope_parameters, "sliding_attention": sliding}
+    return _gemma2_written(config) | {"rope_parameters": rope}
 
 
 _GEMMA_NORMS = {

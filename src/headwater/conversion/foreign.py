@@ -243,7 +243,7 @@ def _neox_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
         return NEOX_EMBEDDING, _keep_tensor
     name = name.replace("model.norm.", f"sequential.{depth + 3}.norm.")
     name = re.sub(r"^model\.layers\.(\d+)\.", lambda layer: f"sequential.{int(layer[1]) + 2}.", name)
-    name = re.sub(r"self_attn\.(\w+)\.", lambda part: f"attention.{MAPS[part[1]]}.", name)
+    name = re.sub(r"self_attn\.(\w+)\.", lambda match: f"attention.{MAPS[match[1]]}.", name)
     return re.sub(r"\.(key|value)$", r".\1_param_tokens", name), _keep_tensor
 
 
@@ -489,8 +489,8 @@ def _nanochat_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
         return f"value_embeds.{layer}.weight", known
     if inner in NANOCHAT_ONCE:
         return NANOCHAT_ONCE[inner], _keep_tensor
-    theirs = f"transformer.h.{layer}."
-    return theirs + NANOCHAT_PARTS.get(inner, inner), turned if inner in NANOCHAT_TURNED else _keep_tensor
+    prefix = f"transformer.h.{layer}."
+    return prefix + NANOCHAT_PARTS.get(inner, inner), turned if inner in NANOCHAT_TURNED else _keep_tensor
 
 
 NANOCHAT_ONCE = {

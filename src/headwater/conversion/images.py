@@ -12,7 +12,7 @@ from headwater.models.image_classification import HeadwaterForImageClassificatio
 
 def _make_links(base: str) -> tuple[Link, ...]:
     layer = f"{base}.layers.{{}}."
-    maps = {f"{layer}attention.{part}_proj": f"{LAYER}self_attn.{part}_proj" for part in "qkvo"}
+    maps = {f"{layer}attention.{letter}_proj": f"{LAYER}self_attn.{letter}_proj" for letter in "qkvo"}
     return (
         Link(f"{base}.embeddings.cls_token", ("model.class_token",), bare=True),
         Link(f"{base}.embeddings.position_embeddings", ("model.embed_positions",), bare=True),

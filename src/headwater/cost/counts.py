@@ -127,11 +127,11 @@ def _count_layers(config: HeadwaterConfig, plans: Plans) -> dict[str, Cost]:
 def check_memory(config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` for a model that this machine cannot hold in fp32, before it is built."""
     count = sum(parameters(config).values())
-    there = memory_of(torch.device("cpu"))
-    if count * 4 > there:
+    memory = memory_of(torch.device("cpu"))
+    if count * 4 > memory:
         raise HeadwaterError(
             f"The model would have {count:,} parameters, {count * 4 / 1e9:,.0f} GB, but this machine has "
-            f"{there / 1e9:,.0f} GB of memory; choose a smaller model."
+            f"{memory / 1e9:,.0f} GB of memory; choose a smaller model."
         )
 
 
@@ -199,8 +199,8 @@ def forward_flops(
     """
     plans, width = plans or plan_layers(config), config.hidden_size
     tokens = config.tokens if isinstance(config, HeadwaterVisionConfig) else context
-    own = [layer_config(config, plan.index) for plan in plans]
-    flops = _layer_flops(config, plans, [attended_tokens(layer, tokens, causal) for layer in own])
+    configs = [layer_config(config, plan.index) for plan in plans]
+    flops = _layer_flops(config, plans, [attended_tokens(layer, tokens, causal) for layer in configs])
     flops["maps"] += _count_shared(config).flops
     if not isinstance(config, HeadwaterVisionConfig):
         return flops | {"output head": 2.0 * width * config.vocab_size}
@@ -218,20 +218,22 @@ def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True, pla
     alone.
     """
     plans = plans or plan_layers(config)
-    first = output_only_from(config, plans)
-    own = [layer_config(config, plan.index) for plan in plans]
+    first_layer = output_only_from(config, plans)
+    configs = [layer_config(config, plan.index) for plan in plans]
     # What the last token alone attends to, causally.
-    seen = [min(tokens, c.sliding_window or tokens) if causal else tokens for c in own]
-    below = _layer_flops(config, plans[:first], [attended_tokens(c, tokens, causal) for c in own[:first]])
-    above = _layer_flops(config, plans[first:], seen[first:])
+    attended = [min(tokens, c.sliding_window or tokens) if causal else tokens for c in configs]
+    below = _layer_flops(
+        config, plans[:first_layer], [attended_tokens(c, tokens, causal) for c in configs[:first_layer]]
+    )
+    above = _layer_flops(config, plans[first_layer:], attended[first_layer:])
     head = 2.0 * config.hidden_size * config.vocab_size
     return tokens * (sum(below.values()) + _count_shared(config).flops) + sum(above.values()) + head
 
 
 def _layer_flops(config: HeadwaterConfig, plans: Plans, attended: Sequence[float]) -> dict[str, float]:
     """FLOPs of some of the blocks, per token that attends to `attended` tokens in each."""
-    own = [layer_config(config, plan.index) for plan in plans]
-    between = sum(c.num_attention_heads * c.head_dim * count for c, count in zip(own, attended, strict=True))
+    configs = [layer_config(config, plan.index) for plan in plans]
+    between = sum(c.num_attention_heads * c.head_dim * count for c, count in zip(configs, attended, strict=True))
     return {"maps": float(_add_up(_count_layers(config, plans).values()).flops), "attention": 4.0 * between}
 
 
@@ -257,15 +259,15 @@ def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4, plans:
 
 def kept_numbers(config: HeadwaterConfig, plan: LayerPlan) -> dict[Kept, int]:
     """Of what the cache keeps raw tokens: how many numbers one of them has in this layer."""
-    own = layer_config(config, plan.index)
+    layer = layer_config(config, plan.index)
     return {
-        "q": own.num_attention_heads * own.head_dim,
-        "k": len(plan.k_heads) * own.head_dim,
-        "v": len(plan.v_heads) * own.head_dim,
-        "x": own.hidden_size,
-        "input": len(plan.inputs) * own.hidden_size,
-        "gate": own.intermediate_size,
-        "up": own.intermediate_size,
+        "q": layer.num_attention_heads * layer.head_dim,
+        "k": len(plan.k_heads) * layer.head_dim,
+        "v": len(plan.v_heads) * layer.head_dim,
+        "x": layer.hidden_size,
+        "input": len(plan.inputs) * layer.hidden_size,
+        "gate": layer.intermediate_size,
+        "up": layer.intermediate_size,
         "id": 1,
     }
 
@@ -288,8 +290,8 @@ def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4
 
     Each layer reads all that its heads attend to, wherever it is stored: sharing saves storage, not reading.
     """
-    own = [layer_config(config, layer) for layer in range(config.num_hidden_layers)]
-    numbers = (c.num_key_value_heads * c.head_dim * min(tokens, c.sliding_window or tokens) for c in own)
+    configs = [layer_config(config, layer) for layer in range(config.num_hidden_layers)]
+    numbers = (c.num_key_value_heads * c.head_dim * min(tokens, c.sliding_window or tokens) for c in configs)
     return 2 * sum(numbers) * element_size
 
 
@@ -316,12 +318,12 @@ def activation_bytes(
     plans, element = plans or plan_layers(config), precision.compute.itemsize
     width = config.hidden_size * precision.weights.itemsize
     blocks = [_block_bytes(config, plan, context, precision) for plan in plans]
-    kept = sum(blocks)
+    stored = sum(blocks)
     if gradient_checkpointing:
         carried = sum(_exported_bytes(config, plan, context, precision) for plan in plans)
-        kept = len(plans) * width + carried + max(blocks)
+        stored = len(plans) * width + carried + max(blocks)
     # The norms around the blocks, and what mechanisms share.
-    kept += config.hidden_size * element + width * (1 + config.embedding_norm) + _count_shared(config).saved * element
+    stored += config.hidden_size * element + width * (1 + config.embedding_norm) + _count_shared(config).saved * element
     tokens, copies = batch_size * context, 1 if gradient_checkpointing else len(plans)
     patches, widening = 0, sum(bool(plan.at(Stage.ADDED_KEY_VALUES)) for plan in plans)
     logits = tokens * config.vocab_size if config.is_causal else batch_size * config.num_labels
@@ -331,7 +333,7 @@ def activation_bytes(
     softmax += element * (config.logit_softcap is not None)  # which keeps its tanh
     at_once = min(loss_chunk_tokens, tokens) * config.vocab_size if loss_chunk_tokens else logits
     return {
-        "kept": tokens * kept + patches + (0 if loss_chunk_tokens else softmax * logits),
+        "kept": tokens * stored + patches + (0 if loss_chunk_tokens else softmax * logits),
         "loss": at_once * (gradients + (softmax if loss_chunk_tokens else 0)),
         # With pairs beside the tokens' a layer widens the mask.
         "masks": tokens * context * (1 + copies * element + min(copies, widening)) if masked else 0,
@@ -357,13 +359,13 @@ def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precisi
     numbers = _add_up(_count_layers(config, [plan]).values()).saved
     # Two norms, the first of one input or several: each stores its input, and the next linear layers its output;
     # those of outputs store the input.
-    more = len(plan.inputs) - 1
-    inputs = (1 if config.parallel_residual else 2) + more
+    extra_inputs = len(plan.inputs) - 1
+    inputs = (1 if config.parallel_residual else 2) + extra_inputs
     # Under autocast each linear layer casts its input to a separate copy.
-    outputs = (_count_readers(config, plan) if precision.is_mixed else 2 + more) + 2 * config.output_norms
-    shown = _shown_weights(config, plan) * layer_config(config, plan.index).num_attention_heads * context
+    outputs = (_count_readers(config, plan) if precision.is_mixed else 2 + extra_inputs) + 2 * config.output_norms
+    weights = _shown_weights(config, plan) * layer_config(config, plan.index).num_attention_heads * context
     norms = inputs * precision.weights.itemsize + outputs * element
-    return norms * config.hidden_size + (numbers + shown) * element
+    return norms * config.hidden_size + (numbers + weights) * element
 
 
 def _count_readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
@@ -391,9 +393,9 @@ def state_bytes(
     `training.ema_decay`, which keeps a second copy of the weights.
     """
     layers = _count_layers(config, plans or plan_layers(config))
-    parts = _sum_parameters(config, layers)
-    weights = precision.weights.itemsize * sum(parts.values())
-    matrices = sum(parts[name] - layers[name].looked_up for name in ("attention", "feed-forward"))
+    counts = _sum_parameters(config, layers)
+    weights = precision.weights.itemsize * sum(counts.values())
+    matrices = sum(counts[name] - layers[name].looked_up for name in ("attention", "feed-forward"))
     if isinstance(config, HeadwaterVisionConfig):
         matrices += config.hidden_size * (_patch_numbers(config) + config.num_labels)
     else:
@@ -410,7 +412,7 @@ def state_bytes(
 def weights_read(config: HeadwaterConfig, plans: Plans | None = None) -> int:
     """Weights read to generate a token: all but the rows of embeddings and other tables that are not looked up."""
     layers = _count_layers(config, plans or plan_layers(config))
-    parts = _sum_parameters(config, layers)
+    counts = _sum_parameters(config, layers)
     tables = _add_up(layers.values()).looked_up + _count_shared(config).looked_up
     head = config.vocab_size * config.hidden_size
-    return sum(parts.values()) - parts["embedding"] - tables - parts["output head"] + head
+    return sum(counts.values()) - counts["embedding"] - tables - counts["output head"] + head

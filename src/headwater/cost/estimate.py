@@ -136,7 +136,7 @@ def price(
     budget = images if of_images else tokens
     plans, element = plan_layers(config), precision.compute.itemsize
     state = cost.state_bytes(config, precision, averages, plans)
-    held = sum(state.values())
+    state_size = sum(state.values())
 
     def activations(length: int, rows: int, checkpointed: bool) -> int:
         settings = precision, checkpointed, loss_chunk_tokens, masked
@@ -145,7 +145,7 @@ def price(
     def limits(length: int, device: Hardware, flops: float) -> Limits:
         ceiling = devices * device.peak(precision) / (3 * flops)
         hours = None if budget is None else budget / (ceiling * mfu) / 3600
-        free = max(0.0, device.memory - held)
+        free = max(0.0, device.memory - state_size)
         running = dict[str, Any](inference_ceiling=device.peak(precision) / flops)
         return Limits(
             training_ceiling=ceiling,
@@ -168,7 +168,7 @@ def price(
             training=3 * flops,
             activation_bytes=activations(length, batch, False),
             activation_bytes_checkpointed=activations(length, batch, True),
-            step_bytes=held + activations(length, batch, gradient_checkpointing),
+            step_bytes=state_size + activations(length, batch, gradient_checkpointing),
             limits=None if hardware is None else limits(length, hardware, flops),
             **(image_size or _count_text(config, length, batch, element, plans)),
         )
@@ -185,7 +185,7 @@ def price(
         images=images,
         parameters=cost.parameters(config, plans),
         state_bytes=state,
-        devices_needed=None if hardware is None else -int(-held // hardware.memory),
+        devices_needed=None if hardware is None else -int(-state_size // hardware.memory),
         gradient_checkpointing=gradient_checkpointing,
         loss_chunk_tokens=loss_chunk_tokens,
         masked=masked,
@@ -208,10 +208,10 @@ def _count_text(config: HeadwaterConfig, length: int, batch: int, element: int, 
 def _limit_generation(
     config: HeadwaterConfig, device: Hardware, length: int, batch: int, element: int, plans: cost.Plans
 ) -> dict[str, Any]:
-    read = element * cost.weights_read(config, plans) + batch * cost.cache_bytes_read(config, length, element)
+    bytes_read = element * cost.weights_read(config, plans) + batch * cost.cache_bytes_read(config, length, element)
     free = max(0.0, device.memory - element * sum(cost.parameters(config, plans).values()))
     return dict(
-        generation_ceiling=batch * device.bandwidth / read,
+        generation_ceiling=batch * device.bandwidth / bytes_read,
         most_sequences=int(free // cost.cache_bytes(config, length, 1, element, plans)),
     )
 

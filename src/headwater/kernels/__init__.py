@@ -51,11 +51,11 @@ def disable_kernels() -> Iterator[None]:
     A backward pass that recomputes activations must run inside as well.
     """
     global _disabled
-    before, _disabled = are_disabled(), True
+    old_state, _disabled = are_disabled(), True
     try:
         yield
     finally:
-        _disabled = before
+        _disabled = old_state
 
 
 def can_fuse(*tensors: Tensor | None, needs_grad: bool = True, cpu_only: bool = False) -> bool:
@@ -86,8 +86,8 @@ def can_autotune() -> bool:
 
     Not under dispatch modes, such as counters of operations, nor under `torch.use_deterministic_algorithms`.
     """
-    counted = torch._C._len_torch_dispatch_stack() > 0 or torch.are_deterministic_algorithms_enabled()
-    return not counted and not torch.jit.is_tracing() and _can_run()
+    is_restricted = torch._C._len_torch_dispatch_stack() > 0 or torch.are_deterministic_algorithms_enabled()
+    return not is_restricted and not torch.jit.is_tracing() and _can_run()
 
 
 def are_ordinary(*tensors: Tensor | None, cpu_only: bool = False) -> bool:

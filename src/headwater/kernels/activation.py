@@ -54,8 +54,8 @@ def apply_activation(act: nn.Module, a: Tensor, b: Tensor | None, map_: Callable
     the plain form.
     """
     alike = b is None or (b.shape == a.shape and b.dtype == a.dtype and b.device == a.device)
-    known = type(act) in _KINDS and a.is_floating_point() and _outer is not None
-    if not (alike and known and can_fuse(a, b) and _allowed()):
+    is_supported = type(act) in _KINDS and a.is_floating_point() and _outer is not None
+    if not (alike and is_supported and can_fuse(a, b) and _allowed()):
         return map_(act(a) if b is None else act(a) * b)
     h = _Activated.apply(act, a, b)
     with _skip_saving(h):

@@ -71,10 +71,10 @@ def matmul_attention(
     `is_causal` or the module says otherwise; keys beyond the number of queries are then a static cache's empty slots.
     Raises `HeadwaterError` for what it does not support (`LEFT_OUT`).
     """
-    if asked := [name for name in LEFT_OUT if kwargs.get(name) is not None]:
+    if unsupported := [name for name in LEFT_OUT if kwargs.get(name) is not None]:
         raise HeadwaterError(
-            f"attn_implementation {MATMUL} leaves out {' and '.join(asked)}, which this model asks for; load it with "
-            "attn_implementation='eager'."
+            f"attn_implementation {MATMUL} leaves out {' and '.join(unsupported)}, which this model asks for; load it "
+            "with attn_implementation='eager'."
         )
     batch, heads, length, width = q.shape
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -137,8 +137,8 @@ def _time_forms(forms: Mapping[str, Callable[[], object]]) -> dict[str, float]:
             started = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - started)
-    steady = all(statistics.median(each) <= STEADY * min(each) for each in times.values())
-    return {name: min(each) for name, each in times.items()} if steady else {}
+    steady = all(statistics.median(seconds) <= STEADY * min(seconds) for seconds in times.values())
+    return {name: min(seconds) for name, seconds in times.items()} if steady else {}
 
 
 def _get_file(threads: int) -> Path | None:

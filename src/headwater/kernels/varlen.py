@@ -64,12 +64,12 @@ def varlen_attention(
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     reason = find_refusal(q.device, q.dtype, dropout, q.shape[-1])
-    asked = [name for name in LEFT_OUT if kwargs.get(name) is not None]
-    asked += [] if is_causal else ["attention to later tokens"]
-    if asked or reason:
+    unsupported = [name for name in LEFT_OUT if kwargs.get(name) is not None]
+    unsupported += [] if is_causal else ["attention to later tokens"]
+    if unsupported or reason:
         raise HeadwaterError(
-            f"attn_implementation {VARLEN} {reason or 'leaves out ' + ' and '.join(asked)}; use sdpa, which takes the "
-            "documents of packed rows as a mask."
+            f"attn_implementation {VARLEN} {reason or 'leaves out ' + ' and '.join(unsupported)}; use sdpa, which "
+            "takes the documents of packed rows as a mask."
         )
     kernel = _run_by_documents if q.device.type == "cpu" else _run_flash
     return kernel(q, k, v, cu_seq_lens_q, max_length_q or q.shape[2], scaling, sliding_window), None
@@ -87,8 +87,8 @@ def _run_flash(
     else:
         k, v = _repeat_heads(groups, k, v)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    read: Any = varlen_attn(q, k, v, borders, borders, longest, longest, **options)
-    return read.unflatten(0, (rows, length))
+    out: Any = varlen_attn(q, k, v, borders, borders, longest, longest, **options)
+    return out.unflatten(0, (rows, length))
 
 
 def _run_by_documents(
@@ -130,8 +130,8 @@ class FusedCall(NamedTuple):
 
     def gather_tokens(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """The same of each in `dtype`; the fused kernel needs each head's channels next to each other."""
-        parts = [self.select_tokens(x).to(dtype) for x in tensors]
-        return [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
+        selected = [self.select_tokens(x).to(dtype) for x in tensors]
+        return [x if x.stride(-1) == 1 else x.contiguous() for x in selected]
 
 
 @lru_cache(maxsize=2)
@@ -144,8 +144,8 @@ def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, d
         )
     calls: list[FusedCall] = []
     for begin, end in pairwise(sorted(set(borders))):  # without empty documents
-        row, first = divmod(begin, length)
-        if first + end - begin > length:
+        row, column = divmod(begin, length)
+        if column + end - begin > length:
             raise HeadwaterError(
                 f"cu_seq_lens_q has a document from token {begin} to {end}, across the rows of {length} tokens; a row "
                 "begins with a document."
@@ -154,7 +154,7 @@ def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, d
         if 0 < window < end - begin:  # each token sees itself and the window - 1 before it
             hidden = ~torch.ones(end - begin, end - begin, dtype=torch.bool).tril().triu(1 - window)
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        calls.append(FusedCall(row, slice(first, first + end - begin), mask))
+        calls.append(FusedCall(row, slice(column, column + end - begin), mask))
     return calls
 
 
@@ -183,8 +183,8 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float,
     sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     for call in calls:
         inputs = call.gather_tokens((q, k, v), dtype)
-        read, total = _fused(*inputs, 0.0, call.mask is None, attn_mask=call.mask, scale=scale)
-        call.select_tokens(out).copy_(read)
+        heads, total = _fused(*inputs, 0.0, call.mask is None, attn_mask=call.mask, scale=scale)
+        call.select_tokens(out).copy_(heads)
         call.select_tokens(sums).copy_(total)
     return out.transpose(1, 2), sums
 
@@ -205,11 +205,11 @@ def _run_backward(
     grads = _allocate_heads(q), _allocate_heads(k), _allocate_heads(v)
     for call in calls:
         inputs = call.gather_tokens((grad, q, k, v, out), dtype)
-        found = _fused_backward(
+        grads_of_call = _fused_backward(
             *inputs, call.select_tokens(sums), 0.0, call.mask is None, attn_mask=call.mask, scale=scale
         )
-        for whole, part in zip(grads, found, strict=True):
-            call.select_tokens(whole).copy_(part)
+        for target, source in zip(grads, grads_of_call, strict=True):
+            call.select_tokens(target).copy_(source)
     return grads
 
 

@@ -77,9 +77,9 @@ class _TailMixin(CacheLayerMixin):
         elif not torch.compiler.is_compiling() and x.shape[2] == length:  # a traced length may be any
             self.tails[name] = x
         else:
-            last = _keep_last(tail, x, length)
+            tokens = _keep_last(tail, x, length)
             # Copied where it is long: a slice would keep the whole prefill alive.
-            self.tails[name] = last if x.shape[2] == 1 else last.clone()
+            self.tails[name] = tokens if x.shape[2] == 1 else tokens.clone()
         return tail
 
     def map_tails(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -301,9 +301,9 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
         if not x.is_floating_point():
             return _join_digits(self.before(name, _split_digits(x, self.values), length), x.dtype)
         tail, folds = self.find_room(name, x, length)
-        before = tail.unflatten(2, (folds, length)).flatten(1, 2).to(x.dtype, copy=True)
-        tail.copy_(_keep_last(before, x, length).unflatten(1, (tail.shape[1], folds)).flatten(2, 3))
-        return before
+        old_tail = tail.unflatten(2, (folds, length)).flatten(1, 2).to(x.dtype, copy=True)
+        tail.copy_(_keep_last(old_tail, x, length).unflatten(1, (tail.shape[1], folds)).flatten(2, 3))
+        return old_tail
 
     def find_room(self, name: str, x: Tensor, length: int) -> tuple[Tensor, int]:
         """The room for a tail of x [B, heads, T, d] after the values, [B, heads / n, n·length, d], and n."""
@@ -345,9 +345,9 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     def swap(self, name: str, x: Tensor, length: int) -> Tensor:
         # In place: compiled code reads the tail from a fixed address.
         tail = self.tails[name]
-        before = tail.clone()
+        old_tail = tail.clone()
         tail.copy_(_keep_last(tail, x, length))
-        return before
+        return old_tail
 
     def reset(self) -> None:
         super().reset()

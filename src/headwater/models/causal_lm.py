@@ -130,8 +130,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.check_frequencies(inputs)
         x = self.embed_inputs(inputs_embeds, inputs.position_ids)
         inputs = inputs._replace(position_embeddings=self.compute_angles(x, inputs.position_ids))
-        last = self.find_last(inputs, x, logits_to_keep)
-        x = self.layers(self.dropout(x), self.shared_tensors(input_ids), inputs.arguments(), last)
+        last_tokens = self.find_last(inputs, x, logits_to_keep)
+        x = self.layers(self.dropout(x), self.shared_tensors(input_ids), inputs.arguments(), last_tokens)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: inputs.cache})
 
     def embed_inputs(self, x: Tensor, position_ids: Tensor) -> Tensor:
@@ -151,11 +151,11 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             angles[True] = for_heads(*self.sliding_rotary_emb(x, position_ids))
         return angles
 
-    def frequencies_change(self, before: Tensor, now: Tensor) -> Tensor:
-        """Where RoPE turns a sequence of `now` tokens by other frequencies than one of `before` tokens: booleans."""
-        changed = torch.zeros_like(now, dtype=torch.bool)
+    def frequencies_change(self, old_lengths: Tensor, new_lengths: Tensor) -> Tensor:
+        """Where RoPE turns sequences of `new_lengths` by other frequencies than those of `old_lengths`: booleans."""
+        changed = torch.zeros_like(new_lengths, dtype=torch.bool)
         for rope in self.ropes_by_length:
-            changed = changed | (rope.find_span(before) != rope.find_span(now))
+            changed = changed | (rope.find_span(old_lengths) != rope.find_span(new_lengths))
         return changed
 
     @property
@@ -170,10 +170,10 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         past: Any = inputs.cache.get_seq_length()
         if isinstance(past, int) and past == 0:
             return
-        before = inputs.position_ids[:, :1]  # tokens of this document in the cache
-        changed = self.frequencies_change(before, document_lengths(inputs.position_ids)[:, :1])
+        old_lengths = inputs.position_ids[:, :1]  # tokens of this document in the cache
+        changed = self.frequencies_change(old_lengths, document_lengths(inputs.position_ids)[:, :1])
         refuse_where(
-            changed & (before > 0) & (past > 0),
+            changed & (old_lengths > 0) & (past > 0),
             "With these tokens the sequence is so long that its RoPE takes other frequencies, which the keys in the "
             "cache do not have; pass all tokens at once with an empty cache or none, as generate does (without "
             "prefill_chunk_size).",
@@ -201,14 +201,19 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
         None if they run for all: where all are asked for, in training, and with a mask whose last rows cannot be taken.
         """
-        first = self.input_spec.output_only_from
-        if first == len(self.layers) or self.training or not isinstance(tokens, int) or not 0 < tokens < x.shape[1]:
+        first_layer = self.input_spec.output_only_from
+        if (
+            first_layer == len(self.layers)
+            or self.training
+            or not isinstance(tokens, int)
+            or not 0 < tokens < x.shape[1]
+        ):
             return None
         recorded = (f"output_{name}" for name in self._can_record_outputs)
         if any(inputs.kwargs.get(name, getattr(self.config, name, False)) for name in recorded):
             return None
         inputs_of_last = keep_last_tokens(self.input_spec, inputs, x, tokens)
-        return None if inputs_of_last is None else LastTokens(first, tokens, inputs_of_last.arguments())
+        return None if inputs_of_last is None else LastTokens(first_layer, tokens, inputs_of_last.arguments())
 
     def shared_tensors(self, input_ids: Tensor | None) -> dict[Source, Tensor]:
         """The outputs of the modules that the model holds once. input_ids: the new tokens [B, T]."""
@@ -437,8 +442,8 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             return False
         if position_ids is None or position_ids.shape[-1] != length:
             position_ids = count_positions(attention_mask, 0, length, input_ids.device)
-        before, now = document_lengths(position_ids[:, :past]), document_lengths(position_ids)[:, :past]
-        return bool(self.model.frequencies_change(before, now).any())
+        old_lengths, new_lengths = document_lengths(position_ids[:, :past]), document_lengths(position_ids)[:, :past]
+        return bool(self.model.frequencies_change(old_lengths, new_lengths).any())
 
     def _assisted_decoding(
         self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any

@@ -141,7 +141,7 @@ class DecodingState:
     ) -> None:
         self.model, self.rows, self.choice = model, rows, choice
         self.length = -(-length // SLOTS) * SLOTS
-        self.make_warpers = choice.make_warpers()
+        self.warpers = choice.make_warpers()
         device = self.device = model.device
         self.cache = StaticCache(config=model.config, max_cache_len=self.length)
         if any(layer.is_sliding for layer in self.cache.layers):
@@ -239,7 +239,7 @@ class DecodingState:
 
     def choose_tokens(self, logits: Tensor) -> None:
         """Write the tokens that follow, from logits [B, V]."""
-        scores = self.make_warpers(self.token, logits.float())
+        scores = self.warpers(self.token, logits.float())
         if self.choice.temperature:  # the largest of p / noise is a draw from p, as in torch.multinomial
             scores = scores.softmax(-1) / self.noise
         chosen = scores.argmax(-1).masked_fill(self.ended, self.choice.pad)

@@ -50,8 +50,8 @@ OPENED = re.compile(r".*\.(safetensors|json|bin|pth?|ckpt|model|jinja|py)|vocab\
 
 
 @contextmanager
-def reading(what: str, advice: str = "use an intact one") -> Iterator[None]:
-    """Turn any error of the libraries that read files into one sentence: "`what` cannot be read: …"."""
+def reading(name: str, advice: str = "use an intact one") -> Iterator[None]:
+    """Turn any error of the libraries that read files into one sentence: "`name` cannot be read: …"."""
     try:
         yield
     except HeadwaterError:
@@ -62,7 +62,7 @@ def reading(what: str, advice: str = "use an intact one") -> Iterator[None]:
             raise
         if isinstance(error, ImportError):  # a package that transformers asks for
             advice = "install it"
-        raise HeadwaterError(f"{what} cannot be read: {describe_reason(error)}; {advice}.") from error
+        raise HeadwaterError(f"{name} cannot be read: {describe_reason(error)}; {advice}.") from error
 
 
 def describe_reason(error: BaseException) -> str:
@@ -221,11 +221,11 @@ def weight_files(folder: Path, pickled: bool = False) -> list[Path]:
 
 def list_shards(index: Path) -> list[Path]:
     """The shards that an index names. Raises `HeadwaterError` unless all are in its folder."""
-    places = read_object(index).get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+    shards = read_object(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise HeadwaterError(f"{str(index)!r} is not an index of shards; use an intact checkpoint.")
     files = []
-    for name in sorted(set(places.values())):
+    for name in sorted(set(shards.values())):
         with reading(repr(str(index))):
             beside = re.search(r"[/\\\0]", name) is None and (index.parent / name).is_file()
         if not beside:
@@ -308,7 +308,7 @@ def build_model(
         if getattr(config, "quantization_config", None) is None:
             check_kinds(kinds_of(tensors), repr(str(folder)), skeleton)
         check_size(skeleton, sum(tensor.numel() for tensor in tensors.values()), folder)
-        model, found = kind.from_pretrained(
+        model, mismatches = kind.from_pretrained(
             None,
             config=config,
             state_dict=tensors,
@@ -319,7 +319,7 @@ def build_model(
     model.name_or_path = model.config.name_or_path = str(folder)
     if (generation := read_generation_config(folder)) is not None:
         model.generation_config = generation
-    return model, found
+    return model, mismatches
 
 
 def _list_tensor_names(folder: Path) -> Iterator[list[str]]:

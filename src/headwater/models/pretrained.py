@@ -78,9 +78,9 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         Loading keeps in fp32 what `KeepsPrecision` does, by the last two parts of its name.
         """
         self.name_modules()
-        wide = {place for place, module in self.named_modules() if isinstance(module, KeepsPrecision)}
+        wide = {prefix for prefix, module in self.named_modules() if isinstance(module, KeepsPrecision)}
         names = [name.split(".") for name in self.state_dict() if name.rpartition(".")[0] in wide]
-        self._keep_in_fp32_modules_strict = sorted({".".join(parts[-2:]) for parts in names})
+        self._keep_in_fp32_modules_strict = sorted({".".join(path[-2:]) for path in names})
         self._keep_in_fp32_modules = [BESIDE] if any(".mechanisms." in f".{name}" for name in self.state_dict()) else []
         kernels.are_disabled()  # reads the environment now: a change between two layers would cost a compiled graph
         super().post_init()
@@ -88,7 +88,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """As in transformers, but what quantizers leave is loaded in any precision."""
-        return {name: kept for name, kept in super()._get_dtype_plan(dtype).items() if name != BESIDE}
+        return {name: wide_dtype for name, wide_dtype in super()._get_dtype_plan(dtype).items() if name != BESIDE}
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
@@ -129,9 +129,9 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         if all(options.get("frozen") is None for options in self.config.mechanisms.values()):
             return
         for module in self.modules():
-            own = dict(module.named_parameters(recurse=False))
-            has_frozen = any(name.startswith("frozen_") for name in own)
-            for name, parameter in own.items():
+            parameters = dict(module.named_parameters(recurse=False))
+            has_frozen = any(name.startswith("frozen_") for name in parameters)
+            for name, parameter in parameters.items():
                 parameter.requires_grad_(has_frozen and not name.startswith("frozen_"))
 
     @classmethod
@@ -247,9 +247,9 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
 
 def shared_modules(config: HeadwaterConfig) -> Named:
     """The modules that a model holds once, by mechanism."""
-    made = {
+    modules = {
         name: mechanism.build_shared_module(options, config)
         for name, options in config.mechanisms.items()
         if isinstance(mechanism := resolve(name), HasSharedModule)
     }
-    return Named({name: module for name, module in made.items() if module is not None})
+    return Named({name: module for name, module in modules.items() if module is not None})

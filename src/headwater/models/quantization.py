@@ -73,7 +73,7 @@ def _find_matrices(model: nn.Module, spared: list[str]) -> dict[str, nn.Paramete
         for path, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
         if isinstance(module, Mechanism) and "mechanisms" not in path.split(".") and parameter.ndim == 2
-        if all(should_convert_module(part, spared) for part in (path, f"{path}.{name}"))
+        if all(should_convert_module(name_or_path, spared) for name_or_path in (path, f"{path}.{name}"))
     }
 
 

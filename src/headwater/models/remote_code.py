@@ -65,8 +65,8 @@ def make_code(outside: Mapping[str, str] | None = None) -> dict[str, str]:
     Raises `HeadwaterError` for an import that has no flat form, and for a mechanism whose code cannot be included.
     """
     if IS_EXPORTED:  # copied unchanged
-        here = Path(__file__).parent
-        copies = [here / f"{ENTRY}.py", *sorted(here.glob(f"{LIBRARY}_*.py"))]
+        folder = Path(__file__).parent
+        copies = [folder / f"{ENTRY}.py", *sorted(folder.glob(f"{LIBRARY}_*.py"))]
         return {file.name: file.read_text(encoding="utf-8") for file in copies}
     return _make_files(outside) if outside else dict(_own_files())
 
@@ -108,8 +108,8 @@ def _make_entry(modules: Iterable[str]) -> str:
     names = sorted(target.partition(":")[2] for _, target in EXPORTED)
     lines = ['"""A headwater model as remote code, written by headwater\'s export."""', ""]
     for module in modules:
-        here = [target.partition(":")[2] for _, target in EXPORTED if target.startswith(f"{module}:")]
-        lines.append(f"from .{_flat_name(module)} import {', '.join(here) or '__name__ as _'}")
+        classes = [target.partition(":")[2] for _, target in EXPORTED if target.startswith(f"{module}:")]
+        lines.append(f"from .{_flat_name(module)} import {', '.join(classes) or '__name__ as _'}")
     return "\n".join([*lines, "", f"__all__ = {names}", ""])
 
 
@@ -177,26 +177,26 @@ def _from_package(node: ast.ImportFrom) -> tuple[str, list[str]]:
     package, new, names = import_module(LIBRARY), [], []
     for alias in node.names:
         if _is_module(f"{LIBRARY}.{alias.name}"):
-            home, what = f"{LIBRARY}.{alias.name}", ""
+            home, imported_name = f"{LIBRARY}.{alias.name}", ""
             new.append(f"from . import {_flat_name(home)} as {alias.asname or alias.name}")
         else:
-            home, what = getattr(package, alias.name).__module__, ast.unparse(alias)
-            new.append(f"from .{_flat_name(home)} import {what}")
+            home, imported_name = getattr(package, alias.name).__module__, ast.unparse(alias)
+            new.append(f"from .{_flat_name(home)} import {imported_name}")
         names.append(home)
     return "; ".join(new), names
 
 
 def _check_carried(module: str, tree: ast.Module) -> None:
     """Raise `HeadwaterError` if an outside module imports something that is neither included nor installable."""
-    own = {LIBRARY, module.split(".")[0]}
-    known = packages_distributions()
+    packages = {LIBRARY, module.split(".")[0]}
+    installed = packages_distributions()
     for node in ast.walk(tree):
-        given = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            given = [node.module]
-        for name in given:
+            imported = [node.module]
+        for name in imported:
             top = name.split(".")[0]
-            if top not in own and top not in sys.stdlib_module_names and top not in known:
+            if top not in packages and top not in sys.stdlib_module_names and top not in installed:
                 raise HeadwaterError(
                     f"{module} imports {name}, a neighboring file that would be missing from the checkpoint; put "
                     f"both into one package or one file."

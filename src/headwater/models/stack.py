@@ -44,13 +44,13 @@ class Stack(nn.ModuleList):
         return nn.ModuleList(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
     def forward(
-        self, x: Tensor, shared: dict[Source, Tensor], arguments: BlockArguments, last: LastTokens | None = None
+        self, x: Tensor, shared: dict[Source, Tensor], arguments: BlockArguments, last_tokens: LastTokens | None = None
     ) -> Tensor:
-        """x [B, T, D] -> [B, T, D], or of fewer tokens, with `last`.
+        """x [B, T, D] -> [B, T, D], or of fewer tokens, with `last_tokens`.
 
         shared: tensors from mechanisms for all blocks.
         """
-        return run_blocks(cast(Iterable[Block], self), self.last_reader, x, shared, arguments, last)
+        return run_blocks(cast(Iterable[Block], self), self.last_reader, x, shared, arguments, last_tokens)
 
 
 def run_blocks(
@@ -59,14 +59,14 @@ def run_blocks(
     x: Tensor,
     shared: dict[Source, Tensor],
     arguments: BlockArguments,
-    last: LastTokens | None = None,
+    last_tokens: LastTokens | None = None,
 ) -> Tensor:
     """`Stack.forward`, for blocks that another package may hold. last_reader: see `last_readers`."""
     carried = {source: tensor for source, tensor in {EMBEDDING: x, **shared}.items() if source in last_reader}
     for block in blocks:
-        if last is not None and block.plan.index == last.first:
-            x, arguments = x[:, -last.tokens :], last.arguments
-            carried = {source: last.select_tokens(source, tensor) for source, tensor in carried.items()}
+        if last_tokens is not None and block.plan.index == last_tokens.first:
+            x, arguments = x[:, -last_tokens.tokens :], last_tokens.arguments
+            carried = {source: last_tokens.select_tokens(source, tensor) for source, tensor in carried.items()}
         x, *exports = block(x, *(carried[source] for source in block.plan.reads), **arguments[block.slides])
         carried.update(zip(block.plan.exports, exports, strict=True))
         carried = {source: tensor for source, tensor in carried.items() if last_reader[source] > block.plan.index}

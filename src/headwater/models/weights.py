@@ -31,7 +31,7 @@ def map_unwrapped_names(names: Iterable[str], where: str, known: Collection[str]
     sources: dict[str, str] = {}
     for name in names:
         path = name.split(".")
-        bare = name if name in known else ".".join(part for part in path if part not in WRAPPERS) or name
+        bare = name if name in known else ".".join(element for element in path if element not in WRAPPERS) or name
         if bare in sources:
             raise HeadwaterError(
                 f"{sources[bare]!r} and {name!r} in {where} are one tensor, {bare!r}, without the names of wrappers; "

@@ -37,11 +37,11 @@ def supported_kernels(config: HeadwaterConfig) -> tuple[tuple[str, ...] | None, 
     }
     limits["ALiBi"] = ("sdpa", "eager", "matmul") if config.position == "alibi" else None
     limits["attention_softcap"] = ("eager",) if config.attention_softcap is not None else None
-    known = {reason: kernels for reason, kernels in limits.items() if kernels is not None}
-    if not known:
+    limited = {reason: kernels for reason, kernels in limits.items() if kernels is not None}
+    if not limited:
         return None, ""
-    reason, fewest = min(known.items(), key=lambda limit: len(limit[1]))
-    return tuple(name for name in fewest if all(name in kernels for kernels in known.values())), reason
+    reason, fewest = min(limited.items(), key=lambda limit: len(limit[1]))
+    return tuple(name for name in fewest if all(name in kernels for kernels in limited.values())), reason
 
 
 def attend_in_groups(

@@ -133,7 +133,7 @@ class Block(GradientCheckpointingLayer):
             entered = mechanism.transform_block_input(entered, context)
         if not self.stages[Stage.ATTENTION_INPUTS.value]:
             return AttentionInputs(self.normalize_input(entered, context), None, None, x)
-        k, v = (entered if part in self.inputs else None for part in ("k", "v"))
+        k, v = (entered if letter in self.inputs else None for letter in ("k", "v"))
         inputs = AttentionInputs(entered, k, v, x)
         for mechanism in self.at(Stage.ATTENTION_INPUTS):
             inputs = mechanism.split_attention_inputs(inputs, context)
@@ -147,11 +147,11 @@ class Block(GradientCheckpointingLayer):
             x = mechanism.transform_attention_input(x, context)
         return x
 
-    def normalize_part(self, part: Part, x: Tensor | None, context: Context) -> Tensor | None:
+    def normalize_part(self, letter: Part, x: Tensor | None, context: Context) -> Tensor | None:
         """`normalize_input` of the input of keys or values alone, with tails of its own; None if there is none."""
         if x is None:
             return None
-        tail = None if context.tail is None else PartTail(context.tail, part)
+        tail = None if context.tail is None else PartTail(context.tail, letter)
         return self.normalize_input(x, context._replace(tail=tail))
 
     def drop_output(self, x: Tensor) -> Tensor:

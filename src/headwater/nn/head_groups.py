@@ -56,7 +56,7 @@ class GroupSlots(NamedTuple):
 
 def divide_pairs(inputs: Sequence[KernelInputs], pairs: Sequence[KV]) -> list[KernelInputs]:
     """The calls with keys and values [K, n, d] beside the tokens': each with those of its own key/value heads."""
-    keys, values = (join_groups([pair[part] for pair in pairs], dim=1).to(inputs[0].q.dtype) for part in (0, 1))
+    keys, values = (join_groups([pair[index] for pair in pairs], dim=1).to(inputs[0].q.dtype) for index in (0, 1))
     calls: list[KernelInputs] = []
     start = 0
     for group in inputs:
@@ -77,6 +77,6 @@ def select_heads(x: Tensor, heads: Heads) -> Tensor:
     return x if heads is None else x[:, heads]
 
 
-def join_groups(parts: Sequence[Tensor], dim: int) -> Tensor:
+def join_groups(tensors: Sequence[Tensor], dim: int) -> Tensor:
     """The parts one after another, without a copy of a single one."""
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=dim)
+    return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), dim=dim)

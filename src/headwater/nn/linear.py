@@ -31,9 +31,9 @@ def own_map(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: in
     for mechanism, options in config.mechanisms.items():
         kind = resolve(mechanism)
         if isinstance(kind, ReplacesLinear):
-            made = kind.build_linear(options, config, layer, name, d_in, d_out)
-            if made is not None:
-                return made
+            replacement = kind.build_linear(options, config, layer, name, d_in, d_out)
+            if replacement is not None:
+                return replacement
     return None
 
 

@@ -28,39 +28,39 @@ def sincos_positions(grid: tuple[int, int], width: int, like: Tensor) -> Tensor:
     """
     wide = torch.promote_types(like.dtype, torch.float32)
     rates = 10_000.0 ** -(torch.arange(width // 4, dtype=wide, device=like.device) * 4 / width)
-    row, column = (at[:, None] * rates for at in patch_coordinates(grid, like.device))
+    row, column = (coordinate[:, None] * rates for coordinate in patch_coordinates(grid, like.device))
     return torch.cat((column.sin(), column.cos(), row.sin(), row.cos()), -1).to(like.dtype)
 
 
 def rotary_angles(
-    grid: tuple[int, int], first: int, channels: int, theta: float, like: Tensor
+    grid: tuple[int, int], prefix: int, channels: int, theta: float, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin for `rotate`, [1, 1, first + patches, channels]: the first quarter of the channels by the row.
+    """cos and sin for `rotate`, [1, 1, prefix + patches, channels]: the first quarter of the channels by the row.
 
     Channel i is paired with channel i + channels/2. Of these pairs the first half turns by row·θ^(-4i/channels), the
-    second by column·θ^(-4i/channels), i < channels/4. The `first` tokens before the patches are not turned.
+    second by column·θ^(-4i/channels), i < channels/4. The `prefix` tokens before the patches are not turned.
     """
     wide = torch.promote_types(like.dtype, torch.float32)
     rates = theta ** -(torch.arange(channels // 4, dtype=wide, device=like.device) * 4 / channels)
-    row, column = (at[:, None] * rates for at in patch_coordinates(grid, like.device))
-    angles = nn.functional.pad(torch.cat((row, column, row, column), -1), (0, 0, first, 0))[None]
+    row, column = (coordinate[:, None] * rates for coordinate in patch_coordinates(grid, like.device))
+    angles = nn.functional.pad(torch.cat((row, column, row, column), -1), (0, 0, prefix, 0))[None]
     return for_heads(angles.cos().to(like.dtype), angles.sin().to(like.dtype))
 
 
 def resize_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
     """Learned positions of another grid, by bicubic interpolation as in transformers' ViT.
 
-    table: [first + patches, D], vectors of the patches after those of `first` tokens, which stay as they are.
+    table: [prefix + patches, D], vectors of the patches after those of `prefix` tokens, which stay as they are.
     """
     if old == new:
         return table
-    first = len(table) - old[0] * old[1]
-    image = table[first:].unflatten(0, old).permute(2, 0, 1)[None]
+    prefix = len(table) - old[0] * old[1]
+    image = table[prefix:].unflatten(0, old).permute(2, 0, 1)[None]
     image = nn.functional.interpolate(image, size=new, mode="bicubic", align_corners=False)
-    return torch.cat((table[:first], image[0].flatten(1).T))
+    return torch.cat((table[:prefix], image[0].flatten(1).T))
 
 
-def raster_positions(grid: tuple[int, int], first: int, by_row: bool, device: torch.device) -> Tensor:
-    """How many tokens each may look back, [1, first + patches]: 0 for the `first` ones, then by patches, or by_row."""
-    counted = patch_coordinates(grid, device)[1] if by_row else torch.arange(grid[0] * grid[1], device=device)
-    return nn.functional.pad(counted, (first, 0))[None]
+def raster_positions(grid: tuple[int, int], prefix: int, by_row: bool, device: torch.device) -> Tensor:
+    """How many tokens each may look back, [1, prefix + patches]: 0 in the prefix, then by patches, or by_row."""
+    steps = patch_coordinates(grid, device)[1] if by_row else torch.arange(grid[0] * grid[1], device=device)
+    return nn.functional.pad(steps, (prefix, 0))[None]

@@ -88,8 +88,8 @@ FOLLOW_LENGTH = "dynamic", "longrope"
 def document_lengths(position_ids: Tensor) -> Tensor:
     """The length of the document that each token belongs to: 1 + its last position. position_ids: [B, T] -> [B, T]."""
     document = (position_ids == 0).cumsum(-1)
-    last = position_ids.new_zeros(position_ids.shape[0], position_ids.shape[1] + 1)
-    return last.scatter_reduce(1, document, position_ids, "amax").gather(1, document) + 1
+    last_position = position_ids.new_zeros(position_ids.shape[0], position_ids.shape[1] + 1)
+    return last_position.scatter_reduce(1, document, position_ids, "amax").gather(1, document) + 1
 
 
 def for_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,8 +97,8 @@ def for_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
     The first half of sin is negated, so that `x·cos + roll(x, r/2)·sin` is the rotation.
     """
-    first, second = sin.chunk(2, dim=-1)
-    return cos.unsqueeze(1), torch.cat((-first, second), dim=-1).unsqueeze(1)
+    low, high = sin.chunk(2, dim=-1)
+    return cos.unsqueeze(1), torch.cat((-low, high), dim=-1).unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -91,8 +91,8 @@ def check_extra(extra: str, spared: Collection[str] = ()) -> None:
 
     spared: modules that this work does not need.
     """
-    for part in _MADE_OF.get(extra, (extra,)):
-        for module in MODULES[part]:
+    for name in _MADE_OF.get(extra, (extra,)):
+        for module in MODULES[name]:
             if module not in spared and find_spec(module) is None:
                 raise MissingExtra(module.replace("_", "-"), extra)
 

@@ -75,17 +75,17 @@ def check_local(path: str | Path, name: str = "") -> None:
 
     name: of the option, argument or field.
     """
-    shown = f"{name and f'{name}: '}{ascii(str(path)) if not str(path).isprintable() else repr(str(path))}"
+    quoted = f"{name and f'{name}: '}{ascii(str(path)) if not str(path).isprintable() else repr(str(path))}"
     if is_address(path):
         raise HeadwaterError(
-            f"{shown} is an address, but headwater reads and writes local files only; give a local path."
+            f"{quoted} is an address, but headwater reads and writes local files only; give a local path."
         )
     try:
         is_path = b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
         is_path = False
     if not is_path:
-        raise HeadwaterError(f"{shown} has characters that no path can have; give another name.")
+        raise HeadwaterError(f"{quoted} has characters that no path can have; give another name.")
 
 
 def local(path: str | Path, name: str = "") -> Path:
@@ -94,7 +94,7 @@ def local(path: str | Path, name: str = "") -> Path:
     return Path(path)
 
 
-def explain_absence(path: str | Path, wanted: str = "file or folder") -> str:
+def explain_absence(path: str | Path, expected: str = "file or folder") -> str:
     """Why a path is not the wanted kind of file, as a sentence without its full stop.
 
     A path that exists is not called missing: it may be of another kind, a link to nothing, or in a closed folder.
@@ -106,11 +106,13 @@ def explain_absence(path: str | Path, wanted: str = "file or folder") -> str:
     except FileNotFoundError:
         if os.path.islink(path):
             return f"{name} is a link to {os.readlink(path)!r}, which does not exist"
-        return f"There is no {wanted} {name}"
+        return f"There is no {expected} {name}"
     except (OSError, ValueError) as error:
         return f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
     kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "a device, a pipe or a socket"
-    return f"{name} is {kind}, not a {wanted}" if kind.removeprefix("a ") not in wanted else f"{name} cannot be used"
+    return (
+        f"{name} is {kind}, not a {expected}" if kind.removeprefix("a ") not in expected else f"{name} cannot be used"
+    )
 
 
 @contextmanager
@@ -224,10 +226,10 @@ def _stage_folder(target: Path) -> Iterator[Path]:
 def disk_problem(error: BaseException) -> str | None:
     """A disk error in words; None for any other error."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
-    said = _OS_ERROR.search(text)
-    if not isinstance(error, OSError) and not said:
+    match = _OS_ERROR.search(text)
+    if not isinstance(error, OSError) and not match:
         return None
-    number = getattr(error, "errno", None) or (int(said[1]) if said and said[1] else None)
+    number = getattr(error, "errno", None) or (int(match[1]) if match and match[1] else None)
     if number in _FULL or "o space left" in text:
         return _FULL.get(number or 0, _FULL[errno.ENOSPC])
     return getattr(error, "strerror", None) or text

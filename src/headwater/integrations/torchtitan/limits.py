@@ -90,20 +90,20 @@ def _check_columns(config: HeadwaterConfig, degree: int) -> None:
             )
 
 
-def check_heads(config: HeadwaterConfig, tensor: bool, context: bool, parts: int) -> None:
-    """Raise `HeadwaterError` if the heads of attention cannot be split over `parts` processes."""
-    how = " and ".join(["tensor"] * tensor + ["context"] * context)
-    if config.num_key_value_heads % parts:
+def check_heads(config: HeadwaterConfig, tensor: bool, context: bool, processes: int) -> None:
+    """Raise `HeadwaterError` if the heads of attention cannot be split over this many processes."""
+    parallelisms = " and ".join(["tensor"] * tensor + ["context"] * context)
+    if config.num_key_value_heads % processes:
         raise HeadwaterError(
-            f"{config.num_key_value_heads} key/value heads cannot be divided among {parts} processes of {how} "
-            "parallelism; lower its degree."
+            f"{config.num_key_value_heads} key/value heads cannot be divided among {processes} processes of "
+            f"{parallelisms} parallelism; lower its degree."
         )
     for name in config.mechanisms:
         mechanism = resolve(name)
         if not (can_split_tokens(mechanism) and can_split_heads(mechanism, config.mechanisms[name])):
             raise HeadwaterError(
                 f"Mechanism {name!r} does not say that heads and tokens can be split over processes; set per_head and "
-                f"per_token in its class (docs/extending.md), or train without {how} parallelism."
+                f"per_token in its class (docs/extending.md), or train without {parallelisms} parallelism."
             )
         if context and mechanism.needs_input_ids:
             raise HeadwaterError(

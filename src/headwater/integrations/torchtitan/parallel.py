@@ -215,7 +215,7 @@ def distribute_parameters(
             module.register_parameter(name, replaced[old])
             view_parameter(module, name, gradient, placing.then)
             if scalars:
-                unsharded.add_gradients(replaced[old])
+                unsharded.add(replaced[old])
     if unsharded:
         model.after_init = Totals(everything, placings).watch_gradients
     return unsharded
@@ -295,8 +295,8 @@ def make_view_class(kind: type, name: str, gradient: tuple[Placement, ...] | Non
 
 def share_tensor(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """The same x in every process, whose gradient is the sum of theirs."""
-    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return whole.to_local(grad_placements=[Partial()])
+    replicated = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return replicated.to_local(grad_placements=[Partial()])
 
 
 def sum_tensor(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -378,7 +378,7 @@ class SplitHeads:
         columns = tensor is not None and stored is None and isinstance(module, nn.Linear)
         if columns:
             self.parts.update({(module, name): Placing(Shard(0), Shard(0)) for name in ("weight", "bias")})
-        chosen = [at for at, head in enumerate(stored or ()) if head in self.heads.heads]
+        chosen = [index for index, head in enumerate(stored or ()) if head in self.heads.heads]
 
         def hook(_: nn.Module, inputs: Any, y: Tensor) -> Tensor:
             if stored is not None:

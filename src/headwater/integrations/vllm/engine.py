@@ -161,10 +161,10 @@ class CPUEngine(PagedEngine):
         """
         if (dtype, width) not in self.orders:
             size, isa = self.page.block_size, self.choose_isa(dtype, width)
-            places = torch.arange(size * width).view(size, 1, width)
+            slots = torch.arange(size * width).view(size, 1, width)
             numbers = torch.zeros(2, size * width, dtype=torch.long)
             for digit in range(4):  # half precision holds numbers up to 256
-                digits = (places >> 6 * digit & 63).to(dtype)
+                digits = (slots >> 6 * digit & 63).to(dtype)
                 written = [torch.zeros(1, 1, size, width, dtype=dtype) for _ in range(2)]
                 kernels.cpu_attn_reshape_and_cache(digits, digits, *written, torch.arange(size), isa)
                 numbers += torch.stack([x.flatten() for x in written]).long() << 6 * digit
