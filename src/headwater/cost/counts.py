@@ -25,9 +25,6 @@ from headwater.util.precision import Precision
 if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
 
-# What `plan_layers` makes of the config, or some of it. Functions that are given none plan the layers themselves.
-Plans = Sequence[LayerPlan]
-
 # Activations for which `kernels.activation` stores only the input, and nothing of the product.
 MADE_AGAIN = {
     "silu", "swish", "gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_accurate"
@@ -115,7 +112,7 @@ def _count_shared(config: HeadwaterConfig) -> Cost:
     )
 
 
-def _count_layers(config: HeadwaterConfig, plans: Plans) -> dict[str, Cost]:
+def _count_layers(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> dict[str, Cost]:
     """The cost of layers by part."""
     return {
         "attention": _add_up(_count_attention(config, plan) for plan in plans),
@@ -140,9 +137,9 @@ def embedding_parameters(config: HeadwaterConfig) -> int:
     return sum(_count_ends(config)) if config.is_causal else 0
 
 
-def parameters(config: HeadwaterConfig, plans: Plans | None = None) -> dict[str, int]:
+def parameters(config: HeadwaterConfig) -> dict[str, int]:
     """Trainable parameters by part; a tied output head is counted once, with the embedding."""
-    return _sum_parameters(config, _count_layers(config, plans or plan_layers(config)))
+    return _sum_parameters(config, _count_layers(config, plan_layers(config)))
 
 
 def _sum_parameters(config: HeadwaterConfig, layers: dict[str, Cost]) -> dict[str, int]:
@@ -189,15 +186,13 @@ def attended_tokens(config: HeadwaterConfig, context: int, causal: bool = True) 
     return (window * (window + 1) / 2 + (context - window) * window) / context
 
 
-def forward_flops(
-    config: HeadwaterConfig, context: int, causal: bool = True, plans: Plans | None = None
-) -> dict[str, float]:
+def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) -> dict[str, float]:
     """FLOPs of one forward pass by part: of text, per token of rows of `context` tokens; of images, per image.
 
     "maps" are all linear layers, or what replaces them; "attention" is between tokens, the only part that depends on
     the context; "output head" is the logits.
     """
-    plans, width = plans or plan_layers(config), config.hidden_size
+    plans, width = plan_layers(config), config.hidden_size
     tokens = config.tokens if isinstance(config, HeadwaterVisionConfig) else context
     configs = [layer_config(config, plan.index) for plan in plans]
     flops = _layer_flops(config, plans, [attended_tokens(layer, tokens, causal) for layer in configs])
@@ -211,13 +206,13 @@ def forward_flops(
     }
 
 
-def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True, plans: Plans | None = None) -> float:
+def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True) -> float:
     """FLOPs of reading a prompt of `tokens` with a cache, and of the logits of its last token.
 
     Layers that store nothing for later tokens (`headwater.config.planner.output_only_from`) run for the last token
     alone.
     """
-    plans = plans or plan_layers(config)
+    plans = plan_layers(config)
     first_layer = output_only_from(config, plans)
     configs = [layer_config(config, plan.index) for plan in plans]
     # What the last token alone attends to, causally.
@@ -230,16 +225,16 @@ def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True, pla
     return tokens * (sum(below.values()) + _count_shared(config).flops) + sum(above.values()) + head
 
 
-def _layer_flops(config: HeadwaterConfig, plans: Plans, attended: Sequence[float]) -> dict[str, float]:
+def _layer_flops(config: HeadwaterConfig, plans: Sequence[LayerPlan], attended: Sequence[float]) -> dict[str, float]:
     """FLOPs of some of the blocks, per token that attends to `attended` tokens in each."""
     configs = [layer_config(config, plan.index) for plan in plans]
     between = sum(c.num_attention_heads * c.head_dim * count for c, count in zip(configs, attended, strict=True))
     return {"maps": float(_add_up(_count_layers(config, plans).values()).flops), "attention": 4.0 * between}
 
 
-def training_flops(config: HeadwaterConfig, context: int, causal: bool = True, plans: Plans | None = None) -> float:
+def training_flops(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
     """FLOPs of training on a token in rows of `context` tokens, or on an image: three times the forward pass."""
-    return 3 * sum(forward_flops(config, context, causal, plans).values())
+    return 3 * sum(forward_flops(config, context, causal).values())
 
 
 def _cached_numbers(config: HeadwaterConfig, plan: LayerPlan) -> int:
@@ -248,12 +243,12 @@ def _cached_numbers(config: HeadwaterConfig, plan: LayerPlan) -> int:
     return heads * layer_config(config, plan.index).head_dim
 
 
-def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4, plans: Plans | None = None) -> int:
+def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int:
     """Bytes that each further token adds to the cache of one sequence; `element_size` in bytes, fp32 by default.
 
     0 for an image model.
     """
-    numbers = sum(_cached_numbers(config, plan) for plan in plans or plan_layers(config))
+    numbers = sum(_cached_numbers(config, plan) for plan in plan_layers(config))
     return numbers * element_size * config.is_causal
 
 
@@ -272,12 +267,10 @@ def kept_numbers(config: HeadwaterConfig, plan: LayerPlan) -> dict[Kept, int]:
     }
 
 
-def cache_bytes(
-    config: HeadwaterConfig, tokens: int, batch_size: int = 1, element_size: int = 4, plans: Plans | None = None
-) -> int:
+def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, element_size: int = 4) -> int:
     """Bytes of the cache after `tokens` tokens: the history (the window's, if it slides) and the raw tails."""
     total = 0
-    for plan in plans or plan_layers(config):
+    for plan in plan_layers(config):
         window = layer_config(config, plan.index).sliding_window
         total += element_size * _cached_numbers(config, plan) * (tokens if window is None else min(tokens, window - 1))
         width = kept_numbers(config, plan)
@@ -303,7 +296,6 @@ def activation_bytes(
     gradient_checkpointing: bool = False,
     loss_chunk_tokens: int | None = None,
     masked: bool = False,
-    plans: Plans | None = None,
 ) -> dict[str, int]:
     """Estimate the memory of a training step over `batch_size` rows of `context` tokens, without the training state.
     For an image model a row is an image, and `context` its tokens.
@@ -315,7 +307,7 @@ def activation_bytes(
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": the mask, and each layer's copy of it in
     the dtype of queries, which the fused kernel stores; and those of layers with keys and values beside the tokens'.
     """
-    plans, element = plans or plan_layers(config), precision.compute.itemsize
+    plans, element = plan_layers(config), precision.compute.itemsize
     width = config.hidden_size * precision.weights.itemsize
     blocks = [_block_bytes(config, plan, context, precision) for plan in plans]
     stored = sum(blocks)
@@ -385,14 +377,13 @@ def state_bytes(
     config: HeadwaterConfig,
     precision: Precision = Precision.BF16_MIXED,
     averages: bool = False,
-    plans: Plans | None = None,
 ) -> dict[str, int]:
     """Bytes of weights, gradients, AdamW's two averages and autocast's copies.
 
     In bf16-mixed the matrices have copies in bf16 from the forward pass to the end of the backward pass. averages: with
     `training.ema_decay`, which keeps a second copy of the weights.
     """
-    layers = _count_layers(config, plans or plan_layers(config))
+    layers = _count_layers(config, plan_layers(config))
     counts = _sum_parameters(config, layers)
     weights = precision.weights.itemsize * sum(counts.values())
     matrices = sum(counts[name] - layers[name].looked_up for name in ("attention", "feed-forward"))
@@ -409,9 +400,9 @@ def state_bytes(
     }
 
 
-def weights_read(config: HeadwaterConfig, plans: Plans | None = None) -> int:
+def weights_read(config: HeadwaterConfig) -> int:
     """Weights read to generate a token: all but the rows of embeddings and other tables that are not looked up."""
-    layers = _count_layers(config, plans or plan_layers(config))
+    layers = _count_layers(config, plan_layers(config))
     counts = _sum_parameters(config, layers)
     tables = _add_up(layers.values()).looked_up + _count_shared(config).looked_up
     head = config.vocab_size * config.hidden_size

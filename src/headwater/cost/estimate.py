@@ -134,13 +134,13 @@ def price(
     precision = read_precision(precision)
     _check_positions(config, name, max(lengths))
     budget = images if of_images else tokens
-    plans, element = plan_layers(config), precision.compute.itemsize
-    state = cost.state_bytes(config, precision, averages, plans)
+    element = precision.compute.itemsize
+    state = cost.state_bytes(config, precision, averages)
     state_size = sum(state.values())
 
     def activations(length: int, rows: int, checkpointed: bool) -> int:
         settings = precision, checkpointed, loss_chunk_tokens, masked
-        return sum(cost.activation_bytes(config, length, rows, *settings, plans).values())
+        return sum(cost.activation_bytes(config, length, rows, *settings).values())
 
     def limits(length: int, device: Hardware, flops: float) -> Limits:
         ceiling = devices * device.peak(precision) / (3 * flops)
@@ -153,11 +153,11 @@ def price(
             device_hours=None if hours is None else hours * devices,
             largest_batch=int(free // activations(length, 1, False)),
             largest_batch_checkpointed=int(free // activations(length, 1, True)),
-            **(running if of_images else _limit_generation(config, device, length, batch, element, plans)),
+            **(running if of_images else _limit_generation(config, device, length, batch, element)),
         )
 
     def at(length: int) -> AtContext:
-        forward = cost.forward_flops(config, length, plans=plans)
+        forward = cost.forward_flops(config, length)
         flops = sum(forward.values())
         image_size = (
             dict[str, Any](image_size=config.image_shape) if isinstance(config, HeadwaterVisionConfig) else None
@@ -170,7 +170,7 @@ def price(
             activation_bytes_checkpointed=activations(length, batch, True),
             step_bytes=state_size + activations(length, batch, gradient_checkpointing),
             limits=None if hardware is None else limits(length, hardware, flops),
-            **(image_size or _count_text(config, length, batch, element, plans)),
+            **(image_size or _count_text(config, length, batch, element)),
         )
 
     return Price(
@@ -183,36 +183,36 @@ def price(
         hardware=hardware,
         tokens=tokens,
         images=images,
-        parameters=cost.parameters(config, plans),
+        parameters=cost.parameters(config),
         state_bytes=state,
         devices_needed=None if hardware is None else -int(-state_size // hardware.memory),
         gradient_checkpointing=gradient_checkpointing,
         loss_chunk_tokens=loss_chunk_tokens,
         masked=masked,
-        cache_bytes_per_token=cost.cache_bytes_per_token(config, element, plans),
-        last_token_layers=0 if of_images else config.num_hidden_layers - output_only_from(config, plans),
+        cache_bytes_per_token=cost.cache_bytes_per_token(config, element),
+        last_token_layers=0 if of_images else config.num_hidden_layers - output_only_from(config, plan_layers(config)),
         at=[at(length) for length in lengths],
     )
 
 
-def _count_text(config: HeadwaterConfig, length: int, batch: int, element: int, plans: cost.Plans) -> dict[str, Any]:
-    full = cost.forward_flops(config, length, causal=False, plans=plans)
+def _count_text(config: HeadwaterConfig, length: int, batch: int, element: int) -> dict[str, Any]:
+    full = cost.forward_flops(config, length, causal=False)
     return dict(
         forward_full=full,
         training_full=3 * sum(full.values()),
-        prefill=batch * cost.prefill_flops(config, length, plans=plans),
-        cache_bytes=cost.cache_bytes(config, length, batch, element, plans),
+        prefill=batch * cost.prefill_flops(config, length),
+        cache_bytes=cost.cache_bytes(config, length, batch, element),
     )
 
 
 def _limit_generation(
-    config: HeadwaterConfig, device: Hardware, length: int, batch: int, element: int, plans: cost.Plans
+    config: HeadwaterConfig, device: Hardware, length: int, batch: int, element: int
 ) -> dict[str, Any]:
-    bytes_read = element * cost.weights_read(config, plans) + batch * cost.cache_bytes_read(config, length, element)
-    free = max(0.0, device.memory - element * sum(cost.parameters(config, plans).values()))
+    bytes_read = element * cost.weights_read(config) + batch * cost.cache_bytes_read(config, length, element)
+    free = max(0.0, device.memory - element * sum(cost.parameters(config).values()))
     return dict(
         generation_ceiling=batch * device.bandwidth / bytes_read,
-        most_sequences=int(free // cost.cache_bytes(config, length, 1, element, plans)),
+        most_sequences=int(free // cost.cache_bytes(config, length, 1, element)),
     )
 
 

@@ -374,8 +374,7 @@ def draw_flops(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) 
         styles: dict[tuple[str, ...], str] = {}
         for index, (name, config) in enumerate(configs.items()):
             style = styles.setdefault(tuple(config.mechanisms or {}), ("-", "--", ":", "-.")[len(styles) % 4])
-            plans = plan_layers(config)
-            flops = [sum(cost.forward_flops(config, at, False, plans).values()) / 1e9 for at in contexts]
+            flops = [sum(cost.forward_flops(config, at, False).values()) / 1e9 for at in contexts]
             axes.plot(contexts, flops, style, color=COLORS[index % len(COLORS)], label=f"\u200a{name}")
         axes.set_xlabel("context (tokens)")
         axes.set_ylabel("forward GFLOPs per token, full attention")
