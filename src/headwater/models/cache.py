@@ -41,12 +41,6 @@ class _TailMixin(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         self.record_past = True
 
-    def end_past_recording(self) -> None:
-        """From now on keep only what is needed to continue."""
-        if self.record_past:
-            self.record_past = False
-            self.crop_tails(0)
-
     def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         """See `headwater.mechanisms.contract.Tail`."""
         if name not in self.tails:

@@ -394,16 +394,8 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
                 "assistant_early_exit runs a part of the layers, which headwater's models cannot; give an "
                 "assistant_model, or prompt_lookup_num_tokens."
             )
-        recording = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "record_past", False)]
         with allow_autotuning(self.packs_weights):
-            output = super().generate(*args, **kwargs)
-        if getattr(kwargs.get("generation_config"), "is_assistant", False):
-            return output  # the caller will roll tokens back
-        # Assisted decoding makes the cache record its past in order to roll tokens back, and does not end that.
-        for layer in getattr(getattr(output, CACHE, cache), "layers", ()):
-            if hasattr(layer, "end_past_recording") and layer not in recording:
-                layer.end_past_recording()
-        return output
+            return super().generate(*args, **kwargs)
 
     def prepare_inputs_for_generation(
         self,

@@ -136,10 +136,8 @@ def _find_edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterato
             _check_flat(module, node, packages)
         elif isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), package)
-            if node.level == 0 and source == LIBRARY and not _is_ours(module):
-                yield node, *_from_package(node)
-            elif source.split(".")[0] in packages:
-                yield node, *_from_module(node, source)
+            if source.split(".")[0] in packages:
+                yield node, *_rewrite_import(node, source)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             if match := re.fullmatch(rf"({LIBRARY}(?:\.\w+)+):(\w+)", node.value):
                 yield node, f'".{_flat_name(match[1])}:{match[2]}"', [match[1]]
@@ -153,13 +151,20 @@ def _check_flat(module: str, node: ast.Import, packages: Iterable[str]) -> None:
             raise HeadwaterError(f"{module}: write import {alias.name} as from … import …, which has a flat form.")
 
 
-def _from_module(node: ast.ImportFrom, source: str) -> tuple[str, list[str]]:
-    """Rewrites `from source import …`, where a name may be a module."""
-    modules = [alias for alias in node.names if _is_module(f"{source}.{alias.name}")]
-    names = [ast.unparse(alias) for alias in node.names if alias not in modules]
-    lines = [f"from .{_flat_name(source)} import {', '.join(names)}"] if names else []
-    lines += [f"from . import {_flat_name(f'{source}.{a.name}')} as {a.asname or a.name}" for a in modules]
-    return "; ".join(lines), [f"{source}.{a.name}" for a in modules] + [source] * bool(names)
+def _rewrite_import(node: ast.ImportFrom, source: str) -> tuple[str, list[str]]:
+    """The flat form of `from source import …`, where a name may be a module; and the modules that it names."""
+    lines, modules = [], []
+    names: dict[str, list[str]] = {}
+    for alias in node.names:
+        module = f"{source}.{alias.name}"
+        if _is_module(module):
+            lines.append(f"from . import {_flat_name(module)} as {alias.asname or alias.name}")
+            modules.append(module)
+        else:  # what the package itself names is imported from where it is defined
+            home = getattr(import_module(LIBRARY), alias.name).__module__ if source == LIBRARY else source
+            names.setdefault(home, []).append(ast.unparse(alias))
+    from_names = [f"from .{_flat_name(home)} import {', '.join(imported)}" for home, imported in names.items()]
+    return "; ".join(from_names + lines), [*modules, *names]
 
 
 def _layer_types(tree: ast.Module) -> set[str]:
@@ -170,20 +175,6 @@ def _layer_types(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.Assign) and "_layer_type" in map(ast.unparse, node.targets)
         if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     }
-
-
-def _from_package(node: ast.ImportFrom) -> tuple[str, list[str]]:
-    """Rewrites `from headwater import …`: each name is imported from where it is defined."""
-    package, new, names = import_module(LIBRARY), [], []
-    for alias in node.names:
-        if _is_module(f"{LIBRARY}.{alias.name}"):
-            home, imported_name = f"{LIBRARY}.{alias.name}", ""
-            new.append(f"from . import {_flat_name(home)} as {alias.asname or alias.name}")
-        else:
-            home, imported_name = getattr(package, alias.name).__module__, ast.unparse(alias)
-            new.append(f"from .{_flat_name(home)} import {imported_name}")
-        names.append(home)
-    return "; ".join(new), names
 
 
 def _check_carried(module: str, tree: ast.Module) -> None:

@@ -15,7 +15,6 @@ counts is the sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -277,7 +276,7 @@ def view_parameter(module: nn.Module, name: str, gradient: Sequence[Placement] |
 
 @cache
 def make_view_class(kind: type, name: str, gradient: tuple[Placement, ...] | None, then: View | None) -> type:
-    """A class of modules; the same for all layers, so that they share one compiled graph."""
+    """A class of modules; the same for all layers that see a parameter alike, so that they share a compiled graph."""
 
     def read(self: nn.Module) -> Tensor | None:
         parameter: Tensor | None = self._parameters[name]
@@ -364,7 +363,7 @@ class SplitHeads:
             owner, _, leaf = qualified.rpartition(".")
             module = local.get_submodule(owner)
             setattr(module, leaf, parameters[qualified])
-            then = None if entries is None else Picked(entries[0], tuple(entries[1]))
+            then = None if entries is None else partial(pick_entries, entries[0], list(entries[1]))
             self.parts[module, leaf] = Placing(gradient=Partial(), then=then)
 
     def projection(self, module: nn.Module | None, stored: tuple[int, ...] | None) -> None:
@@ -466,25 +465,9 @@ def make_zero(*tensors: Tensor) -> Tensor:
     return torch.cat([x.flatten()[:0].float() for x in tensors]).sum() if tensors else torch.zeros(())
 
 
-@dataclass(frozen=True)
-class Picked:
-    """Reads some entries of a dimension."""
-
-    dim: int
-    entries: tuple[int, ...]
-
-    def __call__(self, parameter: Tensor, /) -> Tensor:
-        return parameter[(slice(None),) * self.dim + (list(self.entries),)]
-
-
-@dataclass(frozen=True)
-class Divided:
-    """Reads 1/by of a parameter."""
-
-    by: int
-
-    def __call__(self, parameter: Tensor, /) -> Tensor:
-        return parameter / self.by
+def pick_entries(dim: int, entries: list[int], parameter: Tensor) -> Tensor:
+    """Some entries of a dimension of a parameter."""
+    return parameter[(slice(None),) * dim + (entries,)]
 
 
 # The rest of the model
@@ -493,7 +476,7 @@ class Divided:
 def split_rows(module: nn.Module, mesh: DeviceMesh, placings: Placings) -> None:
     """A linear layer whose input is split over the processes: its weight by columns, its output summed."""
     placings[module, "weight"] = Placing(Shard(1), Shard(1))
-    placings[module, "bias"] = Placing(gradient=Partial(), then=Divided(mesh.size()))  # each adds it
+    placings[module, "bias"] = Placing(gradient=Partial(), then=lambda bias: bias / mesh.size())  # each adds it
     module.register_forward_hook(lambda _, inputs, y: sum_tensor(y, mesh))
 
 
