@@ -111,7 +111,8 @@ class Family:
 
     model: its causal language model, or its image classifier.
     fields: field of our config -> field of its config.
-    fixed: fields of our config that are the same in the whole family, unless `read_more` gives them.
+    fixed: fields of our config that are the same in the whole family, unless `read_more` gives them; fields in neither
+        table have the defaults of our config in it.
     required: fields of its config that ours has no counterpart of, with the value at which both are the same.
     windowed: fields of its config that a sliding window needs besides.
     partial_rope: whether RoPE may apply to only a part of each head.
@@ -123,8 +124,8 @@ class Family:
 
     model: type[PreTrainedModel]
     fields: dict[str, str]
-    fixed: dict[str, Any]
     links: tuple[Link, ...]
+    fixed: dict[str, Any] = field(default_factory=dict)
     required: dict[str, Any] = field(default_factory=dict)
     windowed: dict[str, Any] = field(default_factory=dict)
     partial_rope: bool = False
@@ -504,23 +505,8 @@ _SIZES = map_same(
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"
 )
 
-# What only some families have; and of these, what only models of text have.
-_PLAIN = dict(unit_offset_norm=False, output_norms=False, attention_scale=None, attention_softcap=None)
-_OF_TEXT = dict(embedding_norm=False, embedding_scale=1.0, logit_scale=1.0, logit_softcap=None, sliding_fields=None)
-
 # GPT-2 and GPT-NeoX: LayerNorm, a plain feed-forward, one map for queries, keys and values, as many heads of each.
-LAYER_NORM = _PLAIN | dict(
-    feed_forward="plain",
-    norm="layer_norm",
-    norm_weight=True,
-    norm_bias=True,
-    final_norm_weight=True,
-    final_norm_bias=True,
-    first_residual=True,
-    qk_norm=False,
-    mlp_bias=True,
-    mechanisms={},
-)
+_LAYER_NORM = dict(feed_forward="plain", norm="layer_norm", mlp_bias=True)
 LAYER = "model.layers.{}."
 _QKV = tuple(f"{LAYER}self_attn.{letter}_proj" for letter in "qkv")
 
@@ -539,7 +525,7 @@ _GPT2 = Family(
         attention_dropout="attn_pdrop",
         residual_dropout="resid_pdrop",
     ),
-    fixed=LAYER_NORM | _OF_TEXT | dict(position="learned", parallel_residual=False, qkv_bias=True, output_bias=True),
+    fixed=_LAYER_NORM | dict(position="learned", qkv_bias=True, output_bias=True),
     # `reorder_and_upcast_attn` changes the precision of scores, not the function.
     required=dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     links=(
@@ -573,7 +559,7 @@ _GPT_NEOX = Family(
         embedding_dropout="hidden_dropout",
         residual_dropout="hidden_dropout",
     ),
-    fixed=LAYER_NORM | _OF_TEXT | dict(position="rope"),
+    fixed=_LAYER_NORM,
     partial_rope=True,
     links=(
         *link_plain(
@@ -592,28 +578,13 @@ _GPT_NEOX = Family(
     ),
 )
 
-# The others: RMSNorm, a gated feed-forward, RoPE over whole heads, and modules that are named as ours.
+# The others: our defaults (RMSNorm, a gated feed-forward, RoPE over whole heads), and modules that are named as ours.
 _LLAMA = Family(
     model=LlamaForCausalLM,
     fields=_EVERYWHERE
     | _SIZES
     | map_same("num_key_value_heads", "head_dim", "hidden_act", "attention_dropout", "rope_parameters", "mlp_bias")
     | dict(norm_eps="rms_norm_eps", qkv_bias="attention_bias", output_bias="attention_bias"),
-    fixed=_PLAIN
-    | _OF_TEXT
-    | dict(
-        feed_forward="gated",
-        norm="rms_norm",
-        norm_weight=True,
-        final_norm_weight=True,
-        position="rope",
-        parallel_residual=False,
-        first_residual=True,
-        qk_norm=False,
-        embedding_dropout=0.0,
-        residual_dropout=0.0,
-        mechanisms={},
-    ),
     required=dict(pretraining_tp=1),
     links=link_plain(
         map_same(
@@ -649,14 +620,7 @@ _NANOCHAT = _vary_family(
     _LLAMA,
     NanoChatForCausalLM,
     dict(logit_softcap="final_logit_softcapping"),
-    dict(
-        feed_forward="plain",
-        mlp_bias=False,
-        norm_weight=False,
-        final_norm_weight=False,
-        embedding_norm=True,
-        qk_norm=True,
-    ),
+    dict(feed_forward="plain", mlp_bias=False, norm_weight=False, embedding_norm=True, qk_norm=True),
     rope_types=("default", "linear", "dynamic", "llama3"),
     links=(
         *link_plain(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from transformers import DeiTForImageClassification, ViTForImageClassification
 
-from headwater.conversion.families import LAYER, LAYER_NORM, Family, Link, link_plain, map_same
+from headwater.conversion.families import LAYER, Family, Link, link_plain, map_same
 from headwater.models.image_classification import HeadwaterForImageClassification
 
 
@@ -54,17 +54,6 @@ VIT = Family(
         residual_dropout="hidden_dropout_prob",
         attention_dropout="attention_probs_dropout_prob",
     ),
-    fixed=LAYER_NORM
-    | dict(
-        pooling="token",
-        register_tokens=0,
-        position="learned",
-        patch_bias=True,
-        drop_path=0.0,
-        stop_at_rows=False,
-        parallel_residual=False,
-        output_bias=True,
-    ),
     links=_make_links("vit"),
 )
 
@@ -72,6 +61,6 @@ VIT = Family(
 DEIT = replace(
     VIT,
     model=DeiTForImageClassification,
-    fixed=VIT.fixed | dict(register_tokens=1),
+    fixed=dict(register_tokens=1),
     links=(*_make_links("deit"), Link("deit.embeddings.distillation_token", ("model.registers",), bare=True)),
 )
