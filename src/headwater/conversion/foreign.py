@@ -178,6 +178,13 @@ def _count_heads(settings: dict[str, Any], width: int, known_heads: Mapping[int,
 # Θ by the names of the authors' code. Its "softmax" is the exponential over its L1 norm, times n.
 SCORES = {"l2_norm_gelu": "l2_norm_gelu", "gelu_l2_norm": "gelu_l2_norm", "softmax": "exp_l1_norm"}
 MAPS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "proj"}
+PAIRS = {
+    "query_pairs": "attention.query",
+    "key_pairs": "attention.key",
+    "value_pairs": "attention.value",
+    "output_pairs": "attention.proj",
+    "ffn_pairs": "mlp",
+}
 # Heads by width in the authors' configs.
 TOKENFORMER_HEADS = {768: 12, 1024: 16, 1280: 16, 1536: 16}
 
@@ -191,15 +198,9 @@ def _neox_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
     score = settings.get("norm_activation_type", "l2_norm_gelu")
     if score not in SCORES:
         raise HeadwaterError(f"There is no norm_activation_type {score!r}; {nearest(str(score), SCORES)}")
-    pairs: dict[str, Any] = {}
-    for option, module in (
-        ("query_pairs", "attention.query"),
-        ("key_pairs", "attention.key"),
-        ("value_pairs", "attention.value"),
-        ("output_pairs", "attention.proj"),
-        ("ffn_pairs", "mlp"),
-    ):
-        pairs[option] = _matrix_shape(tensors, f"sequential.2.{module}.key_param_tokens")[0]
+    pairs = {
+        option: _matrix_shape(tensors, f"sequential.2.{module}.key_param_tokens")[0] for option, module in PAIRS.items()
+    }
     window = settings.get("sliding_window_width")
     return dict(
         vocab_size=vocabulary,
@@ -314,10 +315,7 @@ def _shift_tidy(tensors: Tensors) -> Tensors:
             tidy[re.sub(r"conv_([kv])$", lambda letter: letter[1].upper(), name)] = tensor[0, 0, :, 0]
         elif name.endswith("self_attn.W_pack.weight") and tensor.ndim == 2:
             width = tensor.shape[1]
-            kv_width = (len(tensor) - width) // 2
-            for letter, rows in zip(
-                "qkv", tensor.split([width, kv_width, len(tensor) - width - kv_width]), strict=True
-            ):
+            for letter, rows in zip("qkv", tensor.tensor_split([width, (len(tensor) + width) // 2]), strict=True):
                 tidy[name.replace("W_pack", f"{letter}_proj")] = rows
         elif name == "lm_head.weight" and fused:
             tidy[name] = torch.nn.functional.normalize(tensor, dim=-1)

@@ -179,18 +179,18 @@ _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
     """q, k, v [B, H, T, d], borders [n + 1] -> (what each head reads [B, T, H, d], logsumexp of scores [B, H, T])."""
     dtype, calls = _plan_dtype_and_calls(q, borders, window)
-    out = _allocate_heads(q)
-    sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    out, sums = _allocate_outputs(q)
     for call in calls:
         inputs = call.gather_tokens((q, k, v), dtype)
         heads, total = _fused(*inputs, 0.0, call.mask is None, attn_mask=call.mask, scale=scale)
-        call.select_tokens(out).copy_(heads)
+        call.select_tokens(out.transpose(1, 2)).copy_(heads)
         call.select_tokens(sums).copy_(total)
-    return out.transpose(1, 2), sums
+    return out, sums
 
 
 @_run_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def _allocate_outputs(q: Tensor, *unused: Any) -> tuple[Tensor, Tensor]:
+    """Memory for what `_run_forward` returns."""
     sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return _allocate_heads(q).transpose(1, 2), sums
 
@@ -202,7 +202,7 @@ def _run_backward(
     """The gradients of q, k and v, each [B, H, T, d]. grad: of out [B, T, H, d]."""
     dtype, calls = _plan_dtype_and_calls(q, borders, window)
     grad, out = grad.transpose(1, 2), out.transpose(1, 2)
-    grads = _allocate_heads(q), _allocate_heads(k), _allocate_heads(v)
+    grads = _allocate_gradients(grad, q, k, v)
     for call in calls:
         inputs = call.gather_tokens((grad, q, k, v, out), dtype)
         grads_of_call = _fused_backward(
@@ -214,9 +214,8 @@ def _run_backward(
 
 
 @_run_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, borders: Tensor, scale: float, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _allocate_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *unused: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for what `_run_backward` returns."""
     return _allocate_heads(q), _allocate_heads(k), _allocate_heads(v)
 
 
