@@ -606,7 +606,7 @@ def test_a_cache_says_for_how_many_rows_it_was_made(mechanisms, static):
     model(tokens(3, 4), past_key_values=cache)
     if static:
         cache.reset()
-    with pytest.raises(HeadwaterError, match="made for 3 rows and is given 2"):
+    with pytest.raises(HeadwaterError, match="made for 3 rows, and the input has 2"):
         model(tokens(2, 4), past_key_values=cache)
     cache.reset()
     assert_near(decode(model, tokens(3, 5), [2, 3], cache=cache), model(tokens(3, 5), use_cache=False).logits)

@@ -222,9 +222,9 @@ def test_tokens_equal_those_without_a_cache(name, position):
     model, ids, mask = shared(MODELS[name], position=position), tokens(3, 9), left_padded(3, 9)
     decoder = Decoder(model)
     assert torch.equal(decoder(ids, mask, max_new_tokens=10), plain(model, ids, mask, use_cache=False))
-    held, other = decoder.held, tokens(3, 7, seed=1)
+    held, other = decoder.state, tokens(3, 7, seed=1)
     assert torch.equal(decoder(other, max_new_tokens=10), plain(model, other, use_cache=False))
-    assert decoder.held is held, "its memory is used again"
+    assert decoder.state is held, "its memory is used again"
 
 
 OTHERS = [{"sliding_window": 5}, {"sliding_window": 11}, {"attn_implementation": "matmul"}]

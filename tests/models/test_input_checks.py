@@ -36,7 +36,7 @@ def test_a_cache_of_this_model_and_these_rows():
     for cache, sentence in (
         (object(), "must be a transformers Cache, not object"),
         (few, "for 1 layers and the model has 2"),
-        (cached(rows=3), "was made for 3 rows and is given 1"),
+        (cached(rows=3), "was made for 3 rows, and the input has 1"),
         (DynamicCache(config=config(num_hidden_layers=2, sliding_window=2)), "layer 0 is None"),
     ):
         with pytest.raises(HeadwaterError, match=sentence):

@@ -107,7 +107,7 @@ def test_a_mask_is_found_by_either_name_of_its_kind():
     assert not inputs.is_prepared(masks)
     assert [inputs.find_mask_of_kind(two, masks, slides) for slides in (False, True)] == [1, 2]
     assert inputs.find_mask_of_kind(spec(), {"any": 3}, False) == 3  # the only one, and one kind
-    with pytest.raises(HeadwaterError, match="for full_attention none is for headwater_sliding_attention or sliding"):
+    with pytest.raises(HeadwaterError, match="full_attention, but none is for headwater_sliding_attention or sliding"):
         inputs.find_mask_of_kind(two, {"full_attention": 1}, True)
 
 

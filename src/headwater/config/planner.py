@@ -187,8 +187,8 @@ def _check_alike(config: HeadwaterConfig, layer: int, source: Source) -> None:
         expected, value = getattr(reader, name), getattr(owner, name)
         if value != expected:
             raise HeadwaterError(
-                f"Layer {layer} would read layer {source.layer}, whose {name} is {value!r} and not {expected!r} "
-                "(sliding_layers); let layers of one kind share."
+                f"Layer {layer} would read layer {source.layer}, whose {name} is {value!r}, not {expected!r} "
+                "(sliding_layers); share only between layers of one kind."
             )
 
 

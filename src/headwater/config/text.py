@@ -202,8 +202,8 @@ class HeadwaterConfig(PreTrainedConfig):
         kind = content.get("model_type", cls.model_type)
         if kind != cls.model_type:
             raise HeadwaterError(
-                f"{str(pretrained_model_name_or_path)!r} is a model of type {kind!r}, and {cls.__name__} describes "
-                f"those of type {cls.model_type!r}; load it with transformers' AutoModelForCausalLM or another Auto "
+                f"{str(pretrained_model_name_or_path)!r} is a model of type {kind!r}, but {cls.__name__} describes "
+                f"models of type {cls.model_type!r}; load it with transformers' AutoModelForCausalLM or another Auto "
                 "class, or convert it with `headwater retrofit` first."
             )
         return content, unused

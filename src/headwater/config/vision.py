@@ -105,9 +105,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
         super().complete_fields()
         for name in self.mechanisms:
             if resolve(name).needs_input_ids:
-                raise HeadwaterError(
-                    f"Mechanism {name!r} reads tokens by their ids, and images have none; leave it out."
-                )
+                raise HeadwaterError(f"Mechanism {name!r} reads token ids, and images have none; leave it out.")
 
     def _check_images(self) -> None:
         for name, neutral in LANGUAGE.items():

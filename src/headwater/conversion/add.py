@@ -45,8 +45,8 @@ def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) 
     present = config.mechanisms or {}
     if "blend" in present:
         raise HeadwaterError(
-            "The model is on its way to a smaller cache, and what it goes over to would lack the new mechanism; finish "
-            "the conversion first."
+            "The model is being converted to a smaller cache, and the result would lack the new mechanism; finish the "
+            "conversion first."
         )
     added = {name: _choose_options(name, options, config, allow_change) for name, options in requested.items()}
     config.mechanisms = in_order(present | added, present)

@@ -175,7 +175,7 @@ class Family:
         if len(set(kinds)) > 1 and not _has_kinds(type(config)):
             raise HeadwaterError(
                 f"A {self.name} model has a sliding window in all layers or in none, whatever its layer_types say; "
-                "remove them."
+                "remove layer_types."
             )
         layers = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
         if config.sliding_window is None or not layers:

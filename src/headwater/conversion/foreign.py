@@ -454,8 +454,8 @@ def _nanochat_version(tensors: Tensors) -> Version:
     channels = max(gates, default=0)
     if len(gates) > 1 or channels not in VERSIONS or has_tables != bool(gates):
         raise HeadwaterError(
-            f"Gates of value embeddings read {sorted(gates)} channels, and those of nanochat 32 or, later, 12; use a "
-            "checkpoint of its master branch."
+            f"The gates of the value embeddings read {sorted(gates)} channels, but nanochat's read 32 or, in later "
+            "versions, 12; use a checkpoint from its master branch."
         )
     return LATEST if "smear_gate.weight" in tensors else VERSIONS[channels]
 
@@ -472,23 +472,23 @@ def _nanochat_mechanisms(tensors: Tensors, version: Version) -> dict[str, Any]:
 
 
 def _nanochat_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
-    def known(tensor: Tensor) -> Tensor:  # the rest pads the vocabulary
+    def cut_padding(tensor: Tensor) -> Tensor:  # the rest pads the vocabulary
         return tensor[: config.vocab_size]
 
-    def turned(tensor: Tensor) -> Tensor:
+    def exchange_rows(tensor: Tensor) -> Tensor:
         return exchange_halves(tensor, config)
 
     if name in (EMBEDDING, "lm_head.weight"):
-        return NANOCHAT_EMBEDDING if name == EMBEDDING else name, known
+        return NANOCHAT_EMBEDDING if name == EMBEDDING else name, cut_padding
     layer, _, inner = name.removeprefix("model.layers.").partition(".")
     if inner == "mechanisms.embedding_residual.lambdas":
         return f"lambdas.{layer}", _keep_tensor
     if inner.endswith("value_embedding.table.weight"):
-        return f"value_embeds.{layer}.weight", known
+        return f"value_embeds.{layer}.weight", cut_padding
     if inner in NANOCHAT_ONCE:
         return NANOCHAT_ONCE[inner], _keep_tensor
     prefix = f"transformer.h.{layer}."
-    return prefix + NANOCHAT_PARTS.get(inner, inner), turned if inner in NANOCHAT_TURNED else _keep_tensor
+    return prefix + NANOCHAT_PARTS.get(inner, inner), exchange_rows if inner in NANOCHAT_TURNED else _keep_tensor
 
 
 NANOCHAT_ONCE = {

@@ -138,11 +138,11 @@ def price(
     state = cost.state_bytes(config, precision, averages)
     state_size = sum(state.values())
 
-    def activations(length: int, rows: int, checkpointed: bool) -> int:
+    def count_activations(length: int, rows: int, checkpointed: bool) -> int:
         settings = precision, checkpointed, loss_chunk_tokens, masked
         return sum(cost.activation_bytes(config, length, rows, *settings).values())
 
-    def limits(length: int, device: Hardware, flops: float) -> Limits:
+    def find_limits(length: int, device: Hardware, flops: float) -> Limits:
         ceiling = devices * device.peak(precision) / (3 * flops)
         hours = None if budget is None else budget / (ceiling * mfu) / 3600
         free = max(0.0, device.memory - state_size)
@@ -151,12 +151,12 @@ def price(
             training_ceiling=ceiling,
             days=None if hours is None else hours / 24,
             device_hours=None if hours is None else hours * devices,
-            largest_batch=int(free // activations(length, 1, False)),
-            largest_batch_checkpointed=int(free // activations(length, 1, True)),
+            largest_batch=int(free // count_activations(length, 1, False)),
+            largest_batch_checkpointed=int(free // count_activations(length, 1, True)),
             **(running if of_images else _limit_generation(config, device, length, batch, element)),
         )
 
-    def at(length: int) -> AtContext:
+    def price_at(length: int) -> AtContext:
         forward = cost.forward_flops(config, length)
         flops = sum(forward.values())
         image_size = (
@@ -166,10 +166,10 @@ def price(
             context=length,
             forward=forward,
             training=3 * flops,
-            activation_bytes=activations(length, batch, False),
-            activation_bytes_checkpointed=activations(length, batch, True),
-            step_bytes=state_size + activations(length, batch, gradient_checkpointing),
-            limits=None if hardware is None else limits(length, hardware, flops),
+            activation_bytes=count_activations(length, batch, False),
+            activation_bytes_checkpointed=count_activations(length, batch, True),
+            step_bytes=state_size + count_activations(length, batch, gradient_checkpointing),
+            limits=None if hardware is None else find_limits(length, hardware, flops),
             **(image_size or _count_text(config, length, batch, element)),
         )
 
@@ -191,7 +191,7 @@ def price(
         masked=masked,
         cache_bytes_per_token=cost.cache_bytes_per_token(config, element),
         last_token_layers=0 if of_images else config.num_hidden_layers - output_only_from(config, plan_layers(config)),
-        at=[at(length) for length in lengths],
+        at=[price_at(length) for length in lengths],
     )
 
 

@@ -139,7 +139,7 @@ def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, d
     """The calls for documents between `borders`, the same in every layer. window: 0 for none."""
     if borders[0] != 0 or borders[-1] != rows * length or any(a > b for a, b in pairwise(borders)):
         raise HeadwaterError(
-            f"cu_seq_lens_q must rise from 0 to the number of tokens, {rows * length}, not from {borders[0]} to "
+            f"cu_seq_lens_q must rise from 0 to {rows * length}, the number of tokens, not from {borders[0]} to "
             f"{borders[-1]}."
         )
     calls: list[FusedCall] = []

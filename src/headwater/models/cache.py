@@ -263,8 +263,8 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_early = False
-        self.places: dict[str, tuple[int, int]] = {}  # of tails after the values: first and last slot
-        self.taken = self.max_cache_len
+        self.tail_slots: dict[str, tuple[int, int]] = {}  # of tails after the values: first and last slot
+        self.next_slot = self.max_cache_len
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -309,24 +309,24 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
                 "hidden_size."
             )
         folds = next(count for count in range(1, heads + 1) if heads % count == 0 and heads // count <= rows)
-        if name not in self.places:
-            self.places[name] = self.taken, self.taken + folds * length
-            self.taken += folds * length
-        start, stop = self.places[name]
+        if name not in self.tail_slots:
+            self.tail_slots[name] = self.next_slot, self.next_slot + folds * length
+            self.next_slot += folds * length
+        start, stop = self.tail_slots[name]
         if stop > end:
             raise HeadwaterError(
                 f"A static cache that is initialized early (as for export) has room for {TAIL_ROOM} raw tokens of "
-                f"{rows} heads, which is too little for {name!r}; use a shorter window."
+                f"{rows} heads, which is too few for {name!r}; use a shorter window."
             )
         return self.values[:, : heads // folds, start:stop], folds
 
     @property
     def is_croppable(self) -> bool:
         """Whether tokens can be taken back, as transformers asks from 5.24 on: raw tokens overwrite earlier ones."""
-        return getattr(super(), "is_croppable", False) and not (self.tails or self.places)
+        return getattr(super(), "is_croppable", False) and not (self.tails or self.tail_slots)
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove and (self.tails or self.places):
+        if tokens_to_remove and (self.tails or self.tail_slots):
             raise RuntimeError(
                 "A static cache that keeps raw tokens cannot take tokens back; use DynamicCache(config=model.config)."
             )
@@ -392,8 +392,8 @@ def _split_digits(x: Tensor, like: Tensor) -> Tensor:
     """
     if like.shape[3] < DIGITS:
         raise HeadwaterError(
-            "A static cache that is initialized early (as for export) keeps a token's id in the room of "
-            f"{DIGITS} numbers, and its heads have {like.shape[3]}; use a larger head_dim."
+            f"A static cache that is initialized early (as for export) keeps a token's id in {DIGITS} channels, but "
+            f"its heads have {like.shape[3]}; use a larger head_dim."
         )
     digits = [(x >> DIGIT_BITS * place) & (2**DIGIT_BITS - 1) for place in range(DIGITS)]
     return torch.nn.functional.pad(torch.cat(digits, dim=3).to(like.dtype), (0, like.shape[3] - DIGITS))

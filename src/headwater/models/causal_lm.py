@@ -114,8 +114,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         elif self.input_spec.id_readers:
             raise HeadwaterError(
-                f"{' and '.join(self.input_spec.id_readers)} reads tokens by their ids, but this model was given "
-                "embeddings; pass input_ids."
+                f"{' and '.join(self.input_spec.id_readers)} reads token ids, but this call passes embeddings; pass "
+                "input_ids."
             )
         if use_cache is None:
             # Training reads no cache, and building one would copy every key and value.
@@ -174,8 +174,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         changed = self.frequencies_change(old_lengths, document_lengths(inputs.position_ids)[:, :1])
         refuse_where(
             changed & (old_lengths > 0) & (past > 0),
-            "With these tokens the sequence is so long that its RoPE takes other frequencies, which the keys in the "
-            "cache do not have; pass all tokens at once with an empty cache or none, as generate does (without "
+            "With these tokens the sequence is so long that its RoPE takes other frequencies than the cached keys "
+            "have; pass all tokens at once, with an empty cache or without one, as generate does (without "
             "prefill_chunk_size).",
         )
 

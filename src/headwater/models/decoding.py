@@ -77,7 +77,7 @@ class Decoder:
                 "replayed; use a growing cache (generate)."
             )
         self.model, self.compiled, self.backend = model, compiled, backend
-        self.held: DecodingState | None = None
+        self.state: DecodingState | None = None
 
     @torch.no_grad()
     def __call__(
@@ -112,19 +112,19 @@ class Decoder:
             )
         ends = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
         choice = Choice(temperature, top_k, top_p, tuple(ends), pad_token_id)
-        if self.held is None or not self.held.fits_call(rows, length + max_new_tokens, choice):
-            self.held = None  # its memory is free before more is taken
-            self.held = DecodingState(self.model, rows, length + max_new_tokens, choice, self.compiled, self.backend)
+        if self.state is None or not self.state.fits_call(rows, length + max_new_tokens, choice):
+            self.state = None  # its memory is free before more is taken
+            self.state = DecodingState(self.model, rows, length + max_new_tokens, choice, self.compiled, self.backend)
         device = self.model.device
         on_it = torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # for its streams and events
         with on_it, allow_autotuning(self.model.packs_weights):
-            new_ids = self.held.continue_prompts(input_ids, real, max_new_tokens, seed, watch)
+            new_ids = self.state.continue_prompts(input_ids, real, max_new_tokens, seed, watch)
         return torch.cat((input_ids, new_ids.to(input_ids.device)), dim=1)
 
     @property
     def cache(self) -> StaticCache | None:
         """The cache of the latest call."""
-        return None if self.held is None else self.held.cache
+        return None if self.state is None else self.state.cache
 
 
 class DecodingState:

@@ -203,7 +203,7 @@ def find_mask_of_kind(spec: InputSpec, attention_mask: dict[str, Any], slides: b
         if name in attention_mask:
             return attention_mask[name]
     raise HeadwaterError(
-        f"Of the attention masks for {', '.join(attention_mask)} none is for {' or '.join(names)}; add it."
+        f"There are attention masks for {', '.join(attention_mask)}, but none is for {' or '.join(names)}; add it."
     )
 
 
@@ -251,7 +251,7 @@ def find_document_positions(
         return position_ids
     if attention_mask is not None:
         if position_ids is None:
-            raise HeadwaterError("With an attention_mask, cu_seq_lens_q says too little; give position_ids too.")
+            raise HeadwaterError("With an attention_mask, cu_seq_lens_q is not enough; pass position_ids too.")
         return position_ids
     shape = tokens.inputs_embeds.shape[0], tokens.length
     if position_ids is None:

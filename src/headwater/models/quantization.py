@@ -51,9 +51,9 @@ def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
         size = sum(parameter.numel() * parameter.element_size() for parameter in skipped.values())
         raise HeadwaterError(
             f"This quantization_config reaches linear layers only and would leave {len(skipped)} matrices of "
-            f"{size / 2**20:,.1f} MiB as they are ({next(iter(skipped))}, …). For torchao give "
-            "TorchAoConfig(headwater.models.quantization.torchao_config(…)); or name the modules in "
-            "modules_to_not_convert to leave them."
+            f"{size / 2**20:,.1f} MiB in full precision ({next(iter(skipped))}, …). For torchao, pass "
+            "TorchAoConfig(headwater.models.quantization.torchao_config(…)); or list the modules in "
+            "modules_to_not_convert to skip them."
         )
     projections = _find_projections(model, spared)
     if projections and all(
@@ -61,8 +61,8 @@ def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
         for name, module in projections.items()
     ):
         raise HeadwaterError(
-            f"This quantization_config ({type(settings).__name__}) has left all {len(projections)} linear layers of "
-            "the blocks as they are; give another one, such as a BitsAndBytesConfig."
+            f"This quantization_config ({type(settings).__name__}) has quantized none of the {len(projections)} "
+            "linear layers of the blocks; use another one, such as a BitsAndBytesConfig."
         )
 
 
@@ -91,8 +91,8 @@ def check_full_precision(model: nn.Module) -> None:
     changed = any(isinstance(layer, nn.Linear) and not _is_full(layer) for layer in model.modules())
     if changed or getattr(model, "hf_quantizer", None) is not None:
         raise HeadwaterError(
-            "This model is quantized, and its weights are needed as they were trained; load it without a "
-            "quantization_config, or give the checkpoint that it was made from."
+            "This model is quantized, and this needs the weights as they were trained; load the model without a "
+            "quantization_config, or use the checkpoint that was quantized."
         )
 
 

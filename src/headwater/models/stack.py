@@ -20,9 +20,9 @@ TOKENS: dict[Kind, int | None] = {"raw": 2, "local": 2, "bank": None, "probabili
 
 
 class LastTokens(NamedTuple):
-    """From block `first` on, only the last `tokens` tokens, with these `arguments` instead."""
+    """From block `first_layer` on, only the last `tokens` tokens, with these `arguments` instead."""
 
-    first: int
+    first_layer: int
     tokens: int
     arguments: BlockArguments
 
@@ -64,7 +64,7 @@ def run_blocks(
     """`Stack.forward`, for blocks that another package may hold. last_reader: see `last_readers`."""
     carried = {source: tensor for source, tensor in {EMBEDDING: x, **shared}.items() if source in last_reader}
     for block in blocks:
-        if last_tokens is not None and block.plan.index == last_tokens.first:
+        if last_tokens is not None and block.plan.index == last_tokens.first_layer:
             x, arguments = x[:, -last_tokens.tokens :], last_tokens.arguments
             carried = {source: last_tokens.select_tokens(source, tensor) for source, tensor in carried.items()}
         x, *exports = block(x, *(carried[source] for source in block.plan.reads), **arguments[block.slides])

@@ -23,8 +23,8 @@ def check_resizable(model: PreTrainedModel, new: int) -> None:
         rows = count * model.config.vocab_size
         if parameter.shape[0] != rows:
             raise HeadwaterError(
-                f"{name!r} has {parameter.shape[0]} rows in place of {rows}, so it cannot be resized with the "
-                "embedding; resize the model before it is divided among processes."
+                f"{name!r} has {parameter.shape[0]} rows instead of {rows}, so it cannot be resized with the "
+                "embedding; resize the model before sharding it."
             )
         if name in new_shapes and new_shapes[name][0] == count * new:
             old_shapes[name] = new_shapes[name]

@@ -69,12 +69,12 @@ class Block(GradientCheckpointingLayer):
         # Under transformers' own name until here, since newer versions take it away while they checkpoint.
         cache = kwargs.pop(CACHE, None)
         context = Context([*sources], kwargs.get("reach"), find_tail(self.plan, cache), kwargs.get("token_ids"))
-        for mechanism in self.at(Stage.EMBEDDING):
+        for mechanism in self.list_acting(Stage.EMBEDDING):
             x = mechanism.transform_embedding(x, context)
         if self.stages[Stage.EMBEDDING.value] and self.embedding is not None:
             context.sources[self.embedding] = x
         embedding = x
-        for mechanism in self.at(Stage.RESIDUAL):
+        for mechanism in self.list_acting(Stage.RESIDUAL):
             x = mechanism.update_residual(x, context)
 
         inputs = self.prepare_attention(x, context)
@@ -83,7 +83,7 @@ class Block(GradientCheckpointingLayer):
         )
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
-        for mechanism in self.at(Stage.ATTENTION_OUTPUT):
+        for mechanism in self.list_acting(Stage.ATTENTION_OUTPUT):
             attended = mechanism.transform_attention_output(attended, context)
         attended = self.drop_output(attended)
         x = inputs.stream + attended if self.residual else attended
@@ -96,11 +96,11 @@ class Block(GradientCheckpointingLayer):
             exports.append(embedding)
         if self.exports_stream:
             exports.append(x)
-        for mechanism in self.at(Stage.BLOCK_OUTPUT):
+        for mechanism in self.list_acting(Stage.BLOCK_OUTPUT):
             x = mechanism.transform_block_output(x, context)
         return x, *exports
 
-    def at(self, stage: Stage) -> Sequence[Mechanism]:
+    def list_acting(self, stage: Stage) -> Sequence[Mechanism]:
         """The mechanisms that act at a stage, in the order of application."""
         names = self.stages[stage.value]
         return [cast(Mechanism, self.mechanisms[name]) for name in names] if names else ()
@@ -108,7 +108,7 @@ class Block(GradientCheckpointingLayer):
     def feed_forward(self, x: Tensor, context: Context) -> Tensor:
         """What the feed-forward and its norms make of the stream x [B, T, D]."""
         x = self.post_attention_layernorm(x)
-        for mechanism in self.at(Stage.FEED_FORWARD_INPUT):
+        for mechanism in self.list_acting(Stage.FEED_FORWARD_INPUT):
             x = mechanism.transform_feed_forward_input(x, context)
         if self.stages[Stage.FEED_FORWARD_HIDDEN.value]:
             x = self.mlp(x, partial(self.transform_hidden, context=context))
@@ -116,26 +116,26 @@ class Block(GradientCheckpointingLayer):
             x = self.mlp(x)
         if self.feed_forward_output_norm is not None:
             x = self.feed_forward_output_norm(x)
-        for mechanism in self.at(Stage.FEED_FORWARD_OUTPUT):
+        for mechanism in self.list_acting(Stage.FEED_FORWARD_OUTPUT):
             x = mechanism.transform_feed_forward_output(x, context)
         return x
 
     def transform_hidden(self, x: Hidden, context: Context) -> Hidden:
         """What goes into the feed-forward's activation, after the mechanisms that act there."""
-        for mechanism in self.at(Stage.FEED_FORWARD_HIDDEN):
+        for mechanism in self.list_acting(Stage.FEED_FORWARD_HIDDEN):
             x = mechanism.transform_feed_forward_hidden(x, context)
         return x
 
     def prepare_attention(self, x: Tensor, context: Context) -> AttentionInputs:
         """What attention is given, alike or for queries, keys and values; and the residual stream, before: x."""
         entered = x
-        for mechanism in self.at(Stage.BLOCK_INPUT):
+        for mechanism in self.list_acting(Stage.BLOCK_INPUT):
             entered = mechanism.transform_block_input(entered, context)
         if not self.stages[Stage.ATTENTION_INPUTS.value]:
             return AttentionInputs(self.normalize_input(entered, context), None, None, x)
         k, v = (entered if letter in self.inputs else None for letter in ("k", "v"))
         inputs = AttentionInputs(entered, k, v, x)
-        for mechanism in self.at(Stage.ATTENTION_INPUTS):
+        for mechanism in self.list_acting(Stage.ATTENTION_INPUTS):
             inputs = mechanism.split_attention_inputs(inputs, context)
         k, v = (self.normalize_part("k", inputs.k, context), self.normalize_part("v", inputs.v, context))
         return AttentionInputs(self.normalize_input(inputs.q, context), k, v, inputs.stream)
@@ -143,7 +143,7 @@ class Block(GradientCheckpointingLayer):
     def normalize_input(self, x: Tensor, context: Context) -> Tensor:
         """What attention is given, from x [B, T, D] before its norm."""
         x = self.input_layernorm(x)
-        for mechanism in self.at(Stage.ATTENTION_INPUT):
+        for mechanism in self.list_acting(Stage.ATTENTION_INPUT):
             x = mechanism.transform_attention_input(x, context)
         return x
 

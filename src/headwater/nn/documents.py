@@ -62,7 +62,7 @@ def check_documents(cu_seq_lens: Tensor, position_ids: Tensor, rows: int, length
     slot = torch.arange(length, device=position_ids.device)
     require_all(
         torch.minimum(position_ids, slot) == restarted_positions(cu_seq_lens, rows, length),
-        "cu_seq_lens_q and position_ids disagree about where documents begin; make the former with "
+        "cu_seq_lens_q and position_ids disagree about where documents begin; make cu_seq_lens_q with "
         "headwater.nn.documents.make_cu_seq_lens(position_ids), or leave one of them out.",
     )
 

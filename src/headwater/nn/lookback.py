@@ -50,8 +50,8 @@ def find_tail(plan: LayerPlan, past_key_values: Cache | Engine | None) -> Tail |
     if not hasattr(layer, "before"):
         raise HeadwaterError(
             f"{name_keepers([plan])} needs a cache that keeps the last raw keys and values, and this "
-            f"{type(past_key_values).__name__} does not; make it with DynamicCache(config=model.config). The tokens of "
-            "PEFT's prefix tuning have none: use prompt tuning or LoRA with such a model."
+            f"{type(past_key_values).__name__} does not; make one with DynamicCache(config=model.config). PEFT's "
+            "prefix tuning has no raw keys and values for its tokens: use prompt tuning or LoRA with such a model."
         )
     return layer
 

@@ -46,13 +46,13 @@ def _check_options(parallelism: Any) -> None:
         raise HeadwaterError("headwater models have no experts; leave parallelism.expert_parallel_degree at 1.")
     if tensor and parallelism.enable_sequence_parallel:
         raise HeadwaterError(
-            "headwater models keep the residual stream whole under tensor parallelism; give "
+            "headwater models keep the residual stream whole under tensor parallelism; pass "
             "--parallelism.no-enable-sequence-parallel."
         )
     if context and parallelism.context_parallel_load_balancer is not None:
         raise HeadwaterError(
-            "Context parallelism of headwater models splits a row into consecutive parts, which are balanced as they "
-            "are; set parallelism.context_parallel_load_balancer to None."
+            "Context parallelism of headwater models splits a row into consecutive parts, which need no balancing; set "
+            "parallelism.context_parallel_load_balancer to None."
         )
 
 
@@ -65,8 +65,8 @@ def _check_fields(config: HeadwaterConfig, length: int) -> None:
             )
     if dropping := [name for name in DROPOUTS if getattr(config, name)]:
         raise HeadwaterError(
-            f"torchtitan's trainer draws the same random numbers in every process, so that {dropping[0]} would drop "
-            "the same of different rows; set it to 0."
+            f"torchtitan's trainer draws the same random numbers in every process, so {dropping[0]} would drop the "
+            "same elements of different rows; set it to 0."
         )
     if config.position == "learned" and length > config.max_position_embeddings:
         raise HeadwaterError(
@@ -79,7 +79,7 @@ def _check_columns(config: HeadwaterConfig, degree: int) -> None:
     """Raise `HeadwaterError` if a feed-forward or the vocabulary cannot be split over `degree` processes."""
     if inside := [name for plan in plan_layers(config) for name in plan.at(Stage.FEED_FORWARD_HIDDEN)]:
         raise HeadwaterError(
-            f"Mechanism {inside[0]!r} acts inside the feed-forward, of which a process has a part of the channels "
+            f"Mechanism {inside[0]!r} acts inside the feed-forward, of which each process has only some channels "
             "under tensor parallelism; set tensor_parallel_degree to 1."
         )
     for name in ("vocab_size", "intermediate_size"):
@@ -107,6 +107,6 @@ def check_heads(config: HeadwaterConfig, tensor: bool, context: bool, processes:
             )
         if context and mechanism.needs_input_ids:
             raise HeadwaterError(
-                f"Mechanism {name!r} reads tokens by their ids, of which a process has a part under context "
-                "parallelism; set context_parallel_degree to 1."
+                f"Mechanism {name!r} reads token ids, of which each process has only a part under context parallelism; "
+                "set context_parallel_degree to 1."
             )

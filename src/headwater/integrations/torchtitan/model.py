@@ -255,7 +255,7 @@ class TitanAdapter(StateDictAdapter):
 def export_checkpoint(checkpoint: Path, config: HeadwaterConfig, folder: Path) -> Path:
     """See `headwater.integrations.torchtitan.export`."""
     if not (checkpoint / ".metadata").is_file():
-        raise HeadwaterError(f"{str(checkpoint)!r} is no checkpoint of torchtitan's trainer; give its folder step-N.")
+        raise HeadwaterError(f"{str(checkpoint)!r} is no checkpoint of torchtitan's trainer; pass its folder step-N.")
     model = HeadwaterForCausalLM(config)
     state = {theirs_of(name): tensor for name, tensor in model.state_dict().items()}
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
@@ -264,7 +264,7 @@ def export_checkpoint(checkpoint: Path, config: HeadwaterConfig, folder: Path) -
         if stored != tensor.shape:
             difference = "is missing" if stored is None else f"is {list(stored)} instead of {list(tensor.shape)}"
             raise HeadwaterError(
-                f"{str(checkpoint)!r} belongs to another model: {name} {difference}; give its own config."
+                f"{str(checkpoint)!r} belongs to another model: {name} {difference}; pass the config of that model."
             )
     try:
         with torch.no_grad():

@@ -53,11 +53,11 @@ View = Callable[[Tensor], Tensor]
 class Placing(NamedTuple):
     """Which part of a parameter a process has, over the processes of tensor parallelism.
 
-    at: split or replicated. gradient: what a process computes of its part's gradient: all of it, or a summand. then:
-    what the module sees, from its part.
+    placement: split or replicated. gradient: what a process computes of its part's gradient: all of it, or a summand.
+    then: what the module sees, from its part.
     """
 
-    at: Placement = Replicate()
+    placement: Placement = Replicate()
     gradient: Placement = Replicate()
     then: View | None = None
 
@@ -123,7 +123,7 @@ def split_model(model: TitanModel, tensor: DeviceMesh | None, context: DeviceMes
     if tensor is not None or context is not None:
         split = SplitHeads(model.settings, tensor, context, placings)
         for block in blocks:
-            split.attention(block)
+            split.split_attention(block)
     if tensor is not None:
         for block in blocks:
             split_feed_forward(block, tensor, placings)
@@ -202,7 +202,7 @@ def distribute_parameters(
                 if tensor is not None:
                     gradient[-1] = placing.gradient
             elif tensor is not None:
-                mesh, placements, gradient = tensor, [placing.at], [placing.gradient]
+                mesh, placements, gradient = tensor, [placing.placement], [placing.gradient]
             else:
                 if placing.then is not None:
                     view_parameter(module, name, None, placing.then)
@@ -227,7 +227,7 @@ class Totals:
     """
 
     def __init__(self, mesh: DeviceMesh, placings: Placings) -> None:
-        self.mesh, self.parts = mesh, placings
+        self.mesh, self.placings = mesh, placings
         self.parameters: list[nn.Parameter] = []
         self.pending: dict[int, Tensor] = {}
 
@@ -240,7 +240,7 @@ class Totals:
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
                     # A gradient that each process of tensor parallelism has computed in full counts once.
-                    counts = is_first or self.parts.get((module, name), Placing()).gradient.is_partial()
+                    counts = is_first or self.placings.get((module, name), Placing()).gradient.is_partial()
                     parameter.register_hook(partial(self.take_gradient, len(self.parameters), counts))
                     self.parameters.append(parameter)
 
@@ -278,7 +278,7 @@ def view_parameter(module: nn.Module, name: str, gradient: Sequence[Placement] |
 def make_view_class(kind: type, name: str, gradient: tuple[Placement, ...] | None, then: View | None) -> type:
     """A class of modules; the same for all layers that see a parameter alike, so that they share a compiled graph."""
 
-    def read(self: nn.Module) -> Tensor | None:
+    def read_parameter(self: nn.Module) -> Tensor | None:
         parameter: Tensor | None = self._parameters[name]
         if isinstance(parameter, DTensor):
             if gradient is None or parameter.device_mesh.ndim != len(gradient):
@@ -286,7 +286,7 @@ def make_view_class(kind: type, name: str, gradient: tuple[Placement, ...] | Non
             parameter = parameter.to_local(grad_placements=gradient)
         return parameter if then is None or parameter is None else then(parameter)
 
-    return type(kind.__name__, (kind,), {name: property(read)})
+    return type(kind.__name__, (kind,), {name: property(read_parameter)})
 
 
 # What travels over the processes of tensor parallelism. Autograd does the reverse.
@@ -326,37 +326,37 @@ class SplitHeads:
     def __init__(
         self, config: HeadwaterConfig, tensor: DeviceMesh | None, context: DeviceMesh | None, placings: Placings
     ) -> None:
-        self.config, self.tensor, self.context, self.parts = config, tensor, context, placings
+        self.config, self.tensor, self.context, self.placings = config, tensor, context, placings
         number, count = 0, 1
         for mesh in (tensor, context):
             if mesh is not None:
                 number, count = number * mesh.size() + mesh.get_local_rank(), count * mesh.size()
         self.heads = Portion(config, number, count)
 
-    def attention(self, block: Block) -> None:
+    def split_attention(self, block: Block) -> None:
         """Replace a block's attention by one of this process's heads."""
         plan, full = block.plan, block.self_attn
         local = self.heads.build_attention(full, OwnHeads)
         for name, module in full.mechanisms.named():
-            self.mechanism(name, cast(Mechanism, module), local.mechanisms, plan)
+            self.split_mechanism(name, cast(Mechanism, module), local.mechanisms, plan)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
             setattr(local, name, getattr(full, name))
             for inner in getattr(full, name).modules() if getattr(full, name) is not None else ():
                 if name != "o_proj":
-                    self.parts.update(
+                    self.placings.update(
                         {(inner, parameter): SUMMAND for parameter, _ in inner.named_parameters(recurse=False)}
                     )
         everything = tuple(range(self.config.num_key_value_heads))
-        self.projection(local.q_proj, None)
-        self.projection(local.k_proj, None if plan.k_heads == everything else plan.k_heads)
-        self.projection(local.v_proj, None if plan.v_heads == everything else plan.v_heads)
-        self.output(local.o_proj)
-        local.register_forward_pre_hook(self.entering(plan), with_kwargs=True)
+        self.split_projection(local.q_proj, None)
+        self.split_projection(local.k_proj, None if plan.k_heads == everything else plan.k_heads)
+        self.split_projection(local.v_proj, None if plan.v_heads == everything else plan.v_heads)
+        self.split_output(local.o_proj)
+        local.register_forward_pre_hook(self.make_input_hook(plan), with_kwargs=True)
         local.stores_some = not plan.k_heads == plan.v_heads == everything
         order_children(local, full)
         block.self_attn = local
 
-    def mechanism(self, name: str, full: Mechanism, narrow: Named, plan: LayerPlan) -> None:
+    def split_mechanism(self, name: str, full: Mechanism, narrow: Named, plan: LayerPlan) -> None:
         """Give a mechanism's module of this process's heads the parameters of all heads, of which it sees its own."""
         local, parameters = narrow[name], dict(full.named_parameters())
         for qualified, entries in self.heads.divide_parameters(full, local, plan).items():
@@ -364,9 +364,9 @@ class SplitHeads:
             module = local.get_submodule(owner)
             setattr(module, leaf, parameters[qualified])
             then = None if entries is None else partial(pick_entries, entries[0], list(entries[1]))
-            self.parts[module, leaf] = Placing(gradient=Partial(), then=then)
+            self.placings[module, leaf] = Placing(gradient=Partial(), then=then)
 
-    def projection(self, module: nn.Module | None, stored: tuple[int, ...] | None) -> None:
+    def split_projection(self, module: nn.Module | None, stored: tuple[int, ...] | None) -> None:
         """What a query, key or value map gives: [B, T, heads·d] of this process's heads and all tokens.
 
         stored: the heads that a map of the whole model gives; None: all.
@@ -376,10 +376,10 @@ class SplitHeads:
         tensor, context, d = self.tensor, self.context, self.config.head_dim
         columns = tensor is not None and stored is None and isinstance(module, nn.Linear)
         if columns:
-            self.parts.update({(module, name): Placing(Shard(0), Shard(0)) for name in ("weight", "bias")})
+            self.placings.update({(module, name): Placing(Shard(0), Shard(0)) for name in ("weight", "bias")})
         chosen = [index for index, head in enumerate(stored or ()) if head in self.heads.heads]
 
-        def hook(_: nn.Module, inputs: Any, y: Tensor) -> Tensor:
+        def divide_output(_: nn.Module, inputs: Any, y: Tensor) -> Tensor:
             if stored is not None:
                 if context is not None:
                     y = move_tensor(y, context, Shard(1), Replicate(), Partial())
@@ -388,14 +388,14 @@ class SplitHeads:
                 y = take_share(y, tensor)
             return y if context is None else move_tensor(y, context, Shard(1), Shard(2))
 
-        module.register_forward_hook(hook)
+        module.register_forward_hook(divide_output)
 
-    def output(self, module: nn.Module) -> None:
+    def split_output(self, module: nn.Module) -> None:
         """The output map: from this process's heads and all tokens to its own tokens, the same for all heads."""
         tensor, context = self.tensor, self.context
         rows = tensor is not None and isinstance(module, nn.Linear)
 
-        def before(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        def prepare_output(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
             x = inputs[0]
             if context is not None:
                 x = move_tensor(x, context, Shard(2), Shard(1))
@@ -403,16 +403,16 @@ class SplitHeads:
                 x = move_tensor(x, tensor, Shard(2), Replicate())
             return (x,)
 
-        module.register_forward_pre_hook(before)
+        module.register_forward_pre_hook(prepare_output)
         if tensor is not None and rows:
-            split_rows(module, tensor, self.parts)
+            split_rows(module, tensor, self.placings)
 
-    def entering(self, plan: LayerPlan) -> Callable[..., Any]:
+    def make_input_hook(self, plan: LayerPlan) -> Callable[..., Any]:
         """What reaches attention: the stream and what all layers share, whole; a mask, of this process's heads."""
         tensor, queries, heads = self.tensor, self.heads.queries, self.config.num_attention_heads
         common = [True, *(source.kind in ("stream", "shared") for source in plan.reads)]
 
-        def hook(_: nn.Module, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+        def prepare_inputs(_: nn.Module, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> tuple[Any, Any]:
             if tensor is not None:
                 tensors = tuple(
                     share_tensor(x, tensor) if is_common else x for x, is_common in zip(tensors, common, strict=True)
@@ -424,7 +424,7 @@ class SplitHeads:
                 options = options | {"attention_mask": mask[:, queries.start : queries.stop]}
             return tensors, options
 
-        return hook
+        return prepare_inputs
 
 
 class OwnHeads(Attention):

@@ -64,11 +64,12 @@ def _list_refusals(vllm_config: Any) -> list[tuple[bool, str]]:
         ),
         (
             model.quantization is not None,
-            "headwater's plugin takes no quantization; serve the weights as they are.",
+            "headwater's plugin does not support quantization; serve the unquantized weights.",
         ),
         (
             cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
-            f"headwater's plugin keeps keys and values as they are, not as {cache_dtype}.",
+            f"headwater's plugin keeps keys and values in the model's dtype, not in {cache_dtype}; leave out "
+            "kv_cache_dtype.",
         ),
         (
             model.enable_prompt_embeds,

@@ -29,7 +29,7 @@ class ScheduledBatch(FlatBatch):
 
     def __init__(self, metadata: Any, block_size: int) -> None:
         super().__init__(metadata.query_start_loc, metadata.seq_lens, metadata.block_table_tensor, block_size)
-        self.given = metadata
+        self.metadata = metadata
         self.slots = self.block * block_size + self.offset
         self.scheduled: dict[tuple[Any, ...], Tensor] = {}
 
@@ -38,13 +38,13 @@ class ScheduledBatch(FlatBatch):
         key = q.shape[1:], heads, window
         if key not in self.scheduled:
             self.scheduled[key] = kernels.cpu_attn_get_scheduler_metadata(
-                num_reqs=self.given.num_reqs,
+                num_reqs=self.metadata.num_reqs,
                 num_heads=q.shape[1],
                 num_kv_heads=heads,
                 head_dim=q.shape[2],
-                seq_lens=self.given.seq_lens,
+                seq_lens=self.metadata.seq_lens,
                 dtype=q.dtype,
-                query_start_loc=self.given.query_start_loc,
+                query_start_loc=self.metadata.query_start_loc,
                 causal=True,
                 sliding_window_size=window,
                 isa=isa,
@@ -175,7 +175,7 @@ class CPUEngine(PagedEngine):
         batch, q = self.batch, q.contiguous()
         assert isinstance(batch, ScheduledBatch)
         window = -1 if attention.sliding_window is None else attention.sliding_window
-        out, metadata = torch.empty_like(q), batch.given
+        out, metadata = torch.empty_like(q), batch.metadata
         kernels.cpu_attention_with_kv_cache(
             query=q,
             key_cache=keys,
