@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from headwater.config.capabilities import StopsRedirection, replaces_linear
 from headwater.config.layers import layer_config
 from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, Stage, choose_heads
+from headwater.config.text import HeadwaterConfig
 from headwater.plugins.registry import has_own, resolve
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 # Of keys and of values, in `Attends` and `Source`.
 Letter = Literal["k", "v"]

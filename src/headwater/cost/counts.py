@@ -7,7 +7,6 @@ as is usual. Each mechanism states its own cost in its file; here it is added up
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,15 +14,13 @@ from headwater.config.capabilities import Map, ReplacesLinear
 from headwater.config.layers import layer_config
 from headwater.config.plan import Cost, Kept, LayerPlan, Stage
 from headwater.config.planner import output_only_from, plan_layers
+from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost.hardware import memory_of
 from headwater.mechanisms.capabilities import HasSharedModule
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 # Activations for which `kernels.activation` stores only the input, and nothing of the product.
 MADE_AGAIN = {

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.causal_lm import HeadwaterForCausalLM
 
 # Graphs that a layer may need: training and evaluation, and packed rows with more documents than expected.
 GRAPHS = 16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from transformers import Cache
 
 from headwater.config.plan import LayerPlan
 from headwater.config.planner import name_keepers
+from headwater.config.text import HeadwaterConfig
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.nn.cache_name import CACHE
 from headwater.nn.checks import is_replayed, must_wait, refuse_where
@@ -18,9 +19,6 @@ from headwater.nn.documents import Positions
 from headwater.nn.masks import NewTokens, is_kernel_mask
 from headwater.nn.position import FOLLOW_LENGTH
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class CachedLayer(NamedTuple):

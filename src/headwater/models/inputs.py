@@ -9,7 +9,7 @@ In shapes: B batch, T new tokens, S all tokens including cached ones, D model wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 from transformers import Cache, DynamicCache
@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache
 from headwater.config.layers import layer_config
 from headwater.config.plan import LayerPlan
 from headwater.config.planner import output_only_from
+from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Ancestors
 from headwater.models.input_checks import (
     CachedLayer,
@@ -37,14 +38,11 @@ from headwater.nn.documents import (
     restarted_positions,
     takes_documents,
 )
+from headwater.nn.engine import Engine
 from headwater.nn.lookback import LookbackLimits, count_reach, find_reach, find_tail
 from headwater.nn.masks import LayerKind, NewTokens, find_new_tokens, is_kernel_mask, keep_last_rows, make_mask
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
-    from headwater.nn.engine import Engine
 
 # The keys of what `prepare_generation` returns: the mask by whether a layer has the sliding window, and the reach.
 MASK = {False: "headwater_mask", True: "headwater_sliding_mask"}

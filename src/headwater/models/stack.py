@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
 from headwater.config.plan import EMBEDDING, Kind, LayerPlan, Source
+from headwater.config.text import HeadwaterConfig
 from headwater.nn.block import Block
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 # The keyword arguments of blocks: of those with a sliding window (True), and of the others.
 BlockArguments = dict[bool, dict[str, Any]]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # Path elements that torch.compile, DDP, FSDP and activation checkpointing insert into the names of parameters.
 WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})

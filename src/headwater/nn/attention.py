@@ -12,13 +12,15 @@ B batch, T new tokens, S all tokens, D model width, H query heads, K key/value h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
+from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import ATTENTION_STAGES, LayerPlan, Stage
+from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import KV, Context, Mechanism, Reach
 from headwater.mechanisms.named import Named
 from headwater.nn.attention_kernel import attend_in_groups, eager_attention, read_groups, weigh_keys
@@ -29,11 +31,6 @@ from headwater.nn.linear import apply_linear, make_map
 from headwater.nn.lookback import find_tail
 from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
-
-if TYPE_CHECKING:
-    from transformers import Cache
-
-    from headwater.config.text import HeadwaterConfig
 
 
 class Attention(nn.Module):

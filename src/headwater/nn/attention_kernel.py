@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.config.capabilities import LimitsKernels
+from headwater.config.text import HeadwaterConfig
 from headwater.kernels.attention import FEW, run_fastest_attention
 from headwater.kernels.autotune import get_choices
 from headwater.mechanisms.contract import KV
 from headwater.nn.head_groups import KernelInputs, join_groups, of_tokens
 from headwater.plugins.registry import resolve
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import BLOCK_STAGES, EMBEDDING, LayerPlan, Part, Source, Stage
+from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import AttentionInputs, Context, Hidden, Mechanism
 from headwater.mechanisms.named import Named, PartTail
 from headwater.nn.attention import Attention
@@ -18,9 +19,6 @@ from headwater.nn.cache_name import CACHE
 from headwater.nn.feed_forward import make_feed_forward
 from headwater.nn.lookback import find_tail
 from headwater.nn.norm import make_norm
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 # Older transformers, such as 5.17, checkpoint around a layer's hooks and its compiled graph, which then holds nothing
 # of what `gradient_checkpointing` says; newer ones do it inside.

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from headwater.config.capabilities import Map, ReplacesLinear
+from headwater.config.text import HeadwaterConfig
 from headwater.kernels.autotune import get_choices
 from headwater.kernels.linear import choose_linear
 from headwater.mechanisms.named import owner_of
 from headwater.plugins.registry import resolve
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 def make_map(

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from headwater.config.plan import LayerPlan
 from headwater.config.planner import name_keepers
 from headwater.mechanisms.contract import Tail
 from headwater.nn.checks import must_wait
 from headwater.nn.documents import select_columns
+from headwater.nn.engine import Engine
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from transformers import Cache
-
-    from headwater.nn.engine import Engine
 
 
 class LookbackLimits(NamedTuple):

@@ -12,13 +12,14 @@ rows, left padding, holes in the mask, and chunks decoded with a cache, wherever
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from headwater.config.text import HeadwaterConfig
 from headwater.kernels.attention import MATMUL
 from headwater.kernels.varlen import VARLEN
 from headwater.nn.cache_name import CACHE
@@ -26,9 +27,6 @@ from headwater.nn.checks import is_replayed, must_wait
 from headwater.nn.documents import select_columns
 from headwater.nn.position import alibi_slopes
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 # Kernels whose masks are boolean.
 TAKE_BOOLEANS = "sdpa", MATMUL, VARLEN

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
+from headwater.config.text import HeadwaterConfig
 from headwater.kernels.norm import can_fuse_rms_norm, fused_rms_norm
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class RMSNorm(nn.Module):

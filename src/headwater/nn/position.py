@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from headwater.config.text import HeadwaterConfig
 from headwater.kernels import can_fuse
 from headwater.kernels.rotary import fused_rotate
 from headwater.mechanisms.precision import KeepsPrecision
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class RotaryEmbedding(KeepsPrecision):
