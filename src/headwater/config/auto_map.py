@@ -40,7 +40,7 @@ def auto_class_of(cls: type) -> str | None:
 
 
 def auto_map_of(config: Any) -> dict[str, str]:
-    """What the Auto classes find in an exported checkpoint with this config: Auto class -> "file.Class"."""
+    """Entries for the Auto classes in an exported checkpoint with this config: Auto class -> "file.Class"."""
     kinds = OF_TEXT if getattr(config, "is_causal", True) else OF_IMAGES
     return {auto: f"{ENTRY}.{target.partition(':')[2]}" for auto, target in kinds.items()}
 

@@ -1,4 +1,4 @@
-"""What one layer projects, stores, exports and reads, as plain data: `LayerPlan`, made by `plan_layers`."""
+"""The plan of a layer as plain data, `LayerPlan`: what the layer projects, stores, exports and reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Heads = slice | list[int] | None
 
 
 class Stage(Enum):
-    """Where a mechanism may act, in the order of the forward pass; the value is the method of `Mechanism` for it."""
+    """Stages at which a mechanism may act, in the order of the forward pass; a value is its method of `Mechanism`."""
 
     EMBEDDING = "transform_embedding"
     RESIDUAL = "update_residual"
@@ -96,7 +96,7 @@ OWN: tuple[tuple[str, str], ...] = (
 
 
 class Cost(NamedTuple):
-    """What a mechanism, or a module in place of a linear layer, adds to a layer.
+    """Cost that a mechanism, or a module in place of a linear layer, adds to a layer.
 
     parameters: trainable numbers.
     flops: matmul FLOPs of the forward pass per token, 2 per multiply-add; elementwise operations are not counted.
@@ -133,7 +133,7 @@ class HeadGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What layer `index` projects, stores and reads.
+    """Plan of layer `index`: what it projects, stores and reads.
 
     attends: for each of the model's K key/value heads, whose keys and values it attends to.
     k_heads, v_heads: the heads whose keys and values this layer projects and stores: those that are attended to, here
@@ -202,7 +202,7 @@ class LayerPlan:
         return tuple(dict.fromkeys(name for stage, name in self.acts if stage in stages))
 
     def slot(self, source: Source) -> int:
-        """Where the layer's modules find a tensor: first what the layer reads, then its own (`OWN`).
+        """Position at which the layer's modules find a tensor: first what the layer reads, then its own (`OWN`).
 
         Numbers relative to the layer, so that layers of one kind share a compiled graph. Raises `KeyError` for others.
         """
@@ -223,7 +223,7 @@ class LayerPlan:
 
     @property
     def tail(self) -> int:
-        """How many tokens the mechanisms of this layer look back at most."""
+        """Number of tokens that the mechanisms of this layer look back at most."""
         return max((length for _, length, _ in self.tails), default=0)
 
     @property

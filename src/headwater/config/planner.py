@@ -95,7 +95,7 @@ def _share_heads(config: HeadwaterConfig) -> list[LayerPlan]:
 def _redirect_heads(
     name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
 ) -> Sequence[LayerPlan]:
-    """What a mechanism's `redirect_heads` makes of plans. Raises `HeadwaterError` for layers that come later."""
+    """Plans after a mechanism's `redirect_heads`. Raises `HeadwaterError` for layers that come later."""
     redirected = resolve(name).redirect_heads(options, config, list(plans))
     heads = [len(plan.attends) for plan in plans]
     if not isinstance(redirected, list) or [len(getattr(plan, "attends", ())) for plan in redirected] != heads:
@@ -113,7 +113,7 @@ def _redirect_heads(
 def _plan_stages(
     name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
 ) -> list[LayerPlan]:
-    """What a mechanism's `plan_stages` makes of plans. Raises `HeadwaterError` unless it acts where it has methods."""
+    """Plans after a mechanism's `plan_stages`. Raises `HeadwaterError` unless it acts where it has methods."""
     mechanism = resolve(name)
     planned = mechanism.plan_stages(options, config, plans)
     if not isinstance(planned, list) or [type(plan) for plan in planned] != [LayerPlan] * len(plans):

@@ -197,7 +197,7 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """As in transformers. Raises `HeadwaterError` for another model's config, which would be read with defaults."""
+        """transformers' method. Raises `HeadwaterError` for another model's config, which defaults would complete."""
         content, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         kind = content.get("model_type", cls.model_type)
         if kind != cls.model_type:
@@ -210,7 +210,7 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers. Names that headwater does not know are kept and saved again.
+        """transformers' method. Names that headwater does not know are kept and saved again.
 
         trust: modules and names from outside that the file may name (`headwater.plugins.outside`), as in
         `from_pretrained(folder, trust=["package.module"])`.
@@ -385,12 +385,12 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
-        """As in transformers, but for all code that a model needs. Raises `HeadwaterError` for another class's."""
+        """transformers' method, but for all code that a model needs. Raises `HeadwaterError` for another class's."""
         if not auto_map.register_class(cls, auto_class):
             super().register_for_auto_class(auto_class)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As in transformers. Raises `HeadwaterError` if the folder lacks the code that belongs to it."""
+        """transformers' method. Raises `HeadwaterError` if the folder lacks the code that belongs to it."""
         auto_map.check_code(self, save_directory)
         try:
             super().save_pretrained(save_directory, push_to_hub, **kwargs)
@@ -398,7 +398,7 @@ class HeadwaterConfig(PreTrainedConfig):
             raise HeadwaterError(f"This config cannot be saved: {sentence(error)}") from error
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """As in transformers, which sorts all keys; but mechanisms keep their order and derived fields are left out."""
+        """transformers' method, which sorts all keys; but mechanisms keep their order, and no derived field is written."""
         content = json.loads(super().to_json_string(use_diff))
         content.pop("layer_types", None)  # derived, and with types that plain transformers does not know
         if not content.get("auto_map"):

@@ -95,12 +95,12 @@ class HeadwaterVisionConfig(HeadwaterConfig):
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
-        """As `HeadwaterConfig.field_names`, without those that only language models have."""
+        """The same as `HeadwaterConfig.field_names`, without those that only language models have."""
         names = dict.fromkeys((*HeadwaterVisionConfig.__annotations__, *super().field_names()))
         return tuple(name for name in names if name not in LANGUAGE)
 
     def complete_fields(self) -> None:
-        """As `HeadwaterConfig.complete_fields`."""
+        """The same as `HeadwaterConfig.complete_fields`."""
         self._check_images()
         super().complete_fields()
         for name in self.mechanisms:
@@ -138,7 +138,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
             )
 
     def check_rope(self) -> None:
-        """As `HeadwaterConfig.check_rope`; images have fewer kinds."""
+        """The same as `HeadwaterConfig.check_rope`; images have fewer kinds."""
         super().check_rope()
         if self.rope_parameters["rope_type"] != "default":
             raise HeadwaterError(
@@ -168,7 +168,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
 
     @property
     def first_patch(self) -> int:
-        """How many tokens come before the patches: the class token, if there is one, and the registers."""
+        """Number of tokens before the patches: the class token, if there is one, and the registers."""
         return (self.pooling == "token") + self.register_tokens
 
     @property
@@ -193,7 +193,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
         return height // high, width // wide
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """As `HeadwaterConfig.to_json_string`, without the fields of language models."""
+        """The same as `HeadwaterConfig.to_json_string`, without the fields of language models."""
         content = json.loads(super().to_json_string(use_diff))
         return json.dumps({name: value for name, value in content.items() if name not in LANGUAGE}, indent=2) + "\n"
 

@@ -1,4 +1,4 @@
-"""From a trained model to one with a smaller cache: shared layers, or fewer key/value heads.
+"""Conversion of a trained model to one with a smaller cache: shared layers, or fewer key/value heads.
 
     blended     the model with `blend`, which mixes its keys and values with those of the smaller model, the goal; at
                 weight 0 the function is unchanged
@@ -124,7 +124,7 @@ def narrow_config(config: HeadwaterConfig) -> HeadwaterConfig:
 
 
 def group_of(config: HeadwaterConfig) -> int:
-    """How many key/value heads of a blended model become one."""
+    """Number of key/value heads of a blended model that become one."""
     return Blend.group_of(way_of(config) or {}, config)
 
 
@@ -217,7 +217,7 @@ def can_turn(model: HeadwaterForCausalLM) -> dict[str, bool]:
 
 
 def _count_spun(model: HeadwaterForCausalLM, kind: str) -> int:
-    """How many of a head's channels RoPE turns, of this part."""
+    """Number of channels of a head's keys or values that RoPE turns."""
     return model.config.rotary_dim if kind == "k" and model.config.position == "rope" else 0
 
 
@@ -300,7 +300,7 @@ def _turn_heads(attention: Attention, kind: str, x: Tensor, matrices: Tensor, ch
 
 
 def _turn_rows(linear: nn.Linear, matrices: Tensor) -> None:
-    """What a linear layer gives, each head times its matrix."""
+    """Multiply each head of a linear layer's output by its matrix, in place."""
     for parameter in (linear.weight, linear.bias):
         if parameter is not None:
             heads = parameter.double().unflatten(0, (len(matrices), -1))

@@ -61,7 +61,7 @@ _OLD_BUFFER = ".attn.masked_bias"
 
 @dataclass(frozen=True)
 class Link:
-    """One module of theirs, and those of ours that it is; `{}` is the layer.
+    """One module of theirs, and the modules of ours that correspond to it; `{}` is the layer.
 
     transposed: its matrix is [in, out], as in Conv1D.
     interleaved: the rows of our modules alternate head by head, [H, modules, d]; otherwise they follow one another.

@@ -43,7 +43,7 @@ NEOX_EMBEDDING = "sequential.0.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class Layout:
-    """How one kind of checkpoint is read.
+    """Reader of one kind of checkpoint.
 
     embedding: the name of the token embedding.
     tidy: the tensors, under the layout's plain names.
@@ -347,7 +347,7 @@ OF_HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
 
 
 def _shift_options(tensors: Tensors, layer: int) -> tuple[dict[str, Any], int]:
-    """What the taps of a layer say: the options of the shift, and the width of a head."""
+    """Contents of a layer's taps: the options of the shift, and the width of a head."""
     taps = {letter: tensors.get(f"model.layers.{layer}.self_attn.{letter}") for letter in "KV"}
     shapes = {letter: tensor.shape for letter, tensor in taps.items() if tensor is not None}
     if not shapes or any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
@@ -375,7 +375,7 @@ GATE = r"transformer\.h\.\d+\.attn\.ve_gate\.weight"
 
 
 class Version(NamedTuple):
-    """What the code of a version of nanochat does that its tensors do not show.
+    """Properties of a version of nanochat's code that its tensors do not show.
 
     scale: of the value embeddings' gate. sharpness: factor on the scores, beside 1/√d. short: the context -> how many
     earlier tokens a short window has.
@@ -445,7 +445,7 @@ def _nanochat_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, An
 
 
 def _nanochat_gates(tensors: Tensors) -> set[int]:
-    """How many channels the gates of value embeddings read."""
+    """Numbers of channels that the gates of value embeddings read."""
     return {tensor.shape[-1] for name, tensor in tensors.items() if re.fullmatch(GATE, name)}
 
 
@@ -532,7 +532,7 @@ def _find_newest(path: Path) -> Path:
 
 
 def _meta_file(file: Path) -> Path:
-    """What nanochat writes beside a checkpoint."""
+    """File of settings that nanochat writes next to a checkpoint."""
     return file.with_name(f"meta_{file.stem.removeprefix('model_')}.json")
 
 

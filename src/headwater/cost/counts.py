@@ -1,4 +1,4 @@
-"""What a config costs, from its plan alone: parameters, FLOPs, cache bytes, memory. Nothing is built.
+"""Cost of a config, from its plan alone: parameters, FLOPs, cache bytes, memory. Nothing is built.
 
 Matmul FLOPs count 2 per multiply-add; elementwise work (norms, RoPE, activations, the mechanisms' mixes) is left out,
 as is usual. Each mechanism states its own cost in its file; here it is added up.
@@ -94,14 +94,14 @@ def _norm_parameters(config: HeadwaterConfig, size: int, final: bool = False) ->
 
 
 def _count_mechanisms(config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-    """What mechanisms add to a layer, linear layers that they replace aside."""
+    """Cost that mechanisms add to a layer, without the linear layers that they replace."""
     names = dict.fromkeys(name for _, name in plan.acts)
     layer = layer_config(config, plan.index)
     return _add_up(resolve(name).count_cost(config.mechanisms[name], layer, plan) for name in names)
 
 
 def _count_shared(config: HeadwaterConfig) -> Cost:
-    """What the modules cost that mechanisms share across all layers."""
+    """Cost of the modules that mechanisms share across all layers."""
     return _add_up(
         mechanism.count_shared_cost(options, config)
         for name, options in config.mechanisms.items()
@@ -171,7 +171,7 @@ def _patch_numbers(config: HeadwaterVisionConfig) -> int:
 
 
 def attended_tokens(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
-    """How many tokens a token attends to on average in a row of `context`, or computes scores for if not `causal`.
+    """Mean number of tokens that a token attends to in a row of `context`, or computes scores for if not `causal`.
 
     config: as a layer sees it (`headwater.config.layers.layer_config`). Causally (context + 1) / 2, or less under a
     sliding window. Otherwise the whole row, as for kernels that compute and mask the square of scores, and as the
@@ -250,7 +250,7 @@ def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int
 
 
 def kept_numbers(config: HeadwaterConfig, plan: LayerPlan) -> dict[Kept, int]:
-    """Of what the cache keeps raw tokens: how many numbers one of them has in this layer."""
+    """Numbers per token of each kind of raw tokens that the cache of this layer may keep."""
     layer = layer_config(config, plan.index)
     return {
         "q": layer.num_attention_heads * layer.head_dim,
@@ -331,15 +331,9 @@ def activation_bytes(
 
 def _exported_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precision: Precision) -> int:
     """Bytes per token of what a layer passes on."""
-    layer, element = layer_config(config, plan.index), precision.compute.itemsize
-    of_part = {
-        "x": config.hidden_size * precision.weights.itemsize,
-        "a": layer.num_attention_heads * context * element,
-        "q": layer.num_attention_heads * layer.head_dim * element,
-        "k": len(plan.k_heads) * layer.head_dim * element,
-        "v": len(plan.v_heads) * layer.head_dim * element,
-    }
-    return sum(of_part[source.part] for source in plan.exports)
+    numbers = kept_numbers(config, plan) | {"a": layer_config(config, plan.index).num_attention_heads * context}
+    sizes = {"x": precision.weights.itemsize}
+    return sum(numbers[source.part] * sizes.get(source.part, precision.compute.itemsize) for source in plan.exports)
 
 
 def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precision: Precision) -> int:
@@ -358,7 +352,7 @@ def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precisi
 
 
 def _count_readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
-    """How many linear layers read the output of a layer's two norms."""
+    """Number of linear layers that read the output of a layer's two norms."""
     replaced = _count_replacement(config, plan.index, "feed_forward", config.hidden_size, config.hidden_size)
     gated = config.feed_forward == "gated" and replaced is None
     return 2 + gated + bool(plan.k_heads) + bool(plan.v_heads)

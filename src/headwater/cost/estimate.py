@@ -1,4 +1,4 @@
-"""What a model of text or of images costs to train and to run on given hardware."""
+"""Cost of training and running a model of text or of images on given hardware."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headwater.util.precision import Precision
 
 @dataclass(frozen=True)
 class Limits:
-    """What the hardware allows at one context.
+    """Limits that the hardware sets at one context.
 
     training_ceiling: tokens or images/s of all devices, if only matmuls ran, at the peak.
     days, device_hours: for the budget at `mfu` of the peak; None without a budget.
@@ -39,7 +39,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class AtContext:
-    """What depends on the context, or on the size of the images. FLOPs are per token or image, bytes for the batch.
+    """Figures that depend on the context, or the size of the images. FLOPs are per token or image, bytes for the batch.
 
     context: tokens per row, or of an image. image_size: None for text; what follows it is None for images.
     forward: forward FLOPs by part, causal for text. step_bytes: training state and activations with the gradient
@@ -92,7 +92,7 @@ class Price:
 
     @property
     def unit(self) -> str:
-        """What FLOPs are per: token or image."""
+        """Unit of FLOPs: token or image."""
         return "token" if self.at[0].image_size is None else "image"
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a device can do: named accelerators by their data sheets, and this machine by measurement."""
+"""Figures of devices: named accelerators by their data sheets, and this machine by measurement."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def peak_of(device: torch.device, precision: Precision) -> float:
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Inside, whether matmuls of fp32 on a GPU may round their inputs to TF32."""
+    """Set inside whether matmuls of fp32 on a GPU may round their inputs to TF32."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     try:
@@ -160,7 +160,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def _seconds_on_gpu(run: Callable[[], object], device: torch.device) -> float:
-    """By the GPU's clock, of a run queued behind another, so that the time of its launch is not part of it."""
+    """Seconds by the GPU's clock, of a run queued behind another, so that the time of its launch is not part of it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.device(device):
         run()

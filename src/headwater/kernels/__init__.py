@@ -46,7 +46,7 @@ def are_disabled() -> bool:
 
 @contextmanager
 def disable_kernels() -> Iterator[None]:
-    """Inside, every operation runs in its plain form, in all threads of the process.
+    """Run every operation inside in its plain form, in all threads of the process.
 
     A backward pass that recomputes activations must run inside as well.
     """

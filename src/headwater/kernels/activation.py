@@ -109,7 +109,7 @@ class _Recomputed:
 
 
 def _skip_saving(h: Tensor) -> AbstractContextManager[None]:
-    """Inside, autograd saves how to recompute h instead of h, and all other tensors as usual."""
+    """Let autograd save how to recompute h instead of h inside, and all other tensors as usual."""
     assert _outer is not None
     node, outer = h.grad_fn, _outer(True)
     # Not h itself: the hooks would keep it alive.

@@ -102,7 +102,7 @@ def matmul_attention(
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What sdpa's mask adds to the scores."""
+    """Bias that sdpa's mask adds to the scores."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     # Half of the lowest number, so that adding a score cannot overflow: a query without keys gets no NaN.

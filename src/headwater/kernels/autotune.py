@@ -61,7 +61,7 @@ _choices: ContextVar[Choices | bool | None] = ContextVar("choices", default=None
 
 @contextmanager
 def allow_autotuning(pack_weights: bool = False) -> Iterator[None]:
-    """Inside, in this thread, forms that were measured to be faster than plain PyTorch may run.
+    """Let forms run inside, in this thread, that were measured to be faster than plain PyTorch.
 
     pack_weights: bfloat16 linear layers may keep a second copy of their weights until the end (`kernels.linear`).
     Raises `HeadwaterError` for an unknown value of HEADWATER_KERNELS.
@@ -81,7 +81,7 @@ def _set_choices(choices: Choices | bool) -> Iterator[None]:
 
 
 def forbid_autotuning() -> AbstractContextManager[None]:
-    """Inside, in this thread, nothing depends on a timing, not even generation."""
+    """Keep everything inside, in this thread, independent of timings, even generation."""
     return _set_choices(False)
 
 

@@ -90,7 +90,7 @@ def _run_in_pieces(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @lru_cache
 def _count_pieces(rows: int, threads: int) -> int:
-    """How many equal pieces to cut the rows into: the fewest that keep all threads busy; 1 if they cannot be cut."""
+    """Number of equal pieces to cut the rows into: the fewest that keep all threads busy; 1 if they cannot be cut."""
     return next((n for n in range(threads, 8 * threads + 64) if rows % n == 0), 1)
 
 

@@ -78,7 +78,7 @@ def varlen_attention(
 def _run_flash(
     q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
-    """By PyTorch's kernel for GPUs. A window includes the token itself."""
+    """Run PyTorch's kernel for GPUs. A window includes the token itself."""
     rows, heads, length, _ = q.shape
     groups = heads // k.shape[1]
     options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
@@ -94,7 +94,7 @@ def _run_flash(
 def _run_by_documents(
     q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
-    """By the operation for CPUs."""
+    """Run the operation for CPUs."""
     k, v = _repeat_heads(q.shape[1] // k.shape[1], k, v)
     out, _ = _run_forward(q, k, v, borders, scale, window or 0)
     return out
@@ -105,7 +105,7 @@ def _repeat_heads(groups: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def find_refusal(device: torch.device, dtype: torch.dtype, dropout: float, width: int) -> str | None:
-    """Why it cannot compute attention with heads of `width` channels; None if it can."""
+    """Reason why it cannot compute attention with heads of `width` channels; None if it can."""
     if dropout > 0:
         return "has no dropout"
     if device.type == "cpu":
@@ -118,7 +118,7 @@ def find_refusal(device: torch.device, dtype: torch.dtype, dropout: float, width
 
 
 class FusedCall(NamedTuple):
-    """What one call computes: tokens of a row; causal, or under a mask that is added to the scores."""
+    """Extent of one call: tokens of a row; causal, or under a mask that is added to the scores."""
 
     row: int
     tokens: slice

@@ -202,7 +202,7 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
         return self._growing
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and exporters get: the state without spare memory."""
+        """State for copies and exporters: without spare memory."""
         state = dict(vars(self))
         if self.is_initialized:
             state.update(keys=self.keys.contiguous(), values=self.values.contiguous())

@@ -135,7 +135,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: inputs.cache})
 
     def embed_inputs(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """What the first block is given, from the embeddings x [B, T, D] of the tokens."""
+        """Input of the first block, from the embeddings x [B, T, D] of the tokens."""
         if self.config.embedding_scale != 1:  # rounded to the embedding's precision, as in Gemma
             x = x * torch.full((), float(self.config.embedding_scale), dtype=x.dtype, device=x.device)
         if self.embed_positions is not None:
@@ -152,7 +152,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         return angles
 
     def frequencies_change(self, old_lengths: Tensor, new_lengths: Tensor) -> Tensor:
-        """Where RoPE turns sequences of `new_lengths` by other frequencies than those of `old_lengths`: booleans."""
+        """Mark where RoPE has other frequencies for sequences of `new_lengths` than of `old_lengths`: booleans."""
         changed = torch.zeros_like(new_lengths, dtype=torch.bool)
         for rope in self.ropes_by_length:
             changed = changed | (rope.find_span(old_lengths) != rope.find_span(new_lengths))
@@ -160,7 +160,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
     @property
     def ropes_by_length(self) -> list[RotaryEmbedding]:
-        """Those whose frequencies change with the length of a sequence."""
+        """RoPE modules whose frequencies change with the length of a sequence."""
         return [x for x in (self.rotary_emb, self.sliding_rotary_emb) if x is not None and x.follows_length]
 
     def check_frequencies(self, inputs: ModelInputs) -> None:
@@ -197,7 +197,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         return self.norm(self.layers(x, self.shared_tensors(ids), inputs.arguments()))[:, 0]
 
     def find_last(self, inputs: ModelInputs, x: Tensor, tokens: int | Tensor) -> LastTokens | None:
-        """How blocks from `output_only_from` on are called for the last `tokens` of x [B, T, D] alone.
+        """Arguments for blocks from `output_only_from` on, which run for the last `tokens` of x [B, T, D] alone.
 
         None if they run for all: where all are asked for, in training, and with a mask whose last rows cannot be taken.
         """
@@ -318,7 +318,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         )
 
     def scale_hidden(self, hidden: Tensor) -> Tensor:
-        """What the output head is given."""
+        """Input of the output head."""
         return hidden if self.config.logit_scale == 1 else hidden * float(self.config.logit_scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -330,7 +330,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         self,
         hidden: Tensor,
         logits: Tensor | None,
-        labels: Tensor,
+        labels: Tensor | None,
         shift_labels: Tensor | None,
         with_z: bool,
         **kwargs: Any,
@@ -354,7 +354,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `whole_losses`, with the logits of `size` tokens at a time, which are recomputed in the backward pass."""
+        """The same as `whole_losses`, with the logits of `size` tokens at a time, recomputed in the backward pass."""
         targets = shift_targets(labels) if shift_labels is None else shift_labels
         chunk_inputs = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
         # The head draws nothing random, and saving the generators' states would wait for the device.
@@ -367,19 +367,11 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
 
     def sum_losses(self, hidden: Tensor, targets: Tensor, with_z: bool, **kwargs: Any) -> Tensor:
         """The sum of a chunk's losses, and of its z-losses if asked: [1] or [2]."""
-        logits = self.logits(hidden)
-        loss = self.loss_function(
-            logits=logits,
-            labels=None,
-            vocab_size=self.config.vocab_size,
-            num_items_in_batch=1,
-            shift_labels=targets,
-            **kwargs,
-        )
-        return torch.stack((loss, squared_normalizers(logits, targets).to(loss.dtype))) if with_z else loss[None]
+        loss, z_loss = self.whole_losses(hidden, None, None, targets, with_z, num_items_in_batch=1, **kwargs)
+        return loss[None] if z_loss is None else torch.stack((loss, z_loss.to(loss.dtype)))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, on a CPU with the kernels that were timed to be fastest (`headwater.kernels.autotune`).
+        """transformers' method, on a CPU with the kernels that were timed to be fastest (`headwater.kernels.autotune`).
 
         In bfloat16 a long generation may keep a second copy of the weights meanwhile, unless `packs_weights` is False.
         The cache may be given under either of its names; raises `HeadwaterError` if under both.
@@ -405,7 +397,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,  # transformers looks for the name
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in transformers. Where RoPE's frequencies change with the new tokens, the cache is filled anew.
+        """transformers' method. Where RoPE's frequencies change with the new tokens, the cache is filled anew.
 
         What wraps this method, as PEFT's prompts do, finds the cache under both of its names.
         """
@@ -440,7 +432,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
     def _assisted_decoding(
         self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
     ) -> Any:
-        """As in transformers. Raises `HeadwaterError` where candidates may be of a length with other frequencies."""
+        """transformers' method. Raises `HeadwaterError` where candidates may be of a length with other frequencies."""
         if self.model.ropes_by_length:
             lengths = torch.tensor([input_ids.shape[1], generation_config.max_length], device=input_ids.device)
             mask = kwargs.get("attention_mask")
@@ -455,7 +447,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         return super()._assisted_decoding(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. Raises `HeadwaterError` where its paged cache could not hold what this model needs."""
+        """transformers' method. Raises `HeadwaterError` where its paged cache could not hold what this model needs."""
         check_paged(self.config, self.plans)
         return super().init_continuous_batching(*args, **kwargs)
 
@@ -469,7 +461,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **unused: Any,
     ) -> dict[str, Any]:
-        """As in transformers, outside compiled code; these masks respect documents."""
+        """transformers' method, outside compiled code; these masks respect documents."""
         tokens = find_new_tokens(inputs_embeds, one_cache(past_key_values, cache))
         return prepare_generation(self.model.input_spec, tokens, attention_mask, position_ids)
 

@@ -37,7 +37,7 @@ SHAPES = 256
 
 
 class Choice(NamedTuple):
-    """How the next token is chosen from logits [B, V], and what ends a row.
+    """Rule by which the next token is chosen from logits [B, V], and what ends a row.
 
     temperature: 0 takes the most likely token. top_k: 0 is no limit. ends: tokens after which a row gets only `pad`.
     """
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
     pad: int = 0
 
     def make_warpers(self) -> LogitsProcessorList:
-        """What `generate` does to logits before it samples."""
+        """Processors that `generate` applies to logits before it samples."""
         warpers = LogitsProcessorList()
         if self.temperature not in (0.0, 1.0):
             warpers.append(TemperatureLogitsWarper(self.temperature))
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
 
 
 class Decoder:
-    """Continues batches of prompts with a static cache; tokens equal those of `generate`.
+    """Generator that continues batches of prompts with a static cache; tokens equal those of `generate`.
 
     On a GPU the step is recorded as a CUDA graph after two tokens and replayed for the others, also in later calls with
     as many rows, no more tokens and the same options. Elsewhere it runs as it is.
@@ -205,7 +205,7 @@ class DecodingState:
         return torch.stack(new_ids, dim=1)
 
     def run_step(self) -> None:
-        """One step: as it is, to warm up, or replayed."""
+        """Run one step: directly, to warm up, or replayed."""
         self.draw_noise()
         if self.graph is None:
             return self.run_and_compile() if self.steps == 0 else self.run()

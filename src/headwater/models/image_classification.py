@@ -29,7 +29,7 @@ from headwater.util.seeding import generator
 
 
 class HeadwaterImagePreTrainedModel(HeadwaterPreTrainedModel):
-    """What both image models share."""
+    """Base class of both image models."""
 
     config: HeadwaterVisionConfig
     config_class = HeadwaterVisionConfig
@@ -38,7 +38,7 @@ class HeadwaterImagePreTrainedModel(HeadwaterPreTrainedModel):
     _input_embed_layer = "embed_patches"
 
     def initial_value(self, module: nn.Module, name: str) -> Tensor:
-        """As in `HeadwaterPreTrainedModel`; the patch embedding gives normalized pixels a size of one."""
+        """The same as in `HeadwaterPreTrainedModel`; the patch embedding gives normalized pixels a size of one."""
         if (getattr(module, "_qualified_name", ""), name) == ("embed_patches", "weight"):
             shape = module.get_parameter(name).shape
             draw = generator(self.config.initializer_seed, "embed_patches.weight")
@@ -92,7 +92,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
 
     def shared_tensors(self, input_ids: Tensor | None = None) -> dict[Source, Tensor]:
-        """As `HeadwaterModel.shared_tensors`; images have no ids."""
+        """The same as `HeadwaterModel.shared_tensors`; images have no ids."""
         return {Source("shared", name, -1): module() for name, module in self.mechanisms.named()}
 
     def grid_of(self, images: Tensor | None) -> tuple[int, int]:
@@ -110,7 +110,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         return self.config.grid_of(images.shape[2], images.shape[3])
 
     def embed_images(self, images: Tensor, grid: tuple[int, int], interpolate: bool) -> Tensor:
-        """What the first block is given: the class token, the registers and the patches, with positions, [B, T, D]."""
+        """Input of the first block: the class token, the registers and the patches, with positions, [B, T, D]."""
         x = self.embed_patches(cut_patches(images.to(self.embed_patches.weight.dtype), grid))
         prefixes = [table.weight for table in (self.class_token, self.registers) if table is not None]
         if prefixes:
@@ -139,7 +139,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         return {False: rotary_angles(grid, self.config.first_patch, self.config.rotary_dim, theta, x)}
 
     def prepare_reach(self, grid: tuple[int, int], device: torch.device) -> Tensor | None:
-        """How far back mechanisms may look, [1, T]; None if none does."""
+        """Number of tokens that mechanisms may look back, [1, T]; None if none does."""
         limit = self.lookback.limit
         if not limit:
             return None

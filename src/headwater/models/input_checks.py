@@ -22,7 +22,7 @@ from headwater.util.errors import HeadwaterError
 
 
 class CachedLayer(NamedTuple):
-    """What one layer caches: so many heads of keys and of values; sliding_window: of the last tokens alone, if any."""
+    """Numbers of heads of keys and values in one layer's cache; sliding_window: of the last tokens alone, if any."""
 
     k_heads: int
     v_heads: int

@@ -56,7 +56,7 @@ BORDERS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 
 
 class InputSpec(NamedTuple):
-    """What the inputs depend on.
+    """Properties of the model that its inputs depend on.
 
     kinds: by whether a layer has the sliding window. layers: what each caches. output_only_from: as the planner's.
     id_readers: mechanisms that read tokens by their ids.
@@ -88,7 +88,7 @@ class InputSpec(NamedTuple):
 
 
 class ForwardArguments(NamedTuple):
-    """What `HeadwaterModel.forward` is called with; kwargs: what goes on to the blocks and the attention kernel."""
+    """Arguments of `HeadwaterModel.forward`; kwargs: what goes on to the blocks and the attention kernel."""
 
     input_ids: Tensor | None
     inputs_embeds: Tensor
@@ -100,7 +100,7 @@ class ForwardArguments(NamedTuple):
 
 
 class ModelInputs(NamedTuple):
-    """What the blocks read beside the residual stream.
+    """Everything that the blocks read besides the residual stream.
 
     attention_mask: in the form of the kernel, by kind of layer. position_ids: [B or 1, T]. reach: see `Context`.
     past_key_values: the cache, or a server's engine. position_embeddings: the angles of RoPE, by kind of layer, as
@@ -118,7 +118,7 @@ class ModelInputs(NamedTuple):
 
     @property
     def cache(self) -> Cache | None:
-        """What `forward` returns: a cache that it has continued."""
+        """The continued cache, which `forward` returns."""
         return self.past_key_values if isinstance(self.past_key_values, Cache) else None
 
     def arguments(self) -> dict[bool, dict[str, Any]]:
@@ -215,7 +215,7 @@ def make_masks(
 def prepare_generation(
     spec: InputSpec, tokens: NewTokens, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> dict[str, Any]:
-    """What `generate` computes outside compiled code: the masks, and the reach, which does not follow from them."""
+    """Prepare what `generate` needs outside compiled code: the masks, and the reach, which does not follow from them."""
     spec.follow_kernel()
     masks = make_masks(spec, tokens, dict.fromkeys(spec.kinds, attention_mask), position_ids)
     prepared = {MASK[slides]: mask for slides, mask in masks.items()}
@@ -281,7 +281,7 @@ def choose_borders(
 def prepare_reach(
     spec: InputSpec, arguments: ForwardArguments, tokens: NewTokens, attention_mask: Any, positions: Positions
 ) -> Tensor | Ancestors | None:
-    """How far back each new token may look, or its predecessors where rows branch; None if nothing needs to know.
+    """Number of tokens that each new token may look back, or its predecessors where rows branch; None if unneeded.
 
     The cache notes the positions for the tokens that come next.
     """

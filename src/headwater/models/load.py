@@ -66,7 +66,7 @@ def reading(name: str, advice: str = "use an intact one") -> Iterator[None]:
 
 
 def describe_reason(error: BaseException) -> str:
-    """Why something could not be read: an error's message in one line, without its full stop."""
+    """Reason why something could not be read: an error's message in one line, without its full stop."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):

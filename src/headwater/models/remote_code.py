@@ -128,12 +128,13 @@ def _rewrite_source(module: str, source: str, kinds: dict[str, str]) -> str:
 
 
 def _find_edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tuple[Any, str, list[str]]]:
-    """What changes in a module: (node, text in its place, modules of the package that it names)."""
+    """Find what changes in a module: (node, text in its place, modules of the package that it names)."""
     package = module if _find_path(module).name == "__init__.py" else module.rpartition(".")[0]
     packages = LIBRARY, module.split(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            _check_flat(module, node, packages)
+            for name in (alias.name for alias in node.names if top_package(alias.name) in packages):
+                raise HeadwaterError(f"{module}: write import {name} as from … import …, which has a flat form.")
         elif isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), package)
             if source.split(".")[0] in packages:
@@ -143,12 +144,6 @@ def _find_edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterato
                 yield node, f'".{_flat_name(match[1])}:{match[2]}"', [match[1]]
             elif node.value in kinds:
                 yield node, f'"{kinds[node.value]}"', []
-
-
-def _check_flat(module: str, node: ast.Import, packages: Iterable[str]) -> None:
-    for alias in node.names:
-        if alias.name.split(".")[0] in packages:
-            raise HeadwaterError(f"{module}: write import {alias.name} as from … import …, which has a flat form.")
 
 
 def _rewrite_import(node: ast.ImportFrom, source: str) -> tuple[str, list[str]]:

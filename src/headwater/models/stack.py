@@ -18,7 +18,7 @@ TOKENS: dict[Kind, int | None] = {"raw": 2, "local": 2, "bank": None, "probabili
 
 
 class LastTokens(NamedTuple):
-    """From block `first_layer` on, only the last `tokens` tokens, with these `arguments` instead."""
+    """Restriction to the last `tokens` tokens from block `first_layer` on, with these `arguments` instead."""
 
     first_layer: int
     tokens: int

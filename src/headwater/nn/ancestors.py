@@ -1,4 +1,4 @@
-"""Which token precedes which where rows branch under a kernel's own mask: candidates, or after a shared prefix."""
+"""Predecessors of tokens where rows branch under a kernel's own mask: candidates, or after a shared prefix."""
 
 from __future__ import annotations
 

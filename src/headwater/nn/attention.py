@@ -155,7 +155,7 @@ class Attention(nn.Module):
         return rotate(q, *angles), k if self.k_proj is None else rotate(k, *angles)
 
     def gather_kv(self, context: Context) -> KV:
-        """What all heads attend to, [B, K, S, d] each."""
+        """Keys and values that all heads attend to, [B, K, S, d] each."""
         by_group = [group.select_kv(context.sources) for group in self.groups]
         kv = KV(*(join_groups(tensors, dim=1) for tensors in zip(*by_group, strict=True)))
         for mechanism in self.list_acting(Stage.ATTENDED_KV):
@@ -174,7 +174,7 @@ class Attention(nn.Module):
         return divide_pairs(inputs, pairs) if pairs else inputs
 
     def attend(self, inputs: list[KernelInputs], context: Context, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """What each head reads [B, T, H, d], and the attention weights of the tokens if the kernel returns them."""
+        """Output of each head [B, T, H, d], and the attention weights of the tokens if the kernel returns them."""
         if not self.shows_weights:
             return attend_in_groups(self, self.config._attn_implementation, inputs, options)
         weights_of_keys = weigh_keys(self, inputs, self.scaling, self.softcap)
@@ -185,7 +185,7 @@ class Attention(nn.Module):
         return read_groups(self, inputs, weights, weights_of_keys, options["dropout"]), weights
 
     def collect_results(self, out: Tensor, weights: Tensor | None, context: Context) -> tuple[Tensor | None, ...]:
-        """What `forward` returns. out: what each head read, [B, T, H, d]."""
+        """Results of `forward`. out: what each head read, [B, T, H, d]."""
         for mechanism in self.list_acting(Stage.HEAD_OUTPUTS):
             out = mechanism.transform_head_outputs(out, context)
         out = apply_linear(self.o_proj, out.flatten(2))

@@ -45,7 +45,7 @@ def supported_kernels(config: HeadwaterConfig) -> tuple[tuple[str, ...] | None, 
 def attend_in_groups(
     module: nn.Module, implementation: str | None, inputs: Sequence[KernelInputs], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """What each head reads [B, T, H, d], and the attention weights of the tokens if the kernel returns them."""
+    """Output of each head [B, T, H, d], and the attention weights of the tokens if the kernel returns them."""
     results = [attend_in_group(module, implementation, group, options) for group in inputs]
     out = join_groups([heads for heads, _ in results], dim=2)
     weights = [of_keys for _, of_keys in results if of_keys is not None]
@@ -90,7 +90,7 @@ def weigh_keys(module: nn.Module, inputs: Sequence[KernelInputs], scaling: float
 def read_groups(
     module: nn.Module, inputs: Sequence[KernelInputs], weights: Tensor, weights_of_keys: Tensor, dropout: float
 ) -> Tensor:
-    """What each head reads [B, T, H, d], by the weights of the tokens and, beside them, as `weigh_keys` gave them."""
+    """Output of each head [B, T, H, d], by the weights of the tokens and the other weights from `weigh_keys`."""
     if inputs[0].beside is not None:
         weights = torch.cat((weights, weights_of_keys[..., weights.shape[3] :]), dim=3)
     by_group = weights.split([group.q.shape[1] for group in inputs], 1)

@@ -104,7 +104,7 @@ class Block(GradientCheckpointingLayer):
         return [cast(Mechanism, self.mechanisms[name]) for name in names] if names else ()
 
     def feed_forward(self, x: Tensor, context: Context) -> Tensor:
-        """What the feed-forward and its norms make of the stream x [B, T, D]."""
+        """Output of the feed-forward and its norms for the stream x [B, T, D]."""
         x = self.post_attention_layernorm(x)
         for mechanism in self.list_acting(Stage.FEED_FORWARD_INPUT):
             x = mechanism.transform_feed_forward_input(x, context)
@@ -119,13 +119,13 @@ class Block(GradientCheckpointingLayer):
         return x
 
     def transform_hidden(self, x: Hidden, context: Context) -> Hidden:
-        """What goes into the feed-forward's activation, after the mechanisms that act there."""
+        """Input of the feed-forward's activation, after the mechanisms that act there."""
         for mechanism in self.list_acting(Stage.FEED_FORWARD_HIDDEN):
             x = mechanism.transform_feed_forward_hidden(x, context)
         return x
 
     def prepare_attention(self, x: Tensor, context: Context) -> AttentionInputs:
-        """What attention is given, alike or for queries, keys and values; and the residual stream, before: x."""
+        """Inputs of attention, one for all or one for each of q, k and v; and the stream, from x [B, T, D]."""
         entered = x
         for mechanism in self.list_acting(Stage.BLOCK_INPUT):
             entered = mechanism.transform_block_input(entered, context)
@@ -139,7 +139,7 @@ class Block(GradientCheckpointingLayer):
         return AttentionInputs(self.normalize_input(inputs.q, context), k, v, inputs.stream)
 
     def normalize_input(self, x: Tensor, context: Context) -> Tensor:
-        """What attention is given, from x [B, T, D] before its norm."""
+        """Input of attention, from x [B, T, D] before its norm."""
         x = self.input_layernorm(x)
         for mechanism in self.list_acting(Stage.ATTENTION_INPUT):
             x = mechanism.transform_attention_input(x, context)

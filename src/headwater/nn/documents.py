@@ -25,7 +25,7 @@ def takes_documents(implementation: str | None) -> bool:
 
 
 def make_cu_seq_lens(position_ids: Tensor) -> Tensor | None:
-    """Where each document begins among all B·T tokens of packed rows, row after row, and then the end: int32 [n + 1].
+    """Starts of documents among all B·T tokens of packed rows, row after row, and then the end: int32 [n + 1].
 
     The end is repeated up to a length that depends on B and T alone (unless documents are shorter than `TOKENS` on
     average; then it doubles), so that compiled code sees one shape.

@@ -12,7 +12,7 @@ from headwater.config.plan import LayerPlan
 
 
 class AttentionLayer(Protocol):
-    """What an engine reads of the attention that calls it."""
+    """Attributes that an engine reads of the attention that calls it."""
 
     plan: LayerPlan
     layer_idx: int

@@ -13,7 +13,7 @@ from headwater.mechanisms.contract import KV
 
 
 class KernelInputs(NamedTuple):
-    """What one call of the kernel is given: q [B, h, T, d]; k, v [B, K, S, d]; keys and values beside the tokens'."""
+    """Arguments of one kernel call: q [B, h, T, d]; k, v [B, K, S, d]; keys and values beside the tokens'."""
 
     q: Tensor
     k: Tensor
@@ -23,7 +23,7 @@ class KernelInputs(NamedTuple):
 
 
 class GroupSlots(NamedTuple):
-    """Where a group of heads finds its queries, and its keys and values among a layer's tensors (`LayerPlan.slot`).
+    """Slots of a group's queries, keys and values among a layer's tensors (`LayerPlan.slot`).
 
     None stands for all heads.
     """

@@ -1,4 +1,4 @@
-"""How far back mechanisms may look: how many tokens precede each one, and the cache that keeps the raw ones."""
+"""Limits of looking back: how many tokens precede each one, and the cache that keeps the raw ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headwater.util.errors import HeadwaterError
 
 
 class LookbackLimits(NamedTuple):
-    """How far back the mechanisms of a model look.
+    """Number of tokens that the mechanisms of a model look back.
 
     limit: the longest tail of any; 0 if none looks back.
     tail_lengths: for s = 1, 2, … limit: the length of the shortest tail that still holds the token s back.
@@ -60,7 +60,7 @@ def find_reach(
     limit: int = 1,
     document_starts: Tensor | None = None,
 ) -> Tensor | None:
-    """How many tokens of the same document precede each without a gap, [B, T], from position_ids [B or 1, T].
+    """Number of tokens of the same document that precede each without a gap, [B, T], from position_ids [B or 1, T].
 
     It counts up to `limit`, in bytes where that is enough: a compiled layer keeps it for the backward pass. None if it
     is `limit` everywhere and finding out does not wait for a device.

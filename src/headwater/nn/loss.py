@@ -51,7 +51,7 @@ def shift_targets(labels: Tensor, ignore_index: int = -100) -> Tensor:
 
 
 def count_targets(targets: Tensor, num_items: Tensor | int | None = None) -> Tensor | int:
-    """What a sum over the tokens is divided by: `num_items`, or the number of targets that count."""
+    """Divisor of a sum over the tokens: `num_items`, or the number of targets that count."""
     if num_items is None:
         return (targets != -100).sum()
     return num_items.to(targets.device) if isinstance(num_items, Tensor) else num_items

@@ -155,7 +155,7 @@ def separate_documents(tokens: NewTokens, attention_mask: Tensor | None, positio
 
 
 def find_slots(mask: Tensor, cache: Cache | None, layer: int) -> Tensor:
-    """Which token of the history each column of a mask [B, 1, T, S] stands for, [S]: a window's cache drops some."""
+    """Tokens of the history that the columns of a mask [B, 1, T, S] stand for, [S]: a window's cache drops some."""
     offset = 0 if cache is None else cache.get_mask_sizes(mask.shape[2], layer)[1]
     return torch.arange(mask.shape[3], device=mask.device) + offset
 

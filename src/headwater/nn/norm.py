@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((size,), float(not offset))) if weight else None
 
     def factor(self) -> Tensor | None:
-        """What x / rms(x) is multiplied by."""
+        """Factor of x / rms(x)."""
         if self.weight is None or not self.offset:
             return self.weight
         return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))

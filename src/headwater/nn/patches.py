@@ -61,6 +61,6 @@ def resize_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int]) 
 
 
 def raster_positions(grid: tuple[int, int], prefix: int, by_row: bool, device: torch.device) -> Tensor:
-    """How many tokens each may look back, [1, prefix + patches]: 0 in the prefix, then by patches, or by_row."""
+    """Number of tokens that each may look back, [1, prefix + patches]: 0 in the prefix, then by patches, or by_row."""
     steps = patch_coordinates(grid, device)[1] if by_row else torch.arange(grid[0] * grid[1], device=device)
     return nn.functional.pad(steps, (prefix, 0))[None]

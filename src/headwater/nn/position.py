@@ -53,7 +53,7 @@ class RotaryEmbedding(KeepsPrecision):
         return {"inv_freq": frequencies, "long_inv_freq": long}
 
     def find_span(self, lengths: Tensor) -> Tensor:
-        """What the frequencies follow: for sequences of equal span they are the same. lengths: in tokens."""
+        """Quantity that the frequencies follow: for sequences of equal span they are the same. lengths: in tokens."""
         if self.rope_type == "longrope":
             return lengths > self.config.rope_parameters["original_max_position_embeddings"]
         return lengths.clamp(min=self.config.max_position_embeddings)
@@ -112,7 +112,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def alibi_slopes(heads: int, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> Tensor:
-    """How much each head's scores decrease per token of distance, [heads]: 2^(-8/heads), 2^(-16/heads), …, 2^-8.
+    """Decrease of each head's scores per token of distance, [heads]: 2^(-8/heads), 2^(-16/heads), …, 2^-8.
 
     If the number of heads is not a power of two: the slopes of the next lower power, then every other slope of the next
     higher power, as in the paper's code. They are computed on the device: copying numbers there would wait for it.

@@ -1,4 +1,4 @@
-"""Which extra installs what, and the error for a missing module.
+"""Extras and the modules they install, and the error for a missing module.
 
 A module that headwater imports and Python does not find is looked up here last: whichever function a program calls, the
 error names the command that installs it, as the commands do. Imports by other packages are left alone.
@@ -46,7 +46,7 @@ class MissingExtra(HeadwaterError, ModuleNotFoundError):
 
 
 class _LastFinder:
-    """Finds nothing: by the time that it is asked, no other finder has the module."""
+    """Finder that finds nothing: by the time that it is asked, no other finder has the module."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if name in _EXTRA_OF and is_ours(_importing_module()):
@@ -54,7 +54,7 @@ class _LastFinder:
 
 
 class _TorchvisionFinder:
-    """Finds nothing either, but lets a torchvision for GPUs be imported beside a PyTorch for CPUs.
+    """Finder that finds nothing either, but lets a torchvision for GPUs be imported beside a PyTorch for CPUs.
 
     torchvision's compiled operators cannot be loaded then, and its import ends in "operator torchvision::nms does not
     exist". The package index has only that torchvision for Linux, and transforms need none of the operators.
@@ -98,6 +98,6 @@ def check_extra(extra: str, spared: Collection[str] = ()) -> None:
 
 
 def look_after_imports() -> None:
-    """From now on, say which extra brings what headwater imports and is not there."""
+    """Say from now on which extra brings a missing module that headwater imports."""
     sys.meta_path.insert(0, _TorchvisionFinder())
     sys.meta_path.append(_LastFinder())

@@ -95,7 +95,7 @@ def local(path: str | Path, name: str = "") -> Path:
 
 
 def explain_absence(path: str | Path, expected: str = "file or folder") -> str:
-    """Why a path is not the wanted kind of file, as a sentence without its full stop.
+    """Reason why a path is not the wanted kind of file, as a sentence without its full stop.
 
     A path that exists is not called missing: it may be of another kind, a link to nothing, or in a closed folder.
     """

@@ -1,4 +1,4 @@
-"""What a model cannot do under torchtitan's parallelisms, one sentence each."""
+"""Limits of models under torchtitan's parallelisms, one sentence each."""
 
 from __future__ import annotations
 

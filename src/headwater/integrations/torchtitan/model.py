@@ -65,7 +65,7 @@ class TitanModel(BaseModel):
 
         @property
         def layers(self) -> range:
-            """One for each block; torchtitan counts them."""
+            """Range with one number for each block; torchtitan counts them."""
             return range(self.headwater.num_hidden_layers)
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
@@ -159,7 +159,7 @@ class TitanModel(BaseModel):
         return x if self._skip_lm_head or self.lm_head is None else self.lm_head(x)
 
     def shared_tensors(self, tokens: Tensor) -> dict[Source, Tensor]:
-        """As `HeadwaterModel.shared_tensors`."""
+        """The same as `HeadwaterModel.shared_tensors`."""
         modules = {name: self.mechanisms[key] for name, key in self.keys.items() if key in self.mechanisms}
         return {
             Source("shared", name, -1): module(tokens) if name in self.id_readers else module()
@@ -205,7 +205,7 @@ class Linears:
     def traverse(
         self, config_cls: type, *, recurse: bool = False, _prefix: str = ""
     ) -> Iterator[tuple[str, Any, object, str]]:
-        """As torchtitan's configs: (name, config, the object that holds it, its attribute there)."""
+        """The same as torchtitan's configs: (name, config, the object that holds it, its attribute there)."""
         for name, settings in list(vars(self).items()):
             if isinstance(settings, config_cls):
                 yield name, settings, self, name

@@ -51,7 +51,7 @@ View = Callable[[Tensor], Tensor]
 
 
 class Placing(NamedTuple):
-    """Which part of a parameter a process has, over the processes of tensor parallelism.
+    """Part of a parameter that a process has, over the processes of tensor parallelism.
 
     placement: split or replicated. gradient: what a process computes of its part's gradient: all of it, or a summand.
     then: what the module sees, from its part.
@@ -221,7 +221,7 @@ def distribute_parameters(
 
 
 class Totals:
-    """Sums the gradients of the parameters that FSDP2 does not touch over the processes, at the end of each backward.
+    """Sum of the gradients of the parameters that FSDP2 does not touch over the processes, at the end of each backward.
 
     All in one message and in one order, since the processes may not have computed them in the same.
     """
@@ -232,7 +232,7 @@ class Totals:
         self.pending: dict[int, Tensor] = {}
 
     def watch_gradients(self, model: nn.Module) -> None:
-        """Called when the parameters are where they stay."""
+        """Register hooks, once the parameters are on their devices."""
         is_first = "tp" not in (self.mesh.mesh_dim_names or ()) or self.mesh.get_local_rank("tp") == 0
         for module in model.modules():
             if not isinstance(module, KeepsPrecision):
@@ -265,7 +265,7 @@ class Totals:
 
 
 def view_parameter(module: nn.Module, name: str, gradient: Sequence[Placement] | None, then: View | None) -> None:
-    """From now on, the code of `module` sees its own part in the place of a parameter.
+    """Let the code of `module` see its own part of a parameter from now on.
 
     State dicts, optimizers and FSDP2 see the parameter itself. gradient: what this process computes of it, for each
     dimension of the mesh; None: the parameter is not a DTensor in a forward pass.
@@ -367,7 +367,7 @@ class SplitHeads:
             self.placings[module, leaf] = Placing(gradient=Partial(), then=then)
 
     def split_projection(self, module: nn.Module | None, stored: tuple[int, ...] | None) -> None:
-        """What a query, key or value map gives: [B, T, heads·d] of this process's heads and all tokens.
+        """Split the output of a query, key or value map: [B, T, heads·d] of this process's heads and all tokens.
 
         stored: the heads that a map of the whole model gives; None: all.
         """
@@ -408,7 +408,7 @@ class SplitHeads:
             split_rows(module, tensor, self.placings)
 
     def make_input_hook(self, plan: LayerPlan) -> Callable[..., Any]:
-        """What reaches attention: the stream and what all layers share, whole; a mask, of this process's heads."""
+        """Make the hook for what reaches attention: shared tensors, whole, and a mask of this process's heads."""
         tensor, queries, heads = self.tensor, self.heads.queries, self.config.num_attention_heads
         common = [True, *(source.kind in ("stream", "shared") for source in plan.reads)]
 

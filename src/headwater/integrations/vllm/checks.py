@@ -1,4 +1,4 @@
-"""What vLLM is asked for and cannot do with these models, refused in a sentence before the model is loaded."""
+"""Refusals of what vLLM cannot do with these models, each in a sentence before the model is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DRAFTS = ("ngram", "suffix")
 
 
 class Checks(VerifyAndUpdateConfig):
-    """Called by vLLM once its options are known."""
+    """Hook that vLLM calls once its options are known."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
@@ -92,7 +92,7 @@ def _list_refusals(vllm_config: Any) -> list[tuple[bool, str]]:
 
 
 def list_portions(config: Any, parallel: Any) -> list[Portion]:
-    """What each process of vLLM's has of a model. Raises `HeadwaterError` if it cannot be split."""
+    """Portion of a model in each of vLLM's processes. Raises `HeadwaterError` if it cannot be split."""
     size = parallel.tensor_parallel_size
     return [Portion(config, rank, size) for rank in range(size)]
 

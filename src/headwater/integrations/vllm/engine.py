@@ -34,7 +34,7 @@ class ScheduledBatch(FlatBatch):
         self.scheduled: dict[tuple[Any, ...], Tensor] = {}
 
     def schedule_work(self, q: Tensor, heads: int, window: int, isa: str) -> Tensor:
-        """How the kernel divides the work among threads, for queries [N, h, d] and this many key/value heads."""
+        """Schedule by which the kernel divides work among threads, for queries [N, h, d] and this many key/value heads."""
         key = q.shape[1:], heads, window
         if key not in self.scheduled:
             self.scheduled[key] = kernels.cpu_attn_get_scheduler_metadata(
@@ -54,7 +54,7 @@ class ScheduledBatch(FlatBatch):
 
 
 class Builder(AttentionMetadataBuilder):
-    """Makes a `ScheduledBatch` of what vLLM says of a batch."""
+    """Builder of a `ScheduledBatch` from vLLM's metadata of a batch."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -93,7 +93,7 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
 
     @property
     def kv_cache(self) -> Tensor:
-        """What vLLM has allocated, [blocks, 1, 1, bytes]; it sets an empty tensor to free it."""
+        """Memory that vLLM has allocated, [blocks, 1, 1, bytes]; it sets an empty tensor to free it."""
         return self.allocated
 
     @kv_cache.setter
@@ -154,7 +154,7 @@ class CPUEngine(PagedEngine):
                 memory[batch.block[:, None, None], heads, order[batch.offset][:, None]] = x
 
     def find_order(self, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
-        """Where the kernel puts keys and values in a block of one head: of each token and channel, [block_size, d].
+        """Where the kernel puts each channel of keys and of values in a block of one head, [block_size, d].
 
         It writes both at once, for as many heads; where a layer stores only one of them, headwater does. The order
         depends on the machine, so it is found by writing numbers.
