@@ -21,13 +21,16 @@ from headwater.util.errors import HeadwaterError, nearest, sentence
 
 @dataclass(frozen=True)
 class Preset:
-    """One model.
+    """A published model, or one of our own.
 
-    fields: as under `model` in a recipe, with `base: gpt2` or `base: vit` for other defaults. paper: where it is from.
+    name: as `preset` takes it.
+    fields: as under `model` in a recipe, with `base: gpt2` or `base: vit` for other defaults.
+    paper: where it is from.
     note: which form it is, and why its parameters differ from the paper's figure.
     reported: its parameters as the paper prints them; None if it does not.
     """
 
+    name: str
     fields: dict[str, Any]
     paper: str
     note: str
@@ -69,10 +72,10 @@ def preset(name: str, **changes: Any) -> HeadwaterConfig:
 
 def _make_preset(
     name: str, paper: str, note: str, reported: str | None, *fields: dict[str, Any], **mechanisms: Any
-) -> tuple[str, Preset]:
-    """A preset with its name. fields: parts of its config, of which later ones count."""
+) -> Preset:
+    """Make a preset. fields: parts of its config, of which later ones count."""
     merged = {field: value for of_part in fields for field, value in of_part.items()}
-    return name, Preset(merged | {"mechanisms": mechanisms}, paper, note, reported)
+    return Preset(name, merged | {"mechanisms": mechanisms}, paper, note, reported)
 
 
 def _size_fields(
@@ -99,7 +102,7 @@ def _rope_fields(base: float, fraction: float = 1.0) -> dict[str, Any]:
     return dict(rope_parameters=dict(rope_type="default", rope_theta=base, partial_rotary_factor=fraction))
 
 
-def _gpt2_presets() -> Iterator[tuple[str, Preset]]:
+def _gpt2_presets() -> Iterator[Preset]:
     paper, unread = "Skip-layer attention, arXiv 2406.11274", "keys and values that no head attends to are not built"
     for name, figure, rounded, size in (
         ("gpt2-124m", "124M", "", (12, 768, 12)),
@@ -112,7 +115,7 @@ def _gpt2_presets() -> Iterator[tuple[str, Preset]]:
         yield _make_preset(f"{name}-sla", paper, unread + rounded, figure, base, skip_layer={})
 
 
-def _kv_shifting_presets() -> Iterator[tuple[str, Preset]]:
+def _kv_shifting_presets() -> Iterator[Preset]:
     paper = "KV shifting, arXiv 2411.19574"
     for size, cut, sizes in (
         ("1.5b", "; the paper's figure is 1.56B, cut off", (28, 2048, 16, 16, 5504, 2048, 36000)),
@@ -128,7 +131,7 @@ def _kv_shifting_presets() -> Iterator[tuple[str, Preset]]:
 
 
 # The paper's 468M and 1.6B are missing, because their shapes are unknown.
-def _value_residual_presets() -> Iterator[tuple[str, Preset]]:
+def _value_residual_presets() -> Iterator[Preset]:
     base = _size_fields(8, 512, 8, None, 1792, 2048, 50277) | _rope_fields(10_000.0)
     mixed, target = "value_residual", dict[str, Any](mode="identity")
     mechanisms: dict[str, tuple[dict[str, Any], str]] = {
@@ -169,7 +172,7 @@ def _pair_options(attention: int, feed_forward: int) -> dict[str, Any]:
     return dict(attention_pairs=attention, ffn_pairs=feed_forward)
 
 
-def _tokenformer_presets() -> Iterator[tuple[str, Preset]]:
+def _tokenformer_presets() -> Iterator[Preset]:
     base = dict(norm="layer_norm", tie_word_embeddings=True, embedding_range=0.02) | _BARE_NORMS
     # The authors' second code, for TPUs: github.com/Haiyang-W/TokenFormer, tokenformer-tpu,
     # MaxText/configs/tokenformer.yml and gpt2.yml with the overrides of its README's commands. Those are for 124M and
@@ -207,7 +210,7 @@ def _tokenformer_presets() -> Iterator[tuple[str, Preset]]:
 
 
 # -matched: with as many parameters as the vision Transformer.
-def _vision_presets() -> Iterator[tuple[str, Preset]]:
+def _vision_presets() -> Iterator[Preset]:
     base = dict(base="vit", num_labels=1000, num_hidden_layers=12, hidden_size=768, num_attention_heads=12)
     large = base | dict(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16)
     tokens = _BARE_NORMS | dict(qkv_bias=False, output_bias=False, mlp_bias=False)
@@ -231,7 +234,7 @@ def _vision_presets() -> Iterator[tuple[str, Preset]]:
 
 
 # Released models, in the shapes of their public configs.
-def _released_presets() -> Iterator[tuple[str, Preset]]:
+def _released_presets() -> Iterator[Preset]:
     # github.com/facebookresearch/PhysicsLM4, canon_llama_recipes
     paper, note = "Canon layers, arXiv 2512.17351", "Canon-A, B, C and D"
     sites = ["attention_input", "queries", "keys", "values", "feed_forward_input", "feed_forward_hidden"]
@@ -283,7 +286,7 @@ def _released_presets() -> Iterator[tuple[str, Preset]]:
 
 # The ledger's recommendation (recipes/recommended/test.yaml), at the size of the small GPT-2. Both start with the
 # embedding with which vanilla was better there.
-def _recommended_presets() -> Iterator[tuple[str, Preset]]:
+def _recommended_presets() -> Iterator[Preset]:
     base, ledger = _size_fields(12, 768, 12, None, 2048) | dict(embedding_range=0.1), "headwater, docs/ledger.md"
     sites = ["attention_input", "feed_forward_input"]
     note = "Canon-AC + SVFormer, the recommendation; tested with 2.9M to 34M parameters, and not yet at this size"
@@ -291,8 +294,9 @@ def _recommended_presets() -> Iterator[tuple[str, Preset]]:
     yield _make_preset("headwater-base-vanilla", ledger, "baseline", None, base)
 
 
-PRESETS = dict(
-    chain(
+PRESETS = {
+    entry.name: entry
+    for entry in chain(
         _gpt2_presets(),
         _kv_shifting_presets(),
         _value_residual_presets(),
@@ -301,4 +305,4 @@ PRESETS = dict(
         _released_presets(),
         _recommended_presets(),
     )
-)
+}

@@ -186,7 +186,7 @@ class HeadwaterConfig(PreTrainedConfig):
                 raise HeadwaterError(
                     f"position {self.position!r} has no rope_parameters; leave them out, or set position to rope."
                 )
-        if not by_hand:
+        else:
             self._check_outside()
         kwargs.setdefault("auto_map", {})  # TRL reads it from every config whose class is not transformers' own
         super().__post_init__(**kwargs)
@@ -398,7 +398,7 @@ class HeadwaterConfig(PreTrainedConfig):
             raise HeadwaterError(f"This config cannot be saved: {sentence(error)}") from error
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """transformers' method, which sorts all keys; but mechanisms keep their order, and no derived field is written."""
+        """transformers' method, which sorts all keys; but mechanisms keep their order. Derived fields are left out."""
         content = json.loads(super().to_json_string(use_diff))
         content.pop("layer_types", None)  # derived, and with types that plain transformers does not know
         if not content.get("auto_map"):

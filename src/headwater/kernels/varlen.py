@@ -96,8 +96,7 @@ def _run_by_documents(
 ) -> Tensor:
     """Run the operation for CPUs."""
     k, v = _repeat_heads(q.shape[1] // k.shape[1], k, v)
-    out, _ = _run_forward(q, k, v, borders, scale, window or 0)
-    return out
+    return _run_forward(q, k, v, borders, scale, window or 0)[0]
 
 
 def _repeat_heads(groups: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -215,7 +215,7 @@ def make_masks(
 def prepare_generation(
     spec: InputSpec, tokens: NewTokens, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> dict[str, Any]:
-    """Prepare what `generate` needs outside compiled code: the masks, and the reach, which does not follow from them."""
+    """Prepare what `generate` needs outside compiled code: masks, and the reach, which does not follow from them."""
     spec.follow_kernel()
     masks = make_masks(spec, tokens, dict.fromkeys(spec.kinds, attention_mask), position_ids)
     prepared = {MASK[slides]: mask for slides, mask in masks.items()}

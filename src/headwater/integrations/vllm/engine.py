@@ -34,7 +34,7 @@ class ScheduledBatch(FlatBatch):
         self.scheduled: dict[tuple[Any, ...], Tensor] = {}
 
     def schedule_work(self, q: Tensor, heads: int, window: int, isa: str) -> Tensor:
-        """Schedule by which the kernel divides work among threads, for queries [N, h, d] and this many key/value heads."""
+        """Division of the work among threads, for queries [N, h, d] and this many key/value heads."""
         key = q.shape[1:], heads, window
         if key not in self.scheduled:
             self.scheduled[key] = kernels.cpu_attn_get_scheduler_metadata(
