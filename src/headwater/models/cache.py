@@ -332,7 +332,7 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
             )
         super().crop(tokens_to_remove)
 
-    def allocated(self, tail: Tensor) -> Tensor:
+    def allocate_tail(self, tail: Tensor) -> Tensor:
         _mark_static(tail)
         return tail
 

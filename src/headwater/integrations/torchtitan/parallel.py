@@ -436,7 +436,7 @@ class OwnHeads(Attention):
 
     stores_some = False
 
-    def project(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project_inputs(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().project_inputs(*inputs)
         return (q + make_zero(k, v).to(q.dtype), k, v) if self.stores_some else (q, k, v)
 
