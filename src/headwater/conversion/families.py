@@ -210,7 +210,8 @@ class Family:
             raise HeadwaterError(
                 f"The model's config cannot be written in the {self.name} format: {sentence(error)}"
             ) from error
-        for name in _list_compared(config):
+        unread = {"norm_bias", "final_norm_bias"} if config.norm == "rms_norm" else set()
+        for name in (name for name in config.field_names() if name not in _BESIDE | unread):
             value, family_value = _make_comparable(config, name), _make_comparable(restored, name)
             if value != family_value:
                 raise HeadwaterError(
@@ -466,12 +467,6 @@ _BESIDE = {
     "linear_init",
     "initializer_seed",
 }
-
-
-def _list_compared(config: HeadwaterConfig) -> list[str]:
-    """The fields in which two equal models agree."""
-    unread = {"norm_bias", "final_norm_bias"} if config.norm == "rms_norm" else set()
-    return [name for name in config.field_names() if name not in _BESIDE | unread]
 
 
 def _make_comparable(config: HeadwaterConfig, name: str) -> Any:

@@ -47,6 +47,7 @@ class Layout:
 
     embedding: the name of the token embedding.
     tidy: the tensors, under the layout's plain names.
+    pattern: of names that only this layout has; None if it cannot be recognized.
     fields: (tensors, what keywords and a config beside them say) -> the fields of a `HeadwaterConfig`.
     source: (name in the headwater model, its config) -> where the tensor comes from; None where from nothing.
     """
@@ -55,6 +56,7 @@ class Layout:
     tidy: Callable[[Tensors], Tensors]
     fields: Callable[[Tensors, dict[str, Any]], dict[str, Any]]
     source: Callable[[str, HeadwaterConfig], TensorSource | None]
+    pattern: str | None = None
 
 
 def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> HeadwaterForCausalLM:
@@ -97,19 +99,18 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
 
 
 def _choose_layout(layout: str | None, tensors: Tensors, path: Path) -> Layout:
-    if layout is None:
-        layout = next(
-            (name for name, pattern in SEEN.items() if any(re.search(pattern, tensor) for tensor in tensors)), None
-        )
-        if layout is None:
-            raise HeadwaterError(
-                f"The tensors of {str(path)!r} match no layout that can be recognized by names. If it is a Hugging "
-                "Face model, name its folder, with its config.json; if not, read it with headwater retrofit --layout "
-                f"(layout=), one of {', '.join(LAYOUTS)} (a ResFormer looks like any Llama)."
-            )
-    if layout not in LAYOUTS:
+    if layout in LAYOUTS:
+        return LAYOUTS[layout]
+    if layout is not None:
         raise HeadwaterError(f"There is no layout {layout!r}; {nearest(layout, LAYOUTS)}")
-    return LAYOUTS[layout]
+    for candidate in LAYOUTS.values():
+        if candidate.pattern is not None and any(re.search(candidate.pattern, name) for name in tensors):
+            return candidate
+    raise HeadwaterError(
+        f"The tensors of {str(path)!r} match no layout that can be recognized by names. If it is a Hugging Face "
+        "model, name its folder, with its config.json; if not, read it with headwater retrofit --layout (layout=), "
+        f"one of {', '.join(LAYOUTS)} (a ResFormer looks like any Llama)."
+    )
 
 
 def _fill_model(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -> HeadwaterForCausalLM:
@@ -509,16 +510,16 @@ NANOCHAT_PARTS = {
 
 
 LAYOUTS = {
-    "tokenformer": Layout(NEOX_EMBEDDING, _weights_alone, _neox_fields, _neox_source),
+    "tokenformer": Layout(NEOX_EMBEDDING, _weights_alone, _neox_fields, _neox_source, r"\.key_param_tokens$"),
     "resformer": Layout(EMBEDDING, _weights_alone, _resformer_fields, _llama_source),
-    "kv-shifting": Layout(EMBEDDING, _shift_tidy, _shift_fields, _shift_source),
-    "nanochat": Layout(NANOCHAT_EMBEDDING, _nanochat_tidy, _nanochat_fields, _nanochat_source),
-}
-# What only this layout's names have.
-SEEN = {
-    "tokenformer": r"\.key_param_tokens$",
-    "kv-shifting": r"\.self_attn\.([KV]|conv_[kv])$",
-    "nanochat": r"^transformer\.h\.\d+\.attn\.c_q\.weight$",
+    "kv-shifting": Layout(EMBEDDING, _shift_tidy, _shift_fields, _shift_source, r"\.self_attn\.([KV]|conv_[kv])$"),
+    "nanochat": Layout(
+        NANOCHAT_EMBEDDING,
+        _nanochat_tidy,
+        _nanochat_fields,
+        _nanochat_source,
+        r"^transformer\.h\.\d+\.attn\.c_q\.weight$",
+    ),
 }
 
 

@@ -70,9 +70,8 @@ def hardware(name: str | Hardware) -> Hardware:
         raise HeadwaterError(f"hardware is a device's name, such as 'H100', not {shown(name)}.")
     if name.lower() == THIS:
         return measure()
-    for label, device in KNOWN.items():
-        if label.lower() == name.lower():
-            return device
+    if (device := {label.lower(): device for label, device in KNOWN.items()}.get(name.lower())) is not None:
+        return device
     raise HeadwaterError(f"There is no hardware named {name!r}; {nearest(name.upper(), [*KNOWN, THIS])}")
 
 

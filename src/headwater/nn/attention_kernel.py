@@ -63,7 +63,9 @@ def attend_in_group(
         return eager_attention(module, q, k, v, mask, beside=beside, **options)
     length, pairs = q.shape[2], beside.k.shape[1]
     from_start = mask is None and bool(module.is_causal) and length > 1
-    if not from_start and not torch.is_grad_enabled() and is_few(length):  # a decoding step does not copy the history
+    # Scores of a step, or of some candidates, are small next to the history, which is then not copied.
+    is_few = length == 1 or (not torch.compiler.is_compiling() and length <= FEW)
+    if not from_start and not torch.is_grad_enabled() and is_few:
         return eager_attention(module, q, k, v, mask, beside=beside, **options)[0], None
     keys, values = (x.expand(q.shape[0], -1, -1, -1) for x in beside)
     if from_start:  # as tokens before the first, whose queries are dropped: so the kernel needs no mask
@@ -74,11 +76,6 @@ def attend_in_group(
     out, _ = attention_kernel(implementation, q, k)(module, q, k, v, mask, **options)
     # The output projection would copy a slice of several rows.
     return out[:, pairs:].clone() if from_start else out, None
-
-
-def is_few(length: int) -> bool:
-    """Whether new tokens are so few that their scores are small beside the history: a step, or some candidates."""
-    return length == 1 or (not torch.compiler.is_compiling() and length <= FEW)
 
 
 def weigh_keys(module: nn.Module, inputs: Sequence[KernelInputs], scaling: float, softcap: float | None) -> Tensor:

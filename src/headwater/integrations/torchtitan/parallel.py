@@ -340,12 +340,9 @@ class SplitHeads:
         for name, module in full.mechanisms.named():
             self.split_mechanism(name, cast(Mechanism, module), local.mechanisms, plan)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
-            setattr(local, name, getattr(full, name))
-            for inner in getattr(full, name).modules() if getattr(full, name) is not None else ():
-                if name != "o_proj":
-                    self.placings.update(
-                        {(inner, parameter): SUMMAND for parameter, _ in inner.named_parameters(recurse=False)}
-                    )
+            setattr(local, name, module := getattr(full, name))
+            for inner in () if module is None or name == "o_proj" else module.modules():
+                self.placings |= {(inner, parameter): SUMMAND for parameter, _ in inner.named_parameters(recurse=False)}
         everything = tuple(range(self.config.num_key_value_heads))
         self.split_projection(local.q_proj, None)
         self.split_projection(local.k_proj, None if plan.k_heads == everything else plan.k_heads)
