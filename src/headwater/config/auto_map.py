@@ -3,8 +3,6 @@
 Models write the code (`headwater.models.remote_code`).
 """
 
-from __future__ import annotations
-
 import os
 from importlib.util import resolve_name
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A mechanism's options: read from a config, with clear errors."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, fields
 from math import isfinite
 from typing import Any, Literal, get_args, get_origin, get_type_hints

@@ -3,8 +3,6 @@
 A layer projects and stores only the heads that some layer attends to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby

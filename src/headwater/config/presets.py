@@ -3,8 +3,6 @@
 docs/presets.md describes them. How the models were trained is no part of a preset.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Each mechanism states its own identity (`AddsToTrainedModel`).
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any, TypeVar, get_args
 

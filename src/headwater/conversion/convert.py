@@ -13,8 +13,6 @@ Procrustes), and its keys, as complex numbers z, for the angle of Σ_t conj(z_t)
 turned towards the first of their group (for GQA as in arXiv 2412.20677).
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Export: a checkpoint folder that plain transformers loads, with `trust_remote_code=True` and without headwater."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

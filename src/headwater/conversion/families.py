@@ -6,8 +6,6 @@ of theirs that headwater supports at only one value (`required`). A config is wr
 any difference is something that the family cannot express.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace

@@ -10,8 +10,6 @@ Sizes are those of the tensors; what tensors cannot tell comes from keywords, el
 the paper. docs/foreign-checkpoints.md has every name with its source, and says which are certain.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The families of image models: ViT and DeiT. Checkpoints of DeiT without distillation are ViTs by their config."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from transformers import DeiTForImageClassification, ViTForImageClassification

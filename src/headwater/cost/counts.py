@@ -4,8 +4,6 @@ Matmul FLOPs count 2 per multiply-add; elementwise work (norms, RoPE, activation
 as is usual. Each mechanism states its own cost in its file; here it is added up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Cost of training and running a model of text or of images on given hardware."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Figures of devices: named accelerators by their data sheets, and this machine by measurement."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -11,8 +11,6 @@ The environment variable HEADWATER_KERNELS switches both on ("measured", the def
 `disable_kernels()` switches them off.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

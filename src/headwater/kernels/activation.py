@@ -4,8 +4,6 @@ In the plain form autograd stores a, b and act(a), and the next linear layer sto
 is recognized among the tensors that layer saves, and recomputed when the layer asks for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ On two cores of an AMD EPYC (Zen 4), one bfloat16 query over 128, 512 and 2048 k
 0.11 and 0.22 ms with matmuls, and 0.09, 0.34 and 1.31 ms fused; eight float16 queries over 128 keys took 0.66 and 0.22.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -10,8 +10,6 @@ Forms round differently, so bits would depend on the clock. Therefore only gener
 evaluations and `headwater evaluate` use PyTorch's own forms, here called plain.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

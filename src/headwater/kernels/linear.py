@@ -13,8 +13,6 @@ in bfloat16 0.23 plain and 0.15 packed; those of an Intel Xeon with AMX 0.25 pla
 times them, by shape, dtype and number of rows (`headwater.kernels.autotune`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache, partial
 

@@ -1,7 +1,5 @@
 """RMSNorm on a CPU that stores x and one number per row, instead of two copies of x in fp32."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,8 +9,6 @@ backward, that calls PyTorch's fused kernel for each document. Half precision is
 once, except where the processor has matrix units for it (AMX), because the fused kernel converts more than it gains.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Sequence

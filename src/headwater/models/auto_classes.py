@@ -4,8 +4,6 @@ If transformers' Auto classes are loaded already, the models are registered at o
 once no import of either package is in progress, since the models import much of transformers.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib import import_module

@@ -3,8 +3,6 @@ keys, and tails, the last raw tokens of mechanisms that look back. They register
 `HeadwaterConfig.layer_types`, so `DynamicCache(config=…)`, `StaticCache(config=…)` and plain `generate` build them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compiling a model block by block: layers of one kind share a graph, however deep the model is."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -4,8 +4,6 @@ A step runs the model on the last tokens, chooses the next ones and writes them 
 the device. The host reads the tokens of a step while the next one runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Checks of what a model is called with, before it runs. Each raises `HeadwaterError`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

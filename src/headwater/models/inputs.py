@@ -6,8 +6,6 @@ serve. Its result, `ModelInputs`, is what the blocks read beside the residual st
 In shapes: B batch, T new tokens, S all tokens including cached ones, D model width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 

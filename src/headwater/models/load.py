@@ -3,8 +3,6 @@
 Files are found by name, never by listing a folder. No code stored in a file is run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

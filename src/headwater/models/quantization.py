@@ -1,7 +1,5 @@
 """Quantizers on headwater's models: what they are to leave, and an error for what they pass by."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

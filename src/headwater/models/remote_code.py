@@ -7,8 +7,6 @@ read off their sources: imports, and strings of the form "package.module:Class",
 from outside comes along: its module and those of its own package, as headwater_outside_….py.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

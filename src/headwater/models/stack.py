@@ -1,7 +1,5 @@
 """The depth loop: runs the blocks and carries what later layers read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 

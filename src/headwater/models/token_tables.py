@@ -1,7 +1,5 @@
 """Tables of mechanisms with a row for each token's id: they are resized with the model's token embedding."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Stored weights before they enter a model: the names that wrappers changed, and tensors that are no weights."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Predecessors of tokens where rows branch under a kernel's own mask: candidates, or after a shared prefix."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ The cache holds what the layer itself projects; what other layers own is read fr
 B batch, T new tokens, S all tokens, D model width, H query heads, K key/value heads, d head width
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -5,8 +5,6 @@
 queries may run "matmul" under "sdpa" too, if it was timed to be faster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """One Transformer block: attention and feed-forward around the residual stream."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast

@@ -3,8 +3,6 @@
 Our models take it under either name, and return it under the installed version's.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any, TypeGuard
 

@@ -1,7 +1,5 @@
 """Checks of numbers that may be on another device, or not there yet because code is traced."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Some attention kernels take the borders of documents in place of a mask, as transformers' `cu_seq_lens_q`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

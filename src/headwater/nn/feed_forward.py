@@ -1,7 +1,5 @@
 """The feed-forward part of a block. Gated form (SwiGLU with act = silu): arXiv 2002.05202."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Calls of the attention kernel: one for each group of heads that attend to the same layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 

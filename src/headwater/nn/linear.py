@@ -1,7 +1,5 @@
 """The linear layers of all models: plain `nn.Linear`, as quantizers look for, called by the fastest kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from torch import Tensor, nn

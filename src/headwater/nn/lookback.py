@@ -1,7 +1,5 @@
 """Limits of looking back: how many tokens precede each one, and the cache that keeps the raw ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 

@@ -1,7 +1,5 @@
 """The losses: of language models, and of classifiers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ that is, p_i real tokens back and no further. The rule needs no document ids and
 rows, left padding, holes in the mask, and chunks decoded with a cache, wherever they are cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

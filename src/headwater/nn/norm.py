@@ -1,7 +1,5 @@
 """Norms. RMSNorm: arXiv 1910.07467; LayerNorm: arXiv 1607.06450."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Images as tokens: patches in raster order, and where they are. A grid is (rows, columns) of patches."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Positions: rotary (arXiv 2104.09864; the scaled kinds are transformers' own) and ALiBi (arXiv 2108.12409)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

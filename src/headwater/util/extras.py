@@ -4,8 +4,6 @@ A module that headwater imports and Python does not find is looked up here last:
 error names the command that installs it, as the commands do. Imports by other packages are left alone.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Collection, Sequence

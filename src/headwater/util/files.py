@@ -1,7 +1,5 @@
 """Atomic files and folders: checksums, and writing to a temporary name before renaming."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

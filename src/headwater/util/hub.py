@@ -1,7 +1,5 @@
 """Ask the Hugging Face hub, without minutes of silent retries if there is no network."""
 
-from __future__ import annotations
-
 import os
 from typing import Literal
 
