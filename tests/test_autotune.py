@@ -323,7 +323,7 @@ def test_exported_code_chooses_too(tmp_path, monkeypatch):
     from headwater.config import auto_map
 
     ours, folder = model(), tmp_path / "exported"
-    auto_map.register(type(ours), "AutoModelForCausalLM")
+    auto_map.register_class(type(ours), "AutoModelForCausalLM")
     ours.save_pretrained(folder)
     auto_map._registered.clear()
     env = os.environ | {

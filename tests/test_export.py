@@ -169,7 +169,7 @@ def test_registering_a_model_alone_is_enough(tmp_path: Path, cls: type, model: H
         "AutoTokenizer": ["theirs.Tokenizer", None],
         **auto_map.auto_map_of(HeadwaterConfig()),
     }
-    assert remote_code.code().keys() < files(tmp_path).keys()
+    assert remote_code.make_code().keys() < files(tmp_path).keys()
 
 
 def test_a_config_is_not_saved_without_the_code_that_it_names(tmp_path: Path, model: HeadwaterForCausalLM) -> None:
@@ -258,9 +258,9 @@ def later():
     from . import headwater_nn_norm as norm
     return ".headwater_mechanisms_kv_shift:KVShift", "kind"
 '''
-    rewritten = remote_code._rewritten("headwater.models.new", source, {"headwater_attention": "kind"})
+    rewritten = remote_code._rewrite_source("headwater.models.new", source, {"headwater_attention": "kind"})
     assert rewritten.split("\n", 1)[1] == expected
-    edits = remote_code._edits("headwater.models.new", ast.parse(source), {})
+    edits = remote_code._find_edits("headwater.models.new", ast.parse(source), {})
     assert {module for _, _, modules in edits for module in modules} == {
         "headwater.models.cache",
         "headwater.models.stack",
@@ -271,7 +271,7 @@ def later():
         "headwater.nn.norm",
     }
     with pytest.raises(ValueError, match=r"headwater\.x: write import headwater\.kernels as from"):
-        remote_code._rewritten("headwater.x", "import headwater.kernels", {})
+        remote_code._rewrite_source("headwater.x", "import headwater.kernels", {})
 
 
 @pytest.mark.slow

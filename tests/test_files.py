@@ -16,12 +16,12 @@ from headwater.util.files import (
     read_bytes,
     replace_text,
     sha256_of,
-    staged,
+    stage_folder,
 )
 
 
 def test_a_staged_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
-    with staged(tmp_path / "new") as folder:
+    with stage_folder(tmp_path / "new") as folder:
         (folder / "file").write_text("content")
         assert not (tmp_path / "new").exists()
     assert (tmp_path / "new" / "file").read_text() == "content"
@@ -33,7 +33,7 @@ def test_a_staged_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
 )
 def test_what_the_disk_cannot_do_is_a_sentence_and_leaves_nothing(tmp_path: Path, error: Exception) -> None:
     def write() -> None:
-        with staged(tmp_path / "new") as folder:
+        with stage_folder(tmp_path / "new") as folder:
             (folder / "file").write_text("content")
             raise error
 
@@ -75,7 +75,7 @@ def renamed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bool]:
 def test_what_is_renamed_is_on_the_disk(tmp_path: Path, renamed: Callable[[Path], bool]) -> None:
     replace_text(tmp_path / "text", "content")
     assert renamed(tmp_path / "text")
-    with staged(tmp_path / "new") as folder:
+    with stage_folder(tmp_path / "new") as folder:
         (folder / "below").mkdir()
         (folder / "below" / "file").write_text("content")
         (folder / "other").write_text("more")
@@ -83,7 +83,7 @@ def test_what_is_renamed_is_on_the_disk(tmp_path: Path, renamed: Callable[[Path]
 
 
 def test_other_errors_pass_unchanged_and_leave_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), staged(tmp_path / "new"):
+    with pytest.raises(KeyError), stage_folder(tmp_path / "new"):
         raise KeyError("mistake")
     assert os.listdir(tmp_path) == []
     assert disk_problem(KeyError("mistake")) is None
@@ -92,14 +92,14 @@ def test_other_errors_pass_unchanged_and_leave_nothing(tmp_path: Path) -> None:
 def test_a_target_with_something_in_it_is_refused_before_the_block(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "mine").write_text("kept")
-    with pytest.raises(HeadwaterError, match="already exists"), staged(tmp_path / "new"):
+    with pytest.raises(HeadwaterError, match="already exists"), stage_folder(tmp_path / "new"):
         raise AssertionError("not reached")
     assert (tmp_path / "new" / "mine").read_text() == "kept"
 
 
 def test_of_two_writers_the_first_to_finish_wins(tmp_path: Path) -> None:
     def write(name: str, during: Callable[[], None] = lambda: None) -> None:
-        with staged(tmp_path / "new") as folder:
+        with stage_folder(tmp_path / "new") as folder:
             (folder / "file").write_text(name)
             during()
 

@@ -12,7 +12,7 @@ import pytest
 
 import headwater_lab as lab
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import absence, check_free, replace_text, replacing
+from headwater.util.files import check_free, explain_absence, replace_file, replace_text
 from headwater_lab.util import output_folder, outputs
 from headwater_lab.util.output_folder import LOCK, keep, occupied
 
@@ -76,7 +76,7 @@ class TestFiles:
         assert (code, "is a checkpoint" in said) == (2, True), said
 
     def test_two_writers_have_temporary_files_of_their_own(self, tmp_path):
-        with replacing(tmp_path / "file") as first, replacing(tmp_path / "file") as second:
+        with replace_file(tmp_path / "file") as first, replace_file(tmp_path / "file") as second:
             assert first != second
             first.write_text("a")
             second.write_text("b")
@@ -237,12 +237,12 @@ def test_a_path_that_exists_is_not_called_missing(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nothing")
     (tmp_path / "loop").symlink_to("loop")
-    assert absence(tmp_path / "none").startswith("There is no file or folder")
-    assert "is a file, not a folder" in absence(tmp_path / "file", "folder")
-    assert "is a link to 'nothing', which does not exist" in absence(tmp_path / "link")
-    assert "Too many levels" in absence(tmp_path / "loop")
-    assert "not a file" in absence(tmp_path, "file")
-    assert "Not a directory" in absence(tmp_path / "file" / "x")
+    assert explain_absence(tmp_path / "none").startswith("There is no file or folder")
+    assert "is a file, not a folder" in explain_absence(tmp_path / "file", "folder")
+    assert "is a link to 'nothing', which does not exist" in explain_absence(tmp_path / "link")
+    assert "Too many levels" in explain_absence(tmp_path / "loop")
+    assert "not a file" in explain_absence(tmp_path, "file")
+    assert "Not a directory" in explain_absence(tmp_path / "file" / "x")
 
 
 def test_an_output_folder_in_a_loop_of_links_or_around_this_one_is_a_sentence(tmp_path, run, monkeypatch):

@@ -574,7 +574,7 @@ def test_three_dimensions_are_no_matrices(convolved, monkeypatch):
 
 def test_embeddings_have_no_ids(convolved):
     model, ids = build(convolved), tokens(1, 4)
-    with pytest.raises(HeadwaterError, match="convolved reads tokens by their ids"):
+    with pytest.raises(HeadwaterError, match="convolved reads token ids"):
         model(inputs_embeds=model.model.embed_tokens(ids))
 
 

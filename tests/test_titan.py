@@ -21,7 +21,7 @@ from headwater.config.planner import plan_layers
 from headwater.cost.counts import training_flops
 from headwater.engines.split import narrow_plans
 from headwater.integrations.torchtitan import export, spec
-from headwater.integrations.torchtitan.limits import check
+from headwater.integrations.torchtitan.limits import check_model
 from headwater.integrations.torchtitan.model import Linears, TitanAdapter, ours_of, theirs_of
 from headwater.integrations.torchtitan.pipeline import check_cuts
 from headwater.mechanisms.contract import Mechanism
@@ -209,9 +209,9 @@ def test_what_cannot_be_split_is_refused_in_one_sentence(monkeypatch, fields, pa
     given = dict(
         spmd_backend="partial_dtensor", enable_sequence_parallel=False, context_parallel_load_balancer=None
     )  # fmt: skip
-    check(HeadwaterConfig(**SIZES), ParallelismConfig(**given), 16)
+    check_model(HeadwaterConfig(**SIZES), ParallelismConfig(**given), 16)
     with pytest.raises(HeadwaterError, match=said):
-        check(HeadwaterConfig(**SIZES | fields), ParallelismConfig(**given | parallelism), 16)
+        check_model(HeadwaterConfig(**SIZES | fields), ParallelismConfig(**given | parallelism), 16)
 
 
 def test_heads_that_cannot_be_split_are_refused_in_the_trainer_too(made):

@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHead
 from conftest import shared
 from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterForImageClassification
 from headwater.conversion import from_transformers, read_foreign
-from headwater.models.weights import unwrapped_names
+from headwater.models.weights import map_unwrapped_names
 from headwater_lab.evaluation.candidates import Candidate
 from headwater_lab.training.checkpoints import begin_with, load_model, write_model
 from headwater_lab.training.hub_models import open_model
@@ -110,11 +110,11 @@ def test_names_of_wrappers_are_left_out_wherever_they_stand(own, llama, wrap):
 
 def test_a_module_may_be_called_module_and_no_tensor_is_lost():
     names = ["layers.0.module.weight", "layers.0._orig_mod.norm.weight"]
-    plain = unwrapped_names(names, "a file", known={"layers.0.module.weight", "layers.0.norm.weight"})
+    plain = map_unwrapped_names(names, "a file", known={"layers.0.module.weight", "layers.0.norm.weight"})
     assert list(plain.values()) == ["layers.0.module.weight", "layers.0.norm.weight"]
-    assert unwrapped_names(["my_module.weight"], "a file") == {"my_module.weight": "my_module.weight"}
+    assert map_unwrapped_names(["my_module.weight"], "a file") == {"my_module.weight": "my_module.weight"}
     with pytest.raises(HeadwaterError, match=r"are one tensor, 'a\.weight'"):
-        unwrapped_names(["a.weight", "a.module.weight"], "a file")
+        map_unwrapped_names(["a.weight", "a.module.weight"], "a file")
 
 
 def test_a_tensor_without_a_place_is_refused_by_a_run_that_begins_with_it(tmp_path):

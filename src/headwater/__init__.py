@@ -51,5 +51,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
 
 
-_auto_classes.register()
+_auto_classes.register_models()
 _extras.look_after_imports()

@@ -33,12 +33,12 @@ from headwater import (
 )
 from headwater.conversion import add_mechanisms, from_transformers
 from headwater.conversion.convert import (
-    align,
-    blended,
-    finished,
-    pooled_tensors,
-    rotations,
-    turned,
+    align_layers,
+    blend_model,
+    find_rotations,
+    finish_model,
+    pool_tensors,
+    turn_samples,
 )
 from headwater.cost.counts import training_flops
 from headwater.mechanisms.blend import Blend
@@ -124,11 +124,11 @@ def test_it_begins_as_the_model_and_ends_as_the_goal(name):
     given, goal = GOALS[name]
     model, ids = build(**given), tokens(2, 13)
     logits = model(ids, use_cache=False).logits
-    before = blended(model, **goal)
+    before = blend_model(model, **goal)
     assert torch.equal(before(ids, use_cache=False).logits, logits)
     halfway = at(before, 0.5)(ids, use_cache=False).logits
     after = at(before, 1.0)
-    ended, made = after(ids, use_cache=False).logits, finished(after)
+    ended, made = after(ids, use_cache=False).logits, finish_model(after)
     assert_near(made(ids, use_cache=False).logits, ended, 1e-12)
     assert (ended - logits).abs().max() > 1e-3 < (halfway - ended).abs().max()
     held = [cache_bytes(one(ids, use_cache=True).past_key_values) for one in (model, before, made)]
@@ -152,7 +152,7 @@ def test_on_its_way_it_is_what_the_equation_says(goal):
 
 def test_pooled_heads_are_the_means_of_their_groups():
     model = build(num_attention_heads=6, num_key_value_heads=6, head_dim=8, qkv_bias=True)
-    made = finished(blended(model, num_key_value_heads=2, weight=1.0))
+    made = finish_model(blend_model(model, num_key_value_heads=2, weight=1.0))
     for old, new in zip(model.model.layers, made.model.layers, strict=True):
         for part in ("k_proj", "v_proj"):
             before, after = (getattr(one.self_attn, part) for one in (old, new))
@@ -179,7 +179,7 @@ def test_the_state_of_pooled_heads_is_that_of_their_mean():
             optimizer.zero_grad()
     name = "optimizer.model.layers.0.self_attn.k_proj.weight"
     states = [optimizer.state[p] for optimizer, p in zip(optimizers, (wide, narrow), strict=True)]
-    found = pooled_tensors({f"{name}.{key}": states[0][key] for key in ("exp_avg", "exp_avg_sq")}, made, are_state=True)
+    found = pool_tensors({f"{name}.{key}": states[0][key] for key in ("exp_avg", "exp_avg_sq")}, made, are_state=True)
     for key in ("exp_avg", "exp_avg_sq"):
         assert_near(found[f"{name}.{key}"], states[1][key], 1e-14)
 
@@ -197,7 +197,7 @@ SOURCES = {
 
 def aligned(model, rows, **goal):
     made = copy.deepcopy(model)
-    align(made, rows, **goal)
+    align_layers(made, rows, **goal)
     return made
 
 
@@ -213,7 +213,7 @@ def test_turning_keeps_the_function_and_brings_what_is_shared_nearer(name):
         for one in (model, made):
             hidden = [
                 m(rows, use_cache=False, output_hidden_states=True).hidden_states[-1]
-                for m in (one, finished(blended(one, **goal, weight=1.0)))
+                for m in (one, finish_model(blend_model(one, **goal, weight=1.0)))
             ]
             moved.append(float((hidden[0] - hidden[1]).detach().norm()))
         assert moved[1] < moved[0]
@@ -232,7 +232,7 @@ def test_what_was_turned_is_turned_back(spun):
             secret[head, i, i + half], secret[head, i + half, i] = angle.sin(), -angle.sin()
         if spun < 8:
             secret[head, spun:, spun:] = torch.linalg.qr(torch.randn(8 - spun, 8 - spun, dtype=torch.float64))[0]
-    assert_near(rotations(x, turned(x, secret), spun), secret, 1e-6)
+    assert_near(find_rotations(x, turn_samples(x, secret), spun), secret, 1e-6)
 
 
 # Learning from the original
@@ -286,22 +286,22 @@ def test_the_divergence_and_its_gradient_are_those_of_the_equation(temperature):
 )
 def test_what_cannot_be_converted_is_refused_in_a_sentence(given, goal, said):
     with pytest.raises(HeadwaterError, match=said) as raised:
-        blended(build(**given), **goal)
+        blend_model(build(**given), **goal)
     assert "\n" not in str(raised.value)
 
 
 def test_only_what_has_arrived_is_finished():
-    model = blended(build(), {"svformer": {}}, weight=0.5)
+    model = blend_model(build(), {"svformer": {}}, weight=0.5)
     with pytest.raises(HeadwaterError, match="is 50% complete"):
-        finished(model)
+        finish_model(model)
     with pytest.raises(HeadwaterError, match="nothing to finish"):
-        finished(build())
+        finish_model(build())
     with pytest.raises(HeadwaterError, match="being converted already"):
-        blended(model, {"kv_source": {}})
+        blend_model(model, {"kv_source": {}})
 
 
 def test_a_blended_model_is_saved_and_loaded_on_its_way(tmp_path):
-    model, ids = at(blended(build(), {"svformer": {}}), 0.75), tokens(2, 9)
+    model, ids = at(blend_model(build(), {"svformer": {}}), 0.75), tokens(2, 9)
     model.save_pretrained(tmp_path)
     loaded = HeadwaterForCausalLM.from_pretrained(tmp_path).double().eval()
     assert {float(m.weight) for m in loaded.modules() if isinstance(m, Blend)} == {0.75}
@@ -344,7 +344,7 @@ def test_models_of_other_families(make):
         assert_near(model(ids).logits, expected, 5e-6)  # their RoPE is in fp32
         expected = model(ids).logits
         for goal in ({"mechanisms": {"kv_source": {}}}, {"num_key_value_heads": 1}):
-            assert_near(blended(aligned(model, ids, **goal), **goal)(ids).logits, expected, 1e-12)
+            assert_near(blend_model(aligned(model, ids, **goal), **goal)(ids).logits, expected, 1e-12)
 
 
 # Runs

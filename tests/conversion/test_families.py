@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from conftest import build, config, disturb, tokens
-from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
+from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.conversion import FAMILIES, from_transformers, to_transformers
 
 OLD = dict(vocab_size=101, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64)
@@ -496,18 +496,3 @@ def test_what_a_family_cannot_express(family, fields, named):
     with pytest.raises(HeadwaterError, match=rf"(cannot have ({named}) |cannot be written.*{named})") as error:
         to_transformers(HeadwaterForCausalLM(config(**fields)), family)
     assert one_sentence(error)
-
-
-@pytest.mark.slow
-def test_every_field_is_spoken_of():
-    """A field that were in no table would be lost without a word."""
-    start = {"scaled_residual_init", "embedding_range", "linear_init", "initializer_seed"}
-    beside = {"layer_types", "materialise"} | start
-    for family in OF_TEXT.values():
-        known = family.fields.keys() | family.fixed.keys() | beside
-        # None, or from the others.
-        derived = {"num_key_value_heads", "head_dim", "sliding_window", "sliding_layers", "rope_parameters"}
-        derived |= {"attention_scale", "sliding_fields"} if family.read_more else set()
-        biases = {"norm_bias", "final_norm_bias"} if family.fixed["norm"] == "rms_norm" else set()
-        own = {name for name in HeadwaterConfig.__annotations__ if name in HeadwaterConfig().to_dict()}
-        assert own - known - derived - biases - {"default_theta"} == set()

@@ -450,7 +450,7 @@ def test_nanochat_is_the_same_function(tmp_path, channels, length, version):
 def test_nanochat_says_what_it_does_not_read(tmp_path):
     tensors = nanochat_tensors(12)
     tensors["transformer.h.0.attn.ve_gate.weight"] = random(2, 20)
-    with pytest.raises(HeadwaterError, match="nanochat 32 or, later, 12"):
+    with pytest.raises(HeadwaterError, match="read 32 or, in later versions, 12"):
         read_foreign(saved(tensors, tmp_path / "b.pt"), num_attention_heads=4)
     with pytest.raises(HeadwaterError, match="would run code"):
         read_foreign(saved(nanochat_tensors(12) | {"x": Harmful()}, tmp_path / "c.pt"))

@@ -73,7 +73,7 @@ def test_a_table_is_not_read_as_a_whole_to_generate_a_token():
 
 def test_it_reads_ids():
     model = build({"value_embedding": {"tables": 1}})
-    with pytest.raises(HeadwaterError, match="value_embedding reads tokens by their ids"):
+    with pytest.raises(HeadwaterError, match="value_embedding reads token ids"):
         model(inputs_embeds=torch.randn(1, 3, 32, dtype=torch.float64))
 
 

@@ -214,14 +214,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("given", REFUSED.values(), ids=REFUSED)
 def test_where_there_is_no_one_token_before_it_is_refused(given):
-    with pytest.raises(HeadwaterError, match="exactly one at position p - 1"):
+    with pytest.raises(HeadwaterError, match="exactly one token at position p - 1"):
         shared({"kv_shift": {}})(**given)
     shared({"value_residual": {}})(**given)  # which does not look back
 
 
 @pytest.mark.parametrize("count", [1, 7])
 def test_there_is_a_position_for_each_token(count):
-    with pytest.raises(HeadwaterError, match=f"position_ids has {count} positions and the input 6 tokens"):
+    with pytest.raises(HeadwaterError, match=f"position_ids has {count} positions, but the input has 6 tokens"):
         shared({"value_residual": {}})(tokens(1, 6), position_ids=torch.zeros(1, count, dtype=torch.long))
 
 
@@ -321,7 +321,7 @@ def test_compiled_code_asserts_what_it_cannot_look_at():
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert_near(compiled(**batch([tree]), use_cache=False).logits[0], tree.expected(model), 1e-9)
-        with pytest.raises((RuntimeError, HeadwaterError), match="looks back"):
+        with pytest.raises((RuntimeError, HeadwaterError), match="exactly one token"):
             compiled(**batch([tree]) | {"position_ids": tree.positions[None] + 1}, use_cache=False)
 
 

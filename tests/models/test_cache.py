@@ -539,23 +539,6 @@ def test_reserved_bytes_are_those_of_the_memory():
         assert cache_bytes(cache, reserved=True) <= 2 * B * K * D * 8 * max(layer.get_seq_length() * 9 / 8 + 16, 0)
 
 
-@torch.no_grad()
-def test_recording_ends_with_the_assisted_generation():
-    model, ids = shared({"kv_shift": {}}), tokens(1, 9)
-    first = model.generate(
-        ids, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=3, return_dict_in_generate=True
-    )
-    cache = first.past_key_values
-    assert not any(layer.record_past for layer in cache.layers)
-    model.generate(first.sequences, past_key_values=cache, max_new_tokens=20, do_sample=False)
-    assert {tail.shape[2] for layer in cache.layers for tail in layer.tails.values()} == {1}
-    cache.activate_past_recording()
-    model.generate(tokens(1, 80), past_key_values=cache, max_new_tokens=2, do_sample=False)
-    assert all(layer.record_past for layer in cache.layers), "who asked for it keeps it"
-    cache.reset()
-    assert not any(layer.record_past for layer in cache.layers)
-
-
 # In a model
 
 
@@ -623,7 +606,7 @@ def test_a_cache_says_for_how_many_rows_it_was_made(mechanisms, static):
     model(tokens(3, 4), past_key_values=cache)
     if static:
         cache.reset()
-    with pytest.raises(HeadwaterError, match="made for 3 rows and is given 2"):
+    with pytest.raises(HeadwaterError, match="made for 3 rows, and the input has 2"):
         model(tokens(2, 4), past_key_values=cache)
     cache.reset()
     assert_near(decode(model, tokens(3, 5), [2, 3], cache=cache), model(tokens(3, 5), use_cache=False).logits)

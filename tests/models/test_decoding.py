@@ -22,7 +22,7 @@ from transformers import StaticCache
 from conftest import assert_near, build, config, shared, tokens
 from headwater import HeadwaterForCausalLM
 from headwater.models import input_checks
-from headwater.models.decoding import WARM, Arrivals, Decoder, Held
+from headwater.models.decoding import WARM, Arrivals, Decoder, DecodingState
 from headwater.nn import lookback, masks
 from headwater.plugins.registry import REGISTRY
 from headwater.util.errors import HeadwaterError
@@ -222,9 +222,9 @@ def test_tokens_equal_those_without_a_cache(name, position):
     model, ids, mask = shared(MODELS[name], position=position), tokens(3, 9), left_padded(3, 9)
     decoder = Decoder(model)
     assert torch.equal(decoder(ids, mask, max_new_tokens=10), plain(model, ids, mask, use_cache=False))
-    held, other = decoder.held, tokens(3, 7, seed=1)
+    held, other = decoder.state, tokens(3, 7, seed=1)
     assert torch.equal(decoder(other, max_new_tokens=10), plain(model, other, use_cache=False))
-    assert decoder.held is held, "its memory is used again"
+    assert decoder.state is held, "its memory is used again"
 
 
 OTHERS = [{"sliding_window": 5}, {"sliding_window": 11}, {"attn_implementation": "matmul"}]
@@ -239,7 +239,7 @@ def test_windows_and_other_kernels(mechanisms, changes, monkeypatch):
     model, ids, mask = build(mechanisms, **changes), tokens(3, 9), left_padded(3, 9)
     expected = plain(model, ids, mask, use_cache=False)
     as_on_a_gpu(monkeypatch)
-    advance, state = Held.advance, []
+    advance, state = DecodingState.run_step, []
 
     def stepping(self):
         with NoWaits(), OneDevice("cpu"):
@@ -247,7 +247,7 @@ def test_windows_and_other_kernels(mechanisms, changes, monkeypatch):
         layers = self.cache.layers
         state.append([{k: v for k, v in vars(layer).items() if isinstance(v, int | bool | float)} for layer in layers])
 
-    monkeypatch.setattr(Held, "advance", stepping)
+    monkeypatch.setattr(DecodingState, "run_step", stepping)
     assert torch.equal(Decoder(model)(ids, mask, max_new_tokens=10), expected)
     assert all(numbers == state[0] for numbers in state)
 
@@ -312,15 +312,15 @@ def as_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("name", ["vanilla", "many", "shared"])
 def test_a_step_of_the_loop_reads_only_the_tokens_of_the_one_before(name, options, monkeypatch):
     as_on_a_gpu(monkeypatch)
-    advance, receive, order = Held.advance, Arrivals.receive, []
+    advance, receive, order = DecodingState.run_step, Arrivals.receive_tokens, []
 
     def stepping(self):
         order.append("step")
         with NoWaits(), OneDevice("cpu"):
             advance(self)
 
-    monkeypatch.setattr(Held, "advance", stepping)
-    monkeypatch.setattr(Arrivals, "receive", lambda self: order.append("read") or receive(self))
+    monkeypatch.setattr(DecodingState, "run_step", stepping)
+    monkeypatch.setattr(Arrivals, "receive_tokens", lambda self: order.append("read") or receive(self))
     model, ids = shared(MODELS[name]), tokens(2, 9)
     made = Decoder(model)(ids, left_padded(2, 9), max_new_tokens=8, **options | {"eos_token_id": None})
     assert made.shape == (2, 17)
@@ -361,7 +361,7 @@ def test_the_step_compiles_once(name):
 def test_no_step_waits_on_a_gpu(name, monkeypatch):
     """Not even those that warm up; CUDA itself refuses."""
     model, ids, mask = build(MODELS[name]).cuda(), tokens(2, 9).cuda(), left_padded(2, 9).cuda()
-    advance, steps = Held.advance, []
+    advance, steps = DecodingState.run_step, []
 
     def stepping(self):
         if self.steps == WARM:
@@ -373,7 +373,7 @@ def test_no_step_waits_on_a_gpu(name, monkeypatch):
         steps.append(self.steps)
 
     Decoder(model)(ids, mask, max_new_tokens=3)  # loads kernels
-    monkeypatch.setattr(Held, "advance", stepping)
+    monkeypatch.setattr(DecodingState, "run_step", stepping)
     Decoder(model)(ids, mask, max_new_tokens=10)
     assert len(steps) == 9
 

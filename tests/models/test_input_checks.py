@@ -25,7 +25,7 @@ def cached(rows=1, heads=2, layers=2):
 
 def test_a_position_for_each_token():
     checks.check_position_count(torch.arange(T)[None], T)
-    with pytest.raises(HeadwaterError, match="has 3 positions and the input 4 tokens"):
+    with pytest.raises(HeadwaterError, match="has 3 positions, but the input has 4 tokens"):
         checks.check_position_count(torch.arange(3)[None], T)
 
 
@@ -35,8 +35,8 @@ def test_a_cache_of_this_model_and_these_rows():
     few = DynamicCache(config=config(num_hidden_layers=1))
     for cache, sentence in (
         (object(), "must be a transformers Cache, not object"),
-        (few, "for 1 layers and the model has 2"),
-        (cached(rows=3), "was made for 3 rows and is given 1"),
+        (few, "for 1 layers, but the model has 2"),
+        (cached(rows=3), "was made for 3 rows, and the input has 1"),
         (DynamicCache(config=config(num_hidden_layers=2, sliding_window=2)), "layer 0 is None"),
     ):
         with pytest.raises(HeadwaterError, match=sentence):
@@ -61,7 +61,7 @@ def test_a_cache_of_as_many_heads():
 
 def test_a_kernels_mask_of_this_size():
     checks.check_mask_size(torch.ones(1, 1, T, 9), T, 9)
-    with pytest.raises(HeadwaterError, match="is for 4 new tokens among 9, and there are 4 among 8"):
+    with pytest.raises(HeadwaterError, match="is for 4 new tokens among 9, but there are 4 among 8"):
         checks.check_mask_size(torch.ones(1, 1, T, 9), T, 8)
 
 

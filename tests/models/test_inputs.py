@@ -107,7 +107,7 @@ def test_a_mask_is_found_by_either_name_of_its_kind():
     assert not inputs.is_prepared(masks)
     assert [inputs.find_mask_of_kind(two, masks, slides) for slides in (False, True)] == [1, 2]
     assert inputs.find_mask_of_kind(spec(), {"any": 3}, False) == 3  # the only one, and one kind
-    with pytest.raises(HeadwaterError, match="for full_attention none is for headwater_sliding_attention or sliding"):
+    with pytest.raises(HeadwaterError, match="full_attention, but none is for headwater_sliding_attention or sliding"):
         inputs.find_mask_of_kind(two, {"full_attention": 1}, True)
 
 
@@ -151,7 +151,7 @@ def test_documents_give_positions():
     assert inputs.find_document_positions(borders, row(), torch.ones(1, T), ids) is ids
     with pytest.raises(HeadwaterError, match="disagree about where documents begin"):
         inputs.find_document_positions(borders, row(), None, torch.arange(T)[None])
-    with pytest.raises(HeadwaterError, match="give position_ids too"):
+    with pytest.raises(HeadwaterError, match="pass position_ids too"):
         inputs.find_document_positions(borders, row(), torch.ones(1, T), None)
 
 
@@ -204,7 +204,7 @@ def test_the_column_of_the_first_new_token():
     assert inputs.find_first_column(spec(), row(), torch.ones(1, 1, T, T)) == 0
     cache = filled(settings)
     assert inputs.find_first_column(spec(), row(2, cache), torch.ones(1, 1, 2, T)) == 4
-    with pytest.raises(HeadwaterError, match="is for 2 new tokens among 5, and there are 2 among 6"):
+    with pytest.raises(HeadwaterError, match="is for 2 new tokens among 5, but there are 2 among 6"):
         inputs.find_first_column(spec(), row(2, cache), torch.ones(1, 1, 2, 5))
 
 

@@ -137,7 +137,7 @@ class NothingAtAll(LinearOnly):
 
 def test_a_quantizer_that_reaches_nothing_is_told():
     model = HeadwaterForCausalLM(config({"kv_shift": {}}))
-    with pytest.raises(HeadwaterError, match="has left all 21 linear layers of the blocks as they are"):
+    with pytest.raises(HeadwaterError, match="has quantized none of the 21 linear layers of the blocks"):
         check_quantized(model, NothingAtAll())
     check_quantized(model, NothingAtAll("model.layers"))
     dequantizes = NothingAtAll()

@@ -166,7 +166,7 @@ def test_a_table_that_nobody_mentions_is_refused(monkeypatch):
     monkeypatch.setitem(MECHANISMS.added, "token_scale", kind)
     model, ids = build({"token_scale": {}}), tokens(2, 9)
     before = logits(model, ids)
-    with pytest.raises(HeadwaterError, match=r"factor' would have the shape \[101\].*define its count_token_tables"):
+    with pytest.raises(HeadwaterError, match=r"factor' would have the shape \[101\].*define count_token_tables"):
         model.resize_token_embeddings(101)
     assert torch.equal(logits(model, ids), before)
 

@@ -138,7 +138,7 @@ def test_masks_are_given_by_kind():
         (dict(sliding_fields=dict(head_dim=7)), "make it even"),
         (dict(sliding_fields=dict(rope_parameters=dict(rope_theta=-1.0))), "above zero"),
         (dict(sliding_fields=dict(rope_parameters={}), position="none"), "leave them out of sliding_fields"),
-        (dict(mechanisms={"svformer": {}}), "Layer 2 would read layer 0, whose num_key_value_heads is 1 and not 2"),
+        (dict(mechanisms={"svformer": {}}), "Layer 2 would read layer 0, whose num_key_value_heads is 1, not 2"),
         (dict(mechanisms={"neutreno": {}}), "Layer 2 would read layer 0"),
         (dict(mechanisms={"kv_source": {}}, sliding_fields=None), "Layer 3 would read layer 2, whose sliding_window"),
         (

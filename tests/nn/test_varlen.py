@@ -106,8 +106,8 @@ def test_autograd_agrees_with_differences_and_the_fake_forms_with_the_real_ones(
     for window in (0, 2):
         given = [x.clone().requires_grad_() for x in (q, k, v)]
         checks = "test_schema", "test_autograd_registration", "test_faketensor"
-        torch.library.opcheck(varlen._forward, (*given, borders, 0.3, window), test_utils=checks)
-        assert torch.autograd.gradcheck(lambda *x, w=window: varlen._forward(*x, borders, 0.3, w)[0], given)
+        torch.library.opcheck(varlen._run_forward, (*given, borders, 0.3, window), test_utils=checks)
+        assert torch.autograd.gradcheck(lambda *x, w=window: varlen._run_forward(*x, borders, 0.3, w)[0], given)
 
 
 # Models

@@ -56,7 +56,7 @@ def test_raw_tokens_of_a_shared_block_are_read_in_the_step_that_writes_them():
     engine.bind(torch.full((4, engine.page.size), 0xFF, dtype=torch.uint8))
     engine.batch = FlatBatch(torch.tensor([0, 7, 10]), torch.tensor([7, 7]), torch.tensor([[1, 2], [1, 3]]), 4)
     with torch.no_grad():
-        hidden = model.model.served(torch.tensor([*row, *row[4:]]), engine.batch.position, engine)
+        hidden = model.model.serve_tokens(torch.tensor([*row, *row[4:]]), engine.batch.position, engine)
         alone = model(torch.tensor([row]), use_cache=False).logits[0]
     assert_near(model.logits(hidden), torch.cat((alone, alone[4:])))
 
@@ -81,7 +81,7 @@ def test_raw_tokens_without_room_are_an_error(monkeypatch):
         KVShift, "transform_qkv", lambda self, q, kv, context: [context.tail.before("x", q, 9), (q, kv)][1]
     )
     with pytest.raises(HeadwaterError, match="leaves no room; state them as tails"):
-        model.model.served(torch.tensor([1, 2]), engine.batch.position, engine)
+        model.model.serve_tokens(torch.tensor([1, 2]), engine.batch.position, engine)
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,6 @@ def test_random_combinations(number):
 def test_a_shift_never_looks_at_the_class_token_nor_it_at_patches():
     model = image_model({"kv_shift": {}}).model
     grid, cpu = model.config.grid, torch.device("cpu")
-    assert model.reach(grid, cpu).tolist() == [[0, 0, *[1] * 11]]
+    assert model.prepare_reach(grid, cpu).tolist() == [[0, 0, *[1] * 11]]
     model.config.stop_at_rows, model.config.register_tokens = True, 1
-    assert model.reach(grid, cpu).tolist() == [[0, 0, *[0, 1, 1, 1] * 3]]
+    assert model.prepare_reach(grid, cpu).tolist() == [[0, 0, *[0, 1, 1, 1] * 3]]

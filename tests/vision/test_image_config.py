@@ -103,7 +103,7 @@ def test_drop_path_drops_whole_branches_of_some_images():
     model = image_model(drop_path=0.5, num_hidden_layers=3).train()
     assert [block.drop_path for block in model.model.layers] == [0.0, 0.25, 0.5]
     block = model.model.layers[2]
-    dropped = block.drop(torch.ones(2000, 4, 8, dtype=torch.float64))
+    dropped = block.drop_output(torch.ones(2000, 4, 8, dtype=torch.float64))
     rows = dropped.flatten(1)
     assert set(rows.unique().tolist()) == {0.0, 2.0}  # what remains is scaled
     assert bool((rows == rows[:, :1]).all())  # an image as a whole

@@ -3,8 +3,6 @@
 Models write the code (`headwater.models.remote_code`).
 """
 
-from __future__ import annotations
-
 import os
 from importlib.util import resolve_name
 from pathlib import Path
@@ -40,21 +38,23 @@ def auto_class_of(cls: type) -> str | None:
 
 
 def auto_map_of(config: Any) -> dict[str, str]:
-    """What the Auto classes find in an exported checkpoint with this config: Auto class -> "file.Class"."""
+    """Entries for the Auto classes in an exported checkpoint with this config: Auto class -> "file.Class"."""
     kinds = OF_TEXT if getattr(config, "is_causal", True) else OF_IMAGES
     return {auto: f"{ENTRY}.{target.partition(':')[2]}" for auto, target in kinds.items()}
 
 
-def register(cls: type, auto_class: str | type) -> bool:
+def register_class(cls: type, auto_class: str | type) -> bool:
     """Let models with the config class of `cls` be saved with code; False if it is not ours.
 
     Raises `HeadwaterError` if `cls` is exported for another Auto class.
     """
-    name, ours = auto_class if isinstance(auto_class, str) else auto_class.__name__, auto_class_of(cls)
-    if ours is None:
+    name, class_name = auto_class if isinstance(auto_class, str) else auto_class.__name__, auto_class_of(cls)
+    if class_name is None:
         return False
-    if name != ours:
-        raise HeadwaterError(f"{cls.__name__} is exported for {ours}, not for {name}; register it for {ours!r}.")
+    if name != class_name:
+        raise HeadwaterError(
+            f"{cls.__name__} is exported for {class_name}, not for {name}; register it for {class_name!r}."
+        )
     _registered.add(getattr(cls, "config_class", cls))
     return True
 
@@ -69,9 +69,9 @@ def complete_auto_map(config: Any) -> None:
     """Point a config whose class is registered to the code in its folder; other people's classes keep their entries."""
     if type(config) in _registered:
         entries = getattr(config, "auto_map", None) or {}
-        ours = auto_map_of(config).items()
+        entries_of_code = auto_map_of(config).items()
         config.auto_map = entries | {
-            name: local for name, local in ours if str(entries.get(name, local)).split("--")[-1] == local
+            name: local for name, local in entries_of_code if str(entries.get(name, local)).split("--")[-1] == local
         }
 
 

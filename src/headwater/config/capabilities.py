@@ -1,4 +1,4 @@
-"""What a config asks of a mechanism beyond the contract: see `headwater.mechanisms.capabilities`.
+"""Capabilities of mechanisms that a config asks for beyond the contract: see `headwater.mechanisms.capabilities`.
 
 `config` is always a `HeadwaterConfig`, which imports this file.
 """
@@ -70,7 +70,7 @@ class ReplacesLinear(Protocol):
     def count_linear_cost(
         cls, options: dict[str, Any], config: Any, layer: int, name: Map, d_in: int, d_out: int
     ) -> Cost | None:
-        """What that module costs; None where `build_linear` returns None."""
+        """Cost of that module; None where `build_linear` returns None."""
 
 
 def replaces_linear(mechanism: type, options: dict[str, Any], config: Any, layer: int, name: Map, width: int) -> bool:

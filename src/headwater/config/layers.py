@@ -3,8 +3,6 @@
 `config` is always a `HeadwaterConfig`, which imports this file.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

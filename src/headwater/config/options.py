@@ -1,7 +1,5 @@
 """A mechanism's options: read from a config, with clear errors."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, fields
 from math import isfinite
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -19,11 +17,11 @@ def parse_options(mechanism: type[Any], options: dict[str, Any] | None) -> dict[
         raise HeadwaterError(
             f"The options of mechanism {name!r} must be a mapping, not {options!r}; write {{}} for none."
         )
-    known = [field.name for field in fields(kind)]
+    names = [field.name for field in fields(kind)]
     for key in options:
-        if key not in known:
+        if key not in names:
             raise HeadwaterError(
-                f"Mechanism {name!r} has no option {key!r}; {nearest(key, known) if known else 'it has none.'}"
+                f"Mechanism {name!r} has no option {key!r}; {nearest(key, names) if names else 'it has none.'}"
             )
     for key, value in options.items():
         try:
@@ -40,13 +38,13 @@ def describe_type(hint: Any) -> str:
     """A type in words, for error messages: "a whole number", "'free', 'gate' or 'clamped'", …"""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "nothing"}
     if get_origin(hint) is Literal:
-        parts = [repr(value) for value in get_args(hint)]
+        descriptions = [repr(value) for value in get_args(hint)]
     elif get_origin(hint) is list:
-        parts = [f"a list, each {describe_type(get_args(hint)[0])}"]
+        descriptions = [f"a list, each {describe_type(get_args(hint)[0])}"]
     elif members := get_args(hint):
         choices = [repr(value) for member in members if get_origin(member) is Literal for value in get_args(member)]
-        others = [member for member in members if get_origin(member) is not Literal]
-        parts = choices + [describe_type(member) for member in others if not (member is int and float in members)]
+        types = [member for member in members if get_origin(member) is not Literal]
+        descriptions = choices + [describe_type(member) for member in types if not (member is int and float in members)]
     else:
-        parts = [words.get(hint, str(hint))]
-    return either(parts)
+        descriptions = [words.get(hint, str(hint))]
+    return either(descriptions)

@@ -1,4 +1,4 @@
-"""What one layer projects, stores, exports and reads, as plain data: `LayerPlan`, made by `plan_layers`."""
+"""The plan of a layer as plain data, `LayerPlan`: what the layer projects, stores, exports and reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Heads = slice | list[int] | None
 
 
 class Stage(Enum):
-    """Where a mechanism may act, in the order of the forward pass; the value is the method of `Mechanism` for it."""
+    """Stages at which a mechanism may act, in the order of the forward pass; a value is its method of `Mechanism`."""
 
     EMBEDDING = "transform_embedding"
     RESIDUAL = "update_residual"
@@ -96,7 +96,7 @@ OWN: tuple[tuple[str, str], ...] = (
 
 
 class Cost(NamedTuple):
-    """What a mechanism, or a module in place of a linear layer, adds to a layer.
+    """Cost that a mechanism, or a module in place of a linear layer, adds to a layer.
 
     parameters: trainable numbers.
     flops: matmul FLOPs of the forward pass per token, 2 per multiply-add; elementwise operations are not counted.
@@ -133,7 +133,7 @@ class HeadGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What layer `index` projects, stores and reads.
+    """Plan of layer `index`: what it projects, stores and reads.
 
     attends: for each of the model's K key/value heads, whose keys and values it attends to.
     k_heads, v_heads: the heads whose keys and values this layer projects and stores: those that are attended to, here
@@ -188,9 +188,9 @@ class LayerPlan:
         tails: the raw tokens that the cache must keep for it there, as (part, tokens).
         """
         stage, name = Stage.of(method), mechanism.registered_name()
-        each: Kept | None = "input" if stage is Stage.ATTENTION_INPUT else None
-        kept = tuple((each or part, tokens, name) for part, tokens in tails)
-        return replace(self, acts=(*self.acts, (stage, name)), tails=(*self.tails, *kept))
+        letter: Kept | None = "input" if stage is Stage.ATTENTION_INPUT else None
+        new_tails = tuple((letter or part, tokens, name) for part, tokens in tails)
+        return replace(self, acts=(*self.acts, (stage, name)), tails=(*self.tails, *new_tails))
 
     def within(self, stages: Iterable[Stage]) -> LayerPlan:
         """This plan as the modules for some stages are built from it: with what acts there, and nothing else."""
@@ -202,7 +202,7 @@ class LayerPlan:
         return tuple(dict.fromkeys(name for stage, name in self.acts if stage in stages))
 
     def slot(self, source: Source) -> int:
-        """Where the layer's modules find a tensor: first what the layer reads, then its own (`OWN`).
+        """Position at which the layer's modules find a tensor: first what the layer reads, then its own (`OWN`).
 
         Numbers relative to the layer, so that layers of one kind share a compiled graph. Raises `KeyError` for others.
         """
@@ -219,11 +219,11 @@ class LayerPlan:
         if not self.at(Stage.ATTENTION_INPUTS):
             return ("q",)
         heads: tuple[tuple[Part, tuple[int, ...]], ...] = (("k", self.k_heads), ("v", self.v_heads))
-        return ("q", *(part for part, stored in heads if stored))
+        return ("q", *(letter for letter, stored in heads if stored))
 
     @property
     def tail(self) -> int:
-        """How many tokens the mechanisms of this layer look back at most."""
+        """Number of tokens that the mechanisms of this layer look back at most."""
         return max((length for _, length, _ in self.tails), default=0)
 
     @property
@@ -238,12 +238,13 @@ class LayerPlan:
         return self.k_heads == everything and self.v_heads == everything and not self.tails
 
 
-def choose(wanted: Sequence[int], stored: Sequence[int]) -> Heads:
-    """Index of the `wanted` heads among the `stored` ones; None for all of them, in order.
+def choose_heads(heads: Sequence[int], stored: Sequence[int]) -> Heads:
+    """Index of `heads` among the `stored` ones; None for all of them, in order.
 
     Raises `ValueError` if one of them is not there.
     """
-    at = [stored.index(head) for head in wanted]
-    if at == list(range(len(stored))):
+    indices = [stored.index(head) for head in heads]
+    if indices == list(range(len(stored))):
         return None
-    return slice(at[0], at[-1] + 1) if at and at == list(range(at[0], at[-1] + 1)) else at
+    in_a_row = bool(indices) and indices == list(range(indices[0], indices[0] + len(indices)))
+    return slice(indices[0], indices[-1] + 1) if in_a_row else indices

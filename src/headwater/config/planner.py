@@ -3,21 +3,17 @@
 A layer projects and stores only the heads that some layer attends to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from headwater.config.capabilities import StopsRedirection, replaces_linear
 from headwater.config.layers import layer_config
-from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, Stage, choose
+from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, Stage, choose_heads
+from headwater.config.text import HeadwaterConfig
 from headwater.plugins.registry import has_own, resolve
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 # Of keys and of values, in `Attends` and `Source`.
 Letter = Literal["k", "v"]
@@ -28,10 +24,10 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
 
     Raises `HeadwaterError` for a mechanism that cannot be found, and where layers cannot read what they would read.
     """
-    plans = _complete(_share(config))
+    plans = _complete_plans(_share_heads(config))
     for name, options in config.mechanisms.items():
         plans = _plan_stages(name, options, config, plans)
-    if config.materialise and (names := keepers(plans)):
+    if config.materialise and (names := name_keepers(plans)):
         raise HeadwaterError(
             f"materialise=True leaves only keys and values in the cache, without the raw tokens of {names}; set "
             f"materialise=False, or remove {names}."
@@ -42,16 +38,17 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
             _check_alike(config, plan.index, source)
     sources = {source for plan in plans for source in plan.reads}
     return with_all_layers(
-        replace(plan, exports=tuple(sorted(source for source in sources if _gives(plan, source)))) for plan in plans
+        replace(plan, exports=tuple(sorted(source for source in sources if _gives_tensor(plan, source))))
+        for plan in plans
     )
 
 
-def keepers(plans: Iterable[LayerPlan]) -> str:
+def name_keepers(plans: Iterable[LayerPlan]) -> str:
     """The mechanisms that keep raw tokens beside the cache, joined by "and"."""
     return " and ".join(dict.fromkeys(mechanism for plan in plans for *_, mechanism in plan.tails))
 
 
-def _share(config: HeadwaterConfig) -> list[LayerPlan]:
+def _share_heads(config: HeadwaterConfig) -> list[LayerPlan]:
     """The plans with what each head attends to: what the layer attends to from which it takes its keys or values.
 
     Each mechanism sees layers that share nothing, so none depends on those listed before it. If several redirect a
@@ -61,7 +58,7 @@ def _share(config: HeadwaterConfig) -> list[LayerPlan]:
     redirecting = {
         name: redirected
         for name, options in reversed(config.mechanisms.items())
-        if (redirected := _redirected(name, options, config, plans)) != plans
+        if (redirected := _redirect_heads(name, options, config, plans)) != plans
     }
     if not redirecting:
         return plans
@@ -93,10 +90,10 @@ def _share(config: HeadwaterConfig) -> list[LayerPlan]:
     return plans
 
 
-def _redirected(
+def _redirect_heads(
     name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
 ) -> Sequence[LayerPlan]:
-    """What a mechanism's `redirect_heads` makes of plans. Raises `HeadwaterError` for layers that come later."""
+    """Plans after a mechanism's `redirect_heads`. Raises `HeadwaterError` for layers that come later."""
     redirected = resolve(name).redirect_heads(options, config, list(plans))
     heads = [len(plan.attends) for plan in plans]
     if not isinstance(redirected, list) or [len(getattr(plan, "attends", ())) for plan in redirected] != heads:
@@ -114,7 +111,7 @@ def _redirected(
 def _plan_stages(
     name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
 ) -> list[LayerPlan]:
-    """What a mechanism's `plan_stages` makes of plans. Raises `HeadwaterError` unless it acts where it has methods."""
+    """Plans after a mechanism's `plan_stages`. Raises `HeadwaterError` unless it acts where it has methods."""
     mechanism = resolve(name)
     planned = mechanism.plan_stages(options, config, plans)
     if not isinstance(planned, list) or [type(plan) for plan in planned] != [LayerPlan] * len(plans):
@@ -132,7 +129,7 @@ def _plan_stages(
     return planned
 
 
-def _gives(plan: LayerPlan, source: Source) -> bool:
+def _gives_tensor(plan: LayerPlan, source: Source) -> bool:
     return source.layer == plan.index or (source == EMBEDDING and bool(plan.at(Stage.EMBEDDING)))
 
 
@@ -154,17 +151,17 @@ def output_only_from(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> int
     Later tokens need nothing of what these layers make, and what they read of lower ones is there for all tokens (keys
     and values as attended to) or token by token.
     """
-    first = len(plans)
+    first_layer = len(plans)
     if config.materialise:  # every layer caches keys and values
-        return first
+        return first_layer
 
     def reads_what_ids_give(plan: LayerPlan) -> bool:
         """Whether it reads a tensor for all layers that has a token's part at a place that only its maker knows."""
         return any(source.kind == "shared" and resolve(source.part).needs_input_ids for source in plan.reads)
 
-    while first and plans[first - 1].leaves_nothing and not reads_what_ids_give(plans[first - 1]):
-        first -= 1
-    return first
+    while first_layer and plans[first_layer - 1].leaves_nothing and not reads_what_ids_give(plans[first_layer - 1]):
+        first_layer -= 1
+    return first_layer
 
 
 # In what layers must agree if one reads a tensor of the other, by its kind and part. Attention weights must belong to
@@ -183,15 +180,15 @@ def _check_alike(config: HeadwaterConfig, layer: int, source: Source) -> None:
         return
     reader, owner = layer_config(config, layer), layer_config(config, source.layer)
     for name in _ALIKE.get(source[:2], ()):
-        wanted, value = getattr(reader, name), getattr(owner, name)
-        if value != wanted:
+        expected, value = getattr(reader, name), getattr(owner, name)
+        if value != expected:
             raise HeadwaterError(
-                f"Layer {layer} would read layer {source.layer}, whose {name} is {value!r} and not {wanted!r} "
-                "(sliding_layers); let layers of one kind share."
+                f"Layer {layer} would read layer {source.layer}, whose {name} is {value!r}, not {expected!r} "
+                "(sliding_layers); share only between layers of one kind."
             )
 
 
-def _complete(plans: list[LayerPlan]) -> list[LayerPlan]:
+def _complete_plans(plans: list[LayerPlan]) -> list[LayerPlan]:
     """The plans with what follows from `attends`: the heads that each layer stores, kernel calls, banks to read."""
     k_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
     v_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
@@ -224,6 +221,6 @@ def groups_of(plan: LayerPlan, stored: Sequence[LayerPlan]) -> tuple[HeadGroup, 
     groups = []
     for (k, v), run in groupby(range(len(plan.attends)), key=lambda head: plan.attends[head]):
         heads = list(run)
-        at = choose(heads, stored[k].k_heads), choose(heads, stored[v].v_heads)
-        groups.append(HeadGroup(heads[0], len(heads), k, v, *at))
+        indices = choose_heads(heads, stored[k].k_heads), choose_heads(heads, stored[v].v_heads)
+        groups.append(HeadGroup(heads[0], len(heads), k, v, *indices))
     return tuple(groups)

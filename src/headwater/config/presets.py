@@ -3,8 +3,6 @@
 docs/presets.md describes them. How the models were trained is no part of a preset.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,13 +19,16 @@ from headwater.util.errors import HeadwaterError, nearest, sentence
 
 @dataclass(frozen=True)
 class Preset:
-    """One model.
+    """A published model, or one of our own.
 
-    fields: as under `model` in a recipe, with `base: gpt2` or `base: vit` for other defaults. paper: where it is from.
+    name: as `preset` takes it.
+    fields: as under `model` in a recipe, with `base: gpt2` or `base: vit` for other defaults.
+    paper: where it is from.
     note: which form it is, and why its parameters differ from the paper's figure.
     reported: its parameters as the paper prints them; None if it does not.
     """
 
+    name: str
     fields: dict[str, Any]
     paper: str
     note: str
@@ -52,11 +53,11 @@ def preset(name: str, **changes: Any) -> HeadwaterConfig:
     fields = copy.deepcopy(PRESETS[name].fields)
     base = fields.pop("base", "llama")
     kind = HeadwaterVisionConfig if base == "vit" else HeadwaterConfig
-    known = {*kind.field_names(), "attn_implementation", "dtype"} - {"layer_types"}
-    known |= {"num_labels", "id2label", "label2id"} if base == "vit" else set()
+    field_names = {*kind.field_names(), "attn_implementation", "dtype"} - {"layer_types"}
+    field_names |= {"num_labels", "id2label", "label2id"} if base == "vit" else set()
     for field in changes:
-        if field not in known:
-            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, known)}")
+        if field not in field_names:
+            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, field_names)}")
     if {"num_labels", "id2label"} & changes.keys():
         fields.pop("num_labels", None)
     try:
@@ -67,15 +68,15 @@ def preset(name: str, **changes: Any) -> HeadwaterConfig:
         raise HeadwaterError(f"Preset {name!r}: {sentence(error)}") from error
 
 
-def _preset(
+def _make_preset(
     name: str, paper: str, note: str, reported: str | None, *fields: dict[str, Any], **mechanisms: Any
-) -> tuple[str, Preset]:
-    """A preset with its name. fields: parts of its config, of which later ones count."""
+) -> Preset:
+    """Make a preset. fields: parts of its config, of which later ones count."""
     merged = {field: value for of_part in fields for field, value in of_part.items()}
-    return name, Preset(merged | {"mechanisms": mechanisms}, paper, note, reported)
+    return Preset(name, merged | {"mechanisms": mechanisms}, paper, note, reported)
 
 
-def _sizes(
+def _size_fields(
     layers: int,
     width: int,
     heads: int,
@@ -95,11 +96,11 @@ def _sizes(
     )
 
 
-def _rope(base: float, fraction: float = 1.0) -> dict[str, Any]:
+def _rope_fields(base: float, fraction: float = 1.0) -> dict[str, Any]:
     return dict(rope_parameters=dict(rope_type="default", rope_theta=base, partial_rotary_factor=fraction))
 
 
-def _gpt2() -> Iterator[tuple[str, Preset]]:
+def _gpt2_presets() -> Iterator[Preset]:
     paper, unread = "Skip-layer attention, arXiv 2406.11274", "keys and values that no head attends to are not built"
     for name, figure, rounded, size in (
         ("gpt2-124m", "124M", "", (12, 768, 12)),
@@ -107,12 +108,12 @@ def _gpt2() -> Iterator[tuple[str, Preset]]:
         ("gpt2-large-774m", "774M", "", (36, 1280, 20)),
     ):
         # GELU is nanoGPT's, the erf form; GPT-2's own is the tanh form.
-        base = dict(base="gpt2", hidden_act="gelu") | _sizes(*size, context=1024)
-        yield _preset(name, paper, f"baseline{rounded}", figure, base)
-        yield _preset(f"{name}-sla", paper, unread + rounded, figure, base, skip_layer={})
+        base = dict(base="gpt2", hidden_act="gelu") | _size_fields(*size, context=1024)
+        yield _make_preset(name, paper, f"baseline{rounded}", figure, base)
+        yield _make_preset(f"{name}-sla", paper, unread + rounded, figure, base, skip_layer={})
 
 
-def _kv_shifting() -> Iterator[tuple[str, Preset]]:
+def _kv_shifting_presets() -> Iterator[Preset]:
     paper = "KV shifting, arXiv 2411.19574"
     for size, cut, sizes in (
         ("1.5b", "; the paper's figure is 1.56B, cut off", (28, 2048, 16, 16, 5504, 2048, 36000)),
@@ -121,15 +122,15 @@ def _kv_shifting() -> Iterator[tuple[str, Preset]]:
         ("13b", "", (40, 5120, 40, 40, 13824, 2048, 36000)),
         ("19b", "", (48, 6144, 48, 4, 16384, 12288, 48000)),
     ):
-        name, figure, base = f"kv-shifting-{size}", size.upper(), _sizes(*sizes) | _rope(100_000.0)
-        yield _preset(name, paper, f"keys and values shifted{cut}", figure, base, kv_shift={})
-        yield _preset(f"{name}-vanilla", paper, f"baseline{cut}", figure, base)
-    yield _preset(f"{name}-qkv", paper, "queries shifted too", figure, base, kv_shift={"queries": True})
+        name, figure, base = f"kv-shifting-{size}", size.upper(), _size_fields(*sizes) | _rope_fields(100_000.0)
+        yield _make_preset(name, paper, f"keys and values shifted{cut}", figure, base, kv_shift={})
+        yield _make_preset(f"{name}-vanilla", paper, f"baseline{cut}", figure, base)
+    yield _make_preset(f"{name}-qkv", paper, "queries shifted too", figure, base, kv_shift={"queries": True})
 
 
 # The paper's 468M and 1.6B are missing, because their shapes are unknown.
-def _value_residual() -> Iterator[tuple[str, Preset]]:
-    base = _sizes(8, 512, 8, None, 1792, 2048, 50277) | _rope(10_000.0)
+def _value_residual_presets() -> Iterator[Preset]:
+    base = _size_fields(8, 512, 8, None, 1792, 2048, 50277) | _rope_fields(10_000.0)
     mixed, target = "value_residual", dict[str, Any](mode="identity")
     mechanisms: dict[str, tuple[dict[str, Any], str]] = {
         "resformer-82m": ({mixed: {"mode": "learnable"}}, "learnable: two free scalars a layer"),
@@ -158,18 +159,18 @@ def _value_residual() -> Iterator[tuple[str, Preset]]:
         "svformer-82m": ({"svformer": {}}, "82M is the baseline's size; 7 of 8 layers have no value projection"),
     }
     for name, (options, note) in mechanisms.items():
-        yield _preset(name, "Value residual, arXiv 2410.17897", note, "82M", base, **options)
+        yield _make_preset(name, "Value residual, arXiv 2410.17897", note, "82M", base, **options)
 
 
 TOKENFORMER = "TokenFormer, arXiv 2410.23168"
 _BARE_NORMS = dict(norm_weight=False, norm_bias=False, final_norm_weight=True, final_norm_bias=True)
 
 
-def _pairs(attention: int, feed_forward: int) -> dict[str, Any]:
+def _pair_options(attention: int, feed_forward: int) -> dict[str, Any]:
     return dict(attention_pairs=attention, ffn_pairs=feed_forward)
 
 
-def _tokenformer() -> Iterator[tuple[str, Preset]]:
+def _tokenformer_presets() -> Iterator[Preset]:
     base = dict(norm="layer_norm", tie_word_embeddings=True, embedding_range=0.02) | _BARE_NORMS
     # The authors' second code, for TPUs: github.com/Haiyang-W/TokenFormer, tokenformer-tpu,
     # MaxText/configs/tokenformer.yml and gpt2.yml with the overrides of its README's commands. Those are for 124M and
@@ -177,66 +178,75 @@ def _tokenformer() -> Iterator[tuple[str, Preset]]:
     maxtext = dict[str, Any](position="none", embedding_range=1.0, logit_scale="fan_in")
     start = dict(gelu="tanh", key_init="fan_in", value_init="fan_in")
     growth = (
-        ("124m", _pairs(576, 2304), "growth series"),
-        ("354m", _pairs(2140, 8560), "growth series, by the paper's Table 8"),
-        ("757m", _pairs(4850, 19400), "growth series; the pairs of Table 8 give 754M"),
-        ("1.4b", _pairs(8620, 34480), "growth series; the pairs of Table 8 give 1.3B"),
+        ("124m", _pair_options(576, 2304), "growth series"),
+        ("354m", _pair_options(2140, 8560), "growth series, by the paper's Table 8"),
+        ("757m", _pair_options(4850, 19400), "growth series; the pairs of Table 8 give 754M"),
+        ("1.4b", _pair_options(8620, 34480), "growth series; the pairs of Table 8 give 1.3B"),
     )
     rounded = "trained on the Pile; the paper rounds to two digits"
     for size, pairs, note, sizes in (
-        *((*model, _sizes(12, 768, 12, context=1024)) for model in growth),
-        ("150m", _pairs(768, 3072), rounded, _sizes(12, 768, 12)),
-        ("450m", _pairs(1024, 4096), rounded, _sizes(24, 1024, 16)),
-        ("900m", _pairs(1280, 5120), rounded, _sizes(32, 1280, 16)),
-        ("1.5b", _pairs(1536, 6144), "trained on the Pile; the paper's figure is 1.58B, cut off", _sizes(40, 1536, 16)),
+        *((*model, _size_fields(12, 768, 12, context=1024)) for model in growth),
+        ("150m", _pair_options(768, 3072), rounded, _size_fields(12, 768, 12)),
+        ("450m", _pair_options(1024, 4096), rounded, _size_fields(24, 1024, 16)),
+        ("900m", _pair_options(1280, 5120), rounded, _size_fields(32, 1280, 16)),
+        (
+            "1.5b",
+            _pair_options(1536, 6144),
+            "trained on the Pile; the paper's figure is 1.58B, cut off",
+            _size_fields(40, 1536, 16),
+        ),
     ):
-        fields = base | sizes | _rope(10_000.0, 0.25)
-        yield _preset(f"tokenformer-{size}", TOKENFORMER, note, size.upper(), fields, pattention=pairs)
-    small = _sizes(12, 768, 12, context=1024)
+        fields = base | sizes | _rope_fields(10_000.0, 0.25)
+        yield _make_preset(f"tokenformer-{size}", TOKENFORMER, note, size.upper(), fields, pattention=pairs)
+    small = _size_fields(12, 768, 12, context=1024)
     for size, pairs, note in growth:
         name, note, fields = f"tokenformer-maxtext-{size}", f"the MaxText code: {note}", base | small
-        yield _preset(name, TOKENFORMER, note, size.upper(), fields, maxtext, pattention=pairs | start)
+        yield _make_preset(name, TOKENFORMER, note, size.upper(), fields, maxtext, pattention=pairs | start)
     fields = dict(base="gpt2", hidden_act="silu", linear_init="fan_in", scaled_residual_init=False) | small
     note = "the MaxText code: baseline, with SiLU and biases"
-    yield _preset("tokenformer-maxtext-124m-vanilla", TOKENFORMER, note, "124M", fields, maxtext)
+    yield _make_preset("tokenformer-maxtext-124m-vanilla", TOKENFORMER, note, "124M", fields, maxtext)
 
 
 # -matched: with as many parameters as the vision Transformer.
-def _vision() -> Iterator[tuple[str, Preset]]:
+def _vision_presets() -> Iterator[Preset]:
     base = dict(base="vit", num_labels=1000, num_hidden_layers=12, hidden_size=768, num_attention_heads=12)
     large = base | dict(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16)
     tokens = _BARE_NORMS | dict(qkv_bias=False, output_bias=False, mlp_bias=False)
-    yield _preset("vit-b-16", TOKENFORMER, "baseline; the figure, cut off, is ViT's own", "86M", base)
+    yield _make_preset("vit-b-16", TOKENFORMER, "baseline; the figure, cut off, is ViT's own", "86M", base)
     for name, figure, note, pairs in (
         ("b-16-matched", "86M", "pairs of Table 8, matched to ViT-B/16", (576, 2304)),
         ("b-16", "109M", "pairs of Table 8, which do not give the 109M of Table 2", (768, 3072)),
     ):
-        yield _preset(f"tokenformer-vit-{name}", TOKENFORMER, note, figure, base, tokens, pattention=_pairs(*pairs))
+        yield _make_preset(
+            f"tokenformer-vit-{name}", TOKENFORMER, note, figure, base, tokens, pattention=_pair_options(*pairs)
+        )
     note = "baseline; the figure is ViT's own, and 1% above what its sizes give"
-    yield _preset("vit-l-16", TOKENFORMER, note, "307M", large)
+    yield _make_preset("vit-l-16", TOKENFORMER, note, "307M", large)
     for name, figure, note, pairs in (
         ("l-16-matched", "307M", "3072 pairs; the 768 that Table 8 prints would give 191M", (768, 3072)),
         ("l-16", "407M", "pairs of Table 8; Table 2 counts 100M more than its 307M", (1024, 4096)),
     ):
-        yield _preset(f"tokenformer-vit-{name}", TOKENFORMER, note, figure, large, tokens, pattention=_pairs(*pairs))
+        yield _make_preset(
+            f"tokenformer-vit-{name}", TOKENFORMER, note, figure, large, tokens, pattention=_pair_options(*pairs)
+        )
 
 
 # Released models, in the shapes of their public configs.
-def _released() -> Iterator[tuple[str, Preset]]:
+def _released_presets() -> Iterator[Preset]:
     # github.com/facebookresearch/PhysicsLM4, canon_llama_recipes
     paper, note = "Canon layers, arXiv 2512.17351", "Canon-A, B, C and D"
     sites = ["attention_input", "queries", "keys", "values", "feed_forward_input", "feed_forward_hidden"]
     for size, normed, rope, sizes in (
-        ("1b", True, _rope(1e4, 16 / 64), _sizes(24, 2048, 32, 32, 5632, 4096, 32000)),
-        ("3b", True, _rope(1e4, 32 / 128), _sizes(26, 3072, 24, 24, 8192, 4096, 32000)),
-        ("8b", False, _rope(1e5, 32 / 128), _sizes(32, 4096, 32, 8, 14336, 4096, 128256)),
+        ("1b", True, _rope_fields(1e4, 16 / 64), _size_fields(24, 2048, 32, 32, 5632, 4096, 32000)),
+        ("3b", True, _rope_fields(1e4, 32 / 128), _size_fields(26, 3072, 24, 24, 8192, 4096, 32000)),
+        ("8b", False, _rope_fields(1e5, 32 / 128), _size_fields(32, 4096, 32, 8, 14336, 4096, 128256)),
     ):
         fields = sizes | rope | {"qk_norm": normed}
-        yield _preset(f"llama-canon-{size}", paper, note, None, fields, short_conv={"sites": sites})
+        yield _make_preset(f"llama-canon-{size}", paper, note, None, fields, short_conv={"sites": sites})
     # github.com/Caiyun-AI/MUDDFormer, pytorch/*/config*.json
     paper, note = "MUDDFormer, arXiv 2502.12170", "one norm for q, k and v, where the authors' code has three"
-    fields = _sizes(32, 2560, 32, None, 6912, 2048, 50432) | _rope(1e4) | dict(norm_eps=1e-6, qk_norm=True)
-    yield _preset("muddformer-2.8b", paper, note, "2.8B", fields, mudd={})
+    fields = _size_fields(32, 2560, 32, None, 6912, 2048, 50432) | _rope_fields(1e4) | dict(norm_eps=1e-6, qk_norm=True)
+    yield _make_preset("muddformer-2.8b", paper, note, "2.8B", fields, mudd={})
     # github.com/karpathy/nanochat at 92d63d4, nanochat/gpt.py and scripts/base_train.py: 64 channels for each layer,
     # heads of 128, and three of four layers with a window of a quarter of the context; the last has none.
     note = (
@@ -244,7 +254,7 @@ def _released() -> Iterator[tuple[str, Preset]]:
         "uniform in [0, 0.02)"
     )
     for depth in (12, 20, 26):
-        fields = _sizes(depth, 64 * depth, depth // 2, None, 256 * depth, 2048, 32768) | _rope(1e5)
+        fields = _size_fields(depth, 64 * depth, depth // 2, None, 256 * depth, 2048, 32768) | _rope_fields(1e5)
         fields |= dict(
             head_dim=128,
             feed_forward="plain",
@@ -259,7 +269,7 @@ def _released() -> Iterator[tuple[str, Preset]]:
             logit_softcap=15.0,
         )
         layers = [layer for layer in range(depth) if layer % 2 == (depth - 1) % 2]
-        yield _preset(
+        yield _make_preset(
             f"nanochat-d{depth}",
             "nanochat, github.com/karpathy/nanochat",
             note,
@@ -274,14 +284,23 @@ def _released() -> Iterator[tuple[str, Preset]]:
 
 # The ledger's recommendation (recipes/recommended/test.yaml), at the size of the small GPT-2. Both start with the
 # embedding with which vanilla was better there.
-def _recommended() -> Iterator[tuple[str, Preset]]:
-    base, ledger = _sizes(12, 768, 12, None, 2048) | dict(embedding_range=0.1), "headwater, docs/ledger.md"
+def _recommended_presets() -> Iterator[Preset]:
+    base, ledger = _size_fields(12, 768, 12, None, 2048) | dict(embedding_range=0.1), "headwater, docs/ledger.md"
     sites = ["attention_input", "feed_forward_input"]
     note = "Canon-AC + SVFormer, the recommendation; tested with 2.9M to 34M parameters, and not yet at this size"
-    yield _preset("headwater-base", ledger, note, None, base, short_conv={"sites": sites}, svformer={})
-    yield _preset("headwater-base-vanilla", ledger, "baseline", None, base)
+    yield _make_preset("headwater-base", ledger, note, None, base, short_conv={"sites": sites}, svformer={})
+    yield _make_preset("headwater-base-vanilla", ledger, "baseline", None, base)
 
 
-PRESETS = dict(
-    chain(_gpt2(), _kv_shifting(), _value_residual(), _tokenformer(), _vision(), _released(), _recommended())
-)
+PRESETS = {
+    entry.name: entry
+    for entry in chain(
+        _gpt2_presets(),
+        _kv_shifting_presets(),
+        _value_residual_presets(),
+        _tokenformer_presets(),
+        _vision_presets(),
+        _released_presets(),
+        _recommended_presets(),
+    )
+}

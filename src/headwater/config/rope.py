@@ -1,7 +1,5 @@
 """The field `rope_parameters`: what it leaves out, and what it must be. `config` is always a `HeadwaterConfig`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters

@@ -18,7 +18,7 @@ from headwater.config.options import parse_options
 from headwater.config.rope import check_rope, complete_rope
 from headwater.plugins import outside
 from headwater.plugins.registry import MECHANISMS, as_mapping, resolve
-from headwater.util.errors import HeadwaterError, nearest, sentence, shown, unusable
+from headwater.util.errors import HeadwaterError, find_unusable, nearest, sentence, shown
 
 _SIZES = (
     "vocab_size",
@@ -186,7 +186,7 @@ class HeadwaterConfig(PreTrainedConfig):
                 raise HeadwaterError(
                     f"position {self.position!r} has no rope_parameters; leave them out, or set position to rope."
                 )
-        if not by_hand:
+        else:
             self._check_outside()
         kwargs.setdefault("auto_map", {})  # TRL reads it from every config whose class is not transformers' own
         super().__post_init__(**kwargs)
@@ -197,20 +197,20 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """As in transformers. Raises `HeadwaterError` for another model's config, which would be read with defaults."""
+        """transformers' method. Raises `HeadwaterError` for another model's config, which defaults would complete."""
         content, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         kind = content.get("model_type", cls.model_type)
         if kind != cls.model_type:
             raise HeadwaterError(
-                f"{str(pretrained_model_name_or_path)!r} is a model of type {kind!r}, and {cls.__name__} describes "
-                f"those of type {cls.model_type!r}; load it with transformers' AutoModelForCausalLM or another Auto "
+                f"{str(pretrained_model_name_or_path)!r} is a model of type {kind!r}, but {cls.__name__} describes "
+                f"models of type {cls.model_type!r}; load it with transformers' AutoModelForCausalLM or another Auto "
                 "class, or convert it with `headwater retrofit` first."
             )
         return content, unused
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers. Names that headwater does not know are kept and saved again.
+        """transformers' method. Names that headwater does not know are kept and saved again.
 
         trust: modules and names from outside that the file may name (`headwater.plugins.outside`), as in
         `from_pretrained(folder, trust=["package.module"])`.
@@ -297,9 +297,9 @@ class HeadwaterConfig(PreTrainedConfig):
     def _complete_mechanisms(self) -> None:
         """Store the options with their defaults filled in, so that a saved config says what the model does."""
         mechanisms = as_mapping(self.mechanisms) or {}
-        named = [(_name_of(str(name)), options) for name, options in mechanisms.items()]
-        self.mechanisms = {name: self._complete_options(name, options) for name, options in named}
-        if len(self.mechanisms) < len(named):
+        entries = [(_name_of(str(name)), options) for name, options in mechanisms.items()]
+        self.mechanisms = {name: self._complete_options(name, options) for name, options in entries}
+        if len(self.mechanisms) < len(entries):
             raise HeadwaterError(f"mechanisms has a repeated name: {', '.join(map(str, mechanisms))}; name each once.")
 
     def _complete_options(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -340,7 +340,7 @@ class HeadwaterConfig(PreTrainedConfig):
         self._check_numbers()
         if self.unit_offset_norm and (self.norm != "rms_norm" or not self.norm_weight):
             raise HeadwaterError("unit_offset_norm needs an RMSNorm with a weight; set norm=rms_norm and norm_weight.")
-        if (problem := unusable({name: getattr(self, name) for name in self.field_names()})) is not None:
+        if (problem := find_unusable({name: getattr(self, name) for name in self.field_names()})) is not None:
             raise HeadwaterError(f"{'.'.join(problem[0])}: {problem[1]}.")
         if self.hidden_act not in ACT2FN:
             raise HeadwaterError(
@@ -385,12 +385,12 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
-        """As in transformers, but for all code that a model needs. Raises `HeadwaterError` for another class's."""
-        if not auto_map.register(cls, auto_class):
+        """transformers' method, but for all code that a model needs. Raises `HeadwaterError` for another class's."""
+        if not auto_map.register_class(cls, auto_class):
             super().register_for_auto_class(auto_class)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As in transformers. Raises `HeadwaterError` if the folder lacks the code that belongs to it."""
+        """transformers' method. Raises `HeadwaterError` if the folder lacks the code that belongs to it."""
         auto_map.check_code(self, save_directory)
         try:
             super().save_pretrained(save_directory, push_to_hub, **kwargs)
@@ -398,7 +398,7 @@ class HeadwaterConfig(PreTrainedConfig):
             raise HeadwaterError(f"This config cannot be saved: {sentence(error)}") from error
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """As in transformers, which sorts all keys; but mechanisms keep their order and derived fields are left out."""
+        """transformers' method, which sorts all keys; but mechanisms keep their order. Derived fields are left out."""
         content = json.loads(super().to_json_string(use_diff))
         content.pop("layer_types", None)  # derived, and with types that plain transformers does not know
         if not content.get("auto_map"):
@@ -433,11 +433,10 @@ class HeadwaterConfig(PreTrainedConfig):
 def _name_of(name: str) -> str:
     """The one name by which a mechanism is known, for any of its names. Raises `HeadwaterError`."""
     kind = resolve(name)
-    known = MECHANISMS.name_of(kind)
     # A name added by a test or a notebook takes precedence.
-    known = name if MECHANISMS.has(name) or name in MECHANISMS.added else known
-    if kind.registered_name() != known:
+    registered = name if MECHANISMS.has(name) or name in MECHANISMS.added else MECHANISMS.name_of(kind)
+    if (class_name := kind.registered_name()) != registered:
         raise HeadwaterError(
-            f"Mechanism {known!r} calls itself {kind.registered_name()!r}; remove registered_name() from its class."
+            f"Mechanism {registered!r} calls itself {class_name!r}; remove registered_name() from its class."
         )
-    return known
+    return registered

@@ -95,19 +95,17 @@ class HeadwaterVisionConfig(HeadwaterConfig):
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
-        """As `HeadwaterConfig.field_names`, without those that only language models have."""
+        """The same as `HeadwaterConfig.field_names`, without those that only language models have."""
         names = dict.fromkeys((*HeadwaterVisionConfig.__annotations__, *super().field_names()))
         return tuple(name for name in names if name not in LANGUAGE)
 
     def complete_fields(self) -> None:
-        """As `HeadwaterConfig.complete_fields`."""
+        """The same as `HeadwaterConfig.complete_fields`."""
         self._check_images()
         super().complete_fields()
         for name in self.mechanisms:
             if resolve(name).needs_input_ids:
-                raise HeadwaterError(
-                    f"Mechanism {name!r} reads tokens by their ids, and images have none; leave it out."
-                )
+                raise HeadwaterError(f"Mechanism {name!r} reads token ids, and images have none; leave it out.")
 
     def _check_images(self) -> None:
         for name, neutral in LANGUAGE.items():
@@ -119,7 +117,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
                 setattr(self, name, sizes := list(sizes))
             if isinstance(sizes, list) and len(sizes) != 2:
                 raise HeadwaterError(f"{name} must be one number, or [height, width], not {shown(sizes)}.")
-            if not all(1 <= size < 2**20 for size in _pair(sizes)):
+            if not all(1 <= size < 2**20 for size in _as_pair(sizes)):
                 raise HeadwaterError(f"{name} must be at least 1 pixel and below a million, not {shown(sizes)}.")
         if not 1 <= self.num_channels < 2**20:
             raise HeadwaterError(f"num_channels must be at least 1, not {shown(self.num_channels)}.")
@@ -140,7 +138,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
             )
 
     def check_rope(self) -> None:
-        """As `HeadwaterConfig.check_rope`; images have fewer kinds."""
+        """The same as `HeadwaterConfig.check_rope`; images have fewer kinds."""
         super().check_rope()
         if self.rope_parameters["rope_type"] != "default":
             raise HeadwaterError(
@@ -156,12 +154,12 @@ class HeadwaterVisionConfig(HeadwaterConfig):
     @property
     def image_shape(self) -> tuple[int, int]:
         """Height and width of an image in pixels."""
-        return _pair(self.image_size)
+        return _as_pair(self.image_size)
 
     @property
     def patch_shape(self) -> tuple[int, int]:
         """Height and width of a patch in pixels."""
-        return _pair(self.patch_size)
+        return _as_pair(self.patch_size)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -170,7 +168,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
 
     @property
     def first_patch(self) -> int:
-        """How many tokens come before the patches: the class token, if there is one, and the registers."""
+        """Number of tokens before the patches: the class token, if there is one, and the registers."""
         return (self.pooling == "token") + self.register_tokens
 
     @property
@@ -195,10 +193,10 @@ class HeadwaterVisionConfig(HeadwaterConfig):
         return height // high, width // wide
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """As `HeadwaterConfig.to_json_string`, without the fields of language models."""
+        """The same as `HeadwaterConfig.to_json_string`, without the fields of language models."""
         content = json.loads(super().to_json_string(use_diff))
         return json.dumps({name: value for name, value in content.items() if name not in LANGUAGE}, indent=2) + "\n"
 
 
-def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+def _as_pair(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])

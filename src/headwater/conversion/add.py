@@ -3,8 +3,6 @@
 Each mechanism states its own identity (`AddsToTrainedModel`).
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any, TypeVar, get_args
 
@@ -15,7 +13,7 @@ from headwater.config.capabilities import Map, replaces_linear
 from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
-from headwater.conversion.families import assemble, own_tensors
+from headwater.conversion.families import assemble_model, own_tensors
 from headwater.mechanisms.capabilities import AddsToTrainedModel
 from headwater.mechanisms.named import owner_of
 from headwater.models.pretrained import HeadwaterPreTrainedModel
@@ -45,25 +43,27 @@ def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) 
     present = config.mechanisms or {}
     if "blend" in present:
         raise HeadwaterError(
-            "The model is on its way to a smaller cache, and what it goes over to would lack the new mechanism; finish "
-            "the conversion first."
+            "The model is being converted to a smaller cache, and the result would lack the new mechanism; finish the "
+            "conversion first."
         )
-    added = {name: _options(name, options, config, allow_change) for name, options in requested.items()}
+    added = {name: _choose_options(name, options, config, allow_change) for name, options in requested.items()}
     config.mechanisms = in_order(present | added, present)
     config.complete_fields()
     possible, _ = supported_kernels(config)
     if possible is not None and config._attn_implementation not in possible:
         config._attn_implementation = None  # the model then chooses one that can
-    return assemble(type(model), config, tensors_of(model, config), model)
+    return assemble_model(type(model), config, tensors_of(model, config), model)
 
 
-def _options(name: str, chosen: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool) -> dict[str, Any]:
+def _choose_options(
+    name: str, chosen: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool
+) -> dict[str, Any]:
     """The options with which a mechanism is added."""
     kind = resolve(name)
     if name in (config.mechanisms or {}):
         raise HeadwaterError(f"The model already has mechanism {name!r}; leave it out.")
     options, width = parse_options(kind, chosen), config.hidden_size
-    if any(replaces_linear(kind, options, config, 0, part, width) for part in get_args(Map)):
+    if any(replaces_linear(kind, options, config, 0, map_name, width) for map_name in get_args(Map)):
         raise HeadwaterError(
             f"Mechanism {name!r} replaces the model's linear layers and cannot be added to them; train a model with it."
         )
@@ -100,8 +100,8 @@ def kept_heads(name: str, tensor: Tensor, shape: torch.Size, plans: list[tuple[L
     if tensor.shape == shape:
         return tensor.detach().clone()
     choices = set()
-    for before, after in (plan for plan in plans if f".layers.{plan[0].index}." in f".{name}"):
-        for had, has in ((before.k_heads, after.k_heads), (before.v_heads, after.v_heads)):
+    for old_plan, new_plan in (plan for plan in plans if f".layers.{plan[0].index}." in f".{name}"):
+        for had, has in ((old_plan.k_heads, new_plan.k_heads), (old_plan.v_heads, new_plan.v_heads)):
             for dim, size in enumerate(tensor.shape[: len(shape)]):
                 fits = shape == (*tensor.shape[:dim], size * len(has) // max(1, len(had)), *tensor.shape[dim + 1 :])
                 if fits and set(has) <= set(had):

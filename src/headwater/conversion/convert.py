@@ -1,4 +1,4 @@
-"""From a trained model to one with a smaller cache: shared layers, or fewer key/value heads.
+"""Conversion of a trained model to one with a smaller cache: shared layers, or fewer key/value heads.
 
     blended     the model with `blend`, which mixes its keys and values with those of the smaller model, the goal; at
                 weight 0 the function is unchanged
@@ -13,8 +13,6 @@ Procrustes), and its keys, as complex numbers z, for the angle of Σ_t conj(z_t)
 turned towards the first of their group (for GQA as in arXiv 2412.20677).
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Mapping
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.add import add_mechanisms, kept_heads, tensors_of
-from headwater.conversion.families import assemble, own_tensors
+from headwater.conversion.families import assemble_model, own_tensors
 from headwater.mechanisms.blend import Blend
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
@@ -37,10 +35,10 @@ from headwater.util.errors import HeadwaterError
 BLEND = Blend.registered_name()
 
 
-def blended_config(
+def blend_config(
     config: HeadwaterConfig, mechanisms: Any = None, num_key_value_heads: int | None = None, weight: float = 0.0
 ) -> HeadwaterConfig:
-    """The config of `blended`. Raises `HeadwaterError` if the goal contradicts it, or shares nothing."""
+    """The config of `blend_model`. Raises `HeadwaterError` if the goal contradicts it, or shares nothing."""
     if way_of(config) is not None:
         raise HeadwaterError("The model is being converted already; finish that first (finish_conversion: true).")
     if not isinstance(config, HeadwaterConfig) or not config.is_causal:
@@ -61,11 +59,11 @@ def way_of(config: HeadwaterConfig) -> dict[str, Any] | None:
 def check_conversion(config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` if a blended model of this config cannot be finished; no weights are needed."""
     _check_pooling(HeadwaterForCausalLM.make_skeleton(config))
-    tensors_of(HeadwaterForCausalLM.make_skeleton(narrow_config(config)), finished_config(config))
+    tensors_of(HeadwaterForCausalLM.make_skeleton(narrow_config(config)), finish_config(config))
 
 
-def finished_config(config: HeadwaterConfig) -> HeadwaterConfig:
-    """The config of `finished`. Raises `HeadwaterError` if the model is not being converted."""
+def finish_config(config: HeadwaterConfig) -> HeadwaterConfig:
+    """The config of `finish_model`. Raises `HeadwaterError` if the model is not being converted."""
     if (options := way_of(config)) is None:
         raise HeadwaterError(
             "The model is not being converted, so there is nothing to finish; leave out finish_conversion."
@@ -73,7 +71,7 @@ def finished_config(config: HeadwaterConfig) -> HeadwaterConfig:
     return Blend.goal(options, config)
 
 
-def blended(
+def blend_model(
     model: HeadwaterForCausalLM,
     mechanisms: Any = None,
     num_key_value_heads: int | None = None,
@@ -84,21 +82,21 @@ def blended(
     weight: how far it is on its way, 0 to 1. At 0 the function is unchanged.
     Raises `HeadwaterError` for mechanisms that contradict the model, share nothing, or cannot be had with its own.
     """
-    config = blended_config(model.config, mechanisms, num_key_value_heads, weight)
+    config = blend_config(model.config, mechanisms, num_key_value_heads, weight)
     config._attn_implementation = model.config._attn_implementation
     names = {name for name in own_tensors(HeadwaterForCausalLM.make_skeleton(config)) if f".{BLEND}." in name}
     tensors = {name: tensor.detach().clone() for name, tensor in own_tensors(model).items()}
-    converted = assemble(type(model), config, tensors | {name: torch.full((1,), weight) for name in names}, model)
+    converted = assemble_model(type(model), config, tensors | {name: torch.full((1,), weight) for name in names}, model)
     _check_pooling(converted)
     return converted
 
 
-def finished(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
+def finish_model(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
     """The goal of a blended model: the same function as at weight 1, with a smaller cache.
 
     Raises `HeadwaterError` if it is still on its way, or was never blended.
     """
-    finished_config(model.config)  # which says so if there is none
+    finish_config(model.config)  # which says so if there is none
     weights = {float(module.weight) for module in model.modules() if isinstance(module, Blend)}
     if min(weights, default=1.0) < 1:
         raise HeadwaterError(
@@ -108,7 +106,7 @@ def finished(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
     config = narrow_config(model.config)
     config._attn_implementation = model.config._attn_implementation
     tensors = {name: tensor for name, tensor in own_tensors(model).items() if f".{BLEND}." not in name}
-    pooled = assemble(type(model), config, pooled_tensors(tensors, model.config), model)
+    pooled = assemble_model(type(model), config, pool_tensors(tensors, model.config), model)
     mechanisms = (way_of(model.config) or {})["mechanisms"]
     return add_mechanisms(pooled, mechanisms, allow_change=True) if mechanisms else pooled
 
@@ -124,13 +122,11 @@ def narrow_config(config: HeadwaterConfig) -> HeadwaterConfig:
 
 
 def group_of(config: HeadwaterConfig) -> int:
-    """How many key/value heads of a blended model become one."""
+    """Number of key/value heads of a blended model that become one."""
     return Blend.group_of(way_of(config) or {}, config)
 
 
-def pooled_tensors(
-    tensors: Mapping[str, Tensor], config: HeadwaterConfig, are_state: bool = False
-) -> dict[str, Tensor]:
+def pool_tensors(tensors: Mapping[str, Tensor], config: HeadwaterConfig, are_state: bool = False) -> dict[str, Tensor]:
     """Tensors of a blended model, by name; those of its key and value projections with one head for each group.
 
     are_state: they are Adam's averages, where each head's gradient is that of the mean, divided by how many heads there
@@ -149,12 +145,12 @@ def pooled_tensors(
     return {name: pooled(name, tensor) for name, tensor in tensors.items()}
 
 
-def finished_state(state: Mapping[str, Tensor], before: HeadwaterForCausalLM, after: HeadwaterForCausalLM) -> dict:
-    """The optimizer's state, by name, for `after`, which is `before` finished."""
-    config, shapes = before.config, {name: parameter.shape for name, parameter in after.named_parameters()}
-    plans = list(zip(plan_layers(narrow_config(config)), after.plans, strict=True))
+def finish_state(state: Mapping[str, Tensor], old_model: HeadwaterForCausalLM, new_model: HeadwaterForCausalLM) -> dict:
+    """The optimizer's state, by name, for `new_model`, which is `old_model` finished."""
+    config, shapes = old_model.config, {name: parameter.shape for name, parameter in new_model.named_parameters()}
+    plans = list(zip(plan_layers(narrow_config(config)), new_model.plans, strict=True))
     carried = {}
-    for name, tensor in pooled_tensors(state, config, are_state=True).items():
+    for name, tensor in pool_tensors(state, config, are_state=True).items():
         parameter = name.removeprefix("optimizer.").rpartition(".")[0]
         if tensor.shape == (1,) and parameter in shapes:
             carried[name] = tensor
@@ -168,7 +164,7 @@ def _check_pooling(model: HeadwaterForCausalLM) -> None:
     if group_of(model.config) == 1:
         return
     goal = own_tensors(HeadwaterForCausalLM.make_skeleton(narrow_config(model.config)))
-    for name, tensor in pooled_tensors(own_tensors(model), model.config).items():
+    for name, tensor in pool_tensors(own_tensors(model), model.config).items():
         if f".{BLEND}." not in name and (name not in goal or goal[name].shape != tensor.shape):
             raise HeadwaterError(
                 f"{name!r} is not a plain linear map to key/value heads, so they cannot be pooled; let layers share "
@@ -179,17 +175,17 @@ def _check_pooling(model: HeadwaterForCausalLM) -> None:
 # Turning
 
 
-def _attentions(model: HeadwaterForCausalLM) -> list[Attention]:
+def _list_attentions(model: HeadwaterForCausalLM) -> list[Attention]:
     return [cast(Any, block).self_attn for block in model.model.layers]
 
 
 @torch.no_grad()
-def samples(model: HeadwaterForCausalLM, rows: Tensor) -> list[dict[str, Tensor]]:
+def sample_heads(model: HeadwaterForCausalLM, rows: Tensor) -> list[dict[str, Tensor]]:
     """Keys "k" and values "v" of each layer as projected for rows of tokens, [tokens, heads, d] each."""
     outputs: list[dict[str, list[Tensor]]] = [{"k": [], "v": []} for _ in model.model.layers]
     with ExitStack() as stack:
         stack.callback(model.train, model.training)
-        for layer, attention in zip(outputs, _attentions(model), strict=True):
+        for layer, attention in zip(outputs, _list_attentions(model), strict=True):
             for kind, heads in layer.items():
                 if (projection := getattr(attention, f"{kind}_proj")) is not None:
                     hook = functools.partial(_keep_heads, heads, attention.head_dim)
@@ -212,18 +208,18 @@ def can_turn(model: HeadwaterForCausalLM) -> dict[str, bool]:
     plain = of_one_kind and not ((model.config.mechanisms or {}).keys() - {BLEND})
     plain = plain and all(
         isinstance(getattr(attention, name), nn.Linear)
-        for attention in _attentions(model)
+        for attention in _list_attentions(model)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj")
     )
     return {"k": plain and not model.config.qk_norm, "v": plain}
 
 
-def _spun(model: HeadwaterForCausalLM, kind: str) -> int:
-    """How many of a head's channels RoPE turns, of this part."""
+def _count_spun(model: HeadwaterForCausalLM, kind: str) -> int:
+    """Number of channels of a head's keys or values that RoPE turns."""
     return model.config.rotary_dim if kind == "k" and model.config.position == "rope" else 0
 
 
-def rotations(x: Tensor, target: Tensor, spun: int = 0) -> Tensor:
+def find_rotations(x: Tensor, target: Tensor, spun: int = 0) -> Tensor:
     """The orthogonal matrices R, [heads, d, d], for which x·R is nearest to the target, both [tokens, heads, d].
 
     spun: how many channels RoPE rotates; of these, only the two of a pair may mix.
@@ -245,45 +241,45 @@ def rotations(x: Tensor, target: Tensor, spun: int = 0) -> Tensor:
     return matrices
 
 
-def turned(x: Tensor, matrices: Tensor) -> Tensor:
+def turn_samples(x: Tensor, matrices: Tensor) -> Tensor:
     """x [tokens, heads, d], each head times its matrix."""
     return torch.einsum("thi,hij->thj", x, matrices.to(x.dtype))
 
 
 @torch.no_grad()
-def align(
+def align_layers(
     model: HeadwaterForCausalLM, rows: Tensor, mechanisms: Any = None, num_key_value_heads: int | None = None
 ) -> bool:
-    """Turn the model's keys and values as near to those that `blended` is to mix them with as turning brings them, on
-    `rows` of tokens [B, T]; the function stays. Returns whether anything could be turned."""
-    config = blended_config(model.config, mechanisms, num_key_value_heads)
-    parts = [kind for kind, can in can_turn(model).items() if can]
-    if not parts:
+    """Turn the model's keys and values as near as possible to those that `blend_model` mixes them with, on `rows` of
+    tokens [B, T]; the function stays the same. Returns whether anything could be turned."""
+    config = blend_config(model.config, mechanisms, num_key_value_heads)
+    kinds = [kind for kind, can in can_turn(model).items() if can]
+    if not kinds:
         return False
-    have = samples(model, rows)
-    group, goal = group_of(config), plan_layers(finished_config(config))
-    for layer, attention in enumerate(_attentions(model)):
-        for kind in parts:
+    have = sample_heads(model, rows)
+    group, goal = group_of(config), plan_layers(finish_config(config))
+    for layer, attention in enumerate(_list_attentions(model)):
+        for kind in kinds:
             x = have[layer][kind]
             heads = x.shape[1]
             if group > 1:  # towards the first of the group, which stays
                 leaders = torch.arange(heads) // group * group
-                matrices = rotations(x, x[:, leaders], _spun(model, kind))
-                x = _turn(attention, kind, x, matrices, torch.arange(heads) != leaders)
+                matrices = find_rotations(x, x[:, leaders], _count_spun(model, kind))
+                x = _turn_heads(attention, kind, x, matrices, torch.arange(heads) != leaders)
             sources = [getattr(goal[layer].attends[head // group], kind) for head in range(heads)]
             if any(source != layer for source in sources):
-                targets = torch.stack([_pooled(have[s][kind], group)[:, h] for h, s in enumerate(sources)], dim=1)
-                matrices = rotations(_pooled(x, group), targets, _spun(model, kind))
-                x = _turn(attention, kind, x, matrices, torch.tensor([source != layer for source in sources]))
+                targets = torch.stack([_pool_samples(have[s][kind], group)[:, h] for h, s in enumerate(sources)], dim=1)
+                matrices = find_rotations(_pool_samples(x, group), targets, _count_spun(model, kind))
+                x = _turn_heads(attention, kind, x, matrices, torch.tensor([source != layer for source in sources]))
             have[layer][kind] = x
     return True
 
 
-def _pooled(x: Tensor, group: int) -> Tensor:
+def _pool_samples(x: Tensor, group: int) -> Tensor:
     return x if group == 1 else x.unflatten(1, (-1, group)).mean(2).repeat_interleave(group, dim=1)
 
 
-def _turn(attention: Attention, kind: str, x: Tensor, matrices: Tensor, chosen: Tensor) -> Tensor:
+def _turn_heads(attention: Attention, kind: str, x: Tensor, matrices: Tensor, chosen: Tensor) -> Tensor:
     """Turn a layer's keys, and its queries with them; or its values, and what the output projection reads back.
 
     chosen: the heads that are turned; the others stay. Returns what the projection gave, x, turned.
@@ -291,18 +287,18 @@ def _turn(attention: Attention, kind: str, x: Tensor, matrices: Tensor, chosen: 
     same = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     matrices = torch.where(chosen[:, None, None].to(matrices.device), matrices, same)
     of_queries = matrices.repeat_interleave(attention.num_key_value_groups, dim=0)
-    _rows(cast(nn.Linear, getattr(attention, f"{kind}_proj")), matrices)
+    _turn_rows(cast(nn.Linear, getattr(attention, f"{kind}_proj")), matrices)
     if kind == "k":
-        _rows(cast(nn.Linear, attention.q_proj), of_queries)
+        _turn_rows(cast(nn.Linear, attention.q_proj), of_queries)
     else:
         weight = cast(nn.Linear, attention.o_proj).weight
         heads = weight.double().unflatten(1, (len(of_queries), -1))
         weight.copy_(torch.einsum("ohi,hij->ohj", heads, of_queries.to(weight.device)).flatten(1))
-    return turned(x, matrices)
+    return turn_samples(x, matrices)
 
 
-def _rows(linear: nn.Linear, matrices: Tensor) -> None:
-    """What a linear layer gives, each head times its matrix."""
+def _turn_rows(linear: nn.Linear, matrices: Tensor) -> None:
+    """Multiply each head of a linear layer's output by its matrix, in place."""
     for parameter in (linear.weight, linear.bias):
         if parameter is not None:
             heads = parameter.double().unflatten(0, (len(matrices), -1))

@@ -1,7 +1,5 @@
 """Export: a checkpoint folder that plain transformers loads, with `trust_remote_code=True` and without headwater."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from headwater.conversion import to_transformers
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.input_checks import check_paged
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import check_free, local, staged
+from headwater.util.files import check_free, local, stage_folder
 
 
 def export(
@@ -34,22 +32,22 @@ def export(
     """
     folder = local(folder).absolute()
     if auto_class_of(type(model)) is None:
-        ours = ", ".join(target.partition(":")[2] for _, target in EXPORTED if ".models." in target)
+        class_names = ", ".join(target.partition(":")[2] for _, target in EXPORTED if ".models." in target)
         raise HeadwaterError(
-            f"A {type(model).__name__} cannot be exported; pass a model of one of these classes: {ours}."
+            f"A {type(model).__name__} cannot be exported; pass a model of one of these classes: {class_names}."
         )
-    before = model.config  # the classes used by later checkpoints of a training run do not change
-    model.config = copy.deepcopy(before)
-    model.config.auto_map = auto_map_of(before)  # saving writes the code because of this
+    config = model.config  # the classes used by later checkpoints of a training run do not change
+    model.config = copy.deepcopy(config)
+    model.config.auto_map = auto_map_of(config)  # saving writes the code because of this
     try:
-        if materialise and not before.is_causal:
+        if materialise and not config.is_causal:
             raise HeadwaterError("materialise is for engines that generate text; leave it out for an image model.")
         if materialise:
             model.config.materialise = True
             check_paged(model.config, plan_layers(model.config))
-        _write(model, folder, tokenizer)
+        _write_folder(model, folder, tokenizer)
     finally:
-        model.config = before
+        model.config = config
     return folder
 
 
@@ -63,12 +61,12 @@ def export_family(
     """
     folder = local(folder).absolute()
     check_free(folder)
-    _write(to_transformers(model, family), folder, tokenizer)
+    _write_folder(to_transformers(model, family), folder, tokenizer)
     return folder
 
 
-def _write(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    with staged(folder) as beside:
+def _write_folder(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    with stage_folder(folder) as beside:
         model.save_pretrained(beside)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)

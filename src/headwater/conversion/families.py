@@ -6,8 +6,6 @@ of theirs that headwater supports at only one value (`required`). A config is wr
 any difference is something that the family cannot express.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -38,7 +36,7 @@ from headwater.config.vision import HeadwaterVisionConfig
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.load import (
     CONFIG,
-    build,
+    build_model,
     check_finite,
     config_from,
     model_type,
@@ -61,7 +59,7 @@ _OLD_BUFFER = ".attn.masked_bias"
 
 @dataclass(frozen=True)
 class Link:
-    """One module of theirs, and those of ours that it is; `{}` is the layer.
+    """One module of theirs, and the modules of ours that correspond to it; `{}` is the layer.
 
     transposed: its matrix is [in, out], as in Conv1D.
     interleaved: the rows of our modules alternate head by head, [H, modules, d]; otherwise they follow one another.
@@ -78,26 +76,26 @@ class Link:
     convolves: bool = False
     bare: bool = False
 
-    def split(self, tensor: Tensor, config: HeadwaterConfig) -> tuple[Tensor, ...]:
+    def split_tensor(self, tensor: Tensor, config: HeadwaterConfig) -> tuple[Tensor, ...]:
         """Their weight or bias -> one for each of our modules."""
         if self.bare or (self.convolves and tensor.ndim == 4):
             return (tensor.flatten(0, 1) if self.bare else tensor.flatten(1),)
         if self.backwards:
-            return (halves_exchanged(tensor, config),)
+            return (exchange_halves(tensor, config),)
         tensor = tensor.mT if self.transposed and tensor.ndim == 2 else tensor
         if self.interleaved:
             by_head = tensor.unflatten(0, (config.num_attention_heads, len(self.ours), -1)).unbind(1)
             return tuple(x.flatten(0, 1) for x in by_head)
         return tensor.chunk(len(self.ours))
 
-    def join(self, tensors: list[Tensor], config: HeadwaterConfig) -> Tensor:
+    def join_tensors(self, tensors: list[Tensor], config: HeadwaterConfig) -> Tensor:
         """The weights or biases of our modules -> theirs."""
         if self.interleaved:
             heads = (config.num_attention_heads, -1)
             return torch.stack([x.unflatten(0, heads) for x in tensors], dim=1).flatten(0, 2)
         tensor = torch.cat(tensors)
         if self.backwards:
-            return halves_exchanged(tensor, config)
+            return exchange_halves(tensor, config)
         if self.bare:
             return tensor[None]
         if self.convolves and tensor.ndim == 2:
@@ -111,7 +109,8 @@ class Family:
 
     model: its causal language model, or its image classifier.
     fields: field of our config -> field of its config.
-    fixed: fields of our config that are the same in the whole family, unless `read_more` gives them.
+    fixed: fields of our config that are the same in the whole family, unless `read_more` gives them; fields in neither
+        table have the defaults of our config in it.
     required: fields of its config that ours has no counterpart of, with the value at which both are the same.
     windowed: fields of its config that a sliding window needs besides.
     partial_rope: whether RoPE may apply to only a part of each head.
@@ -123,8 +122,8 @@ class Family:
 
     model: type[PreTrainedModel]
     fields: dict[str, str]
-    fixed: dict[str, Any]
     links: tuple[Link, ...]
+    fixed: dict[str, Any] = field(default_factory=dict)
     required: dict[str, Any] = field(default_factory=dict)
     windowed: dict[str, Any] = field(default_factory=dict)
     partial_rope: bool = False
@@ -137,7 +136,7 @@ class Family:
     def name(self) -> str:
         return self.model.config_class.model_type
 
-    def modules(self, layers: int) -> Iterator[Link]:
+    def list_links(self, layers: int) -> Iterator[Link]:
         """The links of a model, expanded for each layer."""
         for link in self.links:
             for layer in range(layers if "{}" in link.theirs else 1):
@@ -157,31 +156,31 @@ class Family:
                     f"A {self.name} model with {name}={getattr(config, name)} is not supported; use one with "
                     f"{name}={value}."
                 )
-        values = {ours: getattr(config, theirs, None) for ours, theirs in self.fields.items()}
+        values = {name: getattr(config, source, None) for name, source in self.fields.items()}
         if "sliding_window" in values:
-            values |= self._window(config)
+            values |= self._read_window(config)
         values |= {} if self.read_more is None else self.read_more(config)
         if "rope_parameters" in values:
-            values["rope_parameters"] = self._rope(values["rope_parameters"] or {})
+            values["rope_parameters"] = self._read_rope(values["rope_parameters"] or {})
         values = {name: value for name, value in values.items() if value is not None}
         try:
             return self.ours.config_class(**self.fixed | values, dtype=config.dtype)
         except (HeadwaterError, StrictDataclassError, TypeError) as error:
             raise HeadwaterError(f"This {self.name} model is not supported: {sentence(error)}") from error
 
-    def _window(self, config: PreTrainedConfig) -> dict[str, Any]:
+    def _read_window(self, config: PreTrainedConfig) -> dict[str, Any]:
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
         if len(set(kinds)) > 1 and not _has_kinds(type(config)):
             raise HeadwaterError(
                 f"A {self.name} model has a sliding window in all layers or in none, whatever its layer_types say; "
-                "remove them."
+                "remove layer_types."
             )
         layers = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
         if config.sliding_window is None or not layers:
             return {"sliding_window": None}
         return {"sliding_layers": layers if len(layers) < len(kinds) else None}
 
-    def _rope(self, parameters: dict[str, Any]) -> dict[str, Any]:
+    def _read_rope(self, parameters: dict[str, Any]) -> dict[str, Any]:
         if any(isinstance(value, dict) for value in parameters.values()):
             raise HeadwaterError(
                 f"This {self.name} model's rope_parameters differ between layers; use one whose layers all share them."
@@ -203,23 +202,24 @@ class Family:
     def write_config(self, config: HeadwaterConfig) -> PreTrainedConfig:
         """Our config as theirs. Raises `HeadwaterError` naming the first field that the family cannot express."""
         try:
-            written = self._written(config)
+            written = self._write_fields(config)
             restored = self.read_config(written)
         except (HeadwaterError, StrictDataclassError, ValueError, TypeError) as error:
             raise HeadwaterError(
                 f"The model's config cannot be written in the {self.name} format: {sentence(error)}"
             ) from error
-        for name in _compared(config):
-            ours, theirs = _comparable(config, name), _comparable(restored, name)
-            if ours != theirs:
+        unread = {"norm_bias", "final_norm_bias"} if config.norm == "rms_norm" else set()
+        for name in (name for name in config.field_names() if name not in _BESIDE | unread):
+            value, family_value = _make_comparable(config, name), _make_comparable(restored, name)
+            if value != family_value:
                 raise HeadwaterError(
-                    f"A {self.name} model cannot have {name} {ours!r}, only {theirs!r}; change it, or choose another "
-                    "family."
+                    f"A {self.name} model cannot have {name} {value!r}, only {family_value!r}; change it, or choose "
+                    "another family."
                 )
         return written
 
-    def _written(self, config: HeadwaterConfig) -> PreTrainedConfig:
-        values = self.required | {theirs: getattr(config, ours) for ours, theirs in self.fields.items()}
+    def _write_fields(self, config: HeadwaterConfig) -> PreTrainedConfig:
+        values = self.required | {source: getattr(config, name) for name, source in self.fields.items()}
         if self.partial_rope:  # their default is another part
             values["rope_parameters"] = {"partial_rotary_factor": 1.0} | (config.rope_parameters or {})
         make = self.model.config_class
@@ -234,8 +234,8 @@ class Family:
 
     def read_tensors(self, tensors: dict[str, Tensor], config: HeadwaterConfig) -> dict[str, Tensor]:
         """Their tensors as copies under our names; `config` is ours. Raises `HeadwaterError` for an unknown one."""
-        links = {link.theirs: link for link in self.modules(config.num_hidden_layers)}
-        read = {}
+        links = {link.theirs: link for link in self.list_links(config.num_hidden_layers)}
+        converted = {}
         for name, tensor in tensors.items():
             module, _, kind = (name, "", "weight") if name in links else name.rpartition(".")
             if module not in links:
@@ -244,19 +244,19 @@ class Family:
                     f"remove what was added to it."
                 )
             link = links[module]
-            for ours, piece in zip(link.ours, link.split(tensor, config), strict=True):
-                read[f"{ours}.{kind}"] = _copy(piece)
-        return read
+            for target, piece in zip(link.ours, link.split_tensor(tensor, config), strict=True):
+                converted[f"{target}.{kind}"] = _copy_tensor(piece)
+        return converted
 
     def write_tensors(self, tensors: dict[str, Tensor], config: HeadwaterConfig) -> dict[str, Tensor]:
         """Our tensors as copies under their names."""
         written = {}
-        for link in self.modules(config.num_hidden_layers):
+        for link in self.list_links(config.num_hidden_layers):
             for kind in ("weight", "bias"):
-                stored = [tensors[name] for name in (f"{ours}.{kind}" for ours in link.ours) if name in tensors]
+                stored = [tensors[name] for name in (f"{module}.{kind}" for module in link.ours) if name in tensors]
                 if stored:
                     name = link.theirs if link.bare else f"{link.theirs}.{kind}"
-                    written[name] = _copy(link.join(stored, config))
+                    written[name] = _copy_tensor(link.join_tensors(stored, config))
         return written
 
 
@@ -277,7 +277,7 @@ def from_transformers(source: str | Path | PreTrainedModel, family: str | None =
         raise HeadwaterError(_other_head(type(model).__name__, chosen_family))
     config = chosen_family.read_config(model.config)
     tensors = chosen_family.read_tensors(own_tensors(model), config)
-    return assemble(chosen_family.ours, config, tensors, model)
+    return assemble_model(chosen_family.ours, config, tensors, model)
 
 
 def to_transformers(model: HeadwaterPreTrainedModel, family: str) -> PreTrainedModel:
@@ -291,13 +291,13 @@ def to_transformers(model: HeadwaterPreTrainedModel, family: str) -> PreTrainedM
     if not isinstance(model, chosen.ours):
         raise HeadwaterError(f"A {type(model).__name__} has no {chosen.name} format; choose a family of its kind.")
     config = chosen.write_config(model.config)
-    converted = assemble(chosen.model, config, chosen.write_tensors(own_tensors(model), model.config), model)
+    converted = assemble_model(chosen.model, config, chosen.write_tensors(own_tensors(model), model.config), model)
     # Saved under the names that the family's checkpoints have, which are not always those of its modules.
     vars(converted).pop("_weight_conversions", None)
     return converted
 
 
-def assemble(
+def assemble_model(
     kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, Tensor], like: PreTrainedModel
 ) -> Any:
     """A model of class `kind` with these `tensors`, and the device, mode and generation config of `like`.
@@ -312,7 +312,7 @@ def assemble(
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
-    _check(mismatches, "The model")
+    _check_tensors(mismatches, "The model")
     model.name_or_path = model.config.name_or_path = ""  # transformers writes "None" there
     if like.can_generate():
         model.generation_config = copy.deepcopy(like.generation_config)
@@ -364,19 +364,19 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
     name, folder = str(source), local(source)
     try:
         if folder.is_dir():
-            chosen_family, theirs, _ = _configs_in(folder, family)
+            chosen_family, family_config, _ = _configs_in(folder, family)
             tensors = read_weights(weight_files(folder, pickled=True))
-            model, mismatches = build(chosen_family.model, theirs, tensors, folder)
+            model, mismatches = build_model(chosen_family.model, family_config, tensors, folder)
         else:
             check_reachable("model", name)
             with reading("it", "use an intact checkpoint"):
                 saved_config = PreTrainedConfig.get_config_dict(name)[0]
                 chosen_family = _of_checkpoint(family, saved_config.get("model_type", "none"), saved_config)
-                theirs = chosen_family.model.config_class.from_pretrained(name)
-                chosen_family.read_config(theirs)
+                family_config = chosen_family.model.config_class.from_pretrained(name)
+                chosen_family.read_config(family_config)
                 model, mismatches = chosen_family.model.from_pretrained(
                     name,
-                    config=theirs,
+                    config=family_config,
                     dtype="auto",
                     weights_only=True,
                     output_loading_info=True,
@@ -384,7 +384,7 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
                 )
     except HeadwaterError as error:
         raise HeadwaterError(f"{name!r} cannot be loaded: {error}") from error
-    _check(mismatches, repr(name))
+    _check_tensors(mismatches, repr(name))
     check_finite(own_tensors(model), repr(name))
     return model
 
@@ -408,11 +408,11 @@ def _configs_in(folder: Path, family: str | None = None) -> tuple[Family, PreTra
     if kind is None:
         raise HeadwaterError(f"it is not a checkpoint: it has no {CONFIG} that says what model it is.")
     chosen_family = _of_checkpoint(family, kind, PreTrainedConfig.get_config_dict(folder)[0])
-    theirs = config_from(chosen_family.model.config_class, folder)
-    return chosen_family, theirs, chosen_family.read_config(theirs)
+    family_config = config_from(chosen_family.model.config_class, folder)
+    return chosen_family, family_config, chosen_family.read_config(family_config)
 
 
-def _check(mismatches: dict[str, Iterable[Any]], owner: str) -> None:
+def _check_tensors(mismatches: dict[str, Iterable[Any]], owner: str) -> None:
     """Raise `HeadwaterError` naming the first tensor that is not as the config of `owner` asks for."""
     for kind, problem in (
         ("mismatched_keys", "has a different shape than its config requires"),
@@ -435,11 +435,11 @@ def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def halves_exchanged(tensor: Tensor, config: HeadwaterConfig) -> Tensor:
+def exchange_halves(tensor: Tensor, config: HeadwaterConfig) -> Tensor:
     """Rows of heads, [heads·d, …], with the second half of each head before the first."""
     width = config.head_dim
     assert width is not None, "settled"
@@ -467,13 +467,7 @@ _BESIDE = {
 }
 
 
-def _compared(config: HeadwaterConfig) -> list[str]:
-    """The fields in which two equal models agree."""
-    unread = {"norm_bias", "final_norm_bias"} if config.norm == "rms_norm" else set()
-    return [name for name in config.field_names() if name not in _BESIDE | unread]
-
-
-def _comparable(config: HeadwaterConfig, name: str) -> Any:
+def _make_comparable(config: HeadwaterConfig, name: str) -> Any:
     value = getattr(config, name)
     return {"partial_rotary_factor": 1.0} | value if name == "rope_parameters" and value else value
 
@@ -481,17 +475,17 @@ def _comparable(config: HeadwaterConfig, name: str) -> Any:
 # The tables.
 
 
-def same(*names: str) -> dict[str, str]:
+def map_same(*names: str) -> dict[str, str]:
     """Fields, or modules, that have the same name in both."""
     return {name: name for name in names}
 
 
-def plain(names: dict[str, str]) -> tuple[Link, ...]:
+def link_plain(names: dict[str, str]) -> tuple[Link, ...]:
     """Modules of theirs, each of which is one of ours."""
-    return tuple(Link(theirs, (ours,)) for theirs, ours in names.items())
+    return tuple(Link(source, (target,)) for source, target in names.items())
 
 
-_EVERYWHERE = same(
+_EVERYWHERE = map_same(
     "vocab_size",
     "tie_word_embeddings",
     "initializer_range",
@@ -500,27 +494,14 @@ _EVERYWHERE = same(
     "eos_token_id",
     "pad_token_id",
 )
-_SIZES = same("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-
-# What only some families have; and of these, what only models of text have.
-_PLAIN = dict(unit_offset_norm=False, output_norms=False, attention_scale=None, attention_softcap=None)
-_OF_TEXT = dict(embedding_norm=False, embedding_scale=1.0, logit_scale=1.0, logit_softcap=None, sliding_fields=None)
+_SIZES = map_same(
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"
+)
 
 # GPT-2 and GPT-NeoX: LayerNorm, a plain feed-forward, one map for queries, keys and values, as many heads of each.
-LAYER_NORM = _PLAIN | dict(
-    feed_forward="plain",
-    norm="layer_norm",
-    norm_weight=True,
-    norm_bias=True,
-    final_norm_weight=True,
-    final_norm_bias=True,
-    first_residual=True,
-    qk_norm=False,
-    mlp_bias=True,
-    mechanisms={},
-)
+_LAYER_NORM = dict(feed_forward="plain", norm="layer_norm", mlp_bias=True)
 LAYER = "model.layers.{}."
-_QKV = tuple(f"{LAYER}self_attn.{part}_proj" for part in "qkv")
+_QKV = tuple(f"{LAYER}self_attn.{letter}_proj" for letter in "qkv")
 
 _GPT2 = Family(
     model=GPT2LMHeadModel,
@@ -537,11 +518,11 @@ _GPT2 = Family(
         attention_dropout="attn_pdrop",
         residual_dropout="resid_pdrop",
     ),
-    fixed=LAYER_NORM | _OF_TEXT | dict(position="learned", parallel_residual=False, qkv_bias=True, output_bias=True),
+    fixed=_LAYER_NORM | dict(position="learned", qkv_bias=True, output_bias=True),
     # `reorder_and_upcast_attn` changes the precision of scores, not the function.
     required=dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     links=(
-        *plain(
+        *link_plain(
             {
                 "transformer.wte": "model.embed_tokens",
                 "transformer.wpe": "model.embed_positions",
@@ -562,7 +543,7 @@ _GPT_NEOX = Family(
     model=GPTNeoXForCausalLM,
     fields=_EVERYWHERE
     | _SIZES
-    | same("hidden_act", "attention_dropout", "rope_parameters")
+    | map_same("hidden_act", "attention_dropout", "rope_parameters")
     | dict(
         norm_eps="layer_norm_eps",
         parallel_residual="use_parallel_residual",
@@ -571,10 +552,10 @@ _GPT_NEOX = Family(
         embedding_dropout="hidden_dropout",
         residual_dropout="hidden_dropout",
     ),
-    fixed=LAYER_NORM | _OF_TEXT | dict(position="rope"),
+    fixed=_LAYER_NORM,
     partial_rope=True,
     links=(
-        *plain(
+        *link_plain(
             {
                 "gpt_neox.embed_in": "model.embed_tokens",
                 "gpt_neox.layers.{}.input_layernorm": f"{LAYER}input_layernorm",
@@ -590,37 +571,22 @@ _GPT_NEOX = Family(
     ),
 )
 
-# The others: RMSNorm, a gated feed-forward, RoPE over whole heads, and modules that are named as ours.
+# The others: our defaults (RMSNorm, a gated feed-forward, RoPE over whole heads), and modules that are named as ours.
 _LLAMA = Family(
     model=LlamaForCausalLM,
     fields=_EVERYWHERE
     | _SIZES
-    | same("num_key_value_heads", "head_dim", "hidden_act", "attention_dropout", "rope_parameters", "mlp_bias")
+    | map_same("num_key_value_heads", "head_dim", "hidden_act", "attention_dropout", "rope_parameters", "mlp_bias")
     | dict(norm_eps="rms_norm_eps", qkv_bias="attention_bias", output_bias="attention_bias"),
-    fixed=_PLAIN
-    | _OF_TEXT
-    | dict(
-        feed_forward="gated",
-        norm="rms_norm",
-        norm_weight=True,
-        final_norm_weight=True,
-        position="rope",
-        parallel_residual=False,
-        first_residual=True,
-        qk_norm=False,
-        embedding_dropout=0.0,
-        residual_dropout=0.0,
-        mechanisms={},
-    ),
     required=dict(pretraining_tp=1),
-    links=plain(
-        same(
+    links=link_plain(
+        map_same(
             "model.embed_tokens",
             f"{LAYER}input_layernorm",
             *_QKV,
             f"{LAYER}self_attn.o_proj",
             f"{LAYER}post_attention_layernorm",
-            *(f"{LAYER}mlp.{part}_proj" for part in ("gate", "up", "down")),
+            *(f"{LAYER}mlp.{name}_proj" for name in ("gate", "up", "down")),
             "model.norm",
             "lm_head",
         )
@@ -628,14 +594,14 @@ _LLAMA = Family(
 )
 
 
-def _vary(
+def _vary_family(
     base: Family, model: type[PreTrainedModel], fields: dict[str, str], fixed: dict[str, Any], **changes: Any
 ) -> Family:
     """`base` with other fields and fixed ones; what is in one of the two leaves the other."""
     return replace(
         base,
         model=model,
-        fields={ours: theirs for ours, theirs in (base.fields | fields).items() if ours not in fixed},
+        fields={name: source for name, source in (base.fields | fields).items() if name not in fixed},
         fixed={name: value for name, value in (base.fixed | fixed).items() if name not in fields},
         **{"required": {}} | changes,
     )
@@ -643,22 +609,15 @@ def _vary(
 
 # nanochat as transformers has it: norms without weights, also of the embedding and of queries and keys. Those come
 # after RoPE there, which keeps the norm of what it turns.
-_NANOCHAT = _vary(
+_NANOCHAT = _vary_family(
     _LLAMA,
     NanoChatForCausalLM,
     dict(logit_softcap="final_logit_softcapping"),
-    dict(
-        feed_forward="plain",
-        mlp_bias=False,
-        norm_weight=False,
-        final_norm_weight=False,
-        embedding_norm=True,
-        qk_norm=True,
-    ),
+    dict(feed_forward="plain", mlp_bias=False, norm_weight=False, embedding_norm=True, qk_norm=True),
     rope_types=("default", "linear", "dynamic", "llama3"),
     links=(
-        *plain(
-            same("model.embed_tokens", f"{LAYER}self_attn.v_proj", f"{LAYER}self_attn.o_proj", "lm_head")
+        *link_plain(
+            map_same("model.embed_tokens", f"{LAYER}self_attn.v_proj", f"{LAYER}self_attn.o_proj", "lm_head")
             | {f"{LAYER}mlp.fc1": f"{LAYER}mlp.up_proj", f"{LAYER}mlp.fc2": f"{LAYER}mlp.down_proj"}
         ),
         *(Link(name, (name,), backwards=True) for name in _QKV[:2]),
@@ -666,7 +625,7 @@ _NANOCHAT = _vary(
 )
 
 # Gemma's dense families: weights of norms from one, the embedding times √D.
-_GEMMA = _vary(
+_GEMMA = _vary_family(
     _LLAMA,
     GemmaForCausalLM,
     {},
@@ -675,29 +634,29 @@ _GEMMA = _vary(
 )
 
 
-def _gemma2_fields(theirs: PreTrainedConfig) -> dict[str, Any]:
-    scalar = theirs.query_pre_attn_scalar
-    return {"attention_scale": None if scalar == theirs.head_dim else scalar**-0.5}
+def _gemma2_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    scalar = config.query_pre_attn_scalar
+    return {"attention_scale": None if scalar == config.head_dim else scalar**-0.5}
 
 
-def _gemma2_written(ours: HeadwaterConfig) -> dict[str, Any]:
-    scale = ours.attention_scale
-    scalar = ours.head_dim if scale is None else round(scale**-2)
-    return {"query_pre_attn_scalar": scalar, "layer_types": _layer_types(ours)}
+def _gemma2_written(config: HeadwaterConfig) -> dict[str, Any]:
+    scale = config.attention_scale
+    scalar = config.head_dim if scale is None else round(scale**-2)
+    return {"query_pre_attn_scalar": scalar, "layer_types": _layer_types(config)}
 
 
-def _gemma3_fields(theirs: PreTrainedConfig) -> dict[str, Any]:
-    rope = {kind: theirs.rope_parameters[kind] for kind in sorted(set(theirs.layer_types))}
-    values = _gemma2_fields(theirs) | {"rope_parameters": next(iter(rope.values()))}
-    if len(rope) > 1 and theirs.sliding_window is not None and rope["sliding_attention"] != rope["full_attention"]:
+def _gemma3_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    rope = {kind: config.rope_parameters[kind] for kind in sorted(set(config.layer_types))}
+    values = _gemma2_fields(config) | {"rope_parameters": next(iter(rope.values()))}
+    if len(rope) > 1 and config.sliding_window is not None and rope["sliding_attention"] != rope["full_attention"]:
         values["sliding_fields"] = {"rope_parameters": rope["sliding_attention"]}
     return values
 
 
-def _gemma3_written(ours: HeadwaterConfig) -> dict[str, Any]:
-    sliding = (ours.sliding_fields or {}).get("rope_parameters", ours.rope_parameters)
-    rope = {"full_attention": ours.rope_parameters, "sliding_attention": sliding}
-    return _gemma2_written(ours) | {"rope_parameters": rope}
+def _gemma3_written(config: HeadwaterConfig) -> dict[str, Any]:
+    sliding = (config.sliding_fields or {}).get("rope_parameters", config.rope_parameters)
+    rope = {"full_attention": config.rope_parameters, "sliding_attention": sliding}
+    return _gemma2_written(config) | {"rope_parameters": rope}
 
 
 _GEMMA_NORMS = {
@@ -705,10 +664,10 @@ _GEMMA_NORMS = {
     f"{LAYER}pre_feedforward_layernorm": f"{LAYER}post_attention_layernorm",
     f"{LAYER}post_feedforward_layernorm": f"{LAYER}feed_forward_output_norm",
 }
-_GEMMA2 = _vary(
+_GEMMA2 = _vary_family(
     _GEMMA,
     Gemma2ForCausalLM,
-    same("sliding_window")
+    map_same("sliding_window")
     | dict(
         hidden_act="hidden_activation",
         attention_softcap="attn_logit_softcapping",
@@ -720,19 +679,19 @@ _GEMMA2 = _vary(
     write_more=_gemma2_written,
     links=(
         *(link for link in _LLAMA.links if "post_attention_layernorm" not in link.theirs),
-        *plain(_GEMMA_NORMS),
+        *link_plain(_GEMMA_NORMS),
     ),
 )
-_VAULT_GEMMA = _vary(
+_VAULT_GEMMA = _vary_family(
     _GEMMA2,
     VaultGemmaForCausalLM,
     {},
     dict(output_norms=False),
     links=tuple(link for link in _GEMMA2.links if "output_norm" not in link.ours[0]),
 )
-_QK_NORMS = plain(same(f"{LAYER}self_attn.q_norm", f"{LAYER}self_attn.k_norm"))
+_QK_NORMS = link_plain(map_same(f"{LAYER}self_attn.q_norm", f"{LAYER}self_attn.k_norm"))
 # Its attn_logit_softcapping is a field that no module reads.
-_GEMMA3 = _vary(
+_GEMMA3 = _vary_family(
     _GEMMA2,
     Gemma3ForCausalLM,
     {},
@@ -743,12 +702,12 @@ _GEMMA3 = _vary(
     links=_GEMMA2.links + _QK_NORMS,
 )
 
-_WINDOW = same("sliding_window")
+_WINDOW = map_same("sliding_window")
 _WINDOWED = dict(use_sliding_window=True, max_window_layers=0)
 _NO_BIASES = dict(qkv_bias=False, output_bias=False, mlp_bias=False)
-_MISTRAL = _vary(_LLAMA, MistralForCausalLM, _WINDOW, _NO_BIASES)
-_QWEN2 = _vary(_MISTRAL, Qwen2ForCausalLM, {}, dict(qkv_bias=True), windowed=_WINDOWED)
-_QWEN3 = _vary(
+_MISTRAL = _vary_family(_LLAMA, MistralForCausalLM, _WINDOW, _NO_BIASES)
+_QWEN2 = _vary_family(_MISTRAL, Qwen2ForCausalLM, {}, dict(qkv_bias=True), windowed=_WINDOWED)
+_QWEN3 = _vary_family(
     _LLAMA,
     Qwen3ForCausalLM,
     _WINDOW,

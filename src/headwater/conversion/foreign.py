@@ -10,8 +10,6 @@ Sizes are those of the tensors; what tensors cannot tell comes from keywords, el
 the paper. docs/foreign-checkpoints.md has every name with its source, and says which are certain.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -24,10 +22,10 @@ import yaml
 from torch import Tensor
 
 from headwater.config.text import HeadwaterConfig
-from headwater.conversion.families import halves_exchanged
+from headwater.conversion.families import exchange_halves
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.models.load import CONFIG, PICKLED, WEIGHTS, check_finite, indexed, read_text, read_weights, reading
-from headwater.models.weights import check_kinds, kinds_of, unwrapped
+from headwater.models.load import CONFIG, PICKLED, WEIGHTS, check_finite, list_shards, read_text, read_weights, reading
+from headwater.models.weights import check_kinds, kinds_of, strip_wrappers
 from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, nearest, shown
 
@@ -43,10 +41,11 @@ NEOX_EMBEDDING = "sequential.0.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class Layout:
-    """How one kind of checkpoint is read.
+    """Reader of one kind of checkpoint.
 
     embedding: the name of the token embedding.
     tidy: the tensors, under the layout's plain names.
+    pattern: of names that only this layout has; None if it cannot be recognized.
     fields: (tensors, what keywords and a config beside them say) -> the fields of a `HeadwaterConfig`.
     source: (name in the headwater model, its config) -> where the tensor comes from; None where from nothing.
     """
@@ -55,6 +54,7 @@ class Layout:
     tidy: Callable[[Tensors], Tensors]
     fields: Callable[[Tensors, dict[str, Any]], dict[str, Any]]
     source: Callable[[str, HeadwaterConfig], TensorSource | None]
+    pattern: str | None = None
 
 
 def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> HeadwaterForCausalLM:
@@ -70,18 +70,18 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
     Raises `HeadwaterError` with one sentence that names the first tensor that is missing, unknown or of a wrong shape,
     or says what else to change.
     """
-    path = _newest(Path(path))
+    path = _find_newest(Path(path))
     for name in config:
         if name not in FIELDS:
             raise HeadwaterError(f"HeadwaterConfig has no field {name!r}; {nearest(name, FIELDS)}")
     chosen = as_mapping(config.pop("mechanisms", None))
     if not isinstance(chosen, dict | None):
         raise HeadwaterError(f"mechanisms must map names to options, or list names, not {shown(chosen)}.")
-    tensors = _tensors(path)
-    reader = _known(layout, tensors, path)
+    tensors = _read_tensors(path)
+    reader = _choose_layout(layout, tensors, path)
     with reading(f"The checkpoint {str(path)!r}"):
         tensors = reader.tidy(tensors)
-    beside = _beside(path)
+    beside = _read_settings(path)
     with reading(f"The checkpoint {str(path)!r}", "correct its config, or the fields that were passed"):
         fields = reader.fields(tensors, beside | config)
         stored = fields.pop("mechanisms")
@@ -93,31 +93,30 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
         model: HeadwaterForCausalLM = HeadwaterForCausalLM._from_config(
             HeadwaterConfig(**(fields | config), mechanisms=mechanisms), dtype=tensors[reader.embedding].dtype
         )
-        return _fill(model, tensors, reader).eval()
+        return _fill_model(model, tensors, reader).eval()
 
 
-def _known(layout: str | None, tensors: Tensors, path: Path) -> Layout:
-    if layout is None:
-        layout = next(
-            (name for name, pattern in SEEN.items() if any(re.search(pattern, tensor) for tensor in tensors)), None
-        )
-        if layout is None:
-            raise HeadwaterError(
-                f"The tensors of {str(path)!r} match no layout that can be recognized by names. If it is a Hugging "
-                "Face model, name its folder, with its config.json; if not, read it with headwater retrofit --layout "
-                f"(layout=), one of {', '.join(LAYOUTS)} (a ResFormer looks like any Llama)."
-            )
-    if layout not in LAYOUTS:
+def _choose_layout(layout: str | None, tensors: Tensors, path: Path) -> Layout:
+    if layout in LAYOUTS:
+        return LAYOUTS[layout]
+    if layout is not None:
         raise HeadwaterError(f"There is no layout {layout!r}; {nearest(layout, LAYOUTS)}")
-    return LAYOUTS[layout]
+    for candidate in LAYOUTS.values():
+        if candidate.pattern is not None and any(re.search(candidate.pattern, name) for name in tensors):
+            return candidate
+    raise HeadwaterError(
+        f"The tensors of {str(path)!r} match no layout that can be recognized by names. If it is a Hugging Face "
+        "model, name its folder, with its config.json; if not, read it with headwater retrofit --layout (layout=), "
+        f"one of {', '.join(LAYOUTS)} (a ResFormer looks like any Llama)."
+    )
 
 
-def _fill(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -> HeadwaterForCausalLM:
+def _fill_model(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -> HeadwaterForCausalLM:
     """The model with the tensors copied in. Raises `HeadwaterError` if names or shapes do not match."""
     state = model.state_dict()
     sources = {name: source for name in state if (source := layout.source(name, model.config)) is not None}
     for foreign, _ in sources.values():
-        _take(tensors, foreign)
+        _take_tensor(tensors, foreign)
     names = {foreign for foreign, _ in sources.values()}
     if model.config.tie_word_embeddings:
         names.add("lm_head.weight")  # which may be written out all the same
@@ -138,31 +137,31 @@ def _fill(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -> Head
     return model
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _keep_tensor(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _take(tensors: Tensors, name: str) -> Tensor:
+def _take_tensor(tensors: Tensors, name: str) -> Tensor:
     if name not in tensors:
         raise HeadwaterError(f"The checkpoint has no tensor {name!r}; use an intact checkpoint of this layout.")
     return tensors[name]
 
 
-def _matrix(tensors: Tensors, name: str) -> tuple[int, int]:
-    shape = _take(tensors, name).shape
+def _matrix_shape(tensors: Tensors, name: str) -> tuple[int, int]:
+    shape = _take_tensor(tensors, name).shape
     if len(shape) != 2:
         raise HeadwaterError(f"Tensor {name!r} has the shape {list(shape)} but should be a matrix; check the file.")
     return shape[0], shape[1]
 
 
-def _layers(tensors: Tensors, pattern: str) -> int:
+def _count_layers(tensors: Tensors, pattern: str) -> int:
     numbers = [int(match[1]) for name in tensors if (match := re.match(pattern, name))]
     if not numbers:
         raise HeadwaterError("The checkpoint has no layers with this layout's names; choose another layout.")
     return max(numbers) + 1
 
 
-def _heads(settings: dict[str, Any], width: int, known_heads: Mapping[int, int]) -> int:
+def _count_heads(settings: dict[str, Any], width: int, known_heads: Mapping[int, int]) -> int:
     """Query heads as a config says, else those of the authors' own configs of this width."""
     heads = settings.get("num_attention_heads", known_heads.get(width))
     if heads is None:
@@ -178,34 +177,35 @@ def _heads(settings: dict[str, Any], width: int, known_heads: Mapping[int, int])
 # Θ by the names of the authors' code. Its "softmax" is the exponential over its L1 norm, times n.
 SCORES = {"l2_norm_gelu": "l2_norm_gelu", "gelu_l2_norm": "gelu_l2_norm", "softmax": "exp_l1_norm"}
 MAPS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "proj"}
+PAIRS = {
+    "query_pairs": "attention.query",
+    "key_pairs": "attention.key",
+    "value_pairs": "attention.value",
+    "output_pairs": "attention.proj",
+    "ffn_pairs": "mlp",
+}
 # Heads by width in the authors' configs.
 TOKENFORMER_HEADS = {768: 12, 1024: 16, 1280: 16, 1536: 16}
 
 
 def _neox_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
     settings = {name.replace("-", "_"): value for name, value in settings.items()}
-    vocabulary, width = _matrix(tensors, NEOX_EMBEDDING)
+    vocabulary, width = _matrix_shape(tensors, NEOX_EMBEDDING)
     # The embedding is module 0, module 1 turns it round, the blocks follow.
-    depth = _layers(tensors, r"sequential\.(\d+)\.attention\.") - 2
-    _refuse(settings, pos_emb="rotary", use_mup=False)
+    depth = _count_layers(tensors, r"sequential\.(\d+)\.attention\.") - 2
+    _refuse_settings(settings, pos_emb="rotary", use_mup=False)
     score = settings.get("norm_activation_type", "l2_norm_gelu")
     if score not in SCORES:
         raise HeadwaterError(f"There is no norm_activation_type {score!r}; {nearest(str(score), SCORES)}")
-    pairs: dict[str, Any] = {}
-    for option, module in (
-        ("query_pairs", "attention.query"),
-        ("key_pairs", "attention.key"),
-        ("value_pairs", "attention.value"),
-        ("output_pairs", "attention.proj"),
-        ("ffn_pairs", "mlp"),
-    ):
-        pairs[option] = _matrix(tensors, f"sequential.2.{module}.key_param_tokens")[0]
+    pairs = {
+        option: _matrix_shape(tensors, f"sequential.2.{module}.key_param_tokens")[0] for option, module in PAIRS.items()
+    }
     window = settings.get("sliding_window_width")
     return dict(
         vocab_size=vocabulary,
         hidden_size=width,
         num_hidden_layers=depth,
-        num_attention_heads=_heads(settings, width, TOKENFORMER_HEADS),
+        num_attention_heads=_count_heads(settings, width, TOKENFORMER_HEADS),
         max_position_embeddings=settings.get("max_position_embeddings", 2048),
         norm="layer_norm",
         norm_eps=float(settings.get("layernorm_epsilon", 1e-5)),
@@ -226,7 +226,7 @@ def _neox_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _refuse(settings: dict[str, Any], **only: Any) -> None:
+def _refuse_settings(settings: dict[str, Any], **only: Any) -> None:
     """Raise `HeadwaterError` if a config has another value than the supported one."""
     for name, value in only.items():
         if settings.get(name, value) != value:
@@ -238,13 +238,13 @@ def _neox_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
     if name.endswith("scale.tau"):  # √n, or n for the exponential, as the model begins with
         return None
     if name == "lm_head.weight":
-        return None if config.tie_word_embeddings else (f"sequential.{depth + 4}.final_linear.weight", _same)
+        return None if config.tie_word_embeddings else (f"sequential.{depth + 4}.final_linear.weight", _keep_tensor)
     if name == EMBEDDING:
-        return NEOX_EMBEDDING, _same
+        return NEOX_EMBEDDING, _keep_tensor
     name = name.replace("model.norm.", f"sequential.{depth + 3}.norm.")
     name = re.sub(r"^model\.layers\.(\d+)\.", lambda layer: f"sequential.{int(layer[1]) + 2}.", name)
-    name = re.sub(r"self_attn\.(\w+)\.", lambda part: f"attention.{MAPS[part[1]]}.", name)
-    return re.sub(r"\.(key|value)$", r".\1_param_tokens", name), _same
+    name = re.sub(r"self_attn\.(\w+)\.", lambda match: f"attention.{MAPS[match[1]]}.", name)
+    return re.sub(r"\.(key|value)$", r".\1_param_tokens", name), _keep_tensor
 
 
 # Llama's layout: ResFormer and KV shifting
@@ -262,18 +262,18 @@ def _llama_fields(
 ) -> dict[str, Any]:
     """The base model. width_of_head, layer: what the tensors say of heads, and the layer that says it."""
     prefix = f"model.layers.{layer}"
-    vocabulary, width = _matrix(tensors, EMBEDDING)
-    queries, keys = (_matrix(tensors, f"{prefix}.self_attn.{letter}_proj.weight")[0] for letter in "qk")
+    vocabulary, width = _matrix_shape(tensors, EMBEDDING)
+    queries, keys = (_matrix_shape(tensors, f"{prefix}.self_attn.{letter}_proj.weight")[0] for letter in "qk")
     if width_of_head is None:
-        width_of_head = settings.get("head_dim") or queries // _heads(settings, width, RESFORMER_HEADS)
+        width_of_head = settings.get("head_dim") or queries // _count_heads(settings, width, RESFORMER_HEADS)
     rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", float(settings.get("rope_theta", theta)))
     return dict(
         vocab_size=vocabulary,
         hidden_size=width,
-        intermediate_size=_matrix(tensors, f"{prefix}.mlp.up_proj.weight")[0],
-        num_hidden_layers=_layers(tensors, r"model\.layers\.(\d+)\."),
+        intermediate_size=_matrix_shape(tensors, f"{prefix}.mlp.up_proj.weight")[0],
+        num_hidden_layers=_count_layers(tensors, r"model\.layers\.(\d+)\."),
         num_attention_heads=max(1, queries // width_of_head),
         num_key_value_heads=max(1, keys // width_of_head),
         head_dim=width_of_head,
@@ -299,7 +299,7 @@ def _resformer_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, A
 
 
 def _llama_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
-    return None if name == "lm_head.weight" and config.tie_word_embeddings else (name, _same)
+    return None if name == "lm_head.weight" and config.tie_word_embeddings else (name, _keep_tensor)
 
 
 def _shift_tidy(tensors: Tensors) -> Tensors:
@@ -314,10 +314,7 @@ def _shift_tidy(tensors: Tensors) -> Tensors:
             tidy[re.sub(r"conv_([kv])$", lambda letter: letter[1].upper(), name)] = tensor[0, 0, :, 0]
         elif name.endswith("self_attn.W_pack.weight") and tensor.ndim == 2:
             width = tensor.shape[1]
-            kv_width = (len(tensor) - width) // 2
-            for letter, rows in zip(
-                "qkv", tensor.split([width, kv_width, len(tensor) - width - kv_width]), strict=True
-            ):
+            for letter, rows in zip("qkv", tensor.tensor_split([width, (len(tensor) + width) // 2]), strict=True):
                 tidy[name.replace("W_pack", f"{letter}_proj")] = rows
         elif name == "lm_head.weight" and fused:
             tidy[name] = torch.nn.functional.normalize(tensor, dim=-1)
@@ -327,7 +324,7 @@ def _shift_tidy(tensors: Tensors) -> Tensors:
 
 
 def _shift_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
-    depth = _layers(tensors, r"model\.layers\.(\d+)\.")
+    depth = _count_layers(tensors, r"model\.layers\.(\d+)\.")
     sliding = sorted(set(settings.get("sliding_window_layers") or ()))
     full = next((layer for layer in range(depth) if layer not in sliding), 0)
     if sliding and settings.get("sliding_window") is None:
@@ -349,7 +346,7 @@ OF_HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
 
 
 def _shift_options(tensors: Tensors, layer: int) -> tuple[dict[str, Any], int]:
-    """What the taps of a layer say: the options of the shift, and the width of a head."""
+    """Contents of a layer's taps: the options of the shift, and the width of a head."""
     taps = {letter: tensors.get(f"model.layers.{layer}.self_attn.{letter}") for letter in "KV"}
     shapes = {letter: tensor.shape for letter, tensor in taps.items() if tensor is not None}
     if not shapes or any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
@@ -358,7 +355,7 @@ def _shift_options(tensors: Tensors, layer: int) -> tuple[dict[str, Any], int]:
             f"{ ({letter: list(shape) for letter, shape in shapes.items()}) }."
         )
     heads, window = next(iter(shapes.values()))
-    width_of_head = _matrix(tensors, f"model.layers.{layer}.self_attn.k_proj.weight")[0] // heads
+    width_of_head = _matrix_shape(tensors, f"model.layers.{layer}.self_attn.k_proj.weight")[0] // heads
     return {"keys": "K" in shapes, "values": "V" in shapes, "window": window}, width_of_head
 
 
@@ -377,7 +374,7 @@ GATE = r"transformer\.h\.\d+\.attn\.ve_gate\.weight"
 
 
 class Version(NamedTuple):
-    """What the code of a version of nanochat does that its tensors do not show.
+    """Properties of a version of nanochat's code that its tensors do not show.
 
     scale: of the value embeddings' gate. sharpness: factor on the scores, beside 1/√d. short: the context -> how many
     earlier tokens a short window has.
@@ -413,9 +410,9 @@ def _nanochat_tidy(tensors: Tensors) -> Tensors:
 
 
 def _nanochat_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
-    rows, width = _matrix(tensors, NANOCHAT_EMBEDDING)
+    rows, width = _matrix_shape(tensors, NANOCHAT_EMBEDDING)
     version = _nanochat_version(tensors)
-    depth = _layers(tensors, r"transformer\.h\.(\d+)\.")
+    depth = _count_layers(tensors, r"transformer\.h\.(\d+)\.")
     heads = settings.get("num_attention_heads", settings.get("n_head")) or max(1, width // 128)
     width_of_head = width // heads
     context = settings.get("sequence_len", settings.get("max_position_embeddings", 2048))
@@ -424,10 +421,10 @@ def _nanochat_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, An
     return dict(
         vocab_size=settings.get("vocab_size", rows),
         hidden_size=width,
-        intermediate_size=_matrix(tensors, "transformer.h.0.mlp.c_fc.weight")[0],
+        intermediate_size=_matrix_shape(tensors, "transformer.h.0.mlp.c_fc.weight")[0],
         num_hidden_layers=depth,
         num_attention_heads=heads,
-        num_key_value_heads=max(1, _matrix(tensors, "transformer.h.0.attn.c_k.weight")[0] // width_of_head),
+        num_key_value_heads=max(1, _matrix_shape(tensors, "transformer.h.0.attn.c_k.weight")[0] // width_of_head),
         head_dim=width_of_head,
         max_position_embeddings=context,
         feed_forward="plain",
@@ -447,7 +444,7 @@ def _nanochat_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, An
 
 
 def _nanochat_gates(tensors: Tensors) -> set[int]:
-    """How many channels the gates of value embeddings read."""
+    """Numbers of channels that the gates of value embeddings read."""
     return {tensor.shape[-1] for name, tensor in tensors.items() if re.fullmatch(GATE, name)}
 
 
@@ -456,8 +453,8 @@ def _nanochat_version(tensors: Tensors) -> Version:
     channels = max(gates, default=0)
     if len(gates) > 1 or channels not in VERSIONS or has_tables != bool(gates):
         raise HeadwaterError(
-            f"Gates of value embeddings read {sorted(gates)} channels, and those of nanochat 32 or, later, 12; use a "
-            "checkpoint of its master branch."
+            f"The gates of the value embeddings read {sorted(gates)} channels, but nanochat's read 32 or, in later "
+            "versions, 12; use a checkpoint from its master branch."
         )
     return LATEST if "smear_gate.weight" in tensors else VERSIONS[channels]
 
@@ -474,23 +471,23 @@ def _nanochat_mechanisms(tensors: Tensors, version: Version) -> dict[str, Any]:
 
 
 def _nanochat_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
-    def known(tensor: Tensor) -> Tensor:  # the rest pads the vocabulary
+    def cut_padding(tensor: Tensor) -> Tensor:  # the rest pads the vocabulary
         return tensor[: config.vocab_size]
 
-    def turned(tensor: Tensor) -> Tensor:
-        return halves_exchanged(tensor, config)
+    def exchange_rows(tensor: Tensor) -> Tensor:
+        return exchange_halves(tensor, config)
 
     if name in (EMBEDDING, "lm_head.weight"):
-        return NANOCHAT_EMBEDDING if name == EMBEDDING else name, known
+        return NANOCHAT_EMBEDDING if name == EMBEDDING else name, cut_padding
     layer, _, inner = name.removeprefix("model.layers.").partition(".")
     if inner == "mechanisms.embedding_residual.lambdas":
-        return f"lambdas.{layer}", _same
+        return f"lambdas.{layer}", _keep_tensor
     if inner.endswith("value_embedding.table.weight"):
-        return f"value_embeds.{layer}.weight", known
+        return f"value_embeds.{layer}.weight", cut_padding
     if inner in NANOCHAT_ONCE:
-        return NANOCHAT_ONCE[inner], _same
-    theirs = f"transformer.h.{layer}."
-    return theirs + NANOCHAT_PARTS.get(inner, inner), turned if inner in NANOCHAT_TURNED else _same
+        return NANOCHAT_ONCE[inner], _keep_tensor
+    prefix = f"transformer.h.{layer}."
+    return prefix + NANOCHAT_PARTS.get(inner, inner), exchange_rows if inner in NANOCHAT_TURNED else _keep_tensor
 
 
 NANOCHAT_ONCE = {
@@ -511,36 +508,36 @@ NANOCHAT_PARTS = {
 
 
 LAYOUTS = {
-    "tokenformer": Layout(NEOX_EMBEDDING, _weights_alone, _neox_fields, _neox_source),
+    "tokenformer": Layout(NEOX_EMBEDDING, _weights_alone, _neox_fields, _neox_source, r"\.key_param_tokens$"),
     "resformer": Layout(EMBEDDING, _weights_alone, _resformer_fields, _llama_source),
-    "kv-shifting": Layout(EMBEDDING, _shift_tidy, _shift_fields, _shift_source),
-    "nanochat": Layout(NANOCHAT_EMBEDDING, _nanochat_tidy, _nanochat_fields, _nanochat_source),
-}
-# What only this layout's names have.
-SEEN = {
-    "tokenformer": r"\.key_param_tokens$",
-    "kv-shifting": r"\.self_attn\.([KV]|conv_[kv])$",
-    "nanochat": r"^transformer\.h\.\d+\.attn\.c_q\.weight$",
+    "kv-shifting": Layout(EMBEDDING, _shift_tidy, _shift_fields, _shift_source, r"\.self_attn\.([KV]|conv_[kv])$"),
+    "nanochat": Layout(
+        NANOCHAT_EMBEDDING,
+        _nanochat_tidy,
+        _nanochat_fields,
+        _nanochat_source,
+        r"^transformer\.h\.\d+\.attn\.c_q\.weight$",
+    ),
 }
 
 
 # Files
 
 
-def _newest(path: Path) -> Path:
+def _find_newest(path: Path) -> Path:
     """The newest checkpoint in a folder of nanochat's, model_NNNNNN.pt; another path as it is."""
     steps = sorted(path.glob("model_*.pt"), key=lambda file: (len(file.name), file.name)) if path.is_dir() else []
-    return steps[-1] if steps and _meta(steps[-1]).is_file() else path
+    return steps[-1] if steps and _meta_file(steps[-1]).is_file() else path
 
 
-def _meta(file: Path) -> Path:
-    """What nanochat writes beside a checkpoint."""
+def _meta_file(file: Path) -> Path:
+    """File of settings that nanochat writes next to a checkpoint."""
     return file.with_name(f"meta_{file.stem.removeprefix('model_')}.json")
 
 
-def _tensors(path: Path) -> Tensors:
+def _read_tensors(path: Path) -> Tensors:
     """All tensors of a file or folder, by their names without what wrappers put into them."""
-    tensors = unwrapped(read_weights(_files(path)), repr(str(path)))
+    tensors = strip_wrappers(read_weights(_find_files(path)), repr(str(path)))
     if not tensors:
         raise HeadwaterError(f"There are no tensors in {str(path)!r}; name a checkpoint.")
     check_kinds(kinds_of(tensors), repr(str(path)), torch.nn.Module())
@@ -548,13 +545,13 @@ def _tensors(path: Path) -> Tensors:
     return tensors
 
 
-def _files(path: Path) -> list[Path]:
+def _find_files(path: Path) -> list[Path]:
     """The files that hold the tensors of a checkpoint."""
     if path.is_file():
         return [path]
     for index in (f"{WEIGHTS}.index.json", f"{PICKLED}.index.json"):
         if (path / index).is_file():
-            return indexed(path / index)
+            return list_shards(path / index)
     for endings in ((".safetensors",), (".bin", ".pt", ".pth")):
         files = sorted(file for file in path.glob("*") if file.suffix in endings and file.is_file())
         if len(files) > 1:
@@ -566,10 +563,10 @@ def _files(path: Path) -> list[Path]:
     raise HeadwaterError(f"There is no file of tensors at {str(path)!r}; name one, or a folder that contains one.")
 
 
-def _beside(path: Path) -> dict[str, Any]:
+def _read_settings(path: Path) -> dict[str, Any]:
     """The configs of a checkpoint: config.json, or the YAML files of GPT-NeoX, merged."""
     folder = path if path.is_dir() else path.parent
-    files = [file for file in (folder / CONFIG, _meta(path)) if file.is_file()]
+    files = [file for file in (folder / CONFIG, _meta_file(path)) if file.is_file()]
     files = files or sorted(file for directory in (folder, folder / "configs") for file in directory.glob("*.y*ml"))
     settings: dict[str, Any] = {}
     for file in files:

@@ -1,23 +1,21 @@
 """The families of image models: ViT and DeiT. Checkpoints of DeiT without distillation are ViTs by their config."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from transformers import DeiTForImageClassification, ViTForImageClassification
 
-from headwater.conversion.families import LAYER, LAYER_NORM, Family, Link, plain, same
+from headwater.conversion.families import LAYER, Family, Link, link_plain, map_same
 from headwater.models.image_classification import HeadwaterForImageClassification
 
 
-def _links(base: str) -> tuple[Link, ...]:
+def _make_links(base: str) -> tuple[Link, ...]:
     layer = f"{base}.layers.{{}}."
-    maps = {f"{layer}attention.{part}_proj": f"{LAYER}self_attn.{part}_proj" for part in "qkvo"}
+    maps = {f"{layer}attention.{letter}_proj": f"{LAYER}self_attn.{letter}_proj" for letter in "qkvo"}
     return (
         Link(f"{base}.embeddings.cls_token", ("model.class_token",), bare=True),
         Link(f"{base}.embeddings.position_embeddings", ("model.embed_positions",), bare=True),
         Link(f"{base}.embeddings.patch_embeddings.projection", ("model.embed_patches",), convolves=True),
-        *plain(
+        *link_plain(
             maps
             | {
                 f"{layer}layernorm_before": f"{LAYER}input_layernorm",
@@ -34,7 +32,7 @@ def _links(base: str) -> tuple[Link, ...]:
 VIT = Family(
     model=ViTForImageClassification,
     ours=HeadwaterForImageClassification,
-    fields=same(
+    fields=map_same(
         "hidden_size",
         "intermediate_size",
         "num_hidden_layers",
@@ -54,24 +52,13 @@ VIT = Family(
         residual_dropout="hidden_dropout_prob",
         attention_dropout="attention_probs_dropout_prob",
     ),
-    fixed=LAYER_NORM
-    | dict(
-        pooling="token",
-        register_tokens=0,
-        position="learned",
-        patch_bias=True,
-        drop_path=0.0,
-        stop_at_rows=False,
-        parallel_residual=False,
-        output_bias=True,
-    ),
-    links=_links("vit"),
+    links=_make_links("vit"),
 )
 
 # Its distillation token is a register: only the classifier of the class token is ours.
 DEIT = replace(
     VIT,
     model=DeiTForImageClassification,
-    fixed=VIT.fixed | dict(register_tokens=1),
-    links=(*_links("deit"), Link("deit.embeddings.distillation_token", ("model.registers",), bare=True)),
+    fixed=dict(register_tokens=1),
+    links=(*_make_links("deit"), Link("deit.embeddings.distillation_token", ("model.registers",), bare=True)),
 )

@@ -1,4 +1,4 @@
-"""What a config costs to train and to run on given hardware, from `counts`. Nothing is built."""
+"""Cost of training and running a config on given hardware, from `counts`. Nothing is built."""
 
 from headwater.cost.estimate import Price, price
 

@@ -1,13 +1,10 @@
-"""What a config costs, from its plan alone: parameters, FLOPs, cache bytes, memory. Nothing is built.
+"""Cost of a config, from its plan alone: parameters, FLOPs, cache bytes, memory. Nothing is built.
 
 Matmul FLOPs count 2 per multiply-add; elementwise work (norms, RoPE, activations, the mechanisms' mixes) is left out,
 as is usual. Each mechanism states its own cost in its file; here it is added up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,18 +12,13 @@ from headwater.config.capabilities import Map, ReplacesLinear
 from headwater.config.layers import layer_config
 from headwater.config.plan import Cost, Kept, LayerPlan, Stage
 from headwater.config.planner import output_only_from, plan_layers
+from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost.hardware import memory_of
 from headwater.mechanisms.capabilities import HasSharedModule
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
-
-# What `plan_layers` makes of the config, or some of it. Functions that are given none plan the layers themselves.
-Plans = Sequence[LayerPlan]
 
 # Activations for which `kernels.activation` stores only the input, and nothing of the product.
 MADE_AGAIN = {
@@ -100,14 +92,14 @@ def _norm_parameters(config: HeadwaterConfig, size: int, final: bool = False) ->
 
 
 def _count_mechanisms(config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-    """What mechanisms add to a layer, linear layers that they replace aside."""
+    """Cost that mechanisms add to a layer, without the linear layers that they replace."""
     names = dict.fromkeys(name for _, name in plan.acts)
     layer = layer_config(config, plan.index)
     return _add_up(resolve(name).count_cost(config.mechanisms[name], layer, plan) for name in names)
 
 
 def _count_shared(config: HeadwaterConfig) -> Cost:
-    """What the modules cost that mechanisms share across all layers."""
+    """Cost of the modules that mechanisms share across all layers."""
     return _add_up(
         mechanism.count_shared_cost(options, config)
         for name, options in config.mechanisms.items()
@@ -115,7 +107,7 @@ def _count_shared(config: HeadwaterConfig) -> Cost:
     )
 
 
-def _count_layers(config: HeadwaterConfig, plans: Plans) -> dict[str, Cost]:
+def _count_layers(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> dict[str, Cost]:
     """The cost of layers by part."""
     return {
         "attention": _add_up(_count_attention(config, plan) for plan in plans),
@@ -127,27 +119,27 @@ def _count_layers(config: HeadwaterConfig, plans: Plans) -> dict[str, Cost]:
 def check_memory(config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` for a model that this machine cannot hold in fp32, before it is built."""
     count = sum(parameters(config).values())
-    there = memory_of(torch.device("cpu"))
-    if count * 4 > there:
+    memory = memory_of(torch.device("cpu"))
+    if count * 4 > memory:
         raise HeadwaterError(
             f"The model would have {count:,} parameters, {count * 4 / 1e9:,.0f} GB, but this machine has "
-            f"{there / 1e9:,.0f} GB of memory; choose a smaller model."
+            f"{memory / 1e9:,.0f} GB of memory; choose a smaller model."
         )
 
 
 def embedding_parameters(config: HeadwaterConfig) -> int:
     """Parameters of the embedding and of an untied output head. An image model has none: it computes with all."""
-    return sum(_ends(config)) if config.is_causal else 0
+    return sum(_count_ends(config)) if config.is_causal else 0
 
 
-def parameters(config: HeadwaterConfig, plans: Plans | None = None) -> dict[str, int]:
+def parameters(config: HeadwaterConfig) -> dict[str, int]:
     """Trainable parameters by part; a tied output head is counted once, with the embedding."""
-    return _sum_parameters(config, _count_layers(config, plans or plan_layers(config)))
+    return _sum_parameters(config, _count_layers(config, plan_layers(config)))
 
 
 def _sum_parameters(config: HeadwaterConfig, layers: dict[str, Cost]) -> dict[str, int]:
     width = config.hidden_size
-    embedding, head = _ends(config)
+    embedding, head = _count_ends(config)
     norms = (4 if config.output_norms else 2) * config.num_hidden_layers + config.embedding_norm
     return {
         "embedding": embedding,
@@ -159,25 +151,25 @@ def _sum_parameters(config: HeadwaterConfig, layers: dict[str, Cost]) -> dict[st
     }
 
 
-def _ends(config: HeadwaterConfig) -> tuple[int, int]:
+def _count_ends(config: HeadwaterConfig) -> tuple[int, int]:
     """The parameters before and after the blocks."""
     width = config.hidden_size
     if isinstance(config, HeadwaterVisionConfig):
         vectors = config.first_patch + config.tokens * (config.position == "learned") + config.patch_bias
-        return width * (_patch(config) + vectors), (width + 1) * config.num_labels
+        return width * (_patch_numbers(config) + vectors), (width + 1) * config.num_labels
     positions = config.max_position_embeddings if config.position == "learned" else 0
     head = 0 if config.tie_word_embeddings else width * config.vocab_size
     return width * (config.vocab_size + positions), head
 
 
-def _patch(config: HeadwaterVisionConfig) -> int:
+def _patch_numbers(config: HeadwaterVisionConfig) -> int:
     """The numbers of a patch."""
     high, wide = config.patch_shape
     return config.num_channels * high * wide
 
 
 def attended_tokens(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
-    """How many tokens a token attends to on average in a row of `context`, or computes scores for if not `causal`.
+    """Mean number of tokens that a token attends to in a row of `context`, or computes scores for if not `causal`.
 
     config: as a layer sees it (`headwater.config.layers.layer_config`). Causally (context + 1) / 2, or less under a
     sliding window. Otherwise the whole row, as for kernels that compute and mask the square of scores, and as the
@@ -189,55 +181,55 @@ def attended_tokens(config: HeadwaterConfig, context: int, causal: bool = True) 
     return (window * (window + 1) / 2 + (context - window) * window) / context
 
 
-def forward_flops(
-    config: HeadwaterConfig, context: int, causal: bool = True, plans: Plans | None = None
-) -> dict[str, float]:
+def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) -> dict[str, float]:
     """FLOPs of one forward pass by part: of text, per token of rows of `context` tokens; of images, per image.
 
     "maps" are all linear layers, or what replaces them; "attention" is between tokens, the only part that depends on
     the context; "output head" is the logits.
     """
-    plans, width = plans or plan_layers(config), config.hidden_size
+    plans, width = plan_layers(config), config.hidden_size
     tokens = config.tokens if isinstance(config, HeadwaterVisionConfig) else context
-    own = [layer_config(config, plan.index) for plan in plans]
-    flops = _layer_flops(config, plans, [attended_tokens(layer, tokens, causal) for layer in own])
+    configs = [layer_config(config, plan.index) for plan in plans]
+    flops = _layer_flops(config, plans, [attended_tokens(layer, tokens, causal) for layer in configs])
     flops["maps"] += _count_shared(config).flops
     if not isinstance(config, HeadwaterVisionConfig):
         return flops | {"output head": 2.0 * width * config.vocab_size}
     return {
-        "patch embedding": 2.0 * width * _patch(config) * (tokens - config.first_patch),
+        "patch embedding": 2.0 * width * _patch_numbers(config) * (tokens - config.first_patch),
         **{part: tokens * count for part, count in flops.items()},
         "output head": 2.0 * width * config.num_labels,
     }
 
 
-def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True, plans: Plans | None = None) -> float:
+def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True) -> float:
     """FLOPs of reading a prompt of `tokens` with a cache, and of the logits of its last token.
 
     Layers that store nothing for later tokens (`headwater.config.planner.output_only_from`) run for the last token
     alone.
     """
-    plans = plans or plan_layers(config)
-    first = output_only_from(config, plans)
-    own = [layer_config(config, plan.index) for plan in plans]
+    plans = plan_layers(config)
+    first_layer = output_only_from(config, plans)
+    configs = [layer_config(config, plan.index) for plan in plans]
     # What the last token alone attends to, causally.
-    seen = [min(tokens, c.sliding_window or tokens) if causal else tokens for c in own]
-    below = _layer_flops(config, plans[:first], [attended_tokens(c, tokens, causal) for c in own[:first]])
-    above = _layer_flops(config, plans[first:], seen[first:])
+    attended = [min(tokens, c.sliding_window or tokens) if causal else tokens for c in configs]
+    below = _layer_flops(
+        config, plans[:first_layer], [attended_tokens(c, tokens, causal) for c in configs[:first_layer]]
+    )
+    above = _layer_flops(config, plans[first_layer:], attended[first_layer:])
     head = 2.0 * config.hidden_size * config.vocab_size
     return tokens * (sum(below.values()) + _count_shared(config).flops) + sum(above.values()) + head
 
 
-def _layer_flops(config: HeadwaterConfig, plans: Plans, attended: Sequence[float]) -> dict[str, float]:
+def _layer_flops(config: HeadwaterConfig, plans: Sequence[LayerPlan], attended: Sequence[float]) -> dict[str, float]:
     """FLOPs of some of the blocks, per token that attends to `attended` tokens in each."""
-    own = [layer_config(config, plan.index) for plan in plans]
-    between = sum(c.num_attention_heads * c.head_dim * count for c, count in zip(own, attended, strict=True))
+    configs = [layer_config(config, plan.index) for plan in plans]
+    between = sum(c.num_attention_heads * c.head_dim * count for c, count in zip(configs, attended, strict=True))
     return {"maps": float(_add_up(_count_layers(config, plans).values()).flops), "attention": 4.0 * between}
 
 
-def training_flops(config: HeadwaterConfig, context: int, causal: bool = True, plans: Plans | None = None) -> float:
+def training_flops(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
     """FLOPs of training on a token in rows of `context` tokens, or on an image: three times the forward pass."""
-    return 3 * sum(forward_flops(config, context, causal, plans).values())
+    return 3 * sum(forward_flops(config, context, causal).values())
 
 
 def _cached_numbers(config: HeadwaterConfig, plan: LayerPlan) -> int:
@@ -246,36 +238,34 @@ def _cached_numbers(config: HeadwaterConfig, plan: LayerPlan) -> int:
     return heads * layer_config(config, plan.index).head_dim
 
 
-def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4, plans: Plans | None = None) -> int:
+def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int:
     """Bytes that each further token adds to the cache of one sequence; `element_size` in bytes, fp32 by default.
 
     0 for an image model.
     """
-    numbers = sum(_cached_numbers(config, plan) for plan in plans or plan_layers(config))
+    numbers = sum(_cached_numbers(config, plan) for plan in plan_layers(config))
     return numbers * element_size * config.is_causal
 
 
 def kept_numbers(config: HeadwaterConfig, plan: LayerPlan) -> dict[Kept, int]:
-    """Of what the cache keeps raw tokens: how many numbers one of them has in this layer."""
-    own = layer_config(config, plan.index)
+    """Numbers per token of each kind of raw tokens that the cache of this layer may keep."""
+    layer = layer_config(config, plan.index)
     return {
-        "q": own.num_attention_heads * own.head_dim,
-        "k": len(plan.k_heads) * own.head_dim,
-        "v": len(plan.v_heads) * own.head_dim,
-        "x": own.hidden_size,
-        "input": len(plan.inputs) * own.hidden_size,
-        "gate": own.intermediate_size,
-        "up": own.intermediate_size,
+        "q": layer.num_attention_heads * layer.head_dim,
+        "k": len(plan.k_heads) * layer.head_dim,
+        "v": len(plan.v_heads) * layer.head_dim,
+        "x": layer.hidden_size,
+        "input": len(plan.inputs) * layer.hidden_size,
+        "gate": layer.intermediate_size,
+        "up": layer.intermediate_size,
         "id": 1,
     }
 
 
-def cache_bytes(
-    config: HeadwaterConfig, tokens: int, batch_size: int = 1, element_size: int = 4, plans: Plans | None = None
-) -> int:
+def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, element_size: int = 4) -> int:
     """Bytes of the cache after `tokens` tokens: the history (the window's, if it slides) and the raw tails."""
     total = 0
-    for plan in plans or plan_layers(config):
+    for plan in plan_layers(config):
         window = layer_config(config, plan.index).sliding_window
         total += element_size * _cached_numbers(config, plan) * (tokens if window is None else min(tokens, window - 1))
         width = kept_numbers(config, plan)
@@ -288,8 +278,8 @@ def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4
 
     Each layer reads all that its heads attend to, wherever it is stored: sharing saves storage, not reading.
     """
-    own = [layer_config(config, layer) for layer in range(config.num_hidden_layers)]
-    numbers = (c.num_key_value_heads * c.head_dim * min(tokens, c.sliding_window or tokens) for c in own)
+    configs = [layer_config(config, layer) for layer in range(config.num_hidden_layers)]
+    numbers = (c.num_key_value_heads * c.head_dim * min(tokens, c.sliding_window or tokens) for c in configs)
     return 2 * sum(numbers) * element_size
 
 
@@ -301,7 +291,6 @@ def activation_bytes(
     gradient_checkpointing: bool = False,
     loss_chunk_tokens: int | None = None,
     masked: bool = False,
-    plans: Plans | None = None,
 ) -> dict[str, int]:
     """Estimate the memory of a training step over `batch_size` rows of `context` tokens, without the training state.
     For an image model a row is an image, and `context` its tokens.
@@ -313,25 +302,25 @@ def activation_bytes(
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": the mask, and each layer's copy of it in
     the dtype of queries, which the fused kernel stores; and those of layers with keys and values beside the tokens'.
     """
-    plans, element = plans or plan_layers(config), precision.compute.itemsize
+    plans, element = plan_layers(config), precision.compute.itemsize
     width = config.hidden_size * precision.weights.itemsize
     blocks = [_block_bytes(config, plan, context, precision) for plan in plans]
-    kept = sum(blocks)
+    stored = sum(blocks)
     if gradient_checkpointing:
         carried = sum(_exported_bytes(config, plan, context, precision) for plan in plans)
-        kept = len(plans) * width + carried + max(blocks)
+        stored = len(plans) * width + carried + max(blocks)
     # The norms around the blocks, and what mechanisms share.
-    kept += config.hidden_size * element + width * (1 + config.embedding_norm) + _count_shared(config).saved * element
+    stored += config.hidden_size * element + width * (1 + config.embedding_norm) + _count_shared(config).saved * element
     tokens, copies = batch_size * context, 1 if gradient_checkpointing else len(plans)
     patches, widening = 0, sum(bool(plan.at(Stage.ADDED_KEY_VALUES)) for plan in plans)
     logits = tokens * config.vocab_size if config.is_causal else batch_size * config.num_labels
     if isinstance(config, HeadwaterVisionConfig):
-        patches, widening = batch_size * (context - config.first_patch) * _patch(config) * element, 0
+        patches, widening = batch_size * (context - config.first_patch) * _patch_numbers(config) * element, 0
     softmax, gradients = 4, 8  # bytes of its logarithm, and of two gradients, of a logit
     softmax += element * (config.logit_softcap is not None)  # which keeps its tanh
     at_once = min(loss_chunk_tokens, tokens) * config.vocab_size if loss_chunk_tokens else logits
     return {
-        "kept": tokens * kept + patches + (0 if loss_chunk_tokens else softmax * logits),
+        "kept": tokens * stored + patches + (0 if loss_chunk_tokens else softmax * logits),
         "loss": at_once * (gradients + (softmax if loss_chunk_tokens else 0)),
         # With pairs beside the tokens' a layer widens the mask.
         "masks": tokens * context * (1 + copies * element + min(copies, widening)) if masked else 0,
@@ -340,15 +329,9 @@ def activation_bytes(
 
 def _exported_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precision: Precision) -> int:
     """Bytes per token of what a layer passes on."""
-    layer, element = layer_config(config, plan.index), precision.compute.itemsize
-    of_part = {
-        "x": config.hidden_size * precision.weights.itemsize,
-        "a": layer.num_attention_heads * context * element,
-        "q": layer.num_attention_heads * layer.head_dim * element,
-        "k": len(plan.k_heads) * layer.head_dim * element,
-        "v": len(plan.v_heads) * layer.head_dim * element,
-    }
-    return sum(of_part[source.part] for source in plan.exports)
+    numbers = kept_numbers(config, plan) | {"a": layer_config(config, plan.index).num_attention_heads * context}
+    sizes = {"x": precision.weights.itemsize}
+    return sum(numbers[source.part] * sizes.get(source.part, precision.compute.itemsize) for source in plan.exports)
 
 
 def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precision: Precision) -> int:
@@ -357,17 +340,17 @@ def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precisi
     numbers = _add_up(_count_layers(config, [plan]).values()).saved
     # Two norms, the first of one input or several: each stores its input, and the next linear layers its output;
     # those of outputs store the input.
-    more = len(plan.inputs) - 1
-    inputs = (1 if config.parallel_residual else 2) + more
+    extra_inputs = len(plan.inputs) - 1
+    inputs = (1 if config.parallel_residual else 2) + extra_inputs
     # Under autocast each linear layer casts its input to a separate copy.
-    outputs = (_readers(config, plan) if precision.is_mixed else 2 + more) + 2 * config.output_norms
-    shown = _shown_weights(config, plan) * layer_config(config, plan.index).num_attention_heads * context
+    outputs = (_count_readers(config, plan) if precision.is_mixed else 2 + extra_inputs) + 2 * config.output_norms
+    weights = _shown_weights(config, plan) * layer_config(config, plan.index).num_attention_heads * context
     norms = inputs * precision.weights.itemsize + outputs * element
-    return norms * config.hidden_size + (numbers + shown) * element
+    return norms * config.hidden_size + (numbers + weights) * element
 
 
-def _readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
-    """How many linear layers read the output of a layer's two norms."""
+def _count_readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
+    """Number of linear layers that read the output of a layer's two norms."""
     replaced = _count_replacement(config, plan.index, "feed_forward", config.hidden_size, config.hidden_size)
     gated = config.feed_forward == "gated" and replaced is None
     return 2 + gated + bool(plan.k_heads) + bool(plan.v_heads)
@@ -383,19 +366,18 @@ def state_bytes(
     config: HeadwaterConfig,
     precision: Precision = Precision.BF16_MIXED,
     averages: bool = False,
-    plans: Plans | None = None,
 ) -> dict[str, int]:
     """Bytes of weights, gradients, AdamW's two averages and autocast's copies.
 
     In bf16-mixed the matrices have copies in bf16 from the forward pass to the end of the backward pass. averages: with
     `training.ema_decay`, which keeps a second copy of the weights.
     """
-    layers = _count_layers(config, plans or plan_layers(config))
-    parts = _sum_parameters(config, layers)
-    weights = precision.weights.itemsize * sum(parts.values())
-    matrices = sum(parts[name] - layers[name].looked_up for name in ("attention", "feed-forward"))
+    layers = _count_layers(config, plan_layers(config))
+    counts = _sum_parameters(config, layers)
+    weights = precision.weights.itemsize * sum(counts.values())
+    matrices = sum(counts[name] - layers[name].looked_up for name in ("attention", "feed-forward"))
     if isinstance(config, HeadwaterVisionConfig):
-        matrices += config.hidden_size * (_patch(config) + config.num_labels)
+        matrices += config.hidden_size * (_patch_numbers(config) + config.num_labels)
     else:
         matrices += config.vocab_size * config.hidden_size
     return {
@@ -407,10 +389,10 @@ def state_bytes(
     }
 
 
-def weights_read(config: HeadwaterConfig, plans: Plans | None = None) -> int:
+def weights_read(config: HeadwaterConfig) -> int:
     """Weights read to generate a token: all but the rows of embeddings and other tables that are not looked up."""
-    layers = _count_layers(config, plans or plan_layers(config))
-    parts = _sum_parameters(config, layers)
+    layers = _count_layers(config, plan_layers(config))
+    counts = _sum_parameters(config, layers)
     tables = _add_up(layers.values()).looked_up + _count_shared(config).looked_up
     head = config.vocab_size * config.hidden_size
-    return sum(parts.values()) - parts["embedding"] - tables - parts["output head"] + head
+    return sum(counts.values()) - counts["embedding"] - tables - counts["output head"] + head

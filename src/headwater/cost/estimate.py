@@ -1,6 +1,4 @@
-"""What a model of text or of images costs to train and to run on given hardware."""
-
-from __future__ import annotations
+"""Cost of training and running a model of text or of images on given hardware."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +15,7 @@ from headwater.util.precision import Precision
 
 @dataclass(frozen=True)
 class Limits:
-    """What the hardware allows at one context.
+    """Limits that the hardware sets at one context.
 
     training_ceiling: tokens or images/s of all devices, if only matmuls ran, at the peak.
     days, device_hours: for the budget at `mfu` of the peak; None without a budget.
@@ -39,7 +37,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class AtContext:
-    """What depends on the context, or on the size of the images. FLOPs are per token or image, bytes for the batch.
+    """Figures that depend on the context, or the size of the images. FLOPs are per token or image, bytes for the batch.
 
     context: tokens per row, or of an image. image_size: None for text; what follows it is None for images.
     forward: forward FLOPs by part, causal for text. step_bytes: training state and activations with the gradient
@@ -92,7 +90,7 @@ class Price:
 
     @property
     def unit(self) -> str:
-        """What FLOPs are per: token or image."""
+        """Unit of FLOPs: token or image."""
         return "token" if self.at[0].image_size is None else "image"
 
     def to_json(self) -> dict[str, Any]:
@@ -130,34 +128,34 @@ def price(
     _refuse_unread(of_images, of_text if of_images else {"images": images})
     lengths = _list_lengths(config, context)
     sizes = (*(("context", length) for length in lengths), ("batch", batch), ("devices", devices))
-    _check(mfu, sizes, {"tokens": tokens, "images": images})
+    _check_settings(mfu, sizes, {"tokens": tokens, "images": images})
     precision = read_precision(precision)
     _check_positions(config, name, max(lengths))
     budget = images if of_images else tokens
-    plans, element = plan_layers(config), precision.compute.itemsize
-    state = cost.state_bytes(config, precision, averages, plans)
-    held = sum(state.values())
+    element = precision.compute.itemsize
+    state = cost.state_bytes(config, precision, averages)
+    state_size = sum(state.values())
 
-    def activations(length: int, rows: int, checkpointed: bool) -> int:
+    def count_activations(length: int, rows: int, checkpointed: bool) -> int:
         settings = precision, checkpointed, loss_chunk_tokens, masked
-        return sum(cost.activation_bytes(config, length, rows, *settings, plans).values())
+        return sum(cost.activation_bytes(config, length, rows, *settings).values())
 
-    def limits(length: int, device: Hardware, flops: float) -> Limits:
+    def find_limits(length: int, device: Hardware, flops: float) -> Limits:
         ceiling = devices * device.peak(precision) / (3 * flops)
         hours = None if budget is None else budget / (ceiling * mfu) / 3600
-        free = max(0.0, device.memory - held)
+        free = max(0.0, device.memory - state_size)
         running = dict[str, Any](inference_ceiling=device.peak(precision) / flops)
         return Limits(
             training_ceiling=ceiling,
             days=None if hours is None else hours / 24,
             device_hours=None if hours is None else hours * devices,
-            largest_batch=int(free // activations(length, 1, False)),
-            largest_batch_checkpointed=int(free // activations(length, 1, True)),
-            **(running if of_images else _limit_generation(config, device, length, batch, element, plans)),
+            largest_batch=int(free // count_activations(length, 1, False)),
+            largest_batch_checkpointed=int(free // count_activations(length, 1, True)),
+            **(running if of_images else _limit_generation(config, device, length, batch, element)),
         )
 
-    def at(length: int) -> AtContext:
-        forward = cost.forward_flops(config, length, plans=plans)
+    def price_at(length: int) -> AtContext:
+        forward = cost.forward_flops(config, length)
         flops = sum(forward.values())
         image_size = (
             dict[str, Any](image_size=config.image_shape) if isinstance(config, HeadwaterVisionConfig) else None
@@ -166,11 +164,11 @@ def price(
             context=length,
             forward=forward,
             training=3 * flops,
-            activation_bytes=activations(length, batch, False),
-            activation_bytes_checkpointed=activations(length, batch, True),
-            step_bytes=held + activations(length, batch, gradient_checkpointing),
-            limits=None if hardware is None else limits(length, hardware, flops),
-            **(image_size or _count_text(config, length, batch, element, plans)),
+            activation_bytes=count_activations(length, batch, False),
+            activation_bytes_checkpointed=count_activations(length, batch, True),
+            step_bytes=state_size + count_activations(length, batch, gradient_checkpointing),
+            limits=None if hardware is None else find_limits(length, hardware, flops),
+            **(image_size or _count_text(config, length, batch, element)),
         )
 
     return Price(
@@ -183,36 +181,36 @@ def price(
         hardware=hardware,
         tokens=tokens,
         images=images,
-        parameters=cost.parameters(config, plans),
+        parameters=cost.parameters(config),
         state_bytes=state,
-        devices_needed=None if hardware is None else -int(-held // hardware.memory),
+        devices_needed=None if hardware is None else -int(-state_size // hardware.memory),
         gradient_checkpointing=gradient_checkpointing,
         loss_chunk_tokens=loss_chunk_tokens,
         masked=masked,
-        cache_bytes_per_token=cost.cache_bytes_per_token(config, element, plans),
-        last_token_layers=0 if of_images else config.num_hidden_layers - output_only_from(config, plans),
-        at=[at(length) for length in lengths],
+        cache_bytes_per_token=cost.cache_bytes_per_token(config, element),
+        last_token_layers=0 if of_images else config.num_hidden_layers - output_only_from(config, plan_layers(config)),
+        at=[price_at(length) for length in lengths],
     )
 
 
-def _count_text(config: HeadwaterConfig, length: int, batch: int, element: int, plans: cost.Plans) -> dict[str, Any]:
-    full = cost.forward_flops(config, length, causal=False, plans=plans)
+def _count_text(config: HeadwaterConfig, length: int, batch: int, element: int) -> dict[str, Any]:
+    full = cost.forward_flops(config, length, causal=False)
     return dict(
         forward_full=full,
         training_full=3 * sum(full.values()),
-        prefill=batch * cost.prefill_flops(config, length, plans=plans),
-        cache_bytes=cost.cache_bytes(config, length, batch, element, plans),
+        prefill=batch * cost.prefill_flops(config, length),
+        cache_bytes=cost.cache_bytes(config, length, batch, element),
     )
 
 
 def _limit_generation(
-    config: HeadwaterConfig, device: Hardware, length: int, batch: int, element: int, plans: cost.Plans
+    config: HeadwaterConfig, device: Hardware, length: int, batch: int, element: int
 ) -> dict[str, Any]:
-    read = element * cost.weights_read(config, plans) + batch * cost.cache_bytes_read(config, length, element)
-    free = max(0.0, device.memory - element * sum(cost.parameters(config, plans).values()))
+    bytes_read = element * cost.weights_read(config) + batch * cost.cache_bytes_read(config, length, element)
+    free = max(0.0, device.memory - element * sum(cost.parameters(config).values()))
     return dict(
-        generation_ceiling=batch * device.bandwidth / read,
-        most_sequences=int(free // cost.cache_bytes(config, length, 1, element, plans)),
+        generation_ceiling=batch * device.bandwidth / bytes_read,
+        most_sequences=int(free // cost.cache_bytes(config, length, 1, element)),
     )
 
 
@@ -265,7 +263,7 @@ def read_precision(name: str) -> Precision:
     return Precision(name)
 
 
-def _check(mfu: float, sizes: Sequence[tuple[str, Any]], budgets: Mapping[str, float | None]) -> None:
+def _check_settings(mfu: float, sizes: Sequence[tuple[str, Any]], budgets: Mapping[str, float | None]) -> None:
     """Raise `HeadwaterError` for a share, size or budget that there is not."""
     for label, value in sizes:
         if not isinstance(value, int) or value < 1:

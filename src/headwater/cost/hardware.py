@@ -1,6 +1,4 @@
-"""What a device can do: named accelerators by their data sheets, and this machine by measurement."""
-
-from __future__ import annotations
+"""Figures of devices: named accelerators by their data sheets, and this machine by measurement."""
 
 import os
 import re
@@ -35,10 +33,10 @@ class Hardware:
 
     def peak(self, precision: Precision) -> float:
         """FLOP/s of matmuls in a precision. Raises `HeadwaterError` if it is unknown."""
-        found = {torch.float32: self.flops_fp32, torch.float64: self.flops_fp64}.get(precision.compute, self.flops)
-        if found is None:
+        flops = {torch.float32: self.flops_fp32, torch.float64: self.flops_fp64}.get(precision.compute, self.flops)
+        if flops is None:
             raise HeadwaterError(f"The peak of {self.name} in {precision} is unknown; choose another precision.")
-        return found
+        return flops
 
 
 # bf16 TFLOP/s, fp32 TFLOP/s, GB, GB/s, and fp64 TFLOP/s where matrix units have it. Where a sheet prints sparse tensor
@@ -70,9 +68,8 @@ def hardware(name: str | Hardware) -> Hardware:
         raise HeadwaterError(f"hardware is a device's name, such as 'H100', not {shown(name)}.")
     if name.lower() == THIS:
         return measure()
-    for known, device in KNOWN.items():
-        if known.lower() == name.lower():
-            return device
+    if (device := {label.lower(): device for label, device in KNOWN.items()}.get(name.lower())) is not None:
+        return device
     raise HeadwaterError(f"There is no hardware named {name!r}; {nearest(name.upper(), [*KNOWN, THIS])}")
 
 
@@ -88,8 +85,8 @@ def measure() -> Hardware:
     source, target = (torch.ones(length, dtype=torch.uint8, device=device) for _ in range(2))
     bandwidth = 2 * length / best(lambda: target.copy_(source), device)
     threads = torch.get_num_threads()
-    here = f"this machine, {threads} CPU thread{'s' if threads > 1 else ''}"
-    name = torch.cuda.get_device_properties(device).name if cuda else here
+    cpu_name = f"this machine, {threads} CPU thread{'s' if threads > 1 else ''}"
+    name = torch.cuda.get_device_properties(device).name if cuda else cpu_name
     half, full, double = (matmul_flops(device, dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64))
     return Hardware(name, half, full, memory_of(device), bandwidth, "measured", flops_fp64=double)
 
@@ -109,7 +106,7 @@ def memory_of(device: torch.device) -> float:
 def sheet_of(driver: str) -> Hardware | None:
     """The data sheet of a device by its driver's name, e.g. "NVIDIA A100-SXM4-80GB"; None if unknown."""
     name = re.sub(r"^(NVIDIA|AMD)( GeForce| Instinct)? ", "", driver)
-    return next((known for known in KNOWN.values() if known.driver and re.fullmatch(known.driver, name)), None)
+    return next((device for device in KNOWN.values() if device.driver and re.fullmatch(device.driver, name)), None)
 
 
 def peak_of(device: torch.device, precision: Precision) -> float:
@@ -125,13 +122,13 @@ def peak_of(device: torch.device, precision: Precision) -> float:
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Inside, whether matmuls of fp32 on a GPU may round their inputs to TF32."""
-    before = torch.get_float32_matmul_precision()
+    """Set inside whether matmuls of fp32 on a GPU may round their inputs to TF32."""
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(precision)
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, rounded: bool = False) -> float:
@@ -160,7 +157,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def _seconds_on_gpu(run: Callable[[], object], device: torch.device) -> float:
-    """By the GPU's clock, of a run queued behind another, so that the time of its launch is not part of it."""
+    """Seconds by the GPU's clock, of a run queued behind another, so that the time of its launch is not part of it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.device(device):
         run()

@@ -299,7 +299,7 @@ def _settle(model: HeadwaterPreTrainedModel, counts: Counts, frozen: Counts | No
         if thawed:
             for parameter in module.parameters(recurse=False):
                 parameter.requires_grad_(True)
-    model.freeze()
+    model.freeze_parameters()
 
 
 def _write_counts(config: HeadwaterConfig, counts: Counts, frozen: Counts | None) -> None:

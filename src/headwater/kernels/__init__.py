@@ -11,8 +11,6 @@ The environment variable HEADWATER_KERNELS switches both on ("measured", the def
 `disable_kernels()` switches them off.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,16 +44,16 @@ def are_disabled() -> bool:
 
 @contextmanager
 def disable_kernels() -> Iterator[None]:
-    """Inside, every operation runs in its plain form, in all threads of the process.
+    """Run every operation inside in its plain form, in all threads of the process.
 
     A backward pass that recomputes activations must run inside as well.
     """
     global _disabled
-    before, _disabled = are_disabled(), True
+    old_state, _disabled = are_disabled(), True
     try:
         yield
     finally:
-        _disabled = before
+        _disabled = old_state
 
 
 def can_fuse(*tensors: Tensor | None, needs_grad: bool = True, cpu_only: bool = False) -> bool:
@@ -86,8 +84,8 @@ def can_autotune() -> bool:
 
     Not under dispatch modes, such as counters of operations, nor under `torch.use_deterministic_algorithms`.
     """
-    counted = torch._C._len_torch_dispatch_stack() > 0 or torch.are_deterministic_algorithms_enabled()
-    return not counted and not torch.jit.is_tracing() and _can_run()
+    is_restricted = torch._C._len_torch_dispatch_stack() > 0 or torch.are_deterministic_algorithms_enabled()
+    return not is_restricted and not torch.jit.is_tracing() and _can_run()
 
 
 def are_ordinary(*tensors: Tensor | None, cpu_only: bool = False) -> bool:

@@ -4,8 +4,6 @@ In the plain form autograd stores a, b and act(a), and the next linear layer sto
 is recognized among the tensors that layer saves, and recomputed when the layer asks for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -54,8 +52,8 @@ def apply_activation(act: nn.Module, a: Tensor, b: Tensor | None, map_: Callable
     the plain form.
     """
     alike = b is None or (b.shape == a.shape and b.dtype == a.dtype and b.device == a.device)
-    known = type(act) in _KINDS and a.is_floating_point() and _outer is not None
-    if not (alike and known and can_fuse(a, b) and _allowed()):
+    is_supported = type(act) in _KINDS and a.is_floating_point() and _outer is not None
+    if not (alike and is_supported and can_fuse(a, b) and _allowed()):
         return map_(act(a) if b is None else act(a) * b)
     h = _Activated.apply(act, a, b)
     with _skip_saving(h):
@@ -77,7 +75,7 @@ class _Activated(torch.autograd.Function):
         (g,), recomputed = grads, ctx.recomputed
         ctx.recomputed = None
         if recomputed is None:
-            recomputed = _recompute(ctx.kind, *ctx.saved_tensors)
+            recomputed = _recompute_activation(ctx.kind, *ctx.saved_tensors)
         a, b, y = recomputed
         if b is None:
             return None, _BACKWARD[ctx.kind](g, a, grad_input=torch.empty_like(a)), None
@@ -85,7 +83,7 @@ class _Activated(torch.autograd.Function):
         return None, _BACKWARD[ctx.kind](ga, a, grad_input=ga), y.mul_(g)
 
 
-def _recompute(kind: str, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
+def _recompute_activation(kind: str, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
     """a, b and act(a), the last in fresh memory."""
     return a, b, _FORWARD[kind](a)
 
@@ -103,20 +101,20 @@ class _Recomputed:
         # No graph is needed: autograd attaches the saved tensor's own.
         with torch.no_grad():
             if self.node.recomputed is None:
-                self.node.recomputed = _recompute(self.node.kind, *self.node.saved_tensors)
+                self.node.recomputed = _recompute_activation(self.node.kind, *self.node.saved_tensors)
             _, b, y = self.node.recomputed
             return (y if b is None else y * b).as_strided(self.shape, self.stride)
 
 
 def _skip_saving(h: Tensor) -> AbstractContextManager[None]:
-    """Inside, autograd saves how to recompute h instead of h, and all other tensors as usual."""
+    """Let autograd save how to recompute h instead of h inside, and all other tensors as usual."""
     assert _outer is not None
     node, outer = h.grad_fn, _outer(True)
     # Not h itself: the hooks would keep it alive.
-    identity = _identify(h)
+    identity = _identify_tensor(h)
 
     def pack(x: Tensor) -> Any:
-        if type(x) is Tensor and _identify(x) == identity:
+        if type(x) is Tensor and _identify_tensor(x) == identity:
             return _Recomputed(node, x.shape, x.stride())
         return x if outer is None else outer[0](x)
 
@@ -128,6 +126,6 @@ def _skip_saving(h: Tensor) -> AbstractContextManager[None]:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def _identify(x: Tensor) -> tuple[Any, ...]:
+def _identify_tensor(x: Tensor) -> tuple[Any, ...]:
     """The same for a reshaped tensor; different for a part of it, a cast of it, and after a change in place."""
     return x.untyped_storage()._cdata, x.numel(), x.dtype, x._version

@@ -8,8 +8,6 @@ On two cores of an AMD EPYC (Zen 4), one bfloat16 query over 128, 512 and 2048 k
 0.11 and 0.22 ms with matmuls, and 0.09, 0.34 and 1.31 ms fused; eight float16 queries over 128 keys took 0.66 and 0.22.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -71,10 +69,10 @@ def matmul_attention(
     `is_causal` or the module says otherwise; keys beyond the number of queries are then a static cache's empty slots.
     Raises `HeadwaterError` for what it does not support (`LEFT_OUT`).
     """
-    if asked := [name for name in LEFT_OUT if kwargs.get(name) is not None]:
+    if unsupported := [name for name in LEFT_OUT if kwargs.get(name) is not None]:
         raise HeadwaterError(
-            f"attn_implementation {MATMUL} leaves out {' and '.join(asked)}, which this model asks for; load it with "
-            "attn_implementation='eager'."
+            f"attn_implementation {MATMUL} leaves out {' and '.join(unsupported)}, which this model asks for; load it "
+            "with attn_implementation='eager'."
         )
     batch, heads, length, width = q.shape
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -102,7 +100,7 @@ def matmul_attention(
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What sdpa's mask adds to the scores."""
+    """Bias that sdpa's mask adds to the scores."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     # Half of the lowest number, so that adding a score cannot overflow: a query without keys gets no NaN.

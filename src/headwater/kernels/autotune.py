@@ -10,8 +10,6 @@ Forms round differently, so bits would depend on the clock. Therefore only gener
 evaluations and `headwater evaluate` use PyTorch's own forms, here called plain.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -61,7 +59,7 @@ _choices: ContextVar[Choices | bool | None] = ContextVar("choices", default=None
 
 @contextmanager
 def allow_autotuning(pack_weights: bool = False) -> Iterator[None]:
-    """Inside, in this thread, forms that were measured to be faster than plain PyTorch may run.
+    """Let forms run inside, in this thread, that were measured to be faster than plain PyTorch.
 
     pack_weights: bfloat16 linear layers may keep a second copy of their weights until the end (`kernels.linear`).
     Raises `HeadwaterError` for an unknown value of HEADWATER_KERNELS.
@@ -81,7 +79,7 @@ def _set_choices(choices: Choices | bool) -> Iterator[None]:
 
 
 def forbid_autotuning() -> AbstractContextManager[None]:
-    """Inside, in this thread, nothing depends on a timing, not even generation."""
+    """Keep everything inside, in this thread, independent of timings, even generation."""
     return _set_choices(False)
 
 
@@ -137,8 +135,8 @@ def _time_forms(forms: Mapping[str, Callable[[], object]]) -> dict[str, float]:
             started = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - started)
-    steady = all(statistics.median(each) <= STEADY * min(each) for each in times.values())
-    return {name: min(each) for name, each in times.items()} if steady else {}
+    steady = all(statistics.median(seconds) <= STEADY * min(seconds) for seconds in times.values())
+    return {name: min(seconds) for name, seconds in times.items()} if steady else {}
 
 
 def _get_file(threads: int) -> Path | None:

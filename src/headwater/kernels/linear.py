@@ -13,8 +13,6 @@ in bfloat16 0.23 plain and 0.15 packed; those of an Intel Xeon with AMX 0.25 pla
 times them, by shape, dtype and number of rows (`headwater.kernels.autotune`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache, partial
 
@@ -90,7 +88,7 @@ def _run_in_pieces(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @lru_cache
 def _count_pieces(rows: int, threads: int) -> int:
-    """How many equal pieces to cut the rows into: the fewest that keep all threads busy; 1 if they cannot be cut."""
+    """Number of equal pieces to cut the rows into: the fewest that keep all threads busy; 1 if they cannot be cut."""
     return next((n for n in range(threads, 8 * threads + 64) if rows % n == 0), 1)
 
 

@@ -1,7 +1,5 @@
 """The log-probabilities of target tokens on a CPU, one block of rows at a time and without copies of the logits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

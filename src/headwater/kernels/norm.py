@@ -1,7 +1,5 @@
 """RMSNorm on a CPU that stores x and one number per row, instead of two copies of x in fp32."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -27,7 +25,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        wide, product = _widen(x, dtype)
+        wide, product = _widen_input(x, dtype)
         inverse = torch.pow(wide, 2, out=product).mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         if weight is None:
@@ -38,7 +36,7 @@ class _RMSNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
-        wide, product = _widen(x, inverse.dtype)
+        wide, product = _widen_input(x, inverse.dtype)
         gx = grads[0] * inverse
         torch.mul(gx, wide, out=product)
         gw = None
@@ -51,7 +49,7 @@ class _RMSNorm(torch.autograd.Function):
         return gx.addcmul_(wide, along).to(x.dtype), gw, None
 
 
-def _widen(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _widen_input(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x in `dtype`, and working memory of the same shape."""
     if x.dtype == dtype:
         return x, get_scratch(1, x.shape, dtype, x)[0]

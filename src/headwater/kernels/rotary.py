@@ -13,16 +13,16 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1.0)
+        return _rotate_channels(x, cos, sin, 1.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, sin, -1.0), None, None
+        return _rotate_channels(grads[0], cos, sin, -1.0), None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+def _rotate_channels(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     r = cos.shape[-1]
     half = r // 2
     y = torch.empty_like(x)

@@ -1,7 +1,5 @@
 """Reused memory: on a CPU, the page faults of fresh memory take longer than an elementwise operation."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

@@ -64,20 +64,20 @@ def traced_shift(x: Tensor, weight: Tensor, reach: Tensor | None) -> Tensor:
 
 def shift_back(x: Tensor, steps: int, reach: Tensor | None) -> Tensor:
     """x_{t - steps}, x [B, K, T, d], or 0 where there is no such token or `reach` [B, T] hides it."""
-    seen = torch.arange(x.shape[2], device=x.device)[None] >= steps
+    is_visible = torch.arange(x.shape[2], device=x.device)[None] >= steps
     if reach is not None:
-        seen = seen & (reach >= steps)
+        is_visible = is_visible & (reach >= steps)
     # Rolled and hidden, not padded: the compiler makes one kernel of it, without a copy.
-    return torch.where(seen[:, None, :, None], x.roll(steps, 2), 0)
+    return torch.where(is_visible[:, None, :, None], x.roll(steps, 2), 0)
 
 
 class _TracedShift(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, reach: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, reach)
-        current, *others = weight.view(len(weight), x.shape[1], 1, -1).unbind()
+        current, *taps = weight.view(len(weight), x.shape[1], 1, -1).unbind()
         y = current * x
-        for steps, tap in enumerate(others, 1):
+        for steps, tap in enumerate(taps, 1):
             y = y + tap * shift_back(x, steps, reach)
         # PyTorch 2.11's compiler loses the gradient of an autograd function that returns a cast which changes nothing.
         return y if y.dtype == x.dtype else y.to(x.dtype)
@@ -87,16 +87,16 @@ class _TracedShift(torch.autograd.Function):
         x, weight, reach = ctx.saved_tensors
         # In the memory layout of projections, which read the result. [B, T, K, d]
         g, x = (t.transpose(1, 2).to(torch.promote_types(x.dtype, weight.dtype)) for t in (grads[0], x))
-        current, *others = weight.view(len(weight), x.shape[2], -1).unbind()
+        current, *taps = weight.view(len(weight), x.shape[2], -1).unbind()
         over = (0, 1) if weight.ndim == 3 else (0, 1, 3)
         gx, gw = current * g, [(g * x).sum(over)]
         # Not the numbers that `back` compares: the compiler would keep those from the forward pass.
         count = torch.arange(1, x.shape[1] + 1, device=x.device)[None]
-        for steps, tap in enumerate(others, 1):
-            seen = count <= x.shape[1] - steps
+        for steps, tap in enumerate(taps, 1):
+            is_visible = count <= x.shape[1] - steps
             if reach is not None:
-                seen = seen & (reach.roll(-steps, 1) >= steps)
-            ahead = torch.where(seen[:, :, None, None], g.roll(-steps, 1), 0)
+                is_visible = is_visible & (reach.roll(-steps, 1) >= steps)
+            ahead = torch.where(is_visible[:, :, None, None], g.roll(-steps, 1), 0)
             gx = gx + tap * ahead
             gw.append((ahead * x).sum(over))
         return gx.to(grads[0].dtype).transpose(1, 2), torch.stack(gw).to(weight.dtype), None

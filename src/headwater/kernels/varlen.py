@@ -9,8 +9,6 @@ backward, that calls PyTorch's fused kernel for each document. Half precision is
 once, except where the processor has matrix units for it (AMX), because the fused kernel converts more than it gains.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Sequence
@@ -64,12 +62,12 @@ def varlen_attention(
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     reason = find_refusal(q.device, q.dtype, dropout, q.shape[-1])
-    asked = [name for name in LEFT_OUT if kwargs.get(name) is not None]
-    asked += [] if is_causal else ["attention to later tokens"]
-    if asked or reason:
+    unsupported = [name for name in LEFT_OUT if kwargs.get(name) is not None]
+    unsupported += [] if is_causal else ["attention to later tokens"]
+    if unsupported or reason:
         raise HeadwaterError(
-            f"attn_implementation {VARLEN} {reason or 'leaves out ' + ' and '.join(asked)}; use sdpa, which takes the "
-            "documents of packed rows as a mask."
+            f"attn_implementation {VARLEN} {reason or 'leaves out ' + ' and '.join(unsupported)}; use sdpa, which "
+            "takes the documents of packed rows as a mask."
         )
     kernel = _run_by_documents if q.device.type == "cpu" else _run_flash
     return kernel(q, k, v, cu_seq_lens_q, max_length_q or q.shape[2], scaling, sliding_window), None
@@ -78,7 +76,7 @@ def varlen_attention(
 def _run_flash(
     q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
-    """By PyTorch's kernel for GPUs. A window includes the token itself."""
+    """Run PyTorch's kernel for GPUs. A window includes the token itself."""
     rows, heads, length, _ = q.shape
     groups = heads // k.shape[1]
     options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
@@ -87,17 +85,16 @@ def _run_flash(
     else:
         k, v = _repeat_heads(groups, k, v)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    read: Any = varlen_attn(q, k, v, borders, borders, longest, longest, **options)
-    return read.unflatten(0, (rows, length))
+    out: Any = varlen_attn(q, k, v, borders, borders, longest, longest, **options)
+    return out.unflatten(0, (rows, length))
 
 
 def _run_by_documents(
     q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
-    """By the operation for CPUs."""
+    """Run the operation for CPUs."""
     k, v = _repeat_heads(q.shape[1] // k.shape[1], k, v)
-    out, _ = _forward(q, k, v, borders, scale, window or 0)
-    return out
+    return _run_forward(q, k, v, borders, scale, window or 0)[0]
 
 
 def _repeat_heads(groups: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +102,7 @@ def _repeat_heads(groups: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def find_refusal(device: torch.device, dtype: torch.dtype, dropout: float, width: int) -> str | None:
-    """Why it cannot compute attention with heads of `width` channels; None if it can."""
+    """Reason why it cannot compute attention with heads of `width` channels; None if it can."""
     if dropout > 0:
         return "has no dropout"
     if device.type == "cpu":
@@ -118,20 +115,20 @@ def find_refusal(device: torch.device, dtype: torch.dtype, dropout: float, width
 
 
 class FusedCall(NamedTuple):
-    """What one call computes: tokens of a row; causal, or under a mask that is added to the scores."""
+    """Extent of one call: tokens of a row; causal, or under a mask that is added to the scores."""
 
     row: int
     tokens: slice
     mask: Tensor | None
 
-    def select(self, x: Tensor) -> Tensor:
+    def select_tokens(self, x: Tensor) -> Tensor:
         """x [B, H, T, …] -> [1, H, tokens, …]."""
         return x[self.row : self.row + 1, :, self.tokens]
 
-    def gather(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    def gather_tokens(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """The same of each in `dtype`; the fused kernel needs each head's channels next to each other."""
-        parts = [self.select(x).to(dtype) for x in tensors]
-        return [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
+        selected = [self.select_tokens(x).to(dtype) for x in tensors]
+        return [x if x.stride(-1) == 1 else x.contiguous() for x in selected]
 
 
 @lru_cache(maxsize=2)
@@ -139,13 +136,13 @@ def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, d
     """The calls for documents between `borders`, the same in every layer. window: 0 for none."""
     if borders[0] != 0 or borders[-1] != rows * length or any(a > b for a, b in pairwise(borders)):
         raise HeadwaterError(
-            f"cu_seq_lens_q must rise from 0 to the number of tokens, {rows * length}, not from {borders[0]} to "
+            f"cu_seq_lens_q must rise from 0 to {rows * length}, the number of tokens, not from {borders[0]} to "
             f"{borders[-1]}."
         )
     calls: list[FusedCall] = []
     for begin, end in pairwise(sorted(set(borders))):  # without empty documents
-        row, first = divmod(begin, length)
-        if first + end - begin > length:
+        row, column = divmod(begin, length)
+        if column + end - begin > length:
             raise HeadwaterError(
                 f"cu_seq_lens_q has a document from token {begin} to {end}, across the rows of {length} tokens; a row "
                 "begins with a document."
@@ -154,7 +151,7 @@ def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, d
         if 0 < window < end - begin:  # each token sees itself and the window - 1 before it
             hidden = ~torch.ones(end - begin, end - begin, dtype=torch.bool).tril().triu(1 - window)
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        calls.append(FusedCall(row, slice(first, first + end - begin), mask))
+        calls.append(FusedCall(row, slice(column, column + end - begin), mask))
     return calls
 
 
@@ -176,45 +173,46 @@ _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 @torch.library.custom_op(f"{_LIBRARY}::forward", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
     """q, k, v [B, H, T, d], borders [n + 1] -> (what each head reads [B, T, H, d], logsumexp of scores [B, H, T])."""
     dtype, calls = _plan_dtype_and_calls(q, borders, window)
-    out = _allocate_heads(q)
-    sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    out, sums = _allocate_outputs(q)
     for call in calls:
-        inputs = call.gather((q, k, v), dtype)
-        read, total = _fused(*inputs, 0.0, call.mask is None, attn_mask=call.mask, scale=scale)
-        call.select(out).copy_(read)
-        call.select(sums).copy_(total)
-    return out.transpose(1, 2), sums
+        inputs = call.gather_tokens((q, k, v), dtype)
+        heads, total = _fused(*inputs, 0.0, call.mask is None, attn_mask=call.mask, scale=scale)
+        call.select_tokens(out.transpose(1, 2)).copy_(heads)
+        call.select_tokens(sums).copy_(total)
+    return out, sums
 
 
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+@_run_forward.register_fake
+def _allocate_outputs(q: Tensor, *unused: Any) -> tuple[Tensor, Tensor]:
+    """Memory for what `_run_forward` returns."""
     sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return _allocate_heads(q).transpose(1, 2), sums
 
 
 @torch.library.custom_op(f"{_LIBRARY}::backward", mutates_args=())
-def _backward(
+def _run_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, borders: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, each [B, H, T, d]. grad: of out [B, T, H, d]."""
     dtype, calls = _plan_dtype_and_calls(q, borders, window)
     grad, out = grad.transpose(1, 2), out.transpose(1, 2)
-    grads = _allocate_heads(q), _allocate_heads(k), _allocate_heads(v)
+    grads = _allocate_gradients(grad, q, k, v)
     for call in calls:
-        inputs = call.gather((grad, q, k, v, out), dtype)
-        found = _fused_backward(*inputs, call.select(sums), 0.0, call.mask is None, attn_mask=call.mask, scale=scale)
-        for whole, part in zip(grads, found, strict=True):
-            call.select(whole).copy_(part)
+        inputs = call.gather_tokens((grad, q, k, v, out), dtype)
+        grads_of_call = _fused_backward(
+            *inputs, call.select_tokens(sums), 0.0, call.mask is None, attn_mask=call.mask, scale=scale
+        )
+        for target, source in zip(grads, grads_of_call, strict=True):
+            call.select_tokens(target).copy_(source)
     return grads
 
 
-@_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, borders: Tensor, scale: float, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
+@_run_backward.register_fake
+def _allocate_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *unused: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for what `_run_backward` returns."""
     return _allocate_heads(q), _allocate_heads(k), _allocate_heads(v)
 
 
@@ -225,10 +223,10 @@ def _save_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def _compute_gradients(ctx: Any, grad: Tensor, unused: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, borders, out, sums = ctx.saved_tensors
-    return *_backward(grad, q, k, v, out, sums, borders, ctx.scale, ctx.window), None, None, None
+    return *_run_backward(grad, q, k, v, out, sums, borders, ctx.scale, ctx.window), None, None, None
 
 
-_forward.register_autograd(_compute_gradients, setup_context=_save_context)
+_run_forward.register_autograd(_compute_gradients, setup_context=_save_context)
 
 AttentionInterface.register(VARLEN, varlen_attention)
 AttentionMaskInterface.register(VARLEN, sdpa_mask)

@@ -11,7 +11,8 @@ of K / N (GQA, arXiv 2305.13245, section 2.1), which is the head of the mean of 
     k_h ← (1 - w)·k_h + w·(N / K)·Σ_{h' in the group of h} k_h'        v likewise
 
 The weight is that of value residual (arXiv 2410.17897) as a schedule: it moves linearly over the steps of a run whose
-recipe says `convert: {anneal: true}`. Until `headwater.conversion.finished` makes the goal every layer stores all.
+recipe says `convert: {anneal: true}`. Until `headwater.conversion.convert.finish_model` makes the goal, every layer
+stores all.
 """
 
 import copy

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
-from headwater.config.plan import Heads, LayerPlan, Source, Stage, choose
+from headwater.config.plan import Heads, LayerPlan, Source, Stage, choose_heads
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
@@ -210,7 +210,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         tables, every = options["tables"], range(config.num_key_value_heads)
         at: tuple[int, int, Heads] = (0, 0, None)
         if tables is not None:
-            heads = None if options["rank"] else choose(plan.v_heads, every)
+            heads = None if options["rank"] else choose_heads(plan.v_heads, every)
             at = plan.slot(SHARED), cls.receiving(plan.all_layers).index(plan.index) % tables, heads
         return cls(
             len(plan.v_heads),

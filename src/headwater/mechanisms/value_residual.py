@@ -25,7 +25,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from headwater.config.plan import LayerPlan, Source, choose
+from headwater.config.plan import LayerPlan, Source, choose_heads
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
@@ -275,7 +275,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
             target=options["target"],
             reads=reads,
             slots=tuple(plan.slot(source) for source in reads),
-            chosen=tuple(None if s.layer < 0 else choose(own, cls.own(options, plans[s.layer])) for s in reads),
+            chosen=tuple(None if s.layer < 0 else choose_heads(own, cls.own(options, plans[s.layer])) for s in reads),
             plus=plan.slot(SHARED) if options["mode"] == "learnable_plus" else 0,
             receiver=cls.acting(plans).index(plan.index),
         )

@@ -4,8 +4,6 @@ If transformers' Auto classes are loaded already, the models are registered at o
 once no import of either package is in progress, since the models import much of transformers.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -25,10 +23,10 @@ IMPORTED_AFTER = {
 }
 
 
-def register() -> None:
+def register_models() -> None:
     """Register the models with transformers' Auto classes and the cache layers with its caches, now or later."""
     hook = _Hook()
-    hook.look()
+    hook.look_for_modules()
     if hook.waiting:
         sys.meta_path.insert(0, hook)
 
@@ -43,8 +41,8 @@ class _Hook:
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not is_ours(name) and top_package(name) != "transformers":
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        finders = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             run = spec.loader.exec_module
 
@@ -54,12 +52,12 @@ class _Hook:
                     run(module)
                 finally:
                     self.under_way.discard(name)
-                self.look()
+                self.look_for_modules()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
-    def look(self) -> None:
+    def look_for_modules(self) -> None:
         for name in IMPORTED_AFTER:
             if name in sys.modules and name in self.waiting and not self.under_way:
                 for module in self.waiting.pop(name):

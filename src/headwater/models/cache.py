@@ -3,8 +3,6 @@ keys, and tails, the last raw tokens of mechanisms that look back. They register
 `HeadwaterConfig.layer_types`, so `DynamicCache(config=…)`, `StaticCache(config=…)` and plain `generate` build them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -41,17 +39,11 @@ class _TailMixin(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         self.record_past = True
 
-    def end_past_recording(self) -> None:
-        """From now on keep only what is needed to continue."""
-        if self.record_past:
-            self.record_past = False
-            self.crop_tails(0)
-
     def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         """See `headwater.mechanisms.contract.Tail`."""
         if name not in self.tails:
             self.tail_lengths[name] = length
-            self.tails[name] = self.allocated(x.new_zeros(*x.shape[:2], length, x.shape[3]))
+            self.tails[name] = self.allocate_tail(x.new_zeros(*x.shape[:2], length, x.shape[3]))
         tail = self.swap(name, x, length)
         return tail if everything or tail.shape[2] == length else tail[:, :, -length:]
 
@@ -66,7 +58,7 @@ class _TailMixin(CacheLayerMixin):
             return  # `positions` then returns None
         self.before(POSITIONS, (position_ids + 1).expand(batch, -1)[:, None, :, None], length)
 
-    def allocated(self, tail: Tensor) -> Tensor:
+    def allocate_tail(self, tail: Tensor) -> Tensor:
         return tail
 
     def swap(self, name: str, x: Tensor, length: int) -> Tensor:
@@ -77,9 +69,9 @@ class _TailMixin(CacheLayerMixin):
         elif not torch.compiler.is_compiling() and x.shape[2] == length:  # a traced length may be any
             self.tails[name] = x
         else:
-            last = _last(tail, x, length)
+            tokens = _keep_last(tail, x, length)
             # Copied where it is long: a slice would keep the whole prefill alive.
-            self.tails[name] = last if x.shape[2] == 1 else last.clone()
+            self.tails[name] = tokens if x.shape[2] == 1 else tokens.clone()
         return tail
 
     def map_tails(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -102,13 +94,13 @@ class _TailMixin(CacheLayerMixin):
         """Drop the last `removed` raw tokens, and all that are older than the tails need."""
         cropped = {}
         for name, tail in self.tails.items():
-            kept, length = tail.shape[2] - removed, self.tail_lengths[name]
-            if kept < length:
+            length_left, length = tail.shape[2] - removed, self.tail_lengths[name]
+            if length_left < length:
                 raise RuntimeError(
                     f"The cache cannot take back {removed} tokens: it keeps only the last {length} raw keys and "
                     "values. Call activate_past_recording() on the cache before the tokens that may be taken back."
                 )
-            cropped[name] = tail[:, :, kept - length : kept].clone()
+            cropped[name] = tail[:, :, length_left - length : length_left].clone()
         self.tails = cropped
 
 
@@ -161,30 +153,30 @@ class _Growing:
         self.memory: Tensor | None = None
         self.latest: Tensor | None = None
 
-    def extended(self, held: Tensor, new: Tensor) -> Tensor:
-        """`held` [B, heads, S, d] followed by `new` [B, heads, T, d]."""
+    def extend_history(self, stored: Tensor, new: Tensor) -> Tensor:
+        """`stored` [B, heads, S, d] followed by `new` [B, heads, T, d]."""
         # With gradients, whatever attention has read must not change, even if these tensors need none.
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or _copies_strided(new):
-            return torch.cat((held, new), dim=2)
-        (*rows, start, width), (*new_rows, length, new_width) = held.shape, new.shape
+            return torch.cat((stored, new), dim=2)
+        (*rows, start, width), (*new_rows, length, new_width) = stored.shape, new.shape
         if rows != new_rows or width != new_width:
-            return torch.cat((held, new), dim=2)
+            return torch.cat((stored, new), dim=2)
         memory, end = self.memory, start + length
         if (
-            held is not self.latest
+            stored is not self.latest
             or end > memory.shape[2]
             or memory.is_inference() != torch.is_inference_mode_enabled()
         ):
             room = min(ROOM, max(LEAST_ROOM, end // 8))
             memory = new.new_empty(*rows, end + room, width)
-            memory.narrow(2, 0, start).copy_(held)
+            memory.narrow(2, 0, start).copy_(stored)
         memory.narrow(2, start, length).copy_(new)
         self.memory, self.latest = memory, memory.narrow(2, 0, end)
         return self.latest
 
-    def release(self, held: Tensor) -> None:
-        """Free the memory if `held` is no longer in it."""
-        if self.latest is not held:
+    def release_memory(self, stored: Tensor) -> None:
+        """Free the memory if `stored` is no longer in it."""
+        if self.latest is not stored:
             self.memory = self.latest = None
 
 
@@ -208,7 +200,7 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
         return self._growing
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and exporters get: the state without spare memory."""
+        """State for copies and exporters: without spare memory."""
         state = dict(vars(self))
         if self.is_initialized:
             state.update(keys=self.keys.contiguous(), values=self.values.contiguous())
@@ -218,14 +210,16 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.growing
-        self.keys = keys.extended(self.keys, key_states)
-        self.values = values.extended(self.values, value_states)
+        self.keys = keys.extend_history(self.keys, key_states)
+        self.values = values.extend_history(self.values, value_states)
         return self.keys, self.values
 
     def map_tails(self, fn: Callable[[Tensor], Tensor]) -> None:
         super().map_tails(fn)
-        for growing, held in zip(self.growing, (self.keys, self.values), strict=True):  # these have been replaced, too
-            growing.release(held)
+        for growing, stored in zip(
+            self.growing, (self.keys, self.values), strict=True
+        ):  # these have been replaced, too
+            growing.release_memory(stored)
 
     def get_seq_length(self) -> int:
         return self.keys.shape[2] if self.is_initialized else 0
@@ -267,8 +261,8 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_early = False
-        self.places: dict[str, tuple[int, int]] = {}  # of tails after the values: first and last slot
-        self.taken = self.max_cache_len
+        self.tail_slots: dict[str, tuple[int, int]] = {}  # of tails after the values: first and last slot
+        self.next_slot = self.max_cache_len
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -288,22 +282,22 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
         history = self.keys[:, : key_states.shape[1]], self.values[:, : value_states.shape[1], : self.max_cache_len]
         slots = torch.arange(key_states.shape[2], device=self.device) + self.cumulative_length
         self.cumulative_length.add_(key_states.shape[2])
-        for held, new in zip(history, (key_states, value_states), strict=True):
+        for stored, new in zip(history, (key_states, value_states), strict=True):
             if new.shape[1]:
-                held.index_copy_(2, slots, new)
+                stored.index_copy_(2, slots, new)
         return history
 
     def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         if not self.is_early:
             return super().before(name, x, length, everything)
         if not x.is_floating_point():
-            return _number(self.before(name, _digits(x, self.values), length), x.dtype)
-        tail, folds = self.room(name, x, length)
-        before = tail.unflatten(2, (folds, length)).flatten(1, 2).to(x.dtype, copy=True)
-        tail.copy_(_last(before, x, length).unflatten(1, (tail.shape[1], folds)).flatten(2, 3))
-        return before
+            return _join_digits(self.before(name, _split_digits(x, self.values), length), x.dtype)
+        tail, folds = self.find_room(name, x, length)
+        old_tail = tail.unflatten(2, (folds, length)).flatten(1, 2).to(x.dtype, copy=True)
+        tail.copy_(_keep_last(old_tail, x, length).unflatten(1, (tail.shape[1], folds)).flatten(2, 3))
+        return old_tail
 
-    def room(self, name: str, x: Tensor, length: int) -> tuple[Tensor, int]:
+    def find_room(self, name: str, x: Tensor, length: int) -> tuple[Tensor, int]:
         """The room for a tail of x [B, heads, T, d] after the values, [B, heads / n, n·length, d], and n."""
         heads, (rows, end) = x.shape[1], self.values.shape[1:3]
         if x.shape[3] != self.values.shape[3]:
@@ -313,39 +307,39 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
                 "hidden_size."
             )
         folds = next(count for count in range(1, heads + 1) if heads % count == 0 and heads // count <= rows)
-        if name not in self.places:
-            self.places[name] = self.taken, self.taken + folds * length
-            self.taken += folds * length
-        start, stop = self.places[name]
+        if name not in self.tail_slots:
+            self.tail_slots[name] = self.next_slot, self.next_slot + folds * length
+            self.next_slot += folds * length
+        start, stop = self.tail_slots[name]
         if stop > end:
             raise HeadwaterError(
                 f"A static cache that is initialized early (as for export) has room for {TAIL_ROOM} raw tokens of "
-                f"{rows} heads, which is too little for {name!r}; use a shorter window."
+                f"{rows} heads, which is too few for {name!r}; use a shorter window."
             )
         return self.values[:, : heads // folds, start:stop], folds
 
     @property
     def is_croppable(self) -> bool:
         """Whether tokens can be taken back, as transformers asks from 5.24 on: raw tokens overwrite earlier ones."""
-        return getattr(super(), "is_croppable", False) and not (self.tails or self.places)
+        return getattr(super(), "is_croppable", False) and not (self.tails or self.tail_slots)
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove and (self.tails or self.places):
+        if tokens_to_remove and (self.tails or self.tail_slots):
             raise RuntimeError(
                 "A static cache that keeps raw tokens cannot take tokens back; use DynamicCache(config=model.config)."
             )
         super().crop(tokens_to_remove)
 
-    def allocated(self, tail: Tensor) -> Tensor:
+    def allocate_tail(self, tail: Tensor) -> Tensor:
         _mark_static(tail)
         return tail
 
     def swap(self, name: str, x: Tensor, length: int) -> Tensor:
         # In place: compiled code reads the tail from a fixed address.
         tail = self.tails[name]
-        before = tail.clone()
-        tail.copy_(_last(tail, x, length))
-        return before
+        old_tail = tail.clone()
+        tail.copy_(_keep_last(tail, x, length))
+        return old_tail
 
     def reset(self) -> None:
         super().reset()
@@ -358,7 +352,7 @@ class HeadwaterStaticSlidingLayer(HeadwaterStaticLayer):
     _layer_type = "headwater_sliding_attention"
 
 
-def restart(cache: Cache) -> None:
+def restart_cache(cache: Cache) -> None:
     """Empty a cache. What records its past goes on doing so."""
     recording = [layer for layer in cache.layers if getattr(layer, "record_past", False)]
     cache.reset()
@@ -368,7 +362,7 @@ def restart(cache: Cache) -> None:
 
 def cache_bytes(cache: Cache, reserved: bool = False) -> int:
     """Bytes of the keys, values and raw tokens that the cache holds. reserved: count spare memory too."""
-    held = [
+    stored = [
         tensor
         for layer in cache.layers
         for tensor in (
@@ -379,32 +373,32 @@ def cache_bytes(cache: Cache, reserved: bool = False) -> int:
         if tensor is not None
     ]
     if reserved:
-        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
-    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in stored}.values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in stored)
 
 
-def _last(tail: Tensor, x: Tensor, length: int) -> Tensor:
+def _keep_last(tail: Tensor, x: Tensor, length: int) -> Tensor:
     """The last `length` tokens of x, and of `tail` before it if x is shorter."""
     enough = not torch.compiler.is_compiling() and x.shape[2] >= length
     return (x if enough else torch.cat((tail, x), dim=2))[:, :, -length:]
 
 
-def _digits(x: Tensor, like: Tensor) -> Tensor:
+def _split_digits(x: Tensor, like: Tensor) -> Tensor:
     """Integers [B, heads, T, 1], from 0 to 2^32 - 1, as digits in numbers of the width and dtype of `like`, and zeros.
 
     Raises `HeadwaterError` if there is no room for all digits.
     """
     if like.shape[3] < DIGITS:
         raise HeadwaterError(
-            "A static cache that is initialized early (as for export) keeps a token's id in the room of "
-            f"{DIGITS} numbers, and its heads have {like.shape[3]}; use a larger head_dim."
+            f"A static cache that is initialized early (as for export) keeps a token's id in {DIGITS} channels, but "
+            f"its heads have {like.shape[3]}; use a larger head_dim."
         )
     digits = [(x >> DIGIT_BITS * place) & (2**DIGIT_BITS - 1) for place in range(DIGITS)]
     return torch.nn.functional.pad(torch.cat(digits, dim=3).to(like.dtype), (0, like.shape[3] - DIGITS))
 
 
-def _number(digits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The integers that `_digits` made digits of."""
+def _join_digits(digits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The integers that `_split_digits` made digits of."""
     places = [digits[..., place : place + 1].to(dtype) << DIGIT_BITS * place for place in range(DIGITS)]
     return torch.cat(places, dim=3).sum(3, keepdim=True, dtype=dtype)
 

@@ -20,7 +20,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.kernels.attention import MATMUL
 from headwater.kernels.autotune import allow_autotuning
 from headwater.kernels.varlen import VARLEN
-from headwater.models.cache import restart  # the module registers the cache layers, too
+from headwater.models.cache import restart_cache  # the module registers the cache layers, too
 from headwater.models.input_checks import check_paged
 from headwater.models.inputs import (
     ForwardArguments,
@@ -33,13 +33,13 @@ from headwater.models.inputs import (
     prepare_inputs,
 )
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
-from headwater.models.stack import Last, Stack
+from headwater.models.stack import LastTokens, Stack
 from headwater.nn.cache_name import CACHE, cache_of, one_cache
 from headwater.nn.checks import refuse_where
 from headwater.nn.documents import count_positions
 from headwater.nn.engine import Engine
 from headwater.nn.linear import apply_linear
-from headwater.nn.loss import causal_lm_loss, counted, shifted, squared_normalizers
+from headwater.nn.loss import causal_lm_loss, count_targets, shift_targets, squared_normalizers
 from headwater.nn.masks import find_new_tokens
 from headwater.nn.norm import make_norm
 from headwater.nn.position import RotaryEmbedding, document_lengths, for_heads
@@ -114,8 +114,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         elif self.input_spec.id_readers:
             raise HeadwaterError(
-                f"{' and '.join(self.input_spec.id_readers)} reads tokens by their ids, but this model was given "
-                "embeddings; pass input_ids."
+                f"{' and '.join(self.input_spec.id_readers)} reads token ids, but this call passes embeddings; pass "
+                "input_ids."
             )
         if use_cache is None:
             # Training reads no cache, and building one would copy every key and value.
@@ -128,21 +128,21 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.check_engine(arguments)
         inputs = prepare_inputs(self.input_spec, arguments)
         self.check_frequencies(inputs)
-        x = self.embed(inputs_embeds, inputs.position_ids)
-        inputs = inputs._replace(position_embeddings=self.angles(x, inputs.position_ids))
-        last = self.find_last(inputs, x, logits_to_keep)
-        x = self.layers(self.dropout(x), self.shared_tensors(input_ids), inputs.arguments(), last)
+        x = self.embed_inputs(inputs_embeds, inputs.position_ids)
+        inputs = inputs._replace(position_embeddings=self.compute_angles(x, inputs.position_ids))
+        last_tokens = self.find_last(inputs, x, logits_to_keep)
+        x = self.layers(self.dropout(x), self.shared_tensors(input_ids), inputs.arguments(), last_tokens)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: inputs.cache})
 
-    def embed(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """What the first block is given, from the embeddings x [B, T, D] of the tokens."""
+    def embed_inputs(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """Input of the first block, from the embeddings x [B, T, D] of the tokens."""
         if self.config.embedding_scale != 1:  # rounded to the embedding's precision, as in Gemma
             x = x * torch.full((), float(self.config.embedding_scale), dtype=x.dtype, device=x.device)
         if self.embed_positions is not None:
             x = x + self.embed_positions(position_ids)
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
-    def angles(self, x: Tensor, position_ids: Tensor) -> dict[bool, Any]:
+    def compute_angles(self, x: Tensor, position_ids: Tensor) -> dict[bool, Any]:
         """Each kind of layer's angles of RoPE, in the dtype of x."""
         if self.rotary_emb is None:
             return {}
@@ -151,16 +151,16 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             angles[True] = for_heads(*self.sliding_rotary_emb(x, position_ids))
         return angles
 
-    def frequencies_change(self, before: Tensor, now: Tensor) -> Tensor:
-        """Where RoPE turns a sequence of `now` tokens by other frequencies than one of `before` tokens: booleans."""
-        changed = torch.zeros_like(now, dtype=torch.bool)
+    def frequencies_change(self, old_lengths: Tensor, new_lengths: Tensor) -> Tensor:
+        """Mark where RoPE has other frequencies for sequences of `new_lengths` than of `old_lengths`: booleans."""
+        changed = torch.zeros_like(new_lengths, dtype=torch.bool)
         for rope in self.ropes_by_length:
-            changed = changed | (rope.span(before) != rope.span(now))
+            changed = changed | (rope.find_span(old_lengths) != rope.find_span(new_lengths))
         return changed
 
     @property
     def ropes_by_length(self) -> list[RotaryEmbedding]:
-        """Those whose frequencies change with the length of a sequence."""
+        """RoPE modules whose frequencies change with the length of a sequence."""
         return [x for x in (self.rotary_emb, self.sliding_rotary_emb) if x is not None and x.follows_length]
 
     def check_frequencies(self, inputs: ModelInputs) -> None:
@@ -170,45 +170,50 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         past: Any = inputs.cache.get_seq_length()
         if isinstance(past, int) and past == 0:
             return
-        before = inputs.position_ids[:, :1]  # tokens of this document in the cache
-        changed = self.frequencies_change(before, document_lengths(inputs.position_ids)[:, :1])
+        old_lengths = inputs.position_ids[:, :1]  # tokens of this document in the cache
+        changed = self.frequencies_change(old_lengths, document_lengths(inputs.position_ids)[:, :1])
         refuse_where(
-            changed & (before > 0) & (past > 0),
-            "With these tokens the sequence is so long that its RoPE takes other frequencies, which the keys in the "
-            "cache do not have; pass all tokens at once with an empty cache or none, as generate does (without "
+            changed & (old_lengths > 0) & (past > 0),
+            "With these tokens the sequence is so long that its RoPE takes other frequencies than the cached keys "
+            "have; pass all tokens at once, with an empty cache or without one, as generate does (without "
             "prefill_chunk_size).",
         )
 
-    def served(self, input_ids: Tensor, position_ids: Tensor, engine: Engine) -> Tensor:
+    def serve_tokens(self, input_ids: Tensor, position_ids: Tensor, engine: Engine) -> Tensor:
         """The hidden states [N, D] of N tokens of any sequences, input_ids and position_ids [N].
 
         engine: knows which sequences they belong to, and their earlier tokens. Each token is a row of its own.
         """
         ids, positions, limit = input_ids[:, None], position_ids[:, None], self.input_spec.lookback.limit
-        x = self.embed(self.embed_tokens(ids), positions)
+        x = self.embed_inputs(self.embed_tokens(ids), positions)
         inputs = ModelInputs(
             attention_mask=dict.fromkeys(self.input_spec.kinds),
             position_ids=positions,
             reach=positions.clamp(max=limit) if limit else None,
             past_key_values=engine,
-            position_embeddings=self.angles(x, positions),
+            position_embeddings=self.compute_angles(x, positions),
             kwargs={"token_ids": ids} if self.input_spec.id_readers else {},
         )
         return self.norm(self.layers(x, self.shared_tensors(ids), inputs.arguments()))[:, 0]
 
-    def find_last(self, inputs: ModelInputs, x: Tensor, tokens: int | Tensor) -> Last | None:
-        """How blocks from `output_only_from` on are called for the last `tokens` of x [B, T, D] alone.
+    def find_last(self, inputs: ModelInputs, x: Tensor, tokens: int | Tensor) -> LastTokens | None:
+        """Arguments for blocks from `output_only_from` on, which run for the last `tokens` of x [B, T, D] alone.
 
         None if they run for all: where all are asked for, in training, and with a mask whose last rows cannot be taken.
         """
-        first = self.input_spec.output_only_from
-        if first == len(self.layers) or self.training or not isinstance(tokens, int) or not 0 < tokens < x.shape[1]:
+        first_layer = self.input_spec.output_only_from
+        if (
+            first_layer == len(self.layers)
+            or self.training
+            or not isinstance(tokens, int)
+            or not 0 < tokens < x.shape[1]
+        ):
             return None
         recorded = (f"output_{name}" for name in self._can_record_outputs)
         if any(inputs.kwargs.get(name, getattr(self.config, name, False)) for name in recorded):
             return None
         inputs_of_last = keep_last_tokens(self.input_spec, inputs, x, tokens)
-        return None if inputs_of_last is None else Last(first, tokens, inputs_of_last.arguments())
+        return None if inputs_of_last is None else LastTokens(first_layer, tokens, inputs_of_last.arguments())
 
     def shared_tensors(self, input_ids: Tensor | None) -> dict[Source, Tensor]:
         """The outputs of the modules that the model holds once. input_ids: the new tokens [B, T]."""
@@ -293,7 +298,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             logits_to_keep=logits_to_keep if labels is None else 0,
             **kwargs,
         )
-        hidden = self.scaled(positions_kept(outputs.last_hidden_state, logits_to_keep))
+        hidden = self.scale_hidden(positions_kept(outputs.last_hidden_state, logits_to_keep))
         logits = loss = z_loss = None
         if labels is None or not skip_logits:
             logits = self.logits(hidden)
@@ -312,8 +317,8 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             **{CACHE: cache_of(outputs)},
         )
 
-    def scaled(self, hidden: Tensor) -> Tensor:
-        """What the output head is given."""
+    def scale_hidden(self, hidden: Tensor) -> Tensor:
+        """Input of the output head."""
         return hidden if self.config.logit_scale == 1 else hidden * float(self.config.logit_scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -325,7 +330,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         self,
         hidden: Tensor,
         logits: Tensor | None,
-        labels: Tensor,
+        labels: Tensor | None,
         shift_labels: Tensor | None,
         with_z: bool,
         **kwargs: Any,
@@ -336,8 +341,8 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, shift_labels=shift_labels, **kwargs)
         if not with_z:
             return loss, None
-        targets = shifted(labels) if shift_labels is None else shift_labels
-        return loss, squared_normalizers(logits, targets) / counted(targets, kwargs.get("num_items_in_batch"))
+        targets = shift_targets(labels) if shift_labels is None else shift_labels
+        return loss, squared_normalizers(logits, targets) / count_targets(targets, kwargs.get("num_items_in_batch"))
 
     def chunked_losses(
         self,
@@ -349,37 +354,31 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `whole_losses`, with the logits of `size` tokens at a time, which are recomputed in the backward pass."""
-        targets = shifted(labels) if shift_labels is None else shift_labels
-        parts = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
+        """The same as `whole_losses`, with the logits of `size` tokens at a time, recomputed in the backward pass."""
+        targets = shift_targets(labels) if shift_labels is None else shift_labels
+        chunk_inputs = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
         # The head draws nothing random, and saving the generators' states would wait for the device.
-        recomputed = partial(checkpoint, self.sums, use_reentrant=False, preserve_rng_state=False)
-        chunks = [recomputed(rows[None], wanted[None], with_z, **kwargs) for rows, wanted in parts]
-        total = torch.stack(chunks).sum(0) / counted(targets, num_items_in_batch)
+        recomputed = partial(checkpoint, self.sum_losses, use_reentrant=False, preserve_rng_state=False)
+        chunks = [
+            recomputed(rows[None], labels_of_chunk[None], with_z, **kwargs) for rows, labels_of_chunk in chunk_inputs
+        ]
+        total = torch.stack(chunks).sum(0) / count_targets(targets, num_items_in_batch)
         return total[0], total[1] if with_z else None
 
-    def sums(self, hidden: Tensor, targets: Tensor, with_z: bool, **kwargs: Any) -> Tensor:
+    def sum_losses(self, hidden: Tensor, targets: Tensor, with_z: bool, **kwargs: Any) -> Tensor:
         """The sum of a chunk's losses, and of its z-losses if asked: [1] or [2]."""
-        logits = self.logits(hidden)
-        loss = self.loss_function(
-            logits=logits,
-            labels=None,
-            vocab_size=self.config.vocab_size,
-            num_items_in_batch=1,
-            shift_labels=targets,
-            **kwargs,
-        )
-        return torch.stack((loss, squared_normalizers(logits, targets).to(loss.dtype))) if with_z else loss[None]
+        loss, z_loss = self.whole_losses(hidden, None, None, targets, with_z, num_items_in_batch=1, **kwargs)
+        return loss[None] if z_loss is None else torch.stack((loss, z_loss.to(loss.dtype)))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, on a CPU with the kernels that were timed to be fastest (`headwater.kernels.autotune`).
+        """transformers' method, on a CPU with the kernels that were timed to be fastest (`headwater.kernels.autotune`).
 
         In bfloat16 a long generation may keep a second copy of the weights meanwhile, unless `packs_weights` is False.
         The cache may be given under either of its names; raises `HeadwaterError` if under both.
         """
-        given = one_cache(kwargs.pop("past_key_values", None), kwargs.pop("cache", None))
-        if given is not None:
-            kwargs[CACHE] = given
+        cache = one_cache(kwargs.pop("past_key_values", None), kwargs.pop("cache", None))
+        if cache is not None:
+            kwargs[CACHE] = cache
         # transformers changes the config for it, and leaves that changed after an error.
         chosen = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("assistant_early_exit", getattr(chosen, "assistant_early_exit", None)) is not None:
@@ -387,16 +386,8 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
                 "assistant_early_exit runs a part of the layers, which headwater's models cannot; give an "
                 "assistant_model, or prompt_lookup_num_tokens."
             )
-        recording = [layer for layer in getattr(given, "layers", ()) if getattr(layer, "record_past", False)]
         with allow_autotuning(self.packs_weights):
-            made = super().generate(*args, **kwargs)
-        if getattr(kwargs.get("generation_config"), "is_assistant", False):
-            return made  # the caller will roll tokens back
-        # Assisted decoding makes the cache record its past in order to roll tokens back, and does not end that.
-        for layer in getattr(getattr(made, CACHE, given), "layers", ()):
-            if hasattr(layer, "end_past_recording") and layer not in recording:
-                layer.end_past_recording()
-        return made
+            return super().generate(*args, **kwargs)
 
     def prepare_inputs_for_generation(
         self,
@@ -406,13 +397,13 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,  # transformers looks for the name
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in transformers. Where RoPE's frequencies change with the new tokens, the cache is filled anew.
+        """transformers' method. Where RoPE's frequencies change with the new tokens, the cache is filled anew.
 
         What wraps this method, as PEFT's prompts do, finds the cache under both of its names.
         """
         cache = kwargs.get(CACHE)
         if cache is not None and self.is_outgrown(cache, input_ids, attention_mask, kwargs.get("position_ids")):
-            restart(cache)
+            restart_cache(cache)
             next_sequence_length = None
         kwargs |= dict(attention_mask=attention_mask, inputs_embeds=inputs_embeds)
         inputs = super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
@@ -435,13 +426,13 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             return False
         if position_ids is None or position_ids.shape[-1] != length:
             position_ids = count_positions(attention_mask, 0, length, input_ids.device)
-        before, now = document_lengths(position_ids[:, :past]), document_lengths(position_ids)[:, :past]
-        return bool(self.model.frequencies_change(before, now).any())
+        old_lengths, new_lengths = document_lengths(position_ids[:, :past]), document_lengths(position_ids)[:, :past]
+        return bool(self.model.frequencies_change(old_lengths, new_lengths).any())
 
     def _assisted_decoding(
         self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
     ) -> Any:
-        """As in transformers. Raises `HeadwaterError` where candidates may be of a length with other frequencies."""
+        """transformers' method. Raises `HeadwaterError` where candidates may be of a length with other frequencies."""
         if self.model.ropes_by_length:
             lengths = torch.tensor([input_ids.shape[1], generation_config.max_length], device=input_ids.device)
             mask = kwargs.get("attention_mask")
@@ -456,7 +447,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         return super()._assisted_decoding(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. Raises `HeadwaterError` where its paged cache could not hold what this model needs."""
+        """transformers' method. Raises `HeadwaterError` where its paged cache could not hold what this model needs."""
         check_paged(self.config, self.plans)
         return super().init_continuous_batching(*args, **kwargs)
 
@@ -470,7 +461,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **unused: Any,
     ) -> dict[str, Any]:
-        """As in transformers, outside compiled code; these masks respect documents."""
+        """transformers' method, outside compiled code; these masks respect documents."""
         tokens = find_new_tokens(inputs_embeds, one_cache(past_key_values, cache))
         return prepare_generation(self.model.input_spec, tokens, attention_mask, position_ids)
 

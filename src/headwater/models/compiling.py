@@ -1,15 +1,11 @@
 """Compiling a model block by block: layers of one kind share a graph, however deep the model is."""
 
-from __future__ import annotations
-
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.causal_lm import HeadwaterForCausalLM
 
 # Graphs that a layer may need: training and evaluation, and packed rows with more documents than expected.
 GRAPHS = 16
@@ -51,6 +47,6 @@ def compile_model(model: HeadwaterForCausalLM, backend: str = "inductor") -> Non
     torch._dynamo.reset()
     compile_blocks(model.model.layers, backend)
     # A chunk of the tokens is a graph: in one of all chunks the compiler would keep the logits of several.
-    for name in ("whole_losses", "sums"):
+    for name in ("whole_losses", "sum_losses"):
         if hasattr(model, name):
             setattr(model, name, torch.compile(getattr(model, name), dynamic=False, backend=backend))

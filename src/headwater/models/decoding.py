@@ -4,8 +4,6 @@ A step runs the model on the last tokens, chooses the next ones and writes them 
 the device. The host reads the tokens of a step while the next one runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -37,7 +35,7 @@ SHAPES = 256
 
 
 class Choice(NamedTuple):
-    """How the next token is chosen from logits [B, V], and what ends a row.
+    """Rule by which the next token is chosen from logits [B, V], and what ends a row.
 
     temperature: 0 takes the most likely token. top_k: 0 is no limit. ends: tokens after which a row gets only `pad`.
     """
@@ -48,8 +46,8 @@ class Choice(NamedTuple):
     ends: tuple[int, ...] = ()
     pad: int = 0
 
-    def warpers(self) -> LogitsProcessorList:
-        """What `generate` does to logits before it samples."""
+    def make_warpers(self) -> LogitsProcessorList:
+        """Processors that `generate` applies to logits before it samples."""
         warpers = LogitsProcessorList()
         if self.temperature not in (0.0, 1.0):
             warpers.append(TemperatureLogitsWarper(self.temperature))
@@ -61,7 +59,7 @@ class Choice(NamedTuple):
 
 
 class Decoder:
-    """Continues batches of prompts with a static cache; tokens equal those of `generate`.
+    """Generator that continues batches of prompts with a static cache; tokens equal those of `generate`.
 
     On a GPU the step is recorded as a CUDA graph after two tokens and replayed for the others, also in later calls with
     as many rows, no more tokens and the same options. Elsewhere it runs as it is.
@@ -77,7 +75,7 @@ class Decoder:
                 "replayed; use a growing cache (generate)."
             )
         self.model, self.compiled, self.backend = model, compiled, backend
-        self.held: Held | None = None
+        self.state: DecodingState | None = None
 
     @torch.no_grad()
     def __call__(
@@ -112,22 +110,22 @@ class Decoder:
             )
         ends = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
         choice = Choice(temperature, top_k, top_p, tuple(ends), pad_token_id)
-        if self.held is None or not self.held.fits(rows, length + max_new_tokens, choice):
-            self.held = None  # its memory is free before more is taken
-            self.held = Held(self.model, rows, length + max_new_tokens, choice, self.compiled, self.backend)
+        if self.state is None or not self.state.fits_call(rows, length + max_new_tokens, choice):
+            self.state = None  # its memory is free before more is taken
+            self.state = DecodingState(self.model, rows, length + max_new_tokens, choice, self.compiled, self.backend)
         device = self.model.device
         on_it = torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # for its streams and events
         with on_it, allow_autotuning(self.model.packs_weights):
-            new_ids = self.held.continued(input_ids, real, max_new_tokens, seed, watch)
+            new_ids = self.state.continue_prompts(input_ids, real, max_new_tokens, seed, watch)
         return torch.cat((input_ids, new_ids.to(input_ids.device)), dim=1)
 
     @property
     def cache(self) -> StaticCache | None:
         """The cache of the latest call."""
-        return None if self.held is None else self.held.cache
+        return None if self.state is None else self.state.cache
 
 
-class Held:
+class DecodingState:
     """The memory that a step reads and writes, and the step."""
 
     def __init__(
@@ -141,7 +139,7 @@ class Held:
     ) -> None:
         self.model, self.rows, self.choice = model, rows, choice
         self.length = -(-length // SLOTS) * SLOTS
-        self.warpers = choice.warpers()
+        self.warpers = choice.make_warpers()
         device = self.device = model.device
         self.cache = StaticCache(config=model.config, max_cache_len=self.length)
         if any(layer.is_sliding for layer in self.cache.layers):
@@ -162,10 +160,10 @@ class Held:
         on_gpu = {parameter.device.type for parameter in model.parameters()} == {"cuda"}
         self.graph = torch.cuda.CUDAGraph() if on_gpu else None
 
-    def fits(self, rows: int, length: int, choice: Choice) -> bool:
+    def fits_call(self, rows: int, length: int, choice: Choice) -> bool:
         return rows == self.rows and length <= self.length and choice == self.choice
 
-    def continued(
+    def continue_prompts(
         self,
         input_ids: Tensor,
         real: Tensor,
@@ -181,7 +179,7 @@ class Held:
         self.draw.manual_seed(seed)
         prompt = self.model(input_ids, attention_mask=real, past_key_values=self.cache, logits_to_keep=1)
         self.draw_noise()
-        self.choose(prompt.logits[:, -1])
+        self.choose_tokens(prompt.logits[:, -1])
 
         arrivals = Arrivals(self.rows, self.device)
         new_ids: list[Tensor] = []
@@ -189,31 +187,31 @@ class Held:
 
         def over() -> bool:
             """Read the tokens of the step before, and say whether they were the last."""
-            new_ids.append(arrivals.receive())
+            new_ids.append(arrivals.receive_tokens())
             for row, token in enumerate(new_ids[-1].tolist()):
                 ended[row] |= token in self.choice.ends
             return bool(watch is not None and watch(new_ids[-1])) or all(ended)
 
-        arrivals.send(self.token)
+        arrivals.send_tokens(self.token)
         for _ in range(tokens - 1):
-            self.advance()
-            arrivals.send(self.token)
+            self.run_step()
+            arrivals.send_tokens(self.token)
             if over():
                 break
         else:
             over()
         return torch.stack(new_ids, dim=1)
 
-    def advance(self) -> None:
-        """One step: as it is, to warm up, or replayed."""
+    def run_step(self) -> None:
+        """Run one step: directly, to warm up, or replayed."""
         self.draw_noise()
         if self.graph is None:
-            return self.first() if self.steps == 0 else self.run()
+            return self.run_and_compile() if self.steps == 0 else self.run()
         if self.steps < WARM:
             side = torch.cuda.Stream(self.device)
             side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(side):
-                self.first()
+                self.run_and_compile()
             torch.cuda.current_stream(self.device).wait_stream(side)
             return None
         if self.steps == WARM:
@@ -222,7 +220,7 @@ class Held:
             self.steps += 1
         return self.graph.replay()
 
-    def first(self) -> None:
+    def run_and_compile(self) -> None:
         """A step that may compile."""
         with torch._dynamo.config.patch(recompile_limit=SHAPES):
             self.run()
@@ -231,13 +229,13 @@ class Held:
     def step(self) -> None:
         """The next tokens from the last ones. Nothing here may wait for the device."""
         out = self.model(self.token, attention_mask=self.real, past_key_values=self.cache)
-        self.choose(out.logits[:, -1])
+        self.choose_tokens(out.logits[:, -1])
 
     def draw_noise(self) -> None:
         if self.choice.temperature:
             self.noise.exponential_(generator=self.draw)
 
-    def choose(self, logits: Tensor) -> None:
+    def choose_tokens(self, logits: Tensor) -> None:
         """Write the tokens that follow, from logits [B, V]."""
         scores = self.warpers(self.token, logits.float())
         if self.choice.temperature:  # the largest of p / noise is a draw from p, as in torch.multinomial
@@ -257,14 +255,14 @@ class Arrivals:
         self.copied = [torch.cuda.Event() for _ in self.slots] if self.on_gpu else []
         self.sent = self.received = 0
 
-    def send(self, token: Tensor) -> None:
+    def send_tokens(self, token: Tensor) -> None:
         """Copy the tokens [B, 1], without waiting."""
         self.slots[self.sent % 2].copy_(token[:, 0], non_blocking=self.on_gpu)
         if self.on_gpu:
             self.copied[self.sent % 2].record()
         self.sent += 1
 
-    def receive(self) -> Tensor:
+    def receive_tokens(self) -> Tensor:
         """The earliest tokens that were not received yet, [B]."""
         if self.on_gpu:
             self.copied[self.received % 2].synchronize()

@@ -22,14 +22,14 @@ from headwater.models.stack import Stack
 from headwater.nn.lookback import LookbackLimits, find_reach
 from headwater.nn.loss import classification_loss
 from headwater.nn.norm import make_norm
-from headwater.nn.patches import patches, raster_positions, resized, rotary, sincos
+from headwater.nn.patches import cut_patches, raster_positions, resize_positions, rotary_angles, sincos_positions
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import IS_EXPORTED
 from headwater.util.seeding import generator
 
 
 class HeadwaterImagePreTrainedModel(HeadwaterPreTrainedModel):
-    """What both image models share."""
+    """Base class of both image models."""
 
     config: HeadwaterVisionConfig
     config_class = HeadwaterVisionConfig
@@ -38,7 +38,7 @@ class HeadwaterImagePreTrainedModel(HeadwaterPreTrainedModel):
     _input_embed_layer = "embed_patches"
 
     def initial_value(self, module: nn.Module, name: str) -> Tensor:
-        """As in `HeadwaterPreTrainedModel`; the patch embedding gives normalized pixels a size of one."""
+        """The same as in `HeadwaterPreTrainedModel`; the patch embedding gives normalized pixels a size of one."""
         if (getattr(module, "_qualified_name", ""), name) == ("embed_patches", "weight"):
             shape = module.get_parameter(name).shape
             draw = generator(self.config.initializer_seed, "embed_patches.weight")
@@ -83,8 +83,8 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         grid = self.grid_of(pixel_values)
         if kwargs.pop("attention_mask", None) is not None:
             raise HeadwaterError("An image model takes no attention_mask: every patch sees all others; leave it out.")
-        x = self.embed(pixel_values, grid, interpolate_pos_encoding)
-        reach, angles = self.reach(grid, x.device), self.angles(x, grid)
+        x = self.embed_images(pixel_values, grid, interpolate_pos_encoding)
+        reach, angles = self.prepare_reach(grid, x.device), self.compute_angles(x, grid)
         inputs = ModelInputs({False: None}, reach=reach, position_embeddings=angles, kwargs=kwargs)  # no mask
         x = self.layers(self.dropout(x), self.shared_tensors(), inputs.arguments())
         x = self.norm(x)
@@ -92,16 +92,16 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
 
     def shared_tensors(self, input_ids: Tensor | None = None) -> dict[Source, Tensor]:
-        """As `HeadwaterModel.shared_tensors`; images have no ids."""
+        """The same as `HeadwaterModel.shared_tensors`; images have no ids."""
         return {Source("shared", name, -1): module() for name, module in self.mechanisms.named()}
 
     def grid_of(self, images: Tensor | None) -> tuple[int, int]:
         """Rows and columns of patches. Raises `HeadwaterError` for images that the model does not take."""
         channels = self.config.num_channels
         if images is None or images.ndim != 4 or images.shape[1] != channels or not images.shape[0]:
-            given = "none" if images is None else list(images.shape)
+            shape = "none" if images is None else list(images.shape)
             raise HeadwaterError(
-                f"pixel_values must be [1 or more images, {channels} channels, height, width], not {given}."
+                f"pixel_values must be [1 or more images, {channels} channels, height, width], not {shape}."
             )
         if not images.is_floating_point():
             raise HeadwaterError(
@@ -109,9 +109,9 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
             )
         return self.config.grid_of(images.shape[2], images.shape[3])
 
-    def embed(self, images: Tensor, grid: tuple[int, int], interpolate: bool) -> Tensor:
-        """What the first block is given: the class token, the registers and the patches, with positions, [B, T, D]."""
-        x = self.embed_patches(patches(images.to(self.embed_patches.weight.dtype), grid))
+    def embed_images(self, images: Tensor, grid: tuple[int, int], interpolate: bool) -> Tensor:
+        """Input of the first block: the class token, the registers and the patches, with positions, [B, T, D]."""
+        x = self.embed_patches(cut_patches(images.to(self.embed_patches.weight.dtype), grid))
         prefixes = [table.weight for table in (self.class_token, self.registers) if table is not None]
         if prefixes:
             x = torch.cat([*(tokens.to(x.dtype).expand(x.shape[0], -1, -1) for tokens in prefixes), x], 1)
@@ -120,7 +120,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
     def add_positions(self, x: Tensor, grid: tuple[int, int], interpolate: bool) -> Tensor:
         """x [B, T, D] with what is added to it for its position. Raises `HeadwaterError` for a size not trained on."""
         if self.config.position == "sincos":
-            return x + nn.functional.pad(sincos(grid, x.shape[-1], x), (0, 0, self.config.first_patch, 0))
+            return x + nn.functional.pad(sincos_positions(grid, x.shape[-1], x), (0, 0, self.config.first_patch, 0))
         if self.embed_positions is None:
             return x
         trained = self.config.grid
@@ -129,17 +129,17 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
                 f"These images have {grid[0]} x {grid[1]} patches, and the learned positions are for {trained[0]} x "
                 f"{trained[1]}; resize the images, or pass interpolate_pos_encoding=True."
             )
-        return x + resized(self.embed_positions.weight, trained, grid).to(x.dtype)
+        return x + resize_positions(self.embed_positions.weight, trained, grid).to(x.dtype)
 
-    def angles(self, x: Tensor, grid: tuple[int, int]) -> dict[bool, Any]:
+    def compute_angles(self, x: Tensor, grid: tuple[int, int]) -> dict[bool, Any]:
         """The angles of RoPE, as `rotate` takes them, for the one kind of layer there is."""
         if self.config.position != "rope":
             return {}
         theta = self.config.rope_parameters["rope_theta"]
-        return {False: rotary(grid, self.config.first_patch, self.config.rotary_dim, theta, x)}
+        return {False: rotary_angles(grid, self.config.first_patch, self.config.rotary_dim, theta, x)}
 
-    def reach(self, grid: tuple[int, int], device: torch.device) -> Tensor | None:
-        """How far back mechanisms may look, [1, T]; None if none does."""
+    def prepare_reach(self, grid: tuple[int, int], device: torch.device) -> Tensor | None:
+        """Number of tokens that mechanisms may look back, [1, T]; None if none does."""
         limit = self.lookback.limit
         if not limit:
             return None

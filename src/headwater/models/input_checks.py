@@ -1,16 +1,15 @@
 """Checks of what a model is called with, before it runs. Each raises `HeadwaterError`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from headwater.config.plan import LayerPlan
-from headwater.config.planner import keepers
+from headwater.config.planner import name_keepers
+from headwater.config.text import HeadwaterConfig
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.nn.cache_name import CACHE
 from headwater.nn.checks import is_replayed, must_wait, refuse_where
@@ -19,12 +18,9 @@ from headwater.nn.masks import NewTokens, is_kernel_mask
 from headwater.nn.position import FOLLOW_LENGTH
 from headwater.util.errors import HeadwaterError
 
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
-
 
 class CachedLayer(NamedTuple):
-    """What one layer caches: so many heads of keys and of values; sliding_window: of the last tokens alone, if any."""
+    """Numbers of heads of keys and values in one layer's cache; sliding_window: of the last tokens alone, if any."""
 
     k_heads: int
     v_heads: int
@@ -35,7 +31,8 @@ def check_position_count(position_ids: Tensor | None, length: int) -> None:
     """There must be a position for each of the `length` new tokens."""
     if position_ids is not None and not torch.compiler.is_compiling() and position_ids.shape[-1] != length:
         raise HeadwaterError(
-            f"position_ids has {position_ids.shape[-1]} positions and the input {length} tokens; give one for each."
+            f"position_ids has {position_ids.shape[-1]} positions, but the input has {length} tokens; pass one for "
+            "each token."
         )
 
 
@@ -51,7 +48,7 @@ def check_cache(layers: list[CachedLayer], cache: Cache | None, inputs_embeds: T
     remedy = f"{type(cache).__name__}(config=model.config"
     if cache.layer_class_to_replicate is None and len(cache.layers) < len(layers):
         raise HeadwaterError(
-            f"This cache is for {len(cache.layers)} layers and the model has {len(layers)}; make it with {remedy})."
+            f"This cache is for {len(cache.layers)} layers, but the model has {len(layers)}; make it with {remedy})."
         )
     rows, length = inputs_embeds.shape[:2]
     for index, (cached, layer) in enumerate(zip(cache.layers, layers, strict=False)):
@@ -59,8 +56,8 @@ def check_cache(layers: list[CachedLayer], cache: Cache | None, inputs_embeds: T
         size = len(keys) if isinstance(keys, Tensor) and keys.ndim == 4 else rows
         if size != rows:
             raise HeadwaterError(
-                f"This cache was made for {size} rows and is given {rows}; make another one with {remedy}, …), since "
-                "reset() keeps the number of rows of a static cache."
+                f"This cache was made for {size} rows, and the input has {rows}; make a new one with {remedy}, …), "
+                "since reset() keeps the number of rows of a static cache."
             )
         if drops_visible_tokens(cached, layer.sliding_window, length):
             raise HeadwaterError(
@@ -92,9 +89,9 @@ def check_cached_heads(layers: list[CachedLayer], cache: Cache | None) -> None:
             tensor = getattr(cached, name, None)
             if tensor is not None and tensor.ndim == 4 and tensor.shape[1] != heads:
                 raise HeadwaterError(
-                    f"Layer {index} caches {layer.k_heads} heads of keys and {layer.v_heads} of values, and the "
-                    f"cache it is given has {cached.keys.shape[1]} and {cached.values.shape[1]}; for prefix tuning, or "
-                    "another model's cache, load the model with materialise=True."
+                    f"Layer {index} caches {layer.k_heads} heads of keys and {layer.v_heads} of values, but this "
+                    f"cache has {cached.keys.shape[1]} and {cached.values.shape[1]}; for prefix tuning, or another "
+                    "model's cache, load the model with materialise=True."
                 )
 
 
@@ -102,8 +99,8 @@ def check_mask_size(attention_mask: Any, length: int, slots: int) -> None:
     """A kernel's mask must be for `length` new tokens among `slots`."""
     if tuple(attention_mask.shape[2:]) != (length, slots):
         raise HeadwaterError(
-            f"The attention mask is for {attention_mask.shape[2]} new tokens among {attention_mask.shape[3]}, and "
-            f"there are {length} among {slots}."
+            f"The attention mask is for {attention_mask.shape[2]} new tokens among {attention_mask.shape[3]}, but "
+            f"there are {length} among {slots}; pass a mask of that size."
         )
 
 
@@ -158,7 +155,7 @@ def check_paged(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> None:
     possible, limit = supported_kernels(config)
     kind = (config.rope_parameters or {}).get("rope_type")
     needs = {
-        "the raw tokens that it looks back to": keepers(plans),
+        "the raw tokens that it looks back to": name_keepers(plans),
         "masks or attention weights": "" if possible is None else limit,
         "the length of each sequence": f"rope_type {kind!r}" if kind in FOLLOW_LENGTH else "",
     }

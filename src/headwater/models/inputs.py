@@ -6,10 +6,8 @@ serve. Its result, `ModelInputs`, is what the blocks read beside the residual st
 In shapes: B batch, T new tokens, S all tokens including cached ones, D model width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 from transformers import Cache, DynamicCache
@@ -17,6 +15,7 @@ from transformers import Cache, DynamicCache
 from headwater.config.layers import layer_config
 from headwater.config.plan import LayerPlan
 from headwater.config.planner import output_only_from
+from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Ancestors
 from headwater.models.input_checks import (
     CachedLayer,
@@ -37,14 +36,11 @@ from headwater.nn.documents import (
     restarted_positions,
     takes_documents,
 )
+from headwater.nn.engine import Engine
 from headwater.nn.lookback import LookbackLimits, count_reach, find_reach, find_tail
 from headwater.nn.masks import LayerKind, NewTokens, find_new_tokens, is_kernel_mask, keep_last_rows, make_mask
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
-    from headwater.nn.engine import Engine
 
 # The keys of what `prepare_generation` returns: the mask by whether a layer has the sliding window, and the reach.
 MASK = {False: "headwater_mask", True: "headwater_sliding_mask"}
@@ -58,7 +54,7 @@ BORDERS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 
 
 class InputSpec(NamedTuple):
-    """What the inputs depend on.
+    """Properties of the model that its inputs depend on.
 
     kinds: by whether a layer has the sliding window. layers: what each caches. output_only_from: as the planner's.
     id_readers: mechanisms that read tokens by their ids.
@@ -90,7 +86,7 @@ class InputSpec(NamedTuple):
 
 
 class ForwardArguments(NamedTuple):
-    """What `HeadwaterModel.forward` is called with; kwargs: what goes on to the blocks and the attention kernel."""
+    """Arguments of `HeadwaterModel.forward`; kwargs: what goes on to the blocks and the attention kernel."""
 
     input_ids: Tensor | None
     inputs_embeds: Tensor
@@ -102,7 +98,7 @@ class ForwardArguments(NamedTuple):
 
 
 class ModelInputs(NamedTuple):
-    """What the blocks read beside the residual stream.
+    """Everything that the blocks read besides the residual stream.
 
     attention_mask: in the form of the kernel, by kind of layer. position_ids: [B or 1, T]. reach: see `Context`.
     past_key_values: the cache, or a server's engine. position_embeddings: the angles of RoPE, by kind of layer, as
@@ -120,7 +116,7 @@ class ModelInputs(NamedTuple):
 
     @property
     def cache(self) -> Cache | None:
-        """What `forward` returns: a cache that it has continued."""
+        """The continued cache, which `forward` returns."""
         return self.past_key_values if isinstance(self.past_key_values, Cache) else None
 
     def arguments(self) -> dict[bool, dict[str, Any]]:
@@ -203,7 +199,7 @@ def find_mask_of_kind(spec: InputSpec, attention_mask: dict[str, Any], slides: b
         if name in attention_mask:
             return attention_mask[name]
     raise HeadwaterError(
-        f"Of the attention masks for {', '.join(attention_mask)} none is for {' or '.join(names)}; add it."
+        f"There are attention masks for {', '.join(attention_mask)}, but none is for {' or '.join(names)}; add it."
     )
 
 
@@ -217,7 +213,7 @@ def make_masks(
 def prepare_generation(
     spec: InputSpec, tokens: NewTokens, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> dict[str, Any]:
-    """What `generate` computes outside compiled code: the masks, and the reach, which does not follow from them."""
+    """Prepare what `generate` needs outside compiled code: masks, and the reach, which does not follow from them."""
     spec.follow_kernel()
     masks = make_masks(spec, tokens, dict.fromkeys(spec.kinds, attention_mask), position_ids)
     prepared = {MASK[slides]: mask for slides, mask in masks.items()}
@@ -251,7 +247,7 @@ def find_document_positions(
         return position_ids
     if attention_mask is not None:
         if position_ids is None:
-            raise HeadwaterError("With an attention_mask, cu_seq_lens_q says too little; give position_ids too.")
+            raise HeadwaterError("With an attention_mask, cu_seq_lens_q is not enough; pass position_ids too.")
         return position_ids
     shape = tokens.inputs_embeds.shape[0], tokens.length
     if position_ids is None:
@@ -283,7 +279,7 @@ def choose_borders(
 def prepare_reach(
     spec: InputSpec, arguments: ForwardArguments, tokens: NewTokens, attention_mask: Any, positions: Positions
 ) -> Tensor | Ancestors | None:
-    """How far back each new token may look, or its predecessors where rows branch; None if nothing needs to know.
+    """Number of tokens that each new token may look back, or its predecessors where rows branch; None if unneeded.
 
     The cache notes the positions for the tokens that come next.
     """

@@ -3,8 +3,6 @@
 Files are found by name, never by listing a folder. No code stored in a file is run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -25,10 +23,10 @@ from transformers.initialization import no_init_weights
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.models.weights import check_kinds, kinds_of, unwrapped
+from headwater.models.weights import check_kinds, kinds_of, strip_wrappers
 from headwater.plugins.outside import check_link
 from headwater.util.errors import HeadwaterError, sentence, shown
-from headwater.util.files import absence, read_bytes
+from headwater.util.files import explain_absence, read_bytes
 
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 PICKLED = "pytorch_model.bin"
@@ -50,8 +48,8 @@ OPENED = re.compile(r".*\.(safetensors|json|bin|pth?|ckpt|model|jinja|py)|vocab\
 
 
 @contextmanager
-def reading(what: str, advice: str = "use an intact one") -> Iterator[None]:
-    """Turn any error of the libraries that read files into one sentence: "`what` cannot be read: …"."""
+def reading(name: str, advice: str = "use an intact one") -> Iterator[None]:
+    """Turn any error of the libraries that read files into one sentence: "`name` cannot be read: …"."""
     try:
         yield
     except HeadwaterError:
@@ -62,11 +60,11 @@ def reading(what: str, advice: str = "use an intact one") -> Iterator[None]:
             raise
         if isinstance(error, ImportError):  # a package that transformers asks for
             advice = "install it"
-        raise HeadwaterError(f"{what} cannot be read: {reason(error)}; {advice}.") from error
+        raise HeadwaterError(f"{name} cannot be read: {describe_reason(error)}; {advice}.") from error
 
 
-def reason(error: BaseException) -> str:
-    """Why something could not be read: an error's message in one line, without its full stop."""
+def describe_reason(error: BaseException) -> str:
+    """Reason why something could not be read: an error's message in one line, without its full stop."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
@@ -74,14 +72,14 @@ def reason(error: BaseException) -> str:
     if isinstance(error, KeyError):
         name = error.args[0] if error.args else None
         return f"it has no {name!r}" if isinstance(name, str) else "it is damaged, or another kind of file"
-    said = (sentence(error) or type(error).__name__).rstrip(".:;")
-    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} …"
+    message = (sentence(error) or type(error).__name__).rstrip(".:;")
+    return message if len(message) <= _LONGEST else f"{message[:_LONGEST]} …"
 
 
 def read_text(file: Path) -> str:
     """Read a UTF-8 text file. Raises `HeadwaterError` if there is none."""
     if not file.is_file():
-        raise HeadwaterError(f"{absence(file, 'file')}; use an intact checkpoint.")
+        raise HeadwaterError(f"{explain_absence(file, 'file')}; use an intact checkpoint.")
     with reading(repr(str(file))):
         return read_bytes(file).decode("utf-8-sig")
 
@@ -168,7 +166,7 @@ def check_layers(folder: Path) -> None:
     if isinstance(labels := content.get("num_labels"), int) and labels > _MOST_LABELS:
         raise HeadwaterError(f"{str(folder / CONFIG)!r} says {labels} num_labels; correct it.")
     layers = next((content[name] for name in _LAYERS if name in content), None)
-    if isinstance(layers, int) and layers > max(1000, (tensors := sum(map(len, _headers(folder))))):
+    if isinstance(layers, int) and layers > max(1000, (tensors := sum(map(len, _list_tensor_names(folder))))):
         raise HeadwaterError(
             f"{str(folder / CONFIG)!r} says {layers} layers, but the weights have only {tensors} tensors; correct it."
         )
@@ -176,10 +174,10 @@ def check_layers(folder: Path) -> None:
 
 def check_size(skeleton: PreTrainedModel, stored: int, folder: Path) -> None:
     """Raise `HeadwaterError` if a model needs far more numbers than are `stored`."""
-    wanted = sum(parameter.numel() for parameter in skeleton.parameters())
-    if wanted > 2 * stored:  # transformers' own list names missing or mismatched tensors
+    needed = sum(parameter.numel() for parameter in skeleton.parameters())
+    if needed > 2 * stored:  # transformers' own list names missing or mismatched tensors
         raise HeadwaterError(
-            f"The weights in {str(folder)!r} do not match its {CONFIG}: it needs {wanted:,} numbers, but there are "
+            f"The weights in {str(folder)!r} do not match its {CONFIG}: it needs {needed:,} numbers, but there are "
             f"at most {stored:,}; use an intact checkpoint with its own config."
         )
 
@@ -208,7 +206,7 @@ def weight_files(folder: Path, pickled: bool = False) -> list[Path]:
         if (folder / name).is_file():
             return [folder / name]
         if os.path.lexists(folder / f"{name}.index.json"):
-            return indexed(folder / f"{name}.index.json")
+            return list_shards(folder / f"{name}.index.json")
     if shards := sorted(folder.glob(SHARDS)):
         return shards
     if any(os.path.lexists(folder / f"{PICKLED}{ending}") for ending in ("", ".index.json")):
@@ -219,13 +217,13 @@ def weight_files(folder: Path, pickled: bool = False) -> list[Path]:
     raise HeadwaterError(f"{str(folder)!r} has no weights ({WEIGHTS}); use an intact checkpoint.")
 
 
-def indexed(index: Path) -> list[Path]:
+def list_shards(index: Path) -> list[Path]:
     """The shards that an index names. Raises `HeadwaterError` unless all are in its folder."""
-    places = read_object(index).get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+    shards = read_object(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise HeadwaterError(f"{str(index)!r} is not an index of shards; use an intact checkpoint.")
     files = []
-    for name in sorted(set(places.values())):
+    for name in sorted(set(shards.values())):
         with reading(repr(str(index))):
             beside = re.search(r"[/\\\0]", name) is None and (index.parent / name).is_file()
         if not beside:
@@ -254,7 +252,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     "module", "state_dict" or "model". Raises `HeadwaterError`.
     """
     if not file.is_file():
-        raise HeadwaterError(f"{absence(file, 'file')}; use an intact checkpoint.")
+        raise HeadwaterError(f"{explain_absence(file, 'file')}; use an intact checkpoint.")
     with reading(repr(str(file)), "use an intact checkpoint, with its weights as safetensors"):
         with file.open("rb") as stream:
             if stream.read(4) == b"GGUF":
@@ -293,7 +291,7 @@ def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
                 )
 
 
-def build(
+def build_model(
     kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, Tensor], folder: Path
 ) -> tuple[Any, dict[str, Any]]:
     """(a model of class `kind` with these tensors, whose memory it may use; transformers' list of mismatches).
@@ -304,11 +302,11 @@ def build(
         with torch.device("meta"), no_init_weights():
             skeleton = kind(config)
             skeleton.tie_weights()
-        tensors = unwrapped(tensors, repr(str(folder)), skeleton.state_dict())
+        tensors = strip_wrappers(tensors, repr(str(folder)), skeleton.state_dict())
         if getattr(config, "quantization_config", None) is None:
             check_kinds(kinds_of(tensors), repr(str(folder)), skeleton)
         check_size(skeleton, sum(tensor.numel() for tensor in tensors.values()), folder)
-        model, found = kind.from_pretrained(
+        model, mismatches = kind.from_pretrained(
             None,
             config=config,
             state_dict=tensors,
@@ -319,10 +317,10 @@ def build(
     model.name_or_path = model.config.name_or_path = str(folder)
     if (generation := read_generation_config(folder)) is not None:
         model.generation_config = generation
-    return model, found
+    return model, mismatches
 
 
-def _headers(folder: Path) -> Iterator[list[str]]:
+def _list_tensor_names(folder: Path) -> Iterator[list[str]]:
     """The names of the tensors in each file of weights, if they can be found without reading all of it."""
     for file in weight_files(folder, pickled=True):
         if file.suffix == ".safetensors":

@@ -24,7 +24,7 @@ from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.quantization import BESIDE, check_quantized
 from headwater.models.remote_code import add_code, is_code
 from headwater.models.token_tables import check_resizable, resize_token_tables
-from headwater.models.weights import check_kinds, is_plain, kinds_of, stored_kinds, unwrapped_names
+from headwater.models.weights import check_kinds, is_plain, kinds_of, map_unwrapped_names, stored_kinds
 from headwater.nn.attention import Attention
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.nn.block import Block
@@ -34,7 +34,7 @@ from headwater.util.seeding import generator
 
 
 class HeadwaterPreTrainedModel(PreTrainedModel):
-    """What all models share: flags for transformers, and the initialization of parameters."""
+    """Base class of all models: flags for transformers, and the initialization of parameters."""
 
     config: HeadwaterConfig
     config_class = HeadwaterConfig
@@ -69,47 +69,47 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
 
     @property
     def plans(self) -> tuple[LayerPlan, ...]:
-        """What each layer projects, stores and reads."""
+        """The plan of each layer: what it projects, stores and reads."""
         return tuple(block.plan for block in self.base_model.layers)
 
     def post_init(self) -> None:
-        """As in transformers; also names the modules, and freezes what a mechanism does not train.
+        """transformers' method; also names the modules, and freezes what a mechanism does not train.
 
         Loading keeps in fp32 what `KeepsPrecision` does, by the last two parts of its name.
         """
         self.name_modules()
-        wide = {place for place, module in self.named_modules() if isinstance(module, KeepsPrecision)}
+        wide = {prefix for prefix, module in self.named_modules() if isinstance(module, KeepsPrecision)}
         names = [name.split(".") for name in self.state_dict() if name.rpartition(".")[0] in wide]
-        self._keep_in_fp32_modules_strict = sorted({".".join(parts[-2:]) for parts in names})
+        self._keep_in_fp32_modules_strict = sorted({".".join(path[-2:]) for path in names})
         self._keep_in_fp32_modules = [BESIDE] if any(".mechanisms." in f".{name}" for name in self.state_dict()) else []
         kernels.are_disabled()  # reads the environment now: a change between two layers would cost a compiled graph
         super().post_init()
-        self.freeze()
+        self.freeze_parameters()
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """As in transformers, but what quantizers leave is loaded in any precision."""
-        return {name: kept for name, kept in super()._get_dtype_plan(dtype).items() if name != BESIDE}
+        """transformers' method, but what quantizers leave is loaded in any precision."""
+        return {name: wide_dtype for name, wide_dtype in super()._get_dtype_plan(dtype).items() if name != BESIDE}
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
-        """As `HeadwaterConfig.register_for_auto_class`. Raises `HeadwaterError` for another class's auto class."""
-        if not auto_map.register(cls, auto_class):
+        """The same as `HeadwaterConfig.register_for_auto_class`."""
+        if not auto_map.register_class(cls, auto_class):
             super().register_for_auto_class(auto_class)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
     ) -> None:
-        """As in transformers, with the code beside the weights if it belongs there (`headwater.config.auto_map`)."""
+        """transformers' method, with the code beside the weights if it belongs there (`headwater.config.auto_map`)."""
         if is_main_process:
             add_code(self.config, save_directory)
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
-        """As in transformers, which uploads what changes from then on; without the code, which was written before."""
+        """transformers' method, which uploads what changes from then on; without the code, which was written before."""
         return {name: time for name, time in super()._get_files_timestamps(working_dir).items() if not is_code(name)}
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """As in transformers. Raises `HeadwaterError` for a kernel that does not support what the config asks for."""
+        """transformers' method. Raises `HeadwaterError` for a kernel that does not support what the config asks for."""
         possible, reason = supported_kernels(self.config)
         if possible is not None and requested_attention is None:
             return "sdpa" if "sdpa" in possible else possible[0]
@@ -124,23 +124,23 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         for name, module in self.named_modules():
             module._qualified_name = name.removeprefix(f"{self.base_model_prefix}.")
 
-    def freeze(self) -> None:
-        """If a mechanism has the option `frozen`: freeze all but what stands beside parameters named "frozen_…"."""
+    def freeze_parameters(self) -> None:
+        """Freeze all but the siblings of parameters named "frozen_…", if a mechanism has the option `frozen`."""
         if all(options.get("frozen") is None for options in self.config.mechanisms.values()):
             return
         for module in self.modules():
-            own = dict(module.named_parameters(recurse=False))
-            has_frozen = any(name.startswith("frozen_") for name in own)
-            for name, parameter in own.items():
+            parameters = dict(module.named_parameters(recurse=False))
+            has_frozen = any(name.startswith("frozen_") for name in parameters)
+            for name, parameter in parameters.items():
                 parameter.requires_grad_(has_frozen and not name.startswith("frozen_"))
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. Raises `HeadwaterError` for a quantization_config that would skip linear layers."""
+        """transformers' method. Raises `HeadwaterError` for a quantization_config that would skip linear layers."""
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         check_quantized(model, getattr(model, "hf_quantizer", None))
-        model.freeze()  # loading sets requires_grad on everything
+        model.freeze_parameters()  # loading sets requires_grad on everything
         return loaded
 
     @staticmethod
@@ -152,13 +152,13 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers, where all weights of `from_pretrained` come by; names of wrappers are left out.
+        """transformers' method, where all weights of `from_pretrained` come by; names of wrappers are left out.
 
         Raises `HeadwaterError` for tensors that are no weights, unless a quantizer wrote them.
         """
         where = repr(str(getattr(load_config, "pretrained_model_name_or_path", None) or "the state dict"))
         kinds = stored_kinds(checkpoint_files or ()) if state_dict is None else kinds_of(state_dict)
-        names = unwrapped_names(kinds, where, model.state_dict())
+        names = map_unwrapped_names(kinds, where, model.state_dict())
         if not getattr(load_config.hf_quantizer, "pre_quantized", False):
             check_kinds({names[name]: kind for name, kind in kinds.items()}, where, model)
         elif all(map(is_plain, kinds.values())):
@@ -178,7 +178,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
-        """As in transformers, and the tables of mechanisms by token id with it (`resize_token_tables`).
+        """transformers' method, and the tables of mechanisms by token id with it (`resize_token_tables`).
 
         Raises `HeadwaterError` if a mechanism does not fit the new size, before anything is changed.
         """
@@ -247,9 +247,9 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
 
 def shared_modules(config: HeadwaterConfig) -> Named:
     """The modules that a model holds once, by mechanism."""
-    made = {
+    modules = {
         name: mechanism.build_shared_module(options, config)
         for name, options in config.mechanisms.items()
         if isinstance(mechanism := resolve(name), HasSharedModule)
     }
-    return Named({name: module for name, module in made.items() if module is not None})
+    return Named({name: module for name, module in modules.items() if module is not None})

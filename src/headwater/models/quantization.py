@@ -1,7 +1,5 @@
 """Quantizers on headwater's models: what they are to leave, and an error for what they pass by."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 
@@ -44,40 +42,40 @@ def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
     spared = getattr(quantizer, "modules_to_not_convert", None) or []
     skipped = {
         name: parameter
-        for name, parameter in _matrices(model, spared).items()
+        for name, parameter in _find_matrices(model, spared).items()
         if not quantizer.param_needs_quantization(model, name)
     }
     if skipped:
         size = sum(parameter.numel() * parameter.element_size() for parameter in skipped.values())
         raise HeadwaterError(
             f"This quantization_config reaches linear layers only and would leave {len(skipped)} matrices of "
-            f"{size / 2**20:,.1f} MiB as they are ({next(iter(skipped))}, …). For torchao give "
-            "TorchAoConfig(headwater.models.quantization.torchao_config(…)); or name the modules in "
-            "modules_to_not_convert to leave them."
+            f"{size / 2**20:,.1f} MiB in full precision ({next(iter(skipped))}, …). For torchao, pass "
+            "TorchAoConfig(headwater.models.quantization.torchao_config(…)); or list the modules in "
+            "modules_to_not_convert to skip them."
         )
-    projections = _projections(model, spared)
+    projections = _find_projections(model, spared)
     if projections and all(
         _is_full(module) and not quantizer.param_needs_quantization(model, f"{name}.weight")
         for name, module in projections.items()
     ):
         raise HeadwaterError(
-            f"This quantization_config ({type(settings).__name__}) has left all {len(projections)} linear layers of "
-            "the blocks as they are; give another one, such as a BitsAndBytesConfig."
+            f"This quantization_config ({type(settings).__name__}) has quantized none of the {len(projections)} "
+            "linear layers of the blocks; use another one, such as a BitsAndBytesConfig."
         )
 
 
-def _matrices(model: nn.Module, spared: list[str]) -> dict[str, nn.Parameter]:
+def _find_matrices(model: nn.Module, spared: list[str]) -> dict[str, nn.Parameter]:
     """The parameters that mechanisms have in place of linear layers, by name, but for `spared` modules."""
     return {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
         if isinstance(module, Mechanism) and "mechanisms" not in path.split(".") and parameter.ndim == 2
-        if all(should_convert_module(part, spared) for part in (path, f"{path}.{name}"))
+        if all(should_convert_module(name_or_path, spared) for name_or_path in (path, f"{path}.{name}"))
     }
 
 
-def _projections(model: nn.Module, spared: list[str]) -> dict[str, nn.Module]:
+def _find_projections(model: nn.Module, spared: list[str]) -> dict[str, nn.Module]:
     """The linear layers of the blocks, or what a quantizer has put in their place, but for `spared` modules."""
     return {
         name: module
@@ -91,8 +89,8 @@ def check_full_precision(model: nn.Module) -> None:
     changed = any(isinstance(layer, nn.Linear) and not _is_full(layer) for layer in model.modules())
     if changed or getattr(model, "hf_quantizer", None) is not None:
         raise HeadwaterError(
-            "This model is quantized, and its weights are needed as they were trained; load it without a "
-            "quantization_config, or give the checkpoint that it was made from."
+            "This model is quantized, and this needs the weights as they were trained; load the model without a "
+            "quantization_config, or use the checkpoint that was quantized."
         )
 
 

@@ -7,8 +7,6 @@ read off their sources: imports, and strings of the form "package.module:Class",
 from outside comes along: its module and those of its own package, as headwater_outside_….py.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib
@@ -51,115 +49,115 @@ def brought_along(config: Any) -> dict[str, str]:
 
 
 def write_code(folder: str | os.PathLike[str], outside: Mapping[str, str] | None = None) -> None:
-    """Write what `code` gives into `folder`, which is made if it is missing."""
-    files = code(outside)
+    """Write what `make_code` gives into `folder`, which is made if it is missing."""
+    files = make_code(outside)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def code(outside: Mapping[str, str] | None = None) -> dict[str, str]:
+def make_code(outside: Mapping[str, str] | None = None) -> dict[str, str]:
     """The files of the exported code: name -> text. outside: mechanisms to include, see `brought_along`.
 
     Raises `HeadwaterError` for an import that has no flat form, and for a mechanism whose code cannot be included.
     """
     if IS_EXPORTED:  # copied unchanged
-        here = Path(__file__).parent
-        copies = [here / f"{ENTRY}.py", *sorted(here.glob(f"{LIBRARY}_*.py"))]
+        folder = Path(__file__).parent
+        copies = [folder / f"{ENTRY}.py", *sorted(folder.glob(f"{LIBRARY}_*.py"))]
         return {file.name: file.read_text(encoding="utf-8") for file in copies}
-    return _files(outside) if outside else dict(_own_files())
+    return _make_files(outside) if outside else dict(_own_files())
 
 
 @functools.cache
 def _own_files() -> dict[str, str]:
     """The package's alone, made once: a model that is registered has them written with every save."""
-    return _files({})
+    return _make_files({})
 
 
-def _files(outside: Mapping[str, str]) -> dict[str, str]:
+def _make_files(outside: Mapping[str, str]) -> dict[str, str]:
     sources: dict[str, str] = {}
     waiting = [__name__, *(target.partition(":")[0] for target in outside.values())]
     while waiting:
         module = waiting.pop()
         if module not in sources:
-            sources[module] = _path(module).read_text(encoding="utf-8")
+            sources[module] = _find_path(module).read_text(encoding="utf-8")
             tree = ast.parse(sources[module])
             if not _is_ours(module):
                 _check_carried(module, tree)
-            waiting += [name for _, _, names in _edits(module, tree, {}) for name in names]
+            waiting += [name for _, _, names in _find_edits(module, tree, {}) for name in names]
     sources = dict(sorted(sources.items()))
 
     # Cache layers register under a name in a table that the whole process shares. With a digest of the code in it, the
     # installed package and checkpoints of other versions keep theirs.
     digest = hashlib.sha256("".join(sources.values()).encode()).hexdigest()[:8]
     kinds = {name: f"{name}_{digest}" for source in sources.values() for name in _layer_types(ast.parse(source))}
-    files = {f"{_flat(module)}.py": _rewritten(module, source, kinds) for module, source in sources.items()}
+    files = {f"{_flat_name(module)}.py": _rewrite_source(module, source, kinds) for module, source in sources.items()}
     if outside:
-        files[f"{_flat(MECHANISMS.__module__)}.py"] += "".join(
-            f'\nREGISTRY["{name}"] = ".{_flat(target.partition(":")[0])}:{target.partition(":")[2]}"\n'
+        files[f"{_flat_name(MECHANISMS.__module__)}.py"] += "".join(
+            f'\nREGISTRY["{name}"] = ".{_flat_name(target.partition(":")[0])}:{target.partition(":")[2]}"\n'
             for name, target in outside.items()
         )
-    return {f"{ENTRY}.py": _entry(sources), **files}
+    return {f"{ENTRY}.py": _make_entry(sources), **files}
 
 
-def _entry(modules: Iterable[str]) -> str:
+def _make_entry(modules: Iterable[str]) -> str:
     """The file that the Auto classes open: the exported classes, and every file by name, for transformers to copy."""
     names = sorted(target.partition(":")[2] for _, target in EXPORTED)
     lines = ['"""A headwater model as remote code, written by headwater\'s export."""', ""]
     for module in modules:
-        here = [target.partition(":")[2] for _, target in EXPORTED if target.startswith(f"{module}:")]
-        lines.append(f"from .{_flat(module)} import {', '.join(here) or '__name__ as _'}")
+        classes = [target.partition(":")[2] for _, target in EXPORTED if target.startswith(f"{module}:")]
+        lines.append(f"from .{_flat_name(module)} import {', '.join(classes) or '__name__ as _'}")
     return "\n".join([*lines, "", f"__all__ = {names}", ""])
 
 
-def _rewritten(module: str, source: str, kinds: dict[str, str]) -> str:
+def _rewrite_source(module: str, source: str, kinds: dict[str, str]) -> str:
     text = source.encode()  # ast counts columns in bytes
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     edits = [
         (starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset, new)
-        for node, new, _ in _edits(module, ast.parse(text), kinds)
+        for node, new, _ in _find_edits(module, ast.parse(text), kinds)
     ]
     for start, end, new in sorted(edits, reverse=True):
         text = text[:start] + new.encode() + text[end:]
     return f"# Written from {module} by headwater's export.\n{text.decode()}"
 
 
-def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tuple[Any, str, list[str]]]:
-    """What changes in a module: (node, text in its place, modules of the package that it names)."""
-    package = module if _path(module).name == "__init__.py" else module.rpartition(".")[0]
+def _find_edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tuple[Any, str, list[str]]]:
+    """Find what changes in a module: (node, text in its place, modules of the package that it names)."""
+    package = module if _find_path(module).name == "__init__.py" else module.rpartition(".")[0]
     packages = LIBRARY, module.split(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            _check_flat(module, node, packages)
+            for name in (alias.name for alias in node.names if top_package(alias.name) in packages):
+                raise HeadwaterError(f"{module}: write import {name} as from … import …, which has a flat form.")
         elif isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), package)
-            if node.level == 0 and source == LIBRARY and not _is_ours(module):
-                yield node, *_from_package(node)
-            elif source.split(".")[0] in packages:
-                yield node, *_from_module(node, source)
+            if source.split(".")[0] in packages:
+                yield node, *_rewrite_import(node, source)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             if match := re.fullmatch(rf"({LIBRARY}(?:\.\w+)+):(\w+)", node.value):
-                yield node, f'".{_flat(match[1])}:{match[2]}"', [match[1]]
+                yield node, f'".{_flat_name(match[1])}:{match[2]}"', [match[1]]
             elif node.value in kinds:
                 yield node, f'"{kinds[node.value]}"', []
 
 
-def _check_flat(module: str, node: ast.Import, packages: Iterable[str]) -> None:
+def _rewrite_import(node: ast.ImportFrom, source: str) -> tuple[str, list[str]]:
+    """The flat form of `from source import …`, where a name may be a module; and the modules that it names."""
+    lines, modules = [], []
+    names: dict[str, list[str]] = {}
     for alias in node.names:
-        if alias.name.split(".")[0] in packages:
-            raise HeadwaterError(f"{module}: write import {alias.name} as from … import …, which has a flat form.")
-
-
-def _from_module(node: ast.ImportFrom, source: str) -> tuple[str, list[str]]:
-    """Rewrites `from source import …`, where a name may be a module."""
-    modules = [alias for alias in node.names if _is_module(f"{source}.{alias.name}")]
-    names = [ast.unparse(alias) for alias in node.names if alias not in modules]
-    lines = [f"from .{_flat(source)} import {', '.join(names)}"] if names else []
-    lines += [f"from . import {_flat(f'{source}.{a.name}')} as {a.asname or a.name}" for a in modules]
-    return "; ".join(lines), [f"{source}.{a.name}" for a in modules] + [source] * bool(names)
+        module = f"{source}.{alias.name}"
+        if _is_module(module):
+            lines.append(f"from . import {_flat_name(module)} as {alias.asname or alias.name}")
+            modules.append(module)
+        else:  # what the package itself names is imported from where it is defined
+            home = getattr(import_module(LIBRARY), alias.name).__module__ if source == LIBRARY else source
+            names.setdefault(home, []).append(ast.unparse(alias))
+    from_names = [f"from .{_flat_name(home)} import {', '.join(imported)}" for home, imported in names.items()]
+    return "; ".join(from_names + lines), [*modules, *names]
 
 
 def _layer_types(tree: ast.Module) -> set[str]:
@@ -172,31 +170,17 @@ def _layer_types(tree: ast.Module) -> set[str]:
     }
 
 
-def _from_package(node: ast.ImportFrom) -> tuple[str, list[str]]:
-    """Rewrites `from headwater import …`: each name is imported from where it is defined."""
-    package, new, names = import_module(LIBRARY), [], []
-    for alias in node.names:
-        if _is_module(f"{LIBRARY}.{alias.name}"):
-            home, what = f"{LIBRARY}.{alias.name}", ""
-            new.append(f"from . import {_flat(home)} as {alias.asname or alias.name}")
-        else:
-            home, what = getattr(package, alias.name).__module__, ast.unparse(alias)
-            new.append(f"from .{_flat(home)} import {what}")
-        names.append(home)
-    return "; ".join(new), names
-
-
 def _check_carried(module: str, tree: ast.Module) -> None:
     """Raise `HeadwaterError` if an outside module imports something that is neither included nor installable."""
-    own = {LIBRARY, module.split(".")[0]}
-    known = packages_distributions()
+    packages = {LIBRARY, module.split(".")[0]}
+    installed = packages_distributions()
     for node in ast.walk(tree):
-        given = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            given = [node.module]
-        for name in given:
+            imported = [node.module]
+        for name in imported:
             top = name.split(".")[0]
-            if top not in own and top not in sys.stdlib_module_names and top not in known:
+            if top not in packages and top not in sys.stdlib_module_names and top not in installed:
                 raise HeadwaterError(
                     f"{module} imports {name}, a neighboring file that would be missing from the checkpoint; put "
                     f"both into one package or one file."
@@ -207,7 +191,7 @@ def _is_ours(module: str) -> bool:
     return top_package(module) == LIBRARY
 
 
-def _path(module: str) -> Path:
+def _find_path(module: str) -> Path:
     if not _is_ours(module):
         spec = None if module == "__main__" else find_spec(module)
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
@@ -222,12 +206,12 @@ def _path(module: str) -> Path:
 
 def _is_module(name: str) -> bool:
     if _is_ours(name):
-        return _path(name).exists()
+        return _find_path(name).exists()
     try:
         return find_spec(name) is not None
     except ImportError:  # its parent is not a package
         return False
 
 
-def _flat(module: str) -> str:
+def _flat_name(module: str) -> str:
     return ("" if _is_ours(module) else f"{LIBRARY}_outside_") + module.replace(".", "_")

@@ -1,17 +1,13 @@
 """The depth loop: runs the blocks and carries what later layers read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
 from headwater.config.plan import EMBEDDING, Kind, LayerPlan, Source
+from headwater.config.text import HeadwaterConfig
 from headwater.nn.block import Block
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 # The keyword arguments of blocks: of those with a sliding window (True), and of the others.
 BlockArguments = dict[bool, dict[str, Any]]
@@ -19,14 +15,14 @@ BlockArguments = dict[bool, dict[str, Any]]
 TOKENS: dict[Kind, int | None] = {"raw": 2, "local": 2, "bank": None, "probabilities": 2, "stream": 1, "shared": None}
 
 
-class Last(NamedTuple):
-    """From block `first` on, only the last `tokens` tokens, with these `arguments` instead."""
+class LastTokens(NamedTuple):
+    """Restriction to the last `tokens` tokens from block `first_layer` on, with these `arguments` instead."""
 
-    first: int
+    first_layer: int
     tokens: int
     arguments: BlockArguments
 
-    def select(self, source: Source, tensor: Tensor) -> Tensor:
+    def select_tokens(self, source: Source, tensor: Tensor) -> Tensor:
         """The part of a carried tensor that belongs to these tokens."""
         dim = TOKENS[source.kind]
         return tensor if dim is None else tensor.narrow(dim, tensor.shape[dim] - self.tokens, self.tokens)
@@ -44,13 +40,13 @@ class Stack(nn.ModuleList):
         return nn.ModuleList(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
     def forward(
-        self, x: Tensor, shared: dict[Source, Tensor], arguments: BlockArguments, last: Last | None = None
+        self, x: Tensor, shared: dict[Source, Tensor], arguments: BlockArguments, last_tokens: LastTokens | None = None
     ) -> Tensor:
-        """x [B, T, D] -> [B, T, D], or of fewer tokens, with `last`.
+        """x [B, T, D] -> [B, T, D], or of fewer tokens, with `last_tokens`.
 
         shared: tensors from mechanisms for all blocks.
         """
-        return run_blocks(cast(Iterable[Block], self), self.last_reader, x, shared, arguments, last)
+        return run_blocks(cast(Iterable[Block], self), self.last_reader, x, shared, arguments, last_tokens)
 
 
 def run_blocks(
@@ -59,14 +55,14 @@ def run_blocks(
     x: Tensor,
     shared: dict[Source, Tensor],
     arguments: BlockArguments,
-    last: Last | None = None,
+    last_tokens: LastTokens | None = None,
 ) -> Tensor:
     """`Stack.forward`, for blocks that another package may hold. last_reader: see `last_readers`."""
     carried = {source: tensor for source, tensor in {EMBEDDING: x, **shared}.items() if source in last_reader}
     for block in blocks:
-        if last is not None and block.plan.index == last.first:
-            x, arguments = x[:, -last.tokens :], last.arguments
-            carried = {source: last.select(source, tensor) for source, tensor in carried.items()}
+        if last_tokens is not None and block.plan.index == last_tokens.first_layer:
+            x, arguments = x[:, -last_tokens.tokens :], last_tokens.arguments
+            carried = {source: last_tokens.select_tokens(source, tensor) for source, tensor in carried.items()}
         x, *exports = block(x, *(carried[source] for source in block.plan.reads), **arguments[block.slides])
         carried.update(zip(block.plan.exports, exports, strict=True))
         carried = {source: tensor for source, tensor in carried.items() if last_reader[source] > block.plan.index}

@@ -1,7 +1,5 @@
 """Tables of mechanisms with a row for each token's id: they are resized with the model's token embedding."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -18,21 +16,21 @@ def check_resizable(model: PreTrainedModel, new: int) -> None:
     """Raise `HeadwaterError` if the model's mechanisms cannot have a vocabulary of `new` tokens."""
     changed = copy.deepcopy(model.config)
     changed.vocab_size = new
-    before, after = _mechanism_shapes(model, model.config), _mechanism_shapes(model, changed)
+    old_shapes, new_shapes = _mechanism_shapes(model, model.config), _mechanism_shapes(model, changed)
     for name, (parameter, count) in token_tables(model).items():
         rows = count * model.config.vocab_size
         if parameter.shape[0] != rows:
             raise HeadwaterError(
-                f"{name!r} has {parameter.shape[0]} rows in place of {rows}, so it cannot be resized with the "
-                "embedding; resize the model before it is divided among processes."
+                f"{name!r} has {parameter.shape[0]} rows instead of {rows}, so it cannot be resized with the "
+                "embedding; resize the model before sharding it."
             )
-        if name in after and after[name][0] == count * new:
-            before[name] = after[name]
-    for name in after:
-        if before.get(name) != after[name]:
+        if name in new_shapes and new_shapes[name][0] == count * new:
+            old_shapes[name] = new_shapes[name]
+    for name in new_shapes:
+        if old_shapes.get(name) != new_shapes[name]:
             raise HeadwaterError(
-                f"{name!r} would have the shape {list(after[name])} with {new} tokens and its mechanism does not say "
-                "how; define its count_token_tables()."
+                f"{name!r} would have the shape {list(new_shapes[name])} with {new} tokens, and its mechanism does not "
+                "say how to resize it; define count_token_tables() there."
             )
 
 
@@ -44,8 +42,8 @@ def resize_token_tables(model: PreTrainedModel, new: int, from_mean: bool = True
     are the same each time, so that a saved adapter, which does not hold them, finds them again.
     """
     for name, (parameter, count) in token_tables(model).items():
-        place, _, inner = name.rpartition(".")
-        holder, rows = model.get_submodule(place), parameter.unflatten(0, (count, -1))
+        owner, _, inner = name.rpartition(".")
+        holder, rows = model.get_submodule(owner), parameter.unflatten(0, (count, -1))
         # The parameter itself stays, as transformers keeps the embedding's. `initial_value` takes its size from it.
         parameter.data = rows.new_empty(count * new, *rows.shape[2:])
         old = rows.shape[1]

@@ -1,27 +1,23 @@
 """Stored weights before they enter a model: the names that wrappers changed, and tensors that are no weights."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # Path elements that torch.compile, DDP, FSDP and activation checkpointing insert into the names of parameters.
 WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 KINDS = "float16, bfloat16, float32 or float64"
 
 
-def unwrapped_names(names: Iterable[str], where: str, known: Collection[str] = ()) -> dict[str, str]:
+def map_unwrapped_names(names: Iterable[str], where: str, known: Collection[str] = ()) -> dict[str, str]:
     """Map each name to itself without the path elements in `WRAPPERS`.
 
     known: names that stay as they are, since a module may really be called "module".
@@ -31,7 +27,7 @@ def unwrapped_names(names: Iterable[str], where: str, known: Collection[str] = (
     sources: dict[str, str] = {}
     for name in names:
         path = name.split(".")
-        bare = name if name in known else ".".join(part for part in path if part not in WRAPPERS) or name
+        bare = name if name in known else ".".join(element for element in path if element not in WRAPPERS) or name
         if bare in sources:
             raise HeadwaterError(
                 f"{sources[bare]!r} and {name!r} in {where} are one tensor, {bare!r}, without the names of wrappers; "
@@ -41,9 +37,9 @@ def unwrapped_names(names: Iterable[str], where: str, known: Collection[str] = (
     return plain
 
 
-def unwrapped(tensors: Mapping[str, Any], where: str, known: Collection[str] = ()) -> dict[str, Any]:
-    """The same tensors by their names of `unwrapped_names`. Raises `HeadwaterError` as it does."""
-    names = unwrapped_names(tensors, where, known)
+def strip_wrappers(tensors: Mapping[str, Any], where: str, known: Collection[str] = ()) -> dict[str, Any]:
+    """The same tensors by their names of `map_unwrapped_names`. Raises `HeadwaterError` as it does."""
+    names = map_unwrapped_names(tensors, where, known)
     return {names[name]: tensor for name, tensor in tensors.items()}
 
 

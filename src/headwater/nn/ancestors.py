@@ -1,6 +1,4 @@
-"""Which token precedes which where rows branch under a kernel's own mask: candidates, or after a shared prefix."""
-
-from __future__ import annotations
+"""Predecessors of tokens where rows branch under a kernel's own mask: candidates, or after a shared prefix."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -83,10 +81,10 @@ def find_ancestors(
         dropped = dropped | (predecessors[-1] < min(in_tail, len(tail_lengths) - shortest))
     refuse_where(
         wrong | dropped,
-        "Under this attention mask a mechanism that looks back cannot tell which token comes before another: among "
-        "the tokens that one at position p sees there must be exactly one at position p - 1, new or among the last "
-        "that the cache keeps raw. Give position_ids that count along each branch; to continue from a token that is "
-        "not the last, call activate_past_recording() on the cache first.",
+        "Under this attention mask it is unclear which token precedes another, which a mechanism needs to know: a "
+        "token at position p must see exactly one token at position p - 1, either new or among the last ones that the "
+        "cache keeps raw. Pass position_ids that count along each branch; to continue from a token that is not the "
+        "last, call activate_past_recording() on the cache first.",
     )
     return Ancestors(torch.stack(predecessors) - in_tail)
 
@@ -101,7 +99,7 @@ def read_kernel_mask(attention_mask: Any, position_ids: Tensor) -> Tensor:
     if sees.shape[1] > 1:
         refuse_where(
             (sees != sees[:, :1]).any(),
-            "This attention mask hides other tokens from other heads, and a mechanism that looks back has one token "
-            "before each; give a mask that all heads share.",
+            "This attention mask differs between heads, but a mechanism that looks back needs one predecessor for each "
+            "token; pass a mask that all heads share.",
         )
     return sees[:, 0]

@@ -9,31 +9,26 @@ The cache holds what the layer itself projects; what other layers own is read fr
 B batch, T new tokens, S all tokens, D model width, H query heads, K key/value heads, d head width
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
+from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import ATTENTION_STAGES, LayerPlan, Stage
+from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import KV, Context, Mechanism, Reach
 from headwater.mechanisms.named import Named
 from headwater.nn.attention_kernel import attend_in_groups, eager_attention, read_groups, weigh_keys
 from headwater.nn.cache_name import is_paged
 from headwater.nn.engine import Engine
-from headwater.nn.head_groups import GroupSlots, KernelInputs, divide_pairs, join, of_tokens
+from headwater.nn.head_groups import GroupSlots, KernelInputs, divide_pairs, join_groups, of_tokens
 from headwater.nn.linear import apply_linear, make_map
 from headwater.nn.lookback import find_tail
 from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
-
-if TYPE_CHECKING:
-    from transformers import Cache
-
-    from headwater.config.text import HeadwaterConfig
 
 
 class Attention(nn.Module):
@@ -70,7 +65,7 @@ class Attention(nn.Module):
         self.shows_weights = has_weights or bool(self.stages[Stage.ATTENTION_WEIGHTS.value])
         self.groups = tuple(GroupSlots.from_plan(plan, group, self.num_key_value_groups) for group in plan.groups)
 
-    def at(self, stage: Stage) -> Sequence[Mechanism]:
+    def list_acting(self, stage: Stage) -> Sequence[Mechanism]:
         """The mechanisms that act at a stage, in the order of application."""
         names = self.stages[stage.value]
         return [cast(Mechanism, self.mechanisms[name]) for name in names] if names else ()
@@ -96,23 +91,23 @@ class Attention(nn.Module):
         """
         tensors = [*sources]  # each at its `LayerPlan.slot`: what the layer reads, then its own, in the order of `OWN`
         context = Context(tensors, reach, find_tail(self.plan, past_key_values), token_ids, x)
-        q, k, v = self.project(x, key_input, value_input)
-        for mechanism in self.at(Stage.PROJECTIONS):
+        q, k, v = self.project_inputs(x, key_input, value_input)
+        for mechanism in self.list_acting(Stage.PROJECTIONS):
             q, (k, v) = mechanism.transform_projections(q, KV(k, v), context)
         q = q if self.q_norm is None else self.q_norm(q.transpose(1, 2)).transpose(1, 2)
         k = k if self.k_norm is None else self.k_norm(k.transpose(1, 2)).transpose(1, 2)
         tensors += q, k, v  # raw
-        for mechanism in self.at(Stage.QKV):
+        for mechanism in self.list_acting(Stage.QKV):
             q, (k, v) = mechanism.transform_qkv(q, KV(k, v), context)
         tensors.append(v)  # local
-        q, k = self.rotate(q, k, position_embeddings)
+        q, k = self.rotate_heads(q, k, position_embeddings)
 
         if isinstance(past_key_values, Engine):
             tensors += k, v  # in the banks' places: the engine itself knows whose a head attends to
-            return self.results(past_key_values.attend(self, q, k, v), None, context)
+            return self.collect_results(past_key_values.attend(self, q, k, v), None, context)
         if self.materialise:  # later layers read what the layer computed, not its cache
             tensors += k, v
-            k, v = self.gather(context)
+            k, v = self.gather_kv(context)
         if left_out:
             k = v = x.new_empty(x.shape[0], 0, left_out + x.shape[1], self.head_dim)
         if is_paged(past_key_values):  # says in kwargs what the kernel needs to know
@@ -127,17 +122,17 @@ class Attention(nn.Module):
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
             out, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **options)
             out = out.reshape(*x.shape[:2], -1, self.head_dim)  # servers join the heads
-            return self.results(out, weights, context)
+            return self.collect_results(out, weights, context)
         if self.materialise:
             inputs = [KernelInputs(q, k, v, attention_mask)]
         else:
             tensors += k, v  # banks: with the cache's tokens
-            inputs = self.select(q, attention_mask, context)
+            inputs = self.select_inputs(q, attention_mask, context)
         inputs = self.add_pairs(inputs, context)
         out, weights = self.attend(inputs, context, scaling=self.scaling, **options)
-        return self.results(out, weights, context)
+        return self.collect_results(out, weights, context)
 
-    def project(
+    def project_inputs(
         self, x: Tensor, key_input: Tensor | None = None, value_input: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, D] -> q [B, H, T, d], and k, v [B, heads, T, d] of the heads that the layer stores; not normed."""
@@ -151,45 +146,45 @@ class Attention(nn.Module):
         q, k = split_heads(self.q_proj, x), split_heads(self.k_proj, x if key_input is None else key_input)
         return q, k, split_heads(self.v_proj, x if value_input is None else value_input)
 
-    def rotate(self, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def rotate_heads(self, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """Queries and keys after RoPE, if there is any."""
         if angles is None:
             return q, k
         return rotate(q, *angles), k if self.k_proj is None else rotate(k, *angles)
 
-    def gather(self, context: Context) -> KV:
-        """What all heads attend to, [B, K, S, d] each."""
+    def gather_kv(self, context: Context) -> KV:
+        """Keys and values that all heads attend to, [B, K, S, d] each."""
         by_group = [group.select_kv(context.sources) for group in self.groups]
-        kv = KV(*(join(tensors, dim=1) for tensors in zip(*by_group, strict=True)))
-        for mechanism in self.at(Stage.ATTENDED_KV):
+        kv = KV(*(join_groups(tensors, dim=1) for tensors in zip(*by_group, strict=True)))
+        for mechanism in self.list_acting(Stage.ATTENDED_KV):
             kv = mechanism.transform_attended_kv(kv, context)
         return kv
 
-    def select(self, q: Tensor, attention_mask: Any, context: Context) -> list[KernelInputs]:
+    def select_inputs(self, q: Tensor, attention_mask: Any, context: Context) -> list[KernelInputs]:
         """One call of the kernel for each group of heads that attend to the same layers; one for all, once gathered."""
         if self.stages[Stage.ATTENDED_KV.value]:
-            return [KernelInputs(q, *self.gather(context), attention_mask)]
-        return [group.select(q, attention_mask, context.sources) for group in self.groups]
+            return [KernelInputs(q, *self.gather_kv(context), attention_mask)]
+        return [group.select_inputs(q, attention_mask, context.sources) for group in self.groups]
 
     def add_pairs(self, inputs: list[KernelInputs], context: Context) -> list[KernelInputs]:
         """The calls, with what every token sees beside the tokens."""
-        pairs = [mechanism.add_key_values(context) for mechanism in self.at(Stage.ADDED_KEY_VALUES)]
+        pairs = [mechanism.add_key_values(context) for mechanism in self.list_acting(Stage.ADDED_KEY_VALUES)]
         return divide_pairs(inputs, pairs) if pairs else inputs
 
     def attend(self, inputs: list[KernelInputs], context: Context, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """What each head reads [B, T, H, d], and the attention weights of the tokens if the kernel returns them."""
+        """Output of each head [B, T, H, d], and the attention weights of the tokens if the kernel returns them."""
         if not self.shows_weights:
             return attend_in_groups(self, self.config._attn_implementation, inputs, options)
         weights_of_keys = weigh_keys(self, inputs, self.scaling, self.softcap)
         weights = of_tokens(weights_of_keys, inputs)
         context.sources.append(weights)
-        for mechanism in self.at(Stage.ATTENTION_WEIGHTS):
+        for mechanism in self.list_acting(Stage.ATTENTION_WEIGHTS):
             weights = mechanism.transform_attention_weights(weights, context)
         return read_groups(self, inputs, weights, weights_of_keys, options["dropout"]), weights
 
-    def results(self, out: Tensor, weights: Tensor | None, context: Context) -> tuple[Tensor | None, ...]:
-        """What `forward` returns. out: what each head read, [B, T, H, d]."""
-        for mechanism in self.at(Stage.HEAD_OUTPUTS):
+    def collect_results(self, out: Tensor, weights: Tensor | None, context: Context) -> tuple[Tensor | None, ...]:
+        """Results of `forward`. out: what each head read, [B, T, H, d]."""
+        for mechanism in self.list_acting(Stage.HEAD_OUTPUTS):
             out = mechanism.transform_head_outputs(out, context)
         out = apply_linear(self.o_proj, out.flatten(2))
         return out, weights, *(context.sources[slot] for slot in self.exports)

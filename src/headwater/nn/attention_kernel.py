@@ -5,25 +5,21 @@
 queries may run "matmul" under "sdpa" too, if it was timed to be faster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.config.capabilities import LimitsKernels
+from headwater.config.text import HeadwaterConfig
 from headwater.kernels.attention import FEW, run_fastest_attention
 from headwater.kernels.autotune import get_choices
 from headwater.mechanisms.contract import KV
-from headwater.nn.head_groups import KernelInputs, join, of_tokens
+from headwater.nn.head_groups import KernelInputs, join_groups, of_tokens
 from headwater.plugins.registry import resolve
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -37,21 +33,21 @@ def supported_kernels(config: HeadwaterConfig) -> tuple[tuple[str, ...] | None, 
     }
     limits["ALiBi"] = ("sdpa", "eager", "matmul") if config.position == "alibi" else None
     limits["attention_softcap"] = ("eager",) if config.attention_softcap is not None else None
-    known = {reason: kernels for reason, kernels in limits.items() if kernels is not None}
-    if not known:
+    limited = {reason: kernels for reason, kernels in limits.items() if kernels is not None}
+    if not limited:
         return None, ""
-    reason, fewest = min(known.items(), key=lambda limit: len(limit[1]))
-    return tuple(name for name in fewest if all(name in kernels for kernels in known.values())), reason
+    reason, fewest = min(limited.items(), key=lambda limit: len(limit[1]))
+    return tuple(name for name in fewest if all(name in kernels for kernels in limited.values())), reason
 
 
 def attend_in_groups(
     module: nn.Module, implementation: str | None, inputs: Sequence[KernelInputs], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """What each head reads [B, T, H, d], and the attention weights of the tokens if the kernel returns them."""
+    """Output of each head [B, T, H, d], and the attention weights of the tokens if the kernel returns them."""
     results = [attend_in_group(module, implementation, group, options) for group in inputs]
-    out = join([heads for heads, _ in results], dim=2)
+    out = join_groups([heads for heads, _ in results], dim=2)
     weights = [of_keys for _, of_keys in results if of_keys is not None]
-    return out, of_tokens(join(weights, dim=1), inputs) if len(weights) == len(results) else None
+    return out, of_tokens(join_groups(weights, dim=1), inputs) if len(weights) == len(results) else None
 
 
 def attend_in_group(
@@ -65,7 +61,9 @@ def attend_in_group(
         return eager_attention(module, q, k, v, mask, beside=beside, **options)
     length, pairs = q.shape[2], beside.k.shape[1]
     from_start = mask is None and bool(module.is_causal) and length > 1
-    if not from_start and not torch.is_grad_enabled() and is_few(length):  # a decoding step does not copy the history
+    # Scores of a step, or of some candidates, are small next to the history, which is then not copied.
+    is_few = length == 1 or (not torch.compiler.is_compiling() and length <= FEW)
+    if not from_start and not torch.is_grad_enabled() and is_few:
         return eager_attention(module, q, k, v, mask, beside=beside, **options)[0], None
     keys, values = (x.expand(q.shape[0], -1, -1, -1) for x in beside)
     if from_start:  # as tokens before the first, whose queries are dropped: so the kernel needs no mask
@@ -78,21 +76,16 @@ def attend_in_group(
     return out[:, pairs:].clone() if from_start else out, None
 
 
-def is_few(length: int) -> bool:
-    """Whether new tokens are so few that their scores are small beside the history: a step, or some candidates."""
-    return length == 1 or (not torch.compiler.is_compiling() and length <= FEW)
-
-
 def weigh_keys(module: nn.Module, inputs: Sequence[KernelInputs], scaling: float, softcap: float | None) -> Tensor:
     """The attention weights of all keys, [B, H, T, S], those beside the tokens' the last."""
     weights = [attention_weights(module, q, k, mask, scaling, softcap, beside) for q, k, _, mask, beside in inputs]
-    return join(weights, dim=1)
+    return join_groups(weights, dim=1)
 
 
 def read_groups(
     module: nn.Module, inputs: Sequence[KernelInputs], weights: Tensor, weights_of_keys: Tensor, dropout: float
 ) -> Tensor:
-    """What each head reads [B, T, H, d], by the weights of the tokens and, beside them, as `weigh_keys` gave them."""
+    """Output of each head [B, T, H, d], by the weights of the tokens and the other weights from `weigh_keys`."""
     if inputs[0].beside is not None:
         weights = torch.cat((weights, weights_of_keys[..., weights.shape[3] :]), dim=3)
     by_group = weights.split([group.q.shape[1] for group in inputs], 1)
@@ -100,7 +93,7 @@ def read_groups(
         read_values(module, of_group, group.v, dropout, group.beside)
         for of_group, group in zip(by_group, inputs, strict=True)
     ]
-    return join(heads, dim=2)
+    return join_groups(heads, dim=2)
 
 
 def attention_kernel(implementation: str | None, q: Tensor, k: Tensor) -> Kernel:
@@ -132,12 +125,12 @@ def sdpa_of_one(
     """
     mask = attention_mask
     if mask is not None and mask.shape[1] > 1:  # ALiBi's differs between heads
-        mask = grouped(mask, k.shape[1])
-    out = nn.functional.scaled_dot_product_attention(grouped(q, k.shape[1]), k, v, mask, dropout, scale=scaling)
+        mask = group_heads(mask, k.shape[1])
+    out = nn.functional.scaled_dot_product_attention(group_heads(q, k.shape[1]), k, v, mask, dropout, scale=scaling)
     return out.reshape(q.shape[0], 1, q.shape[1], v.shape[-1]), None
 
 
-def grouped(x: Tensor, heads: int) -> Tensor:
+def group_heads(x: Tensor, heads: int) -> Tensor:
     """[B, H, T, …] -> [B, heads, H / heads · T, …]: what belongs to one key head follows one another."""
     return x.reshape(x.shape[0], heads, -1, x.shape[-1])
 
@@ -173,7 +166,7 @@ def attention_weights(
     beside: KV | None = None,
 ) -> Tensor:
     """softmax(q·kᵀ·scaling + mask): q [B, H, T, d], k [B, K, S, d] -> [B, H, T, S]; softmax in fp32 or wider."""
-    by_key = grouped(q, k.shape[1])
+    by_key = group_heads(q, k.shape[1])
 
     def scored(keys: Tensor) -> Tensor:
         scores = (by_key @ keys.transpose(-1, -2)).view(*q.shape[:3], -1) * scaling
@@ -194,7 +187,7 @@ def read_values(module: nn.Module, weights: Tensor, v: Tensor, dropout: float, b
     """weights [B, H, T, S], after dropout, times v [B, K, S, d] -> [B, T, H, d]."""
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     of_tokens = weights if beside is None else weights[..., : v.shape[2]]
-    out = grouped(of_tokens, v.shape[1]) @ v
+    out = group_heads(of_tokens, v.shape[1]) @ v
     if beside is not None:
-        out = out + grouped(weights[..., v.shape[2] :], v.shape[1]) @ beside.v
+        out = out + group_heads(weights[..., v.shape[2] :], v.shape[1]) @ beside.v
     return out.view(*weights.shape[:3], -1).transpose(1, 2)

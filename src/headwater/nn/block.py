@@ -1,16 +1,15 @@
 """One Transformer block: attention and feed-forward around the residual stream."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import BLOCK_STAGES, EMBEDDING, LayerPlan, Part, Source, Stage
+from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import AttentionInputs, Context, Hidden, Mechanism
 from headwater.mechanisms.named import Named, PartTail
 from headwater.nn.attention import Attention
@@ -18,9 +17,6 @@ from headwater.nn.cache_name import CACHE
 from headwater.nn.feed_forward import make_feed_forward
 from headwater.nn.lookback import find_tail
 from headwater.nn.norm import make_norm
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 # Older transformers, such as 5.17, checkpoint around a layer's hooks and its compiled graph, which then holds nothing
 # of what `gradient_checkpointing` says; newer ones do it inside.
@@ -60,33 +56,35 @@ class Block(GradientCheckpointingLayer):
     def forward(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         if OUTSIDE and self.gradient_checkpointing and self.training:
             kwargs |= {"use_cache": False, CACHE: None}  # the repetition would write a second time
-            return cast(tuple[Tensor, ...], self._gradient_checkpointing_func(partial(self.run, **kwargs), *args))
-        return self.run(*args, **kwargs)
+            return cast(
+                tuple[Tensor, ...], self._gradient_checkpointing_func(partial(self.run_stages, **kwargs), *args)
+            )
+        return self.run_stages(*args, **kwargs)
 
-    def run(self, x: Tensor, *sources: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+    def run_stages(self, x: Tensor, *sources: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         # Under transformers' own name until here, since newer versions take it away while they checkpoint.
         cache = kwargs.pop(CACHE, None)
         context = Context([*sources], kwargs.get("reach"), find_tail(self.plan, cache), kwargs.get("token_ids"))
-        for mechanism in self.at(Stage.EMBEDDING):
+        for mechanism in self.list_acting(Stage.EMBEDDING):
             x = mechanism.transform_embedding(x, context)
         if self.stages[Stage.EMBEDDING.value] and self.embedding is not None:
             context.sources[self.embedding] = x
         embedding = x
-        for mechanism in self.at(Stage.RESIDUAL):
+        for mechanism in self.list_acting(Stage.RESIDUAL):
             x = mechanism.update_residual(x, context)
 
-        inputs = self.separate(x, context)
+        inputs = self.prepare_attention(x, context)
         attended, _, *exports = self.self_attn(
             inputs.q, *context.sources, past_key_values=cache, key_input=inputs.k, value_input=inputs.v, **kwargs
         )
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
-        for mechanism in self.at(Stage.ATTENTION_OUTPUT):
+        for mechanism in self.list_acting(Stage.ATTENTION_OUTPUT):
             attended = mechanism.transform_attention_output(attended, context)
-        attended = self.drop(attended)
+        attended = self.drop_output(attended)
         x = inputs.stream + attended if self.residual else attended
 
-        x = x + self.drop(self.feed_forward(inputs.stream if self.parallel else x, context))
+        x = x + self.drop_output(self.feed_forward(inputs.stream if self.parallel else x, context))
 
         exports = [*exports]  # PyTorch 2.11 traces the starred name as a tuple
         # The last of the plan's exports, which are sorted.
@@ -94,19 +92,19 @@ class Block(GradientCheckpointingLayer):
             exports.append(embedding)
         if self.exports_stream:
             exports.append(x)
-        for mechanism in self.at(Stage.BLOCK_OUTPUT):
+        for mechanism in self.list_acting(Stage.BLOCK_OUTPUT):
             x = mechanism.transform_block_output(x, context)
         return x, *exports
 
-    def at(self, stage: Stage) -> Sequence[Mechanism]:
+    def list_acting(self, stage: Stage) -> Sequence[Mechanism]:
         """The mechanisms that act at a stage, in the order of application."""
         names = self.stages[stage.value]
         return [cast(Mechanism, self.mechanisms[name]) for name in names] if names else ()
 
     def feed_forward(self, x: Tensor, context: Context) -> Tensor:
-        """What the feed-forward and its norms make of the stream x [B, T, D]."""
+        """Output of the feed-forward and its norms for the stream x [B, T, D]."""
         x = self.post_attention_layernorm(x)
-        for mechanism in self.at(Stage.FEED_FORWARD_INPUT):
+        for mechanism in self.list_acting(Stage.FEED_FORWARD_INPUT):
             x = mechanism.transform_feed_forward_input(x, context)
         if self.stages[Stage.FEED_FORWARD_HIDDEN.value]:
             x = self.mlp(x, partial(self.transform_hidden, context=context))
@@ -114,45 +112,45 @@ class Block(GradientCheckpointingLayer):
             x = self.mlp(x)
         if self.feed_forward_output_norm is not None:
             x = self.feed_forward_output_norm(x)
-        for mechanism in self.at(Stage.FEED_FORWARD_OUTPUT):
+        for mechanism in self.list_acting(Stage.FEED_FORWARD_OUTPUT):
             x = mechanism.transform_feed_forward_output(x, context)
         return x
 
     def transform_hidden(self, x: Hidden, context: Context) -> Hidden:
-        """What goes into the feed-forward's activation, after the mechanisms that act there."""
-        for mechanism in self.at(Stage.FEED_FORWARD_HIDDEN):
+        """Input of the feed-forward's activation, after the mechanisms that act there."""
+        for mechanism in self.list_acting(Stage.FEED_FORWARD_HIDDEN):
             x = mechanism.transform_feed_forward_hidden(x, context)
         return x
 
-    def separate(self, x: Tensor, context: Context) -> AttentionInputs:
-        """What attention is given, alike or for queries, keys and values; and the residual stream, before: x."""
+    def prepare_attention(self, x: Tensor, context: Context) -> AttentionInputs:
+        """Inputs of attention, one for all or one for each of q, k and v; and the stream, from x [B, T, D]."""
         entered = x
-        for mechanism in self.at(Stage.BLOCK_INPUT):
+        for mechanism in self.list_acting(Stage.BLOCK_INPUT):
             entered = mechanism.transform_block_input(entered, context)
         if not self.stages[Stage.ATTENTION_INPUTS.value]:
-            return AttentionInputs(self.normalize(entered, context), None, None, x)
-        k, v = (entered if part in self.inputs else None for part in ("k", "v"))
+            return AttentionInputs(self.normalize_input(entered, context), None, None, x)
+        k, v = (entered if letter in self.inputs else None for letter in ("k", "v"))
         inputs = AttentionInputs(entered, k, v, x)
-        for mechanism in self.at(Stage.ATTENTION_INPUTS):
+        for mechanism in self.list_acting(Stage.ATTENTION_INPUTS):
             inputs = mechanism.split_attention_inputs(inputs, context)
         k, v = (self.normalize_part("k", inputs.k, context), self.normalize_part("v", inputs.v, context))
-        return AttentionInputs(self.normalize(inputs.q, context), k, v, inputs.stream)
+        return AttentionInputs(self.normalize_input(inputs.q, context), k, v, inputs.stream)
 
-    def normalize(self, x: Tensor, context: Context) -> Tensor:
-        """What attention is given, from x [B, T, D] before its norm."""
+    def normalize_input(self, x: Tensor, context: Context) -> Tensor:
+        """Input of attention, from x [B, T, D] before its norm."""
         x = self.input_layernorm(x)
-        for mechanism in self.at(Stage.ATTENTION_INPUT):
+        for mechanism in self.list_acting(Stage.ATTENTION_INPUT):
             x = mechanism.transform_attention_input(x, context)
         return x
 
-    def normalize_part(self, part: Part, x: Tensor | None, context: Context) -> Tensor | None:
-        """`normalize` of the input of keys or values alone, with tails of its own; None if there is none."""
+    def normalize_part(self, letter: Part, x: Tensor | None, context: Context) -> Tensor | None:
+        """`normalize_input` of the input of keys or values alone, with tails of its own; None if there is none."""
         if x is None:
             return None
-        tail = None if context.tail is None else PartTail(context.tail, part)
-        return self.normalize(x, context._replace(tail=tail))
+        tail = None if context.tail is None else PartTail(context.tail, letter)
+        return self.normalize_input(x, context._replace(tail=tail))
 
-    def drop(self, x: Tensor) -> Tensor:
+    def drop_output(self, x: Tensor) -> Tensor:
         """A branch's output after dropout of its numbers, and of the whole branch by row (stochastic depth)."""
         if self.training and self.residual_dropout:
             x = nn.functional.dropout(x, self.residual_dropout)

@@ -3,8 +3,6 @@
 Our models take it under either name, and return it under the installed version's.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any, TypeGuard
 
@@ -25,7 +23,7 @@ def one_cache(past_key_values: Any, cache: Any) -> Any:
     """
     if past_key_values is None or cache is None:
         return cache if past_key_values is None else past_key_values
-    filled = [each for each in (past_key_values, cache) if not is_empty(each)]
+    filled = [candidate for candidate in (past_key_values, cache) if not is_empty(candidate)]
     if past_key_values is not cache and len(filled) != 1:
         raise HeadwaterError("past_key_values and cache are two names of one argument; give one of them.")
     return past_key_values if past_key_values is cache else filled[0]

@@ -1,7 +1,5 @@
 """Checks of numbers that may be on another device, or not there yet because code is traced."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -26,7 +24,7 @@ def refuse_where(wrong: Tensor, sentence: str) -> None:
         raise HeadwaterError(sentence)
 
 
-def require(right: Tensor, sentence: str) -> None:
+def require_all(right: Tensor, sentence: str) -> None:
     """Raise `HeadwaterError` unless all are right. A GPU fails later; compiled code does not look."""
     if torch.compiler.is_compiling() or right.is_meta:
         return

@@ -3,15 +3,13 @@
 Some attention kernels take the borders of documents in place of a mask, as transformers' `cu_seq_lens_q`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwater.kernels.varlen import VARLEN
-from headwater.nn.checks import require
+from headwater.nn.checks import require_all
 
 # Kernels that take the borders of documents in place of a mask.
 BY_DOCUMENTS = VARLEN, "flash_attention"
@@ -25,7 +23,7 @@ def takes_documents(implementation: str | None) -> bool:
 
 
 def make_cu_seq_lens(position_ids: Tensor) -> Tensor | None:
-    """Where each document begins among all B·T tokens of packed rows, row after row, and then the end: int32 [n + 1].
+    """Starts of documents among all B·T tokens of packed rows, row after row, and then the end: int32 [n + 1].
 
     The end is repeated up to a length that depends on B and T alone (unless documents are shorter than `TOKENS` on
     average; then it doubles), so that compiled code sees one shape.
@@ -56,13 +54,13 @@ def restarted_positions(cu_seq_lens: Tensor, rows: int, length: int) -> Tensor:
 
 
 def check_documents(cu_seq_lens: Tensor, position_ids: Tensor, rows: int, length: int) -> None:
-    """Raise `HeadwaterError` (see `require`) if documents do not begin where positions restart."""
+    """Raise `HeadwaterError` (see `require_all`) if documents do not begin where positions restart."""
     if torch.compiler.is_compiling() or position_ids.is_meta:
         return
     slot = torch.arange(length, device=position_ids.device)
-    require(
+    require_all(
         torch.minimum(position_ids, slot) == restarted_positions(cu_seq_lens, rows, length),
-        "cu_seq_lens_q and position_ids disagree about where documents begin; make the former with "
+        "cu_seq_lens_q and position_ids disagree about where documents begin; make cu_seq_lens_q with "
         "headwater.nn.documents.make_cu_seq_lens(position_ids), or leave one of them out.",
     )
 

@@ -1,7 +1,5 @@
 """`Engine`: how a server with a cache and an attention kernel of its own runs a model."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -12,7 +10,7 @@ from headwater.config.plan import LayerPlan
 
 
 class AttentionLayer(Protocol):
-    """What an engine reads of the attention that calls it."""
+    """Attributes that an engine reads of the attention that calls it."""
 
     plan: LayerPlan
     layer_idx: int

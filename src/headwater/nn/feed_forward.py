@@ -1,21 +1,16 @@
 """The feed-forward part of a block. Gated form (SwiGLU with act = silu): arXiv 2002.05202."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from headwater.config.text import HeadwaterConfig
 from headwater.kernels.activation import apply_activation
 from headwater.mechanisms.contract import Hidden
 from headwater.nn.linear import apply_linear, own_map
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class FeedForward(nn.Module):

@@ -1,7 +1,5 @@
 """Calls of the attention kernel: one for each group of heads that attend to the same layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
@@ -13,7 +11,7 @@ from headwater.mechanisms.contract import KV
 
 
 class KernelInputs(NamedTuple):
-    """What one call of the kernel is given: q [B, h, T, d]; k, v [B, K, S, d]; keys and values beside the tokens'."""
+    """Arguments of one kernel call: q [B, h, T, d]; k, v [B, K, S, d]; keys and values beside the tokens'."""
 
     q: Tensor
     k: Tensor
@@ -23,7 +21,7 @@ class KernelInputs(NamedTuple):
 
 
 class GroupSlots(NamedTuple):
-    """Where a group of heads finds its queries, and its keys and values among a layer's tensors (`LayerPlan.slot`).
+    """Slots of a group's queries, keys and values among a layer's tensors (`LayerPlan.slot`).
 
     None stands for all heads.
     """
@@ -45,7 +43,7 @@ class GroupSlots(NamedTuple):
         """Its keys and values, [B, heads, S, d] each."""
         return KV(select_heads(tensors[self.k_slot], self.k_heads), select_heads(tensors[self.v_slot], self.v_heads))
 
-    def select(self, q: Tensor, attention_mask: Any, tensors: Sequence[Tensor]) -> KernelInputs:
+    def select_inputs(self, q: Tensor, attention_mask: Any, tensors: Sequence[Tensor]) -> KernelInputs:
         """Its call, with its heads of all queries and of a mask that differs between heads."""
         k, v = self.select_kv(tensors)
         if self.q_heads is None:
@@ -56,7 +54,7 @@ class GroupSlots(NamedTuple):
 
 def divide_pairs(inputs: Sequence[KernelInputs], pairs: Sequence[KV]) -> list[KernelInputs]:
     """The calls with keys and values [K, n, d] beside the tokens': each with those of its own key/value heads."""
-    keys, values = (join([pair[part] for pair in pairs], dim=1).to(inputs[0].q.dtype) for part in (0, 1))
+    keys, values = (join_groups([pair[index] for pair in pairs], dim=1).to(inputs[0].q.dtype) for index in (0, 1))
     calls: list[KernelInputs] = []
     start = 0
     for group in inputs:
@@ -77,6 +75,6 @@ def select_heads(x: Tensor, heads: Heads) -> Tensor:
     return x if heads is None else x[:, heads]
 
 
-def join(parts: Sequence[Tensor], dim: int) -> Tensor:
+def join_groups(tensors: Sequence[Tensor], dim: int) -> Tensor:
     """The parts one after another, without a copy of a single one."""
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=dim)
+    return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), dim=dim)

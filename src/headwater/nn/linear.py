@@ -1,20 +1,15 @@
 """The linear layers of all models: plain `nn.Linear`, as quantizers look for, called by the fastest kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from headwater.config.capabilities import Map, ReplacesLinear
+from headwater.config.text import HeadwaterConfig
 from headwater.kernels.autotune import get_choices
 from headwater.kernels.linear import choose_linear
 from headwater.mechanisms.named import owner_of
 from headwater.plugins.registry import resolve
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 def make_map(
@@ -31,9 +26,9 @@ def own_map(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: in
     for mechanism, options in config.mechanisms.items():
         kind = resolve(mechanism)
         if isinstance(kind, ReplacesLinear):
-            made = kind.build_linear(options, config, layer, name, d_in, d_out)
-            if made is not None:
-                return made
+            replacement = kind.build_linear(options, config, layer, name, d_in, d_out)
+            if replacement is not None:
+                return replacement
     return None
 
 

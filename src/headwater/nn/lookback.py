@@ -1,28 +1,23 @@
-"""How far back mechanisms may look: how many tokens precede each one, and the cache that keeps the raw ones."""
-
-from __future__ import annotations
+"""Limits of looking back: how many tokens precede each one, and the cache that keeps the raw ones."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from headwater.config.plan import LayerPlan
-from headwater.config.planner import keepers
+from headwater.config.planner import name_keepers
 from headwater.mechanisms.contract import Tail
 from headwater.nn.checks import must_wait
 from headwater.nn.documents import select_columns
+from headwater.nn.engine import Engine
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from transformers import Cache
-
-    from headwater.nn.engine import Engine
 
 
 class LookbackLimits(NamedTuple):
-    """How far back the mechanisms of a model look.
+    """Number of tokens that the mechanisms of a model look back.
 
     limit: the longest tail of any; 0 if none looks back.
     tail_lengths: for s = 1, 2, … limit: the length of the shortest tail that still holds the token s back.
@@ -49,9 +44,9 @@ def find_tail(plan: LayerPlan, past_key_values: Cache | Engine | None) -> Tail |
     layer = layers[plan.index] if plan.index < len(layers) else None
     if not hasattr(layer, "before"):
         raise HeadwaterError(
-            f"{keepers([plan])} needs a cache that keeps the last raw keys and values, and this "
-            f"{type(past_key_values).__name__} does not; make it with DynamicCache(config=model.config). The tokens of "
-            "PEFT's prefix tuning have none: use prompt tuning or LoRA with such a model."
+            f"{name_keepers([plan])} needs a cache that keeps the last raw keys and values, and this "
+            f"{type(past_key_values).__name__} does not; make one with DynamicCache(config=model.config). PEFT's "
+            "prefix tuning has no raw keys and values for its tokens: use prompt tuning or LoRA with such a model."
         )
     return layer
 
@@ -63,7 +58,7 @@ def find_reach(
     limit: int = 1,
     document_starts: Tensor | None = None,
 ) -> Tensor | None:
-    """How many tokens of the same document precede each without a gap, [B, T], from position_ids [B or 1, T].
+    """Number of tokens of the same document that precede each without a gap, [B, T], from position_ids [B or 1, T].
 
     It counts up to `limit`, in bytes where that is enough: a compiled layer keeps it for the backward pass. None if it
     is `limit` everywhere and finding out does not wait for a device.
@@ -77,17 +72,17 @@ def find_reach(
         slot = torch.arange(document_starts.shape[1], device=document_starts.device)
         begin = last_marked(document_starts)
         since = torch.where(begin < 0, slot + past, slot - begin)
-        return _limited(torch.minimum(count_reach(position_ids, attention_mask, past), since), limit)
+        return _limit_reach(torch.minimum(count_reach(position_ids, attention_mask, past), since), limit)
     # Without a cache a row begins within the limit.
     looks = isinstance(past, int) and past > 0 and not must_wait(position_ids) and not torch.compiler.is_compiling()
     if looks and bool((position_ids >= limit).all()):
         near = None if attention_mask is None else attention_mask[:, -(position_ids.shape[1] + limit) :]
         if near is None or bool(near.all()):
             return None
-    return _limited(count_reach(position_ids, attention_mask, past), limit)
+    return _limit_reach(count_reach(position_ids, attention_mask, past), limit)
 
 
-def _limited(reach: Tensor, limit: int) -> Tensor:
+def _limit_reach(reach: Tensor, limit: int) -> Tensor:
     return reach.clamp(max=limit).to(torch.int8 if limit <= torch.iinfo(torch.int8).max else reach.dtype)
 
 

@@ -1,7 +1,5 @@
 """The losses: of language models, and of classifiers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -9,7 +7,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from headwater.kernels.loss import can_fuse_loss, target_log_probabilities
-from headwater.nn.checks import require
+from headwater.nn.checks import require_all
 from headwater.util.errors import HeadwaterError
 
 
@@ -32,7 +30,7 @@ def causal_lm_loss(
         )
     if shift_labels is None:
         assert labels is not None
-        shift_labels = shifted(labels, ignore_index)
+        shift_labels = shift_targets(labels, ignore_index)
     targets = shift_labels.reshape(-1).to(logits.device)
     # One column of log-probabilities, reduced as the whole matrix would be.
     column = target_log_probabilities(logits.reshape(-1, vocab_size), targets, ignore_index)
@@ -45,13 +43,13 @@ def causal_lm_loss(
     return loss / num_items_in_batch
 
 
-def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
+def shift_targets(labels: Tensor, ignore_index: int = -100) -> Tensor:
     """labels [B, T] -> for each position the label of the next one, `ignore_index` for the last."""
     return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
-def counted(targets: Tensor, num_items: Tensor | int | None = None) -> Tensor | int:
-    """What a sum over the tokens is divided by: `num_items`, or the number of targets that count."""
+def count_targets(targets: Tensor, num_items: Tensor | int | None = None) -> Tensor | int:
+    """Divisor of a sum over the tokens: `num_items`, or the number of targets that count."""
     if num_items is None:
         return (targets != -100).sum()
     return num_items.to(targets.device) if isinstance(num_items, Tensor) else num_items
@@ -75,14 +73,16 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
     if labels.is_floating_point() and labels.shape == logits.shape:
         # Rounded to half precision, a thousand of them need not add up to one.
         sums = labels.sum(-1, dtype=logits.dtype)
-        require(((sums - 1).abs() < 0.05) & (labels >= 0).all(-1), "The probabilities of an image must add up to 1.")
+        require_all(
+            ((sums - 1).abs() < 0.05) & (labels >= 0).all(-1), "The probabilities of an image must add up to 1."
+        )
         return nn.functional.cross_entropy(logits, labels.to(logits.dtype))
     if labels.is_floating_point() or labels.shape != (rows,):
         raise HeadwaterError(
             f"labels must be [{rows}] whole numbers, or [{rows}, {classes}] probabilities, not {list(labels.shape)} "
             f"of {labels.dtype}."
         )
-    require(
+    require_all(
         (labels >= 0) & (labels < classes),
         f"A label is out of range: this model has {classes} classes, 0 to {classes - 1}; correct the labels, or set "
         "num_labels.",

@@ -9,16 +9,15 @@ that is, p_i real tokens back and no further. The rule needs no document ids and
 rows, left padding, holes in the mask, and chunks decoded with a cache, wherever they are cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from headwater.config.text import HeadwaterConfig
 from headwater.kernels.attention import MATMUL
 from headwater.kernels.varlen import VARLEN
 from headwater.nn.cache_name import CACHE
@@ -26,9 +25,6 @@ from headwater.nn.checks import is_replayed, must_wait
 from headwater.nn.documents import select_columns
 from headwater.nn.position import alibi_slopes
 from headwater.util.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 # Kernels whose masks are boolean.
 TAKE_BOOLEANS = "sdpa", MATMUL, VARLEN
@@ -157,7 +153,7 @@ def separate_documents(tokens: NewTokens, attention_mask: Tensor | None, positio
 
 
 def find_slots(mask: Tensor, cache: Cache | None, layer: int) -> Tensor:
-    """Which token of the history each column of a mask [B, 1, T, S] stands for, [S]: a window's cache drops some."""
+    """Tokens of the history that the columns of a mask [B, 1, T, S] stand for, [S]: a window's cache drops some."""
     offset = 0 if cache is None else cache.get_mask_sizes(mask.shape[2], layer)[1]
     return torch.arange(mask.shape[3], device=mask.device) + offset
 

@@ -1,16 +1,10 @@
 """Norms. RMSNorm: arXiv 1910.07467; LayerNorm: arXiv 1607.06450."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
+from headwater.config.text import HeadwaterConfig
 from headwater.kernels.norm import can_fuse_rms_norm, fused_rms_norm
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class RMSNorm(nn.Module):
@@ -25,7 +19,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((size,), float(not offset))) if weight else None
 
     def factor(self) -> Tensor | None:
-        """What x / rms(x) is multiplied by."""
+        """Factor of x / rms(x)."""
         if self.weight is None or not self.offset:
             return self.weight
         return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))

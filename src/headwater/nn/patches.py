@@ -1,64 +1,64 @@
 """Images as tokens: patches in raster order, and where they are. A grid is (rows, columns) of patches."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
 from headwater.nn.position import for_heads
 
 
-def patches(images: Tensor, grid: tuple[int, int]) -> Tensor:
+def cut_patches(images: Tensor, grid: tuple[int, int]) -> Tensor:
     """images [B, C, H, W] -> the numbers of each patch [B, rows·columns, C·h·w], in the order of a convolution's."""
     cut = images.unflatten(3, (grid[1], -1)).unflatten(2, (grid[0], -1))
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
-def coordinates(grid: tuple[int, int], device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+def patch_coordinates(grid: tuple[int, int], device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """The row and the column of each patch, [patches] each."""
     rows, columns = grid
     index = torch.arange(rows * columns, device=device)
     return index // columns, index % columns
 
 
-def sincos(grid: tuple[int, int], width: int, like: Tensor) -> Tensor:
+def sincos_positions(grid: tuple[int, int], width: int, like: Tensor) -> Tensor:
     """Fixed positions of the patches, [patches, width], in the dtype of `like`: the column's, then the row's.
 
     For each, sin and cos of p / 10000^(4i/width), i < width/4, as in MAE (arXiv 2111.06377), with its order of the two.
     """
     wide = torch.promote_types(like.dtype, torch.float32)
     rates = 10_000.0 ** -(torch.arange(width // 4, dtype=wide, device=like.device) * 4 / width)
-    row, column = (at[:, None] * rates for at in coordinates(grid, like.device))
+    row, column = (coordinate[:, None] * rates for coordinate in patch_coordinates(grid, like.device))
     return torch.cat((column.sin(), column.cos(), row.sin(), row.cos()), -1).to(like.dtype)
 
 
-def rotary(grid: tuple[int, int], first: int, channels: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin for `rotate`, [1, 1, first + patches, channels]: the first quarter of the channels by the row.
+def rotary_angles(
+    grid: tuple[int, int], prefix: int, channels: int, theta: float, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """cos and sin for `rotate`, [1, 1, prefix + patches, channels]: the first quarter of the channels by the row.
 
     Channel i is paired with channel i + channels/2. Of these pairs the first half turns by row·θ^(-4i/channels), the
-    second by column·θ^(-4i/channels), i < channels/4. The `first` tokens before the patches are not turned.
+    second by column·θ^(-4i/channels), i < channels/4. The `prefix` tokens before the patches are not turned.
     """
     wide = torch.promote_types(like.dtype, torch.float32)
     rates = theta ** -(torch.arange(channels // 4, dtype=wide, device=like.device) * 4 / channels)
-    row, column = (at[:, None] * rates for at in coordinates(grid, like.device))
-    angles = nn.functional.pad(torch.cat((row, column, row, column), -1), (0, 0, first, 0))[None]
+    row, column = (coordinate[:, None] * rates for coordinate in patch_coordinates(grid, like.device))
+    angles = nn.functional.pad(torch.cat((row, column, row, column), -1), (0, 0, prefix, 0))[None]
     return for_heads(angles.cos().to(like.dtype), angles.sin().to(like.dtype))
 
 
-def resized(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+def resize_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
     """Learned positions of another grid, by bicubic interpolation as in transformers' ViT.
 
-    table: [first + patches, D], vectors of the patches after those of `first` tokens, which stay as they are.
+    table: [prefix + patches, D], vectors of the patches after those of `prefix` tokens, which stay as they are.
     """
     if old == new:
         return table
-    first = len(table) - old[0] * old[1]
-    image = table[first:].unflatten(0, old).permute(2, 0, 1)[None]
+    prefix = len(table) - old[0] * old[1]
+    image = table[prefix:].unflatten(0, old).permute(2, 0, 1)[None]
     image = nn.functional.interpolate(image, size=new, mode="bicubic", align_corners=False)
-    return torch.cat((table[:first], image[0].flatten(1).T))
+    return torch.cat((table[:prefix], image[0].flatten(1).T))
 
 
-def raster_positions(grid: tuple[int, int], first: int, by_row: bool, device: torch.device) -> Tensor:
-    """How many tokens each may look back, [1, first + patches]: 0 for the `first` ones, then by patches, or by_row."""
-    counted = coordinates(grid, device)[1] if by_row else torch.arange(grid[0] * grid[1], device=device)
-    return nn.functional.pad(counted, (first, 0))[None]
+def raster_positions(grid: tuple[int, int], prefix: int, by_row: bool, device: torch.device) -> Tensor:
+    """Number of tokens that each may look back, [1, prefix + patches]: 0 in the prefix, then by patches, or by_row."""
+    steps = patch_coordinates(grid, device)[1] if by_row else torch.arange(grid[0] * grid[1], device=device)
+    return nn.functional.pad(steps, (prefix, 0))[None]

@@ -1,20 +1,15 @@
 """Positions: rotary (arXiv 2104.09864; the scaled kinds are transformers' own) and ALiBi (arXiv 2108.12409)."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from headwater.config.text import HeadwaterConfig
 from headwater.kernels import can_fuse
 from headwater.kernels.rotary import fused_rotate
 from headwater.mechanisms.precision import KeepsPrecision
-
-if TYPE_CHECKING:
-    from headwater.config.text import HeadwaterConfig
 
 
 class RotaryEmbedding(KeepsPrecision):
@@ -38,7 +33,7 @@ class RotaryEmbedding(KeepsPrecision):
         for name, value in self.constants().items():
             self.register_buffer(name, value, persistent=False)
 
-    def frequencies(
+    def compute_frequencies(
         self, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> tuple[Tensor, float]:
         if self.rope_type != "default":
@@ -48,22 +43,22 @@ class RotaryEmbedding(KeepsPrecision):
         return 1.0 / self.config.rope_parameters["rope_theta"] ** exponents, 1.0
 
     def constants(self) -> dict[str, Tensor]:
-        frequencies, self.attention_scaling = self.frequencies()
+        frequencies, self.attention_scaling = self.compute_frequencies()
         if self.rope_type != "longrope":
             return {"inv_freq": frequencies}
         beyond = self.config.rope_parameters["original_max_position_embeddings"] + 1
         long, _ = ROPE_INIT_FUNCTIONS["longrope"](self.config, seq_len=beyond)
         return {"inv_freq": frequencies, "long_inv_freq": long}
 
-    def span(self, lengths: Tensor) -> Tensor:
-        """What the frequencies follow: for sequences of equal span they are the same. lengths: in tokens."""
+    def find_span(self, lengths: Tensor) -> Tensor:
+        """Quantity that the frequencies follow: for sequences of equal span they are the same. lengths: in tokens."""
         if self.rope_type == "longrope":
             return lengths > self.config.rope_parameters["original_max_position_embeddings"]
         return lengths.clamp(min=self.config.max_position_embeddings)
 
     def frequencies_for(self, lengths: Tensor) -> Tensor:
         """The frequencies in sequences of these lengths: [B, T] -> [B, T, r/2]."""
-        span = self.span(lengths)[..., None]
+        span = self.find_span(lengths)[..., None]
         if self.rope_type == "longrope":
             return torch.where(span, self.long_inv_freq.to(span.device), self.inv_freq.to(span.device))
         return ROPE_INIT_FUNCTIONS["dynamic"](self.config, span.device, seq_len=span)[0]
@@ -74,7 +69,7 @@ class RotaryEmbedding(KeepsPrecision):
         if self.follows_length:
             inv_freq = self.frequencies_for(document_lengths(position_ids))
         elif x.dtype == torch.float64 and self.rope_type == "default":
-            inv_freq = self.frequencies(torch.float64, x.device)[0]  # the buffer is rounded to fp32
+            inv_freq = self.compute_frequencies(torch.float64, x.device)[0]  # the buffer is rounded to fp32
         angles = position_ids[..., None].to(torch.promote_types(x.dtype, torch.float32)) * inv_freq
         cos = (angles.cos() * self.attention_scaling).to(x.dtype)
         sin = (angles.sin() * self.attention_scaling).to(x.dtype)
@@ -88,8 +83,8 @@ FOLLOW_LENGTH = "dynamic", "longrope"
 def document_lengths(position_ids: Tensor) -> Tensor:
     """The length of the document that each token belongs to: 1 + its last position. position_ids: [B, T] -> [B, T]."""
     document = (position_ids == 0).cumsum(-1)
-    last = position_ids.new_zeros(position_ids.shape[0], position_ids.shape[1] + 1)
-    return last.scatter_reduce(1, document, position_ids, "amax").gather(1, document) + 1
+    last_position = position_ids.new_zeros(position_ids.shape[0], position_ids.shape[1] + 1)
+    return last_position.scatter_reduce(1, document, position_ids, "amax").gather(1, document) + 1
 
 
 def for_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,8 +92,8 @@ def for_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
     The first half of sin is negated, so that `x·cos + roll(x, r/2)·sin` is the rotation.
     """
-    first, second = sin.chunk(2, dim=-1)
-    return cos.unsqueeze(1), torch.cat((-first, second), dim=-1).unsqueeze(1)
+    low, high = sin.chunk(2, dim=-1)
+    return cos.unsqueeze(1), torch.cat((-low, high), dim=-1).unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -115,7 +110,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def alibi_slopes(heads: int, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> Tensor:
-    """How much each head's scores decrease per token of distance, [heads]: 2^(-8/heads), 2^(-16/heads), …, 2^-8.
+    """Decrease of each head's scores per token of distance, [heads]: 2^(-8/heads), 2^(-16/heads), …, 2^-8.
 
     If the number of heads is not a power of two: the slopes of the next lower power, then every other slope of the next
     higher power, as in the paper's code. They are computed on the device: copying numbers there would wait for it.

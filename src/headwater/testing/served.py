@@ -127,8 +127,8 @@ class Server:
             one[: len(row.blocks)] = torch.tensor(row.blocks)
         self.engine.batch = batch = FlatBatch(starts, lengths, table, self.size)
         ids = torch.tensor([token for tokens in steps for token in tokens])
-        hidden = self.model.model.served(ids, batch.position, self.engine)
-        return self.model.logits(self.model.scaled(hidden)).split(counts)
+        hidden = self.model.model.serve_tokens(ids, batch.position, self.engine)
+        return self.model.logits(self.model.scale_hidden(hidden)).split(counts)
 
 
 def prompts(vocabulary: int, seed: int = 0) -> list[list[int]]:

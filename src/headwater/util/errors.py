@@ -20,11 +20,11 @@ class NotTrusted(HeadwaterError):
     """A file names code that is not headwater's and that the user has not trusted (`headwater.plugins.outside`)."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """The end of an "unknown name" message: the nearest known name, or all of them if none is near."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(known)}."
+    names = sorted(names)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(names)}."
 
 
 def either(names: Sequence[str]) -> str:
@@ -43,12 +43,12 @@ def first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
 
 
-def unusable(value: Any) -> tuple[tuple[str, ...], str] | None:
+def find_unusable(value: Any) -> tuple[tuple[str, ...], str] | None:
     """The first invalid number inside a value: where it is, and what is wrong with it."""
     if isinstance(value, dict | list | tuple):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            if (found := unusable(inner)) is not None:
-                return (str(name), *found[0]), found[1]
+            if (problem := find_unusable(inner)) is not None:
+                return (str(name), *problem[0]), problem[1]
     elif isinstance(value, float) and not isfinite(value):
         return (), f"{value} is not a finite number"
     elif isinstance(value, int) and not -LARGEST <= value < LARGEST:

@@ -1,10 +1,8 @@
-"""Which extra installs what, and the error for a missing module.
+"""Extras and the modules they install, and the error for a missing module.
 
 A module that headwater imports and Python does not find is looked up here last: whichever function a program calls, the
 error names the command that installs it, as the commands do. Imports by other packages are left alone.
 """
-
-from __future__ import annotations
 
 import re
 import sys
@@ -46,15 +44,15 @@ class MissingExtra(HeadwaterError, ModuleNotFoundError):
 
 
 class _LastFinder:
-    """Finds nothing: by the time that it is asked, no other finder has the module."""
+    """Finder that finds nothing: by the time that it is asked, no other finder has the module."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        if name in _EXTRA_OF and is_ours(_importer()):
+        if name in _EXTRA_OF and is_ours(_importing_module()):
             raise MissingExtra(name.replace("_", "-"), _EXTRA_OF[name])
 
 
 class _TorchvisionFinder:
-    """Finds nothing either, but lets a torchvision for GPUs be imported beside a PyTorch for CPUs.
+    """Finder that finds nothing either, but lets a torchvision for GPUs be imported beside a PyTorch for CPUs.
 
     torchvision's compiled operators cannot be loaded then, and its import ends in "operator torchvision::nms does not
     exist". The package index has only that torchvision for Linux, and transforms need none of the operators.
@@ -78,7 +76,7 @@ class _TorchvisionFinder:
             self.library = library  # which removes its operators when it is freed
 
 
-def _importer() -> str:
+def _importing_module() -> str:
     """The module that is importing something."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "importlib._bootstrap"):
@@ -86,18 +84,18 @@ def _importer() -> str:
     return str(frame.f_globals.get("__name__"))
 
 
-def check(extra: str, spared: Collection[str] = ()) -> None:
+def check_extra(extra: str, spared: Collection[str] = ()) -> None:
     """Raise `MissingExtra` where a package of an extra is missing, before there is work to lose.
 
     spared: modules that this work does not need.
     """
-    for part in _MADE_OF.get(extra, (extra,)):
-        for module in MODULES[part]:
+    for name in _MADE_OF.get(extra, (extra,)):
+        for module in MODULES[name]:
             if module not in spared and find_spec(module) is None:
                 raise MissingExtra(module.replace("_", "-"), extra)
 
 
 def look_after_imports() -> None:
-    """From now on, say which extra brings what headwater imports and is not there."""
+    """Say from now on which extra brings a missing module that headwater imports."""
     sys.meta_path.insert(0, _TorchvisionFinder())
     sys.meta_path.append(_LastFinder())

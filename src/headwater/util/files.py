@@ -1,7 +1,5 @@
 """Atomic files and folders: checksums, and writing to a temporary name before renaming."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
@@ -56,7 +54,7 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def flush(path: Path) -> None:
+def flush_path(path: Path) -> None:
     """Sync a file or folder to the disk, so that a rename never precedes the content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -75,17 +73,17 @@ def check_local(path: str | Path, name: str = "") -> None:
 
     name: of the option, argument or field.
     """
-    shown = f"{name and f'{name}: '}{ascii(str(path)) if not str(path).isprintable() else repr(str(path))}"
+    quoted = f"{name and f'{name}: '}{ascii(str(path)) if not str(path).isprintable() else repr(str(path))}"
     if is_address(path):
         raise HeadwaterError(
-            f"{shown} is an address, but headwater reads and writes local files only; give a local path."
+            f"{quoted} is an address, but headwater reads and writes local files only; give a local path."
         )
     try:
         is_path = b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
         is_path = False
     if not is_path:
-        raise HeadwaterError(f"{shown} has characters that no path can have; give another name.")
+        raise HeadwaterError(f"{quoted} has characters that no path can have; give another name.")
 
 
 def local(path: str | Path, name: str = "") -> Path:
@@ -94,8 +92,8 @@ def local(path: str | Path, name: str = "") -> Path:
     return Path(path)
 
 
-def absence(path: str | Path, wanted: str = "file or folder") -> str:
-    """Why a path is not the wanted kind of file, as a sentence without its full stop.
+def explain_absence(path: str | Path, expected: str = "file or folder") -> str:
+    """Reason why a path is not the wanted kind of file, as a sentence without its full stop.
 
     A path that exists is not called missing: it may be of another kind, a link to nothing, or in a closed folder.
     """
@@ -106,15 +104,17 @@ def absence(path: str | Path, wanted: str = "file or folder") -> str:
     except FileNotFoundError:
         if os.path.islink(path):
             return f"{name} is a link to {os.readlink(path)!r}, which does not exist"
-        return f"There is no {wanted} {name}"
+        return f"There is no {expected} {name}"
     except (OSError, ValueError) as error:
         return f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
     kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "a device, a pipe or a socket"
-    return f"{name} is {kind}, not a {wanted}" if kind.removeprefix("a ") not in wanted else f"{name} cannot be used"
+    return (
+        f"{name} is {kind}, not a {expected}" if kind.removeprefix("a ") not in expected else f"{name} cannot be used"
+    )
 
 
 @contextmanager
-def replacing(file: Path) -> Iterator[Path]:
+def replace_file(file: Path) -> Iterator[Path]:
     """A temporary name beside `file`; what is there is synced and takes the name `file` when the block ends.
 
     Readers see the old content or the new. If the block raises, the old content stays. An `OSError` names the file.
@@ -124,7 +124,7 @@ def replacing(file: Path) -> Iterator[Path]:
     beside = file.with_name(f"{STAGING}{file.name[:50]}-{secrets.token_hex(4)}")
     try:
         yield beside
-        flush(beside)
+        flush_path(beside)
         beside.replace(file)
     except OSError as error:
         if error.filename in (None, str(beside)):
@@ -137,11 +137,11 @@ def replacing(file: Path) -> Iterator[Path]:
 
 def replace_text(file: Path, text: str) -> None:
     """Replace a file atomically: readers see the old content or the new."""
-    with replacing(file) as beside:
+    with replace_file(file) as beside:
         beside.write_text(text, encoding="utf-8", newline="\n")
 
 
-def settled(path: Path) -> Path:
+def settle_path(path: Path) -> Path:
     """A path that means the same before and after its parent folders are created: "new/../x" becomes "x".
 
     Raises `HeadwaterError` for an address.
@@ -164,7 +164,7 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 def check_free(target: Path) -> None:
     """Raise `HeadwaterError` if a folder that is to be made exists and is not empty."""
-    target = settled(target)
+    target = settle_path(target)
     if (target.is_symlink() or target.exists()) and (not target.is_dir() or any(target.iterdir())):
         if Path.cwd().is_relative_to(os.path.realpath(target)):
             raise HeadwaterError(f"{str(target)!r} is the current folder, or holds it; choose a new folder.")
@@ -172,7 +172,7 @@ def check_free(target: Path) -> None:
 
 
 @contextmanager
-def explaining(explain: Callable[[str], str]) -> Iterator[None]:
+def explain_disk_errors(explain: Callable[[str], str]) -> Iterator[None]:
     """Turn disk errors into a `HeadwaterError` with the message that `explain` makes from the reason."""
     try:
         yield
@@ -185,7 +185,7 @@ def explaining(explain: Callable[[str], str]) -> Iterator[None]:
 
 
 @contextmanager
-def staged(target: Path, explain: Callable[[str], str] | None = None) -> Iterator[Path]:
+def stage_folder(target: Path, explain: Callable[[str], str] | None = None) -> Iterator[Path]:
     """A temporary folder that is synced and renamed to `target` when the block ends without an error.
 
     If the block raises, the folder is removed. If the process is killed, it stays, with a hidden name. If several
@@ -196,11 +196,11 @@ def staged(target: Path, explain: Callable[[str], str] | None = None) -> Iterato
     """
     check_free(target)
     target = target.absolute()
-    with explaining(explain or (lambda problem: f"{str(target)!r} could not be written: {problem}.")):
-        yield from _staged(target)
+    with explain_disk_errors(explain or (lambda problem: f"{str(target)!r} could not be written: {problem}.")):
+        yield from _stage_folder(target)
 
 
-def _staged(target: Path) -> Iterator[Path]:
+def _stage_folder(target: Path) -> Iterator[Path]:
     folder = target.with_name(f"{STAGING}{target.name}-{secrets.token_hex(4)}")
     new = missing_folders(target.parent)
     try:
@@ -208,14 +208,14 @@ def _staged(target: Path) -> Iterator[Path]:
         folder.mkdir()
         yield folder
         for path in folder.rglob("*"):
-            flush(path)
-        flush(folder)
+            flush_path(path)
+        flush_path(folder)
         try:
             folder.rename(target)
         except OSError:
             check_free(target)  # another process was faster
             raise
-        flush(target.parent)
+        flush_path(target.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         remove_empty(new)  # not if the target is in them
@@ -224,10 +224,10 @@ def _staged(target: Path) -> Iterator[Path]:
 def disk_problem(error: BaseException) -> str | None:
     """A disk error in words; None for any other error."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
-    said = _OS_ERROR.search(text)
-    if not isinstance(error, OSError) and not said:
+    match = _OS_ERROR.search(text)
+    if not isinstance(error, OSError) and not match:
         return None
-    number = getattr(error, "errno", None) or (int(said[1]) if said and said[1] else None)
+    number = getattr(error, "errno", None) or (int(match[1]) if match and match[1] else None)
     if number in _FULL or "o space left" in text:
         return _FULL.get(number or 0, _FULL[errno.ENOSPC])
     return getattr(error, "strerror", None) or text

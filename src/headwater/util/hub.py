@@ -1,7 +1,5 @@
 """Ask the Hugging Face hub, without minutes of silent retries if there is no network."""
 
-from __future__ import annotations
-
 import os
 from typing import Literal
 
@@ -9,7 +7,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import absence
+from headwater.util.files import explain_absence
 
 SECONDS = 3
 
@@ -24,9 +22,9 @@ def check_reachable(kind: Literal["dataset", "tokenizer", "model"], name: str) -
 
     With HF_HUB_OFFLINE=1 nothing is checked here; the loader then uses a cached copy.
     """
-    here = absence(name, "local folder" if os.path.isfile(name) else "local file or folder")
+    missing = explain_absence(name, "local folder" if os.path.isfile(name) else "local file or folder")
     if is_path(name) or os.path.lexists(name):
-        raise HeadwaterError(f"{here}.")
+        raise HeadwaterError(f"{missing}.")
     if constants.HF_HUB_OFFLINE:
         return
     try:
@@ -37,13 +35,13 @@ def check_reachable(kind: Literal["dataset", "tokenizer", "model"], name: str) -
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "?")
         raise HeadwaterError(
-            f"{here}, and the Hugging Face hub answered {status} for a {kind} of that name; "
+            f"{missing}, and the Hugging Face hub answered {status} for a {kind} of that name; "
             "check the spelling, or log in if it is private."
         ) from error
     except ValueError as error:  # not a possible repository name
-        raise HeadwaterError(f"{here}, and it cannot be the name of a {kind} on the Hugging Face hub.") from error
+        raise HeadwaterError(f"{missing}, and it cannot be the name of a {kind} on the Hugging Face hub.") from error
     except Exception as error:  # connection errors of any client library
         raise HeadwaterError(
-            f"{here}, and the Hugging Face hub could not be reached to look for a {kind} of that name; check the "
+            f"{missing}, and the Hugging Face hub could not be reached to look for a {kind} of that name; check the "
             f"spelling or the network, or set HF_HUB_OFFLINE=1 to use an earlier download."
         ) from error

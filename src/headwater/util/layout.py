@@ -3,8 +3,6 @@
 It goes into exported checkpoints, where the code lies flat in a package of transformers' making.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The precision of a model and of its training, by the names that Lightning Fabric and recipes use."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 import torch

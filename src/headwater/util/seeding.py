@@ -1,7 +1,5 @@
 """Random numbers by name: every draw has a generator of its own, and depends on nothing else that was drawn."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

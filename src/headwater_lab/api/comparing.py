@@ -126,7 +126,7 @@ def compare(
     Raises `HeadwaterError`.
     """
     outside.trust(trust)
-    extras.check("compare")
+    extras.check_extra("compare")
     sources = cast("Sequence[AnyRecipe]", recipe if isinstance(recipe, list | tuple) else [recipe])
     recipes = [read_recipe(source, overrides) for source in sources]
     for loaded in recipes:

@@ -87,7 +87,7 @@ def reproduce(
                 f"{table} is computed without training, so {overrides[0]!r} has no effect; leave it out."
             )
         return Reproduced(compute_table(table), folder / make_slug(table))
-    extras.check("compare")
+    extras.check_extra("compare")
     work = prepare_work(table, scale, folder, overrides)
     work.check_tasks(files)
     keep_file = None if keep is None else local(keep, "keep")

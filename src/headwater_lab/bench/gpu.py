@@ -417,9 +417,9 @@ def _token_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     ids = random_ids(256, 2, 16).to(phase.device)
     decoder = Decoder(model)
     decoder(ids, max_new_tokens=8)
-    assert decoder.held is not None
+    assert decoder.state is not None
     with torch.no_grad():
-        return _find_waits(phase, decoder.held.advance)
+        return _find_waits(phase, decoder.state.run_step)
 
 
 def _find_waits(phase: Phase, step: Callable[[], None]) -> Measurement:
@@ -678,9 +678,9 @@ def decoding(phase: Phase) -> None:
             "of the copy bandwidth": step / second / peak,
         }
         decoder(ids, max_new_tokens=2)  # the cache has room again
-        assert decoder.held is not None
+        assert decoder.state is not None
         with torch.no_grad():
-            return row | _time_shares(phase, decoder.held.advance, 20)
+            return row | _time_shares(phase, decoder.state.run_step, 20)
 
     # One compiled row first. Compilation takes a minute, so the steps that need none come next.
     shapes = list(product(sizes.batches, sizes.decoding))

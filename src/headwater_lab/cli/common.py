@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import absence
+from headwater.util.files import explain_absence
 from headwater_lab.util.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -136,11 +136,11 @@ def check_writable(target: Path, folder: bool = False) -> None:
     if folder:
         above = next(path for path in (target.absolute(), *target.absolute().parents) if os.path.lexists(path))
         if not above.is_dir():
-            raise HeadwaterError(f"{problem}: {absence(above, 'folder')}; choose another --out.")
+            raise HeadwaterError(f"{problem}: {explain_absence(above, 'folder')}; choose another --out.")
     else:
         above = target.absolute().parent
         if not above.is_dir():
-            raise HeadwaterError(f"{absence(target.parent, 'folder')} for {target.name!r}; create it first.")
+            raise HeadwaterError(f"{explain_absence(target.parent, 'folder')} for {target.name!r}; create it first.")
     try:
         # Permissions do not show read-only disks, and mean nothing for the superuser.
         with tempfile.TemporaryFile(dir=above):

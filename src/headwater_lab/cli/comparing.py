@@ -45,7 +45,7 @@ def compare(
     mechanism: With --search: NAME, or "NAME={option: value}"; repeatable.
     sequential: Add seeds until each arm is decided, within compare.margin.
     """
-    extras.check("compare")
+    extras.check_extra("compare")
     from headwater_lab.api.comparing import compare as train_arms
 
     exclude("--search", "--arm", "--size", "--sequential")
@@ -107,5 +107,5 @@ def report(folder: Path) -> None:
 
     folder: A folder with run records.
     """
-    extras.check("compare")
+    extras.check_extra("compare")
     show(folder)

@@ -110,7 +110,7 @@ def tokenizer(
     vocab_size: Vocabulary size, including the end-of-text token.
     max_bytes: Bytes of text to train on, from the beginning of the source.
     """
-    from headwater.util.files import staged
+    from headwater.util.files import stage_folder
     from headwater_lab.data.chat import contents
     from headwater_lab.data.reading import check_name
     from headwater_lab.data.stream import Stream, TextSource
@@ -119,7 +119,7 @@ def tokenizer(
     check_name(out.absolute())
     check_writable(out, folder=True)
     documents, size, begun = 0, 0, time.monotonic()
-    with staged(out) as new:
+    with stage_folder(out) as new:
         with ProgressReport() as report:
 
             def texts():

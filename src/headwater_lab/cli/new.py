@@ -29,7 +29,7 @@ def new_mechanism(name: str, *, out: FolderPath | None = None) -> None:
     out: The new folder; default: NAME.
     """
     from headwater.plugins.registry import MECHANISMS
-    from headwater.util.files import check_free, staged
+    from headwater.util.files import check_free, stage_folder
 
     if not name.isidentifier() or not name.isascii() or name != name.lower() or keyword.iskeyword(name):
         raise HeadwaterError(f"{shown(name)} is not a module name; use lower-case letters, digits and _.")
@@ -45,7 +45,7 @@ def new_mechanism(name: str, *, out: FolderPath | None = None) -> None:
         "@CLASS@": "".join(word.capitalize() for word in name.split("_")),
         "@PROJECT@": f"headwater-{name.strip('_').replace('_', '-')}",
     }
-    with staged(folder.absolute()) as beside:
+    with stage_folder(folder.absolute()) as beside:
         for template, file in FILES.items():
             text = (package_folder(__name__) / "templates" / "mechanism" / template).read_text(encoding="utf-8")
             for mark, word in words.items():

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperGroup
 
-from headwater.util.errors import HeadwaterError, shown, unusable
+from headwater.util.errors import HeadwaterError, find_unusable, shown
 from headwater.util.files import check_local
 from headwater_lab.cli.common import quiet
 
@@ -241,7 +241,7 @@ def _check_value(parameter: Any, process: Callable[[Any, Any], Any], context: An
     """A parameter's value, processed. Raises `HeadwaterError` if no command can use it."""
     value = process(context, text)
     name = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.name.upper()
-    if (problem := unusable(value)) is not None:
+    if (problem := find_unusable(value)) is not None:
         raise HeadwaterError(f"{name}: {problem[1]}.")
     if isinstance(value, int) and abs(value) >= 2**31 and parameter.name not in BYTES:
         raise HeadwaterError(f"{name}: {value:,} is too large; choose a smaller value.")

@@ -48,7 +48,7 @@ def reproduce(
 
     if list:
         refuse_training("with --list", "--records", "--scale")
-        extras.check("compare")
+        extras.check_extra("compare")
         from headwater_lab.api.reproducing import list_tables
 
         stdout.print(list_tables(names, out))
@@ -101,7 +101,7 @@ def _is_run(name: str, scale: ScaleOption, refuse_training: Callable[..., None])
         scales = " or ".join(option for option in SCALES if not table.scales[option].nothing)
         say(f"{name} is meaningless at {scale} scale and was not run: {why} Use --scale {scales}.")
         return False
-    extras.check("compare")
+    extras.check_extra("compare")
     from headwater_lab.papers.measures import tasks_of
 
     if not tasks_of(table):
@@ -117,7 +117,7 @@ def _judge_records(records: Path, names: Sequence[str], scale: ScaleOption) -> N
     from headwater_lab.papers.kept import reproduce_recorded
     from headwater_lab.papers.result import terminal_tables
 
-    extras.check("compare")
+    extras.check_extra("compare")
     reproduction = None
     with TemporaryDirectory() as folder:
         for number, reproduction in enumerate(reproduce_recorded(chosen_tables(names), scale, records, Path(folder))):

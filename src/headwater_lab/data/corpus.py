@@ -21,7 +21,7 @@ from typing import Any
 
 from headwater.plugins.outside import check_link
 from headwater.util.errors import HeadwaterError, first_line
-from headwater.util.files import absence
+from headwater.util.files import explain_absence
 from headwater.util.hub import check_reachable, is_path
 from headwater_lab.data.chat import content_of
 from headwater_lab.data.reading import (
@@ -182,7 +182,7 @@ def local_files(source: str) -> tuple[Path, list[Path]] | None:
             raise HeadwaterError(f"No file matches {source!r}.")
         return fixed, files
     if is_path(source) or re.fullmatch(r"\.[A-Za-z]\w{0,7}", path.suffix):
-        raise HeadwaterError(f"{absence(path)}.")
+        raise HeadwaterError(f"{explain_absence(path)}.")
     return None
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from headwater import __version__
 from headwater.cost.hardware import cores
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import STAGING, explaining, flush, replace_text, settled, sha256_of
+from headwater.util.files import STAGING, explain_disk_errors, flush_path, replace_text, settle_path, sha256_of
 from headwater_lab.data import shards
 from headwater_lab.data.chat import Encoded, as_fields
 from headwater_lab.data.corpus import Document, no_text, too_short
@@ -106,8 +106,8 @@ def prepare(
     settings = _collect_settings(source, encoder, options)
     try:
         advice = "fix that and run the same command again"
-        with explaining(lambda problem: f"{str(out)!r} could not be written: {problem}; {advice}."):
-            out = settled(out)
+        with explain_disk_errors(lambda problem: f"{str(out)!r} could not be written: {problem}; {advice}."):
+            out = settle_path(out)
             if out.exists() and not out.is_dir():
                 raise _describe_foreign(out)
             with occupied(out):
@@ -222,7 +222,7 @@ class _Run:
         self.encoder.tokenizer.save_pretrained(tokenizer_folder)
         files = shards.tokenizer_files(folder.path)
         for path in (*files, *{file.parent for file in files}):
-            flush(path)
+            flush_path(path)
         evaluation = folder.write_evaluation()
         manifest = Manifest(
             headwater=__version__,
@@ -249,7 +249,7 @@ class _Run:
             evaluation=evaluation,
         )
         write_sealed(folder.path / MANIFEST, manifest.model_dump())
-        flush(folder.path)
+        flush_path(folder.path)
 
     def _folder(self, domain: str | None) -> _Folder:
         if (folder := self.folders.get(domain)) is not None:
@@ -405,9 +405,9 @@ def _publish_folder(written: Path, out: Path) -> None:
     for path in sorted(written.iterdir(), key=lambda path: path.name in (MANIFEST, DOMAINS)):
         if (target := out / path.name).is_dir():  # of a run that was killed here
             shutil.rmtree(target)
-        flush(out)
+        flush_path(out)
         path.replace(target)
-    flush(out)
+    flush_path(out)
 
 
 def _describe_foreign(out: Path) -> HeadwaterError:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from transformers import PreTrainedTokenizerBase
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import STAGING, absence, read_bytes, sha256_of
+from headwater.util.files import STAGING, explain_absence, read_bytes, sha256_of
 from headwater_lab.data.chat import as_text
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.reading import TOOLS
@@ -357,7 +357,7 @@ def read_manifest(folder: Path) -> Manifest:
     if (folder / WRITING).exists():
         raise HeadwaterError(f"{str(folder)!r} is not finished; run the same `headwater data prepare` again.")
     if not folder.is_dir():
-        raise HeadwaterError(f"{absence(folder, 'folder')}; make it with `headwater data prepare`.")
+        raise HeadwaterError(f"{explain_absence(folder, 'folder')}; make it with `headwater data prepare`.")
     raise HeadwaterError(f"{str(folder)!r} has no {MANIFEST}; make it with `headwater data prepare`.")
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.config.text import HeadwaterConfig
-from headwater.models.load import check_finite, check_size, model_type, read_config, reason, weight_files
+from headwater.models.load import check_finite, check_size, describe_reason, model_type, read_config, weight_files
 from headwater.models.weights import check_files
 from headwater.util.errors import HeadwaterError, first_line
 from headwater_lab.data.tokenizer import separator_id
@@ -61,7 +61,8 @@ class Candidate:
                     "that AutoModelForCausalLM loads."
                 ) from error
             raise HeadwaterError(
-                f"The config of {self.source!r} describes no model that can be built: {reason(error)}; correct it."
+                f"The config of {self.source!r} describes no model that can be built: {describe_reason(error)}; "
+                "correct it."
             ) from error
 
     @property

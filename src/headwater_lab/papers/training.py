@@ -26,7 +26,7 @@ def train_table(work: Work, workers: int | None, comparing: Comparing, training:
 
     Call it again to resume. Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C.
     """
-    extras.check("compare")
+    extras.check_extra("compare")
     outcomes = []
     for arm in work.trained if reads_models(work.table) else []:
         for run in finished_runs(arm, work.trials).values():

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from headwater.config.text import HeadwaterConfig
-from headwater.conversion.convert import blended_config, check_conversion, finished_config
+from headwater.conversion.convert import blend_config, check_conversion, finish_config
 from headwater.growth.grow import grown_config
 from headwater.growth.methods import GrowthOptions, KeyInit, TauPolicy
 from headwater.plugins.registry import as_mapping
@@ -155,9 +155,9 @@ def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
     if change.grow is not None:
         return grown_config(config, **change.grow.model_dump())
     if change.finish_conversion:
-        return finished_config(config)
+        return finish_config(config)
     if (goal := change.convert) is not None:
-        made = blended_config(config, goal.mechanisms, goal.num_key_value_heads)
+        made = blend_config(config, goal.mechanisms, goal.num_key_value_heads)
         check_conversion(made)
-        return made if goal.anneal else finished_config(made)
+        return made if goal.anneal else finish_config(made)
     return config

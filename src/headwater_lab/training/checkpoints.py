@@ -57,7 +57,7 @@ from headwater.models.load import (
     CONFIG,
     SHARDS,
     WEIGHTS,
-    build,
+    build_model,
     check_finite,
     check_regular,
     model_type,
@@ -69,17 +69,17 @@ from headwater.models.load import (
     weight_files,
 )
 from headwater.models.remote_code import add_code
-from headwater.models.weights import check_kinds, unwrapped_names
+from headwater.models.weights import check_kinds, map_unwrapped_names
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import (
     STAGING,
-    absence,
-    explaining,
-    flush,
+    explain_absence,
+    explain_disk_errors,
+    flush_path,
     read_bytes,
-    replacing,
+    replace_file,
     sha256_of,
-    staged,
+    stage_folder,
 )
 from headwater_lab.optimization.tensors import local
 from headwater_lab.training.optimizers import Average
@@ -110,7 +110,7 @@ def checkpoints(run: Path) -> list[Path]:
 def newest_checkpoint(path: Path) -> Path:
     """`path` itself, or the newest checkpoint of the run it names. Raises `HeadwaterError` if nothing is there."""
     if not path.is_dir():
-        raise HeadwaterError(f"{absence(path, 'checkpoint folder')}; name a checkpoint's folder, or a run's.")
+        raise HeadwaterError(f"{explain_absence(path, 'checkpoint folder')}; name a checkpoint's folder, or a run's.")
     if whole := checkpoints(path):
         return whole[-1]
     has_model = (path / "config.json").exists()
@@ -231,7 +231,7 @@ def write_model(
     """
     target = Path(target)
     weights = model_tensors(model)
-    with staged(target) as folder:
+    with stage_folder(target) as folder:
         write_parts(folder, model, tokenizer, history, weights, state)
         write_sums(folder, sums_of(folder, [path.name for path in folder.iterdir()]))
     return target
@@ -272,7 +272,7 @@ def sums_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     sums = {}
     for name in names:
         sums[name] = sha256_of(folder / name)
-        flush(folder / name)
+        flush_path(folder / name)
     return sums
 
 
@@ -356,7 +356,7 @@ def load_model(path: Path) -> AnyModel:
     config, files = read_config(path), weight_files(path)
     in_shards = files[0].match(SHARDS)
     tensors = _unsharded(path, lambda name: not name.startswith(OF_RUN)) if in_shards else read_weights(files)
-    model, found = build(model_class(config), config, tensors, path)
+    model, found = build_model(model_class(config), config, tensors, path)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(str(one if isinstance(one, str) else one[0]) for one in found.get(kind) or ())
         if names:
@@ -438,7 +438,7 @@ def _read_model(path: Path, model: AnyModel, state: dict[str, Tensor], distribut
     """
     stored = {name: known for name, known in _stored(path).items() if not name.startswith(OF_RUN)}
     own, where, weights = model.state_dict(), repr(str(path)), model_tensors(model)
-    plain = unwrapped_names(stored, where, own)
+    plain = map_unwrapped_names(stored, where, own)
     if unknown := sorted(name for name, bare in plain.items() if bare not in own):
         raise HeadwaterError(
             f"The weights in {where} do not match its config.json: {len(unknown)} have no place in the model, "
@@ -600,7 +600,7 @@ class Saver:
         arrived = self.copied(tensors) if copies else None
 
         def work() -> None:
-            with staged(target, explain) as folder:
+            with stage_folder(target, explain) as folder:
                 if arrived is not None:
                     arrived.synchronize()
                 sums: dict[str, str] = {}
@@ -680,9 +680,9 @@ def write_shards(
     write_rest: called by the first process with the folder; writes all other files and returns their names.
     """
     with ExitStack() as stack:  # the first process makes the folder, and renames or removes it; all write into it
-        folder = first(fabric, lambda: stack.enter_context(staged(target, explain)))
+        folder = first(fabric, lambda: stack.enter_context(stage_folder(target, explain)))
         shard = Shard(str(folder), save_distributed=True)
-        with together(fabric), explaining(explain):
+        with together(fabric), explain_disk_errors(explain):
             try:
                 dcp.save(tensors, storage_writer=shard)
             except CheckpointException as error:  # of any process: each raises its own
@@ -743,20 +743,20 @@ def publish_model(checkpoint: Path, folder: Path) -> None:
     if any(checkpoint.glob(SHARDS)):
         withdraw_model(folder)
         return
-    with explaining(lambda problem: f"The model cannot be written to {str(folder)!r}: {problem}."):
+    with explain_disk_errors(lambda problem: f"The model cannot be written to {str(folder)!r}: {problem}."):
         for file in sorted(checkpoint.iterdir(), key=lambda file: (file.name != WEIGHTS, file.name)):
             target, is_weights = folder / file.name, file.name == WEIGHTS
             if file.name in (TENSORS, FACTS, SUMS) or not file.is_file():
                 continue
             if is_weights and target.is_file() and os.path.samefile(file, target):
                 continue
-            with replacing(target) as beside:
+            with replace_file(target) as beside:
                 (_link if is_weights else shutil.copyfile)(file, beside)
 
 
 def withdraw_model(folder: Path) -> None:
     """Remove the model at the top of a run's folder, if there is one."""
-    with explaining(lambda problem: f"The model in {str(folder)!r} cannot be removed: {problem}."):
+    with explain_disk_errors(lambda problem: f"The model in {str(folder)!r} cannot be removed: {problem}."):
         for name in (CONFIG, WEIGHTS):
             (folder / name).unlink(missing_ok=True)
 

@@ -21,7 +21,7 @@ from headwater.cost.hardware import Hardware
 from headwater.cost.hardware import hardware as named_hardware
 from headwater.models.load import check_names, read_json, reading
 from headwater.util.errors import HeadwaterError, nearest, sentence, shown
-from headwater.util.files import absence, is_address
+from headwater.util.files import explain_absence, is_address
 from headwater.util.precision import Precision
 from headwater_lab.data.base import DataShape
 from headwater_lab.data.tokenizer import local_size
@@ -264,7 +264,7 @@ def _check_exists(path: Path) -> None:
     if path.exists():
         return
     if os.path.lexists(path) or is_address(path):
-        raise HeadwaterError(f"{absence(path)}.")
+        raise HeadwaterError(f"{explain_absence(path)}.")
     if len(path.parts) > 1 or path.suffix:
         raise HeadwaterError(f"There is no file {str(path)!r}; {_WHAT}.")
     guess = nearest(str(path), [*PRESETS, *shipped_recipes()])
@@ -374,8 +374,7 @@ def draw_flops(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) 
         styles: dict[tuple[str, ...], str] = {}
         for index, (name, config) in enumerate(configs.items()):
             style = styles.setdefault(tuple(config.mechanisms or {}), ("-", "--", ":", "-.")[len(styles) % 4])
-            plans = plan_layers(config)
-            flops = [sum(cost.forward_flops(config, at, False, plans).values()) / 1e9 for at in contexts]
+            flops = [sum(cost.forward_flops(config, at, False).values()) / 1e9 for at in contexts]
             axes.plot(contexts, flops, style, color=COLORS[index % len(COLORS)], label=f"\u200a{name}")
         axes.set_xlabel("context (tokens)")
         axes.set_ylabel("forward GFLOPs per token, full attention")

@@ -22,7 +22,7 @@ from headwater.config.layers import layer_config
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import from_transformers, load_transformers, read_foreign
-from headwater.conversion.convert import align, blended, blended_config, finished, finished_state
+from headwater.conversion.convert import align_layers, blend_config, blend_model, finish_model, finish_state
 from headwater.cost.counts import cache_bytes_per_token
 from headwater.growth import grow
 from headwater.growth.enlarge import carried
@@ -35,7 +35,7 @@ from headwater.models.quantization import check_full_precision
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.nn.block import Block
 from headwater.nn.documents import takes_documents
-from headwater.nn.patches import resized
+from headwater.nn.patches import resize_positions
 from headwater.plugins.outside import check_paths
 from headwater.util.errors import HeadwaterError, sentence, shown
 from headwater.util.files import local
@@ -201,11 +201,11 @@ def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
     first, trained.original = before.config, None
     if goal is None:
         details["finished"] = True
-        model = finished(before)
-        state = finished_state(trained.state, before, model)
+        model = finish_model(before)
+        state = finish_state(trained.state, before, model)
     else:
         mechanisms, heads = goal.mechanisms, goal.num_key_value_heads
-        blended_config(before.config, mechanisms, heads)  # which says what is wrong before the model runs
+        blend_config(before.config, mechanisms, heads)  # which says what is wrong before the model runs
         # Turned or mixed in bf16, the weights would be rounded, and the function another one.
         before.to(torch.promote_types(before.dtype, torch.float32))
         if goal.align and rows is None:
@@ -213,20 +213,20 @@ def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
                 "A conversion measures keys and values on rows of the recipe's text; use data of text, or set "
                 "convert.align to false."
             )
-        turned = goal.align and align(before, cast(Tensor, rows), mechanisms, heads)
+        turned = goal.align and align_layers(before, cast(Tensor, rows), mechanisms, heads)
         if turned and trained.state and change.optimizer_state == "keep":
             raise HeadwaterError(
                 "Aligning keys and values turns their weights, to which the optimizer's state does not belong; set "
                 "convert.align=false, or leave out optimizer_state: keep."
             )
-        trained.model = model = blended(before, mechanisms, heads, 0.0 if goal.anneal else 1.0)
+        trained.model = model = blend_model(before, mechanisms, heads, 0.0 if goal.anneal else 1.0)
         del before
         details |= {"mechanisms": mechanisms, "num_key_value_heads": heads, "annealed": goal.anneal}
         details["aligned"] = turned
         state = {} if turned else trained.state
         if not goal.anneal:
-            blend, model = model, finished(model)
-            state = finished_state(state, blend, model)
+            blend, model = model, finish_model(model)
+            state = finish_state(state, blend, model)
     bytes_ = {"from": cache_bytes_per_token(first), "to": cache_bytes_per_token(model.config)}
     return trained.after("converted", details | {"cache_bytes_per_token": bytes_}, model=model, state=state)
 
@@ -396,7 +396,7 @@ def refitted(trained: Trained, data: Data, change: Change) -> Trained:
     made = HeadwaterForImageClassification(config).to(model.dtype)
     weights = model.state_dict()
     if POSITIONS in weights:
-        weights[POSITIONS] = resized(weights[POSITIONS].float(), old, config.grid)
+        weights[POSITIONS] = resize_positions(weights[POSITIONS].float(), old, config.grid)
     if change.new_classifier:
         weights |= {name: tensor for name, tensor in made.state_dict().items() if name.startswith(CLASSIFIER)}
     made.load_state_dict(weights)

@@ -31,7 +31,7 @@ from headwater.cost.counts import cache_bytes_per_token, embedding_parameters, t
 from headwater.cost.hardware import peak_of
 from headwater.models.compiling import is_compiled
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import disk_problem, explaining, read_bytes, replace_text, settled
+from headwater.util.files import disk_problem, explain_disk_errors, read_bytes, replace_text, settle_path
 from headwater_lab.data.base import Evaluation
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import STAGES, Progress, checkpoints, newest_whole, tidy, withdraw_model
@@ -106,7 +106,7 @@ def mark(run: Path) -> None:
 
 def check_ours(run: Path) -> None:
     """Raise `HeadwaterError` unless a folder can be a run's: missing, empty, or already a run's."""
-    run = settled(run)
+    run = settle_path(run)
     try:
         if not os.path.lexists(run) or (run.is_dir() and (is_run(run) or not any(run.iterdir()))):
             return
@@ -350,7 +350,7 @@ class Journal:
         self.last = replace(run.progress)  # at the last point of the curve
         if recipe.reporting.wandb is not None:
             first(fabric, start_wandb, recipe, self.folder, run.progress.run_id)
-        with explaining(self.unwritten):
+        with explain_disk_errors(self.unwritten):
             if not resumed:
                 first(fabric, begun, self.folder)
             self.metrics = Metrics(self.folder, run.progress.step, run.data.metric, writes=is_first)
@@ -442,7 +442,7 @@ class Journal:
         record.skipped_steps, record.data_order = progress.skipped, progress.order
         self.metrics.fill(record)
         if self.run.fabric.global_rank == 0:
-            with explaining(self.unwritten):
+            with explain_disk_errors(self.unwritten):
                 write_record(record, self.folder)
 
     def unwritten(self, problem: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import missing_folders, remove_empty, settled
+from headwater.util.files import missing_folders, remove_empty, settle_path
 
 LOCK = ".lock"
 # Seconds to wait for a folder that another process has locked: `headwater runs` locks it briefly to see whether it is
@@ -34,7 +34,7 @@ def occupied(folder: Path, *, empty: bool = False, nested: bool = False) -> Iter
     empty: the folder must hold nothing. nested: do nothing if a caller in this thread has locked it.
     Raises `HeadwaterError` if another process has locked the folder, or if it cannot be created.
     """
-    folder = settled(folder)
+    folder = settle_path(folder)
     key = Path(os.path.realpath(folder)), threading.get_ident()
     if nested and key in _stays:
         yield

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import check_local, explaining, replace_text, replacing
+from headwater.util.files import check_local, explain_disk_errors, replace_file, replace_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,7 +65,7 @@ def write_text(file: Path, text: str) -> None:
     """Write JSON or a page that says who wrote it. Raises `HeadwaterError` for another's file, or if it cannot be
     written."""
     check_replaceable(file)
-    with explaining(lambda problem: f"{str(file)!r} could not be written: {problem}."):
+    with explain_disk_errors(lambda problem: f"{str(file)!r} could not be written: {problem}."):
         replace_text(file, text)
 
 
@@ -93,7 +93,10 @@ def save_figure(figure: Figure, file: Path, dpi: int) -> Path:
     """
     check_replaceable(file)
     kind = file.suffix.removeprefix(".").lower()
-    with explaining(lambda problem: f"{str(file)!r} could not be written: {problem}."), replacing(file) as beside:
+    with (
+        explain_disk_errors(lambda problem: f"{str(file)!r} could not be written: {problem}."),
+        replace_file(file) as beside,
+    ):
         try:
             more: dict[str, Any] = {"metadata": {_METADATA[kind]: _AUTHOR}} if kind in _METADATA else {}
             with default_style():

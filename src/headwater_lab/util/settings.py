@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from headwater.util.errors import unusable
+from headwater.util.errors import find_unusable
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 # Beyond any real training run, and within the range of tensors and clocks.
@@ -30,7 +30,7 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _usable(cls, values: Any) -> Any:
-        if (found := unusable(values)) is not None:
+        if (found := find_unusable(values)) is not None:
             raise PydanticCustomError("unusable", "{why}.", {"why": found[1], "path": found[0]})
         return values
 

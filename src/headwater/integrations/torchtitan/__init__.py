@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.config.text import HeadwaterConfig
 from headwater.util.errors import HeadwaterError
-from headwater.util.extras import check
+from headwater.util.extras import check_extra
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -32,14 +32,14 @@ def spec(config: HeadwaterConfig, name: str = "headwater", converters: Sequence[
     Raises `MissingExtra` without torchtitan. What the model cannot do under the trainer's parallelisms raises
     `HeadwaterError` when the trainer starts.
     """
-    check("titan")
+    check_extra("titan")
     if not config.is_causal:
         raise HeadwaterError("torchtitan's trainer reads text, and this is an image model; use headwater train.")
     from torchtitan.protocols.model_spec import ModelSpec
 
     from headwater.integrations.torchtitan.model import Linears, TitanAdapter, TitanModel
-    from headwater.integrations.torchtitan.parallel import parallelize
-    from headwater.integrations.torchtitan.pipeline import pipeline
+    from headwater.integrations.torchtitan.parallel import parallelize_model
+    from headwater.integrations.torchtitan.pipeline import pipeline_model
 
     model: Any = TitanModel.Config(headwater=config, linears=Linears(config))
     for converter in converters:
@@ -48,8 +48,8 @@ def spec(config: HeadwaterConfig, name: str = "headwater", converters: Sequence[
         name="headwater",
         flavor=name,
         model=model,
-        parallelize_fn=parallelize,
-        pipelining_fn=pipeline,
+        parallelize_fn=parallelize_model,
+        pipelining_fn=pipeline_model,
         post_optimizer_build_fn=None,
         state_dict_adapter=TitanAdapter,
     )
@@ -62,7 +62,7 @@ def export(checkpoint: str | Path, config: HeadwaterConfig, folder: str | Path) 
     with `trust_remote_code=True`, without headwater. Raises `MissingExtra` without torchtitan, and `HeadwaterError`
     if the checkpoint cannot be read, belongs to another model, or the folder is not empty.
     """
-    check("titan")
-    from headwater.integrations.torchtitan.model import exported
+    check_extra("titan")
+    from headwater.integrations.torchtitan.model import export_checkpoint
 
-    return exported(Path(checkpoint), config, Path(folder))
+    return export_checkpoint(Path(checkpoint), config, Path(folder))

@@ -1,4 +1,4 @@
-"""What a model cannot do under torchtitan's parallelisms, one sentence each."""
+"""Limits of models under torchtitan's parallelisms, one sentence each."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from headwater.util.errors import HeadwaterError
 DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
 
 
-def check(config: HeadwaterConfig, parallelism: Any, length: int) -> None:
+def check_model(config: HeadwaterConfig, parallelism: Any, length: int) -> None:
     """Raise `HeadwaterError` if a model cannot be trained so.
 
     parallelism: torchtitan's section of that name. length: tokens in a row.
     """
     _check_options(parallelism)
-    _check_model(config, length)
+    _check_fields(config, length)
     if parallelism.pipeline_parallel_degree > 1 and config.tie_word_embeddings:
         raise HeadwaterError(
             "A tied output head needs the embedding, which is in a pipeline's first stage; set "
@@ -46,17 +46,17 @@ def _check_options(parallelism: Any) -> None:
         raise HeadwaterError("headwater models have no experts; leave parallelism.expert_parallel_degree at 1.")
     if tensor and parallelism.enable_sequence_parallel:
         raise HeadwaterError(
-            "headwater models keep the residual stream whole under tensor parallelism; give "
+            "headwater models keep the residual stream whole under tensor parallelism; pass "
             "--parallelism.no-enable-sequence-parallel."
         )
     if context and parallelism.context_parallel_load_balancer is not None:
         raise HeadwaterError(
-            "Context parallelism of headwater models splits a row into consecutive parts, which are balanced as they "
-            "are; set parallelism.context_parallel_load_balancer to None."
+            "Context parallelism of headwater models splits a row into consecutive parts, which need no balancing; set "
+            "parallelism.context_parallel_load_balancer to None."
         )
 
 
-def _check_model(config: HeadwaterConfig, length: int) -> None:
+def _check_fields(config: HeadwaterConfig, length: int) -> None:
     """Raise `HeadwaterError` for models that torchtitan's trainer cannot train, in any number of processes."""
     for name in ("sliding_layers", "embedding_scale", "embedding_norm", "logit_softcap"):
         if getattr(config, name) not in (None, 1, False):
@@ -65,8 +65,8 @@ def _check_model(config: HeadwaterConfig, length: int) -> None:
             )
     if dropping := [name for name in DROPOUTS if getattr(config, name)]:
         raise HeadwaterError(
-            f"torchtitan's trainer draws the same random numbers in every process, so that {dropping[0]} would drop "
-            "the same of different rows; set it to 0."
+            f"torchtitan's trainer draws the same random numbers in every process, so {dropping[0]} would drop the "
+            "same elements of different rows; set it to 0."
         )
     if config.position == "learned" and length > config.max_position_embeddings:
         raise HeadwaterError(
@@ -79,7 +79,7 @@ def _check_columns(config: HeadwaterConfig, degree: int) -> None:
     """Raise `HeadwaterError` if a feed-forward or the vocabulary cannot be split over `degree` processes."""
     if inside := [name for plan in plan_layers(config) for name in plan.at(Stage.FEED_FORWARD_HIDDEN)]:
         raise HeadwaterError(
-            f"Mechanism {inside[0]!r} acts inside the feed-forward, of which a process has a part of the channels "
+            f"Mechanism {inside[0]!r} acts inside the feed-forward, of which each process has only some channels "
             "under tensor parallelism; set tensor_parallel_degree to 1."
         )
     for name in ("vocab_size", "intermediate_size"):
@@ -90,23 +90,23 @@ def _check_columns(config: HeadwaterConfig, degree: int) -> None:
             )
 
 
-def check_heads(config: HeadwaterConfig, tensor: bool, context: bool, parts: int) -> None:
-    """Raise `HeadwaterError` if the heads of attention cannot be split over `parts` processes."""
-    how = " and ".join(["tensor"] * tensor + ["context"] * context)
-    if config.num_key_value_heads % parts:
+def check_heads(config: HeadwaterConfig, tensor: bool, context: bool, processes: int) -> None:
+    """Raise `HeadwaterError` if the heads of attention cannot be split over this many processes."""
+    parallelisms = " and ".join(["tensor"] * tensor + ["context"] * context)
+    if config.num_key_value_heads % processes:
         raise HeadwaterError(
-            f"{config.num_key_value_heads} key/value heads cannot be divided among {parts} processes of {how} "
-            "parallelism; lower its degree."
+            f"{config.num_key_value_heads} key/value heads cannot be divided among {processes} processes of "
+            f"{parallelisms} parallelism; lower its degree."
         )
     for name in config.mechanisms:
         mechanism = resolve(name)
         if not (can_split_tokens(mechanism) and can_split_heads(mechanism, config.mechanisms[name])):
             raise HeadwaterError(
                 f"Mechanism {name!r} does not say that heads and tokens can be split over processes; set per_head and "
-                f"per_token in its class (docs/extending.md), or train without {how} parallelism."
+                f"per_token in its class (docs/extending.md), or train without {parallelisms} parallelism."
             )
         if context and mechanism.needs_input_ids:
             raise HeadwaterError(
-                f"Mechanism {name!r} reads tokens by their ids, of which a process has a part under context "
-                "parallelism; set context_parallel_degree to 1."
+                f"Mechanism {name!r} reads token ids, of which each process has only a part under context parallelism; "
+                "set context_parallel_degree to 1."
             )

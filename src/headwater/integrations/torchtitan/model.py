@@ -24,7 +24,7 @@ from headwater.config.plan import Source
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.export import export
 from headwater.cost.counts import training_flops
-from headwater.integrations.torchtitan.limits import check
+from headwater.integrations.torchtitan.limits import check_model
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.stack import last_readers, run_blocks
@@ -65,12 +65,12 @@ class TitanModel(BaseModel):
 
         @property
         def layers(self) -> range:
-            """One for each block; torchtitan counts them."""
+            """Range with one number for each block; torchtitan counts them."""
             return range(self.headwater.num_hidden_layers)
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Raise `HeadwaterError` for what the trainer's config asks of the model and it cannot do."""
-            check(self.headwater, config.parallelism, config.training.seq_len)
+            check_model(self.headwater, config.parallelism, config.training.seq_len)
             takes = inspect.signature(PipelineScheduleSingle.step).parameters
             if config.parallelism.pipeline_parallel_degree > 1 and "arg_mbs" not in takes:
                 raise HeadwaterError(
@@ -92,7 +92,7 @@ class TitanModel(BaseModel):
         self.config = config
         full = HeadwaterForCausalLM(config.headwater)
         self.settings: HeadwaterConfig = full.config  # its kernel of attention is chosen
-        for qualified, converted in config.linears.converted():
+        for qualified, converted in config.linears.list_converted():
             parent, _, name = ours_of(qualified).rpartition(".")
             full.get_submodule(parent).register_module(name, converted.build())
         if self.settings.tie_word_embeddings:
@@ -159,7 +159,7 @@ class TitanModel(BaseModel):
         return x if self._skip_lm_head or self.lm_head is None else self.lm_head(x)
 
     def shared_tensors(self, tokens: Tensor) -> dict[Source, Tensor]:
-        """As `HeadwaterModel.shared_tensors`."""
+        """The same as `HeadwaterModel.shared_tensors`."""
         modules = {name: self.mechanisms[key] for name, key in self.keys.items() if key in self.mechanisms}
         return {
             Source("shared", name, -1): module(tokens) if name in self.id_readers else module()
@@ -205,18 +205,18 @@ class Linears:
     def traverse(
         self, config_cls: type, *, recurse: bool = False, _prefix: str = ""
     ) -> Iterator[tuple[str, Any, object, str]]:
-        """As torchtitan's configs: (name, config, the object that holds it, its attribute there)."""
+        """The same as torchtitan's configs: (name, config, the object that holds it, its attribute there)."""
         for name, settings in list(vars(self).items()):
             if isinstance(settings, config_cls):
                 yield name, settings, self, name
 
-    def converted(self) -> Iterator[tuple[str, Any]]:
+    def list_converted(self) -> Iterator[tuple[str, Any]]:
         """The layers that a converter has replaced, by name."""
         return ((name, settings) for name, settings in vars(self).items() if type(settings) is not TitanLinear.Config)
 
     def to_dict(self) -> dict[str, str]:
         """For torchtitan's logs."""
-        return {name: type(settings).__qualname__ for name, settings in self.converted()}
+        return {name: type(settings).__qualname__ for name, settings in self.list_converted()}
 
 
 def ours_of(name: str) -> str:
@@ -252,10 +252,10 @@ class TitanAdapter(StateDictAdapter):
         return tensors
 
 
-def exported(checkpoint: Path, config: HeadwaterConfig, folder: Path) -> Path:
+def export_checkpoint(checkpoint: Path, config: HeadwaterConfig, folder: Path) -> Path:
     """See `headwater.integrations.torchtitan.export`."""
     if not (checkpoint / ".metadata").is_file():
-        raise HeadwaterError(f"{str(checkpoint)!r} is no checkpoint of torchtitan's trainer; give its folder step-N.")
+        raise HeadwaterError(f"{str(checkpoint)!r} is no checkpoint of torchtitan's trainer; pass its folder step-N.")
     model = HeadwaterForCausalLM(config)
     state = {theirs_of(name): tensor for name, tensor in model.state_dict().items()}
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
@@ -264,7 +264,7 @@ def exported(checkpoint: Path, config: HeadwaterConfig, folder: Path) -> Path:
         if stored != tensor.shape:
             difference = "is missing" if stored is None else f"is {list(stored)} instead of {list(tensor.shape)}"
             raise HeadwaterError(
-                f"{str(checkpoint)!r} belongs to another model: {name} {difference}; give its own config."
+                f"{str(checkpoint)!r} belongs to another model: {name} {difference}; pass the config of that model."
             )
     try:
         with torch.no_grad():

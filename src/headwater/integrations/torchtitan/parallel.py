@@ -7,14 +7,14 @@
     FSDP2      as torchtitan's own models: one group a block, one for the head.
 
 Under the first two, attention is built once more from plans of the process's own heads (`engines.split.narrow_plans`).
-Parameters keep their shapes and names: they become DTensors, of which the code of a module sees its own part (`seen`).
-Within attention a replicated parameter or tensor has a different gradient in each process, and what counts is the sum.
+Parameters keep their shapes and names: they become DTensors, of which a module's code sees its own part
+(`view_parameter`). Within attention a replicated parameter or tensor has a different gradient in each process, and what
+counts is the sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -36,7 +36,7 @@ from torchtitan.distributed.fsdp import (
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.engines.split import Portion
-from headwater.integrations.torchtitan.limits import check
+from headwater.integrations.torchtitan.limits import check_model
 from headwater.integrations.torchtitan.model import TitanModel
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.named import Named
@@ -51,13 +51,13 @@ View = Callable[[Tensor], Tensor]
 
 
 class Placing(NamedTuple):
-    """Which part of a parameter a process has, over the processes of tensor parallelism.
+    """Part of a parameter that a process has, over the processes of tensor parallelism.
 
-    at: split or replicated. gradient: what a process computes of its part's gradient: all of it, or a summand. then:
-    what the module sees, from its part.
+    placement: split or replicated. gradient: what a process computes of its part's gradient: all of it, or a summand.
+    then: what the module sees, from its part.
     """
 
-    at: Placement = Replicate()
+    placement: Placement = Replicate()
     gradient: Placement = Replicate()
     then: View | None = None
 
@@ -66,7 +66,7 @@ SUMMAND = Placing(gradient=Partial())
 Placings = dict[tuple[nn.Module, str], Placing]
 
 
-def parallelize(
+def parallelize_model(
     model: TitanModel,
     *,
     parallel_dims: ParallelDims,
@@ -78,10 +78,10 @@ def parallelize(
 ) -> TitanModel:
     """Apply torchtitan's parallelisms to a model, or to a pipeline's stage, on the meta device; returns it.
 
-    The arguments are those of torchtitan's own functions. Raises `HeadwaterError` for what `limits.check` refuses, and
-    for mechanisms whose heads cannot be split as the plans would have it.
+    The arguments are those of torchtitan's own functions. Raises `HeadwaterError` for what `limits.check_model`
+    refuses, and for mechanisms whose heads cannot be split as the plans would have it.
     """
-    check(model.settings, parallelism, training.seq_len)
+    check_model(model.settings, parallelism, training.seq_len)
     tensor = parallel_dims.get_optional_mesh("tp")
     context = parallel_dims.get_optional_mesh("cp")
     compiles = compile_config.enable and "model" in compile_config.components
@@ -95,7 +95,7 @@ def parallelize(
     data = parallel_dims.get_mesh(names)
     everything = data if tensor is None else parallel_dims.get_mesh([*names, "tp"])
 
-    unsharded = distribute(model, split_model(model, tensor, context), tensor, everything)
+    unsharded = distribute_parameters(model, split_model(model, tensor, context), tensor, everything)
     if unsharded and training.enable_cpu_offload:
         raise HeadwaterError(
             "The mechanisms' scalars stay on the device, unsharded; set training.enable_cpu_offload to false."
@@ -110,7 +110,7 @@ def parallelize(
     after_forward = get_fsdp_reshard_after_forward_policy(
         parallelism.fsdp_reshard_after_forward, parallel_dims.pp_enabled
     )
-    shard(model, data, policy, after_forward, always, unsharded, offload=training.enable_cpu_offload)
+    shard_model(model, data, policy, after_forward, always, unsharded, offload=training.enable_cpu_offload)
     if parallelism.enable_fsdp_symm_mem:
         enable_fsdp_symm_mem(model)
     return model
@@ -123,7 +123,7 @@ def split_model(model: TitanModel, tensor: DeviceMesh | None, context: DeviceMes
     if tensor is not None or context is not None:
         split = SplitHeads(model.settings, tensor, context, placings)
         for block in blocks:
-            split.attention(block)
+            split.split_attention(block)
     if tensor is not None:
         for block in blocks:
             split_feed_forward(block, tensor, placings)
@@ -142,7 +142,7 @@ def choose_precision(model: TitanModel, training: Any) -> MixedPrecisionPolicy:
     )
 
 
-def shard(
+def shard_model(
     model: TitanModel,
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
@@ -181,7 +181,7 @@ def shard(
 # Which part of its parameters a module sees
 
 
-def distribute(
+def distribute_parameters(
     model: TitanModel, placings: Placings, tensor: DeviceMesh | None, everything: DeviceMesh
 ) -> set[nn.Parameter]:
     """Turn parameters into DTensors, of which modules see their own part; returns those that FSDP2 must not touch.
@@ -202,37 +202,37 @@ def distribute(
                 if tensor is not None:
                     gradient[-1] = placing.gradient
             elif tensor is not None:
-                mesh, placements, gradient = tensor, [placing.at], [placing.gradient]
+                mesh, placements, gradient = tensor, [placing.placement], [placing.gradient]
             else:
                 if placing.then is not None:
-                    seen(module, name, None, placing.then)
+                    view_parameter(module, name, None, placing.then)
                 continue
             if old not in replaced:
                 # Every process has the whole of it, so nothing is sent.
                 new = distribute_tensor(old.detach(), mesh, placements, src_data_rank=None)
                 replaced[old] = nn.Parameter(new, requires_grad=old.requires_grad)
             module.register_parameter(name, replaced[old])
-            seen(module, name, gradient, placing.then)
+            view_parameter(module, name, gradient, placing.then)
             if scalars:
                 unsharded.add(replaced[old])
     if unsharded:
-        model.after_init = Totals(everything, placings).watch
+        model.after_init = Totals(everything, placings).watch_gradients
     return unsharded
 
 
 class Totals:
-    """Sums the gradients of the parameters that FSDP2 does not touch over the processes, at the end of each backward.
+    """Sum of the gradients of the parameters that FSDP2 does not touch over the processes, at the end of each backward.
 
     All in one message and in one order, since the processes may not have computed them in the same.
     """
 
     def __init__(self, mesh: DeviceMesh, placings: Placings) -> None:
-        self.mesh, self.parts = mesh, placings
+        self.mesh, self.placings = mesh, placings
         self.parameters: list[nn.Parameter] = []
         self.pending: dict[int, Tensor] = {}
 
-    def watch(self, model: nn.Module) -> None:
-        """Called when the parameters are where they stay."""
+    def watch_gradients(self, model: nn.Module) -> None:
+        """Register hooks, once the parameters are on their devices."""
         is_first = "tp" not in (self.mesh.mesh_dim_names or ()) or self.mesh.get_local_rank("tp") == 0
         for module in model.modules():
             if not isinstance(module, KeepsPrecision):
@@ -240,19 +240,19 @@ class Totals:
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
                     # A gradient that each process of tensor parallelism has computed in full counts once.
-                    counts = is_first or self.parts.get((module, name), Placing()).gradient.is_partial()
-                    parameter.register_hook(partial(self.take, len(self.parameters), counts))
+                    counts = is_first or self.placings.get((module, name), Placing()).gradient.is_partial()
+                    parameter.register_hook(partial(self.take_gradient, len(self.parameters), counts))
                     self.parameters.append(parameter)
 
-    def take(self, number: int, counts: bool, gradient: Tensor) -> Tensor:
+    def take_gradient(self, number: int, counts: bool, gradient: Tensor) -> Tensor:
         if not self.pending:
-            torch.autograd.Variable._execution_engine.queue_callback(self.add)
+            torch.autograd.Variable._execution_engine.queue_callback(self.add_gradients)
         local = cast(DTensor, gradient).to_local()
         self.pending[number] = local if counts else torch.zeros_like(local)
         return torch.zeros_like(self.parameters[number])
 
     @torch.no_grad()
-    def add(self) -> None:
+    def add_gradients(self) -> None:
         locals_ = [cast(DTensor, x).to_local() for x in self.parameters]
         flat = torch.cat([self.pending.get(i, torch.zeros_like(x)).flatten() for i, x in enumerate(locals_)])
         for dim in range(self.mesh.ndim):
@@ -264,21 +264,21 @@ class Totals:
         self.pending.clear()
 
 
-def seen(module: nn.Module, name: str, gradient: Sequence[Placement] | None, then: View | None) -> None:
-    """From now on, the code of `module` sees its own part in the place of a parameter.
+def view_parameter(module: nn.Module, name: str, gradient: Sequence[Placement] | None, then: View | None) -> None:
+    """Let the code of `module` see its own part of a parameter from now on.
 
     State dicts, optimizers and FSDP2 see the parameter itself. gradient: what this process computes of it, for each
     dimension of the mesh; None: the parameter is not a DTensor in a forward pass.
     """
     kind: Any = type(module)
-    module.__class__ = seeing(kind, name, None if gradient is None else tuple(gradient), then)
+    module.__class__ = make_view_class(kind, name, None if gradient is None else tuple(gradient), then)
 
 
 @cache
-def seeing(kind: type, name: str, gradient: tuple[Placement, ...] | None, then: View | None) -> type:
-    """A class of modules; the same for all layers, so that they share one compiled graph."""
+def make_view_class(kind: type, name: str, gradient: tuple[Placement, ...] | None, then: View | None) -> type:
+    """A class of modules; the same for all layers that see a parameter alike, so that they share a compiled graph."""
 
-    def read(self: nn.Module) -> Tensor | None:
+    def read_parameter(self: nn.Module) -> Tensor | None:
         parameter: Tensor | None = self._parameters[name]
         if isinstance(parameter, DTensor):
             if gradient is None or parameter.device_mesh.ndim != len(gradient):
@@ -286,24 +286,24 @@ def seeing(kind: type, name: str, gradient: tuple[Placement, ...] | None, then: 
             parameter = parameter.to_local(grad_placements=gradient)
         return parameter if then is None or parameter is None else then(parameter)
 
-    return type(kind.__name__, (kind,), {name: property(read)})
+    return type(kind.__name__, (kind,), {name: property(read_parameter)})
 
 
 # What travels over the processes of tensor parallelism. Autograd does the reverse.
 
 
-def shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def share_tensor(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """The same x in every process, whose gradient is the sum of theirs."""
-    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return whole.to_local(grad_placements=[Partial()])
+    replicated = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return replicated.to_local(grad_placements=[Partial()])
 
 
-def summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def sum_tensor(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """The sum of the processes' x, in every process."""
-    return moved(x, mesh, Partial(), Replicate())
+    return move_tensor(x, mesh, Partial(), Replicate())
 
 
-def moved(
+def move_tensor(
     x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, gradient: Placement | None = None
 ) -> Tensor:
     """x, placed as `source` says, placed as `target` says. gradient: what a process computes of it; default: all."""
@@ -311,7 +311,7 @@ def moved(
     return placed.to_local(grad_placements=None if gradient is None else [gradient])
 
 
-def chunk(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def take_share(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """This process's share of the last dimension."""
     size = x.shape[-1] // mesh.size()
     return x.narrow(-1, mesh.get_local_rank() * size, size)
@@ -326,48 +326,45 @@ class SplitHeads:
     def __init__(
         self, config: HeadwaterConfig, tensor: DeviceMesh | None, context: DeviceMesh | None, placings: Placings
     ) -> None:
-        self.config, self.tensor, self.context, self.parts = config, tensor, context, placings
+        self.config, self.tensor, self.context, self.placings = config, tensor, context, placings
         number, count = 0, 1
         for mesh in (tensor, context):
             if mesh is not None:
                 number, count = number * mesh.size() + mesh.get_local_rank(), count * mesh.size()
         self.heads = Portion(config, number, count)
 
-    def attention(self, block: Block) -> None:
+    def split_attention(self, block: Block) -> None:
         """Replace a block's attention by one of this process's heads."""
         plan, full = block.plan, block.self_attn
         local = self.heads.build_attention(full, OwnHeads)
         for name, module in full.mechanisms.named():
-            self.mechanism(name, cast(Mechanism, module), local.mechanisms, plan)
+            self.split_mechanism(name, cast(Mechanism, module), local.mechanisms, plan)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
-            setattr(local, name, getattr(full, name))
-            for inner in getattr(full, name).modules() if getattr(full, name) is not None else ():
-                if name != "o_proj":
-                    self.parts.update(
-                        {(inner, parameter): SUMMAND for parameter, _ in inner.named_parameters(recurse=False)}
-                    )
+            setattr(local, name, module := getattr(full, name))
+            for inner in () if module is None or name == "o_proj" else module.modules():
+                self.placings |= {(inner, parameter): SUMMAND for parameter, _ in inner.named_parameters(recurse=False)}
         everything = tuple(range(self.config.num_key_value_heads))
-        self.projection(local.q_proj, None)
-        self.projection(local.k_proj, None if plan.k_heads == everything else plan.k_heads)
-        self.projection(local.v_proj, None if plan.v_heads == everything else plan.v_heads)
-        self.output(local.o_proj)
-        local.register_forward_pre_hook(self.entering(plan), with_kwargs=True)
+        self.split_projection(local.q_proj, None)
+        self.split_projection(local.k_proj, None if plan.k_heads == everything else plan.k_heads)
+        self.split_projection(local.v_proj, None if plan.v_heads == everything else plan.v_heads)
+        self.split_output(local.o_proj)
+        local.register_forward_pre_hook(self.make_input_hook(plan), with_kwargs=True)
         local.stores_some = not plan.k_heads == plan.v_heads == everything
-        in_order(local, full)
+        order_children(local, full)
         block.self_attn = local
 
-    def mechanism(self, name: str, full: Mechanism, narrow: Named, plan: LayerPlan) -> None:
+    def split_mechanism(self, name: str, full: Mechanism, narrow: Named, plan: LayerPlan) -> None:
         """Give a mechanism's module of this process's heads the parameters of all heads, of which it sees its own."""
         local, parameters = narrow[name], dict(full.named_parameters())
         for qualified, entries in self.heads.divide_parameters(full, local, plan).items():
             owner, _, leaf = qualified.rpartition(".")
             module = local.get_submodule(owner)
             setattr(module, leaf, parameters[qualified])
-            then = None if entries is None else Picked(entries[0], tuple(entries[1]))
-            self.parts[module, leaf] = Placing(gradient=Partial(), then=then)
+            then = None if entries is None else partial(pick_entries, entries[0], list(entries[1]))
+            self.placings[module, leaf] = Placing(gradient=Partial(), then=then)
 
-    def projection(self, module: nn.Module | None, stored: tuple[int, ...] | None) -> None:
-        """What a query, key or value map gives: [B, T, heads·d] of this process's heads and all tokens.
+    def split_projection(self, module: nn.Module | None, stored: tuple[int, ...] | None) -> None:
+        """Split the output of a query, key or value map: [B, T, heads·d] of this process's heads and all tokens.
 
         stored: the heads that a map of the whole model gives; None: all.
         """
@@ -376,55 +373,55 @@ class SplitHeads:
         tensor, context, d = self.tensor, self.context, self.config.head_dim
         columns = tensor is not None and stored is None and isinstance(module, nn.Linear)
         if columns:
-            self.parts.update({(module, name): Placing(Shard(0), Shard(0)) for name in ("weight", "bias")})
-        chosen = [at for at, head in enumerate(stored or ()) if head in self.heads.heads]
+            self.placings.update({(module, name): Placing(Shard(0), Shard(0)) for name in ("weight", "bias")})
+        chosen = [index for index, head in enumerate(stored or ()) if head in self.heads.heads]
 
-        def hook(_: nn.Module, inputs: Any, y: Tensor) -> Tensor:
+        def divide_output(_: nn.Module, inputs: Any, y: Tensor) -> Tensor:
             if stored is not None:
                 if context is not None:
-                    y = moved(y, context, Shard(1), Replicate(), Partial())
+                    y = move_tensor(y, context, Shard(1), Replicate(), Partial())
                 return y.unflatten(2, (-1, d))[:, :, chosen].flatten(2)
             if tensor is not None and not columns:
-                y = chunk(y, tensor)
-            return y if context is None else moved(y, context, Shard(1), Shard(2))
+                y = take_share(y, tensor)
+            return y if context is None else move_tensor(y, context, Shard(1), Shard(2))
 
-        module.register_forward_hook(hook)
+        module.register_forward_hook(divide_output)
 
-    def output(self, module: nn.Module) -> None:
+    def split_output(self, module: nn.Module) -> None:
         """The output map: from this process's heads and all tokens to its own tokens, the same for all heads."""
         tensor, context = self.tensor, self.context
         rows = tensor is not None and isinstance(module, nn.Linear)
 
-        def before(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        def prepare_output(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
             x = inputs[0]
             if context is not None:
-                x = moved(x, context, Shard(2), Shard(1))
+                x = move_tensor(x, context, Shard(2), Shard(1))
             if tensor is not None and not rows:
-                x = moved(x, tensor, Shard(2), Replicate())
+                x = move_tensor(x, tensor, Shard(2), Replicate())
             return (x,)
 
-        module.register_forward_pre_hook(before)
+        module.register_forward_pre_hook(prepare_output)
         if tensor is not None and rows:
-            split_rows(module, tensor, self.parts)
+            split_rows(module, tensor, self.placings)
 
-    def entering(self, plan: LayerPlan) -> Callable[..., Any]:
-        """What reaches attention: the stream and what all layers share, whole; a mask, of this process's heads."""
+    def make_input_hook(self, plan: LayerPlan) -> Callable[..., Any]:
+        """Make the hook for what reaches attention: shared tensors, whole, and a mask of this process's heads."""
         tensor, queries, heads = self.tensor, self.heads.queries, self.config.num_attention_heads
         common = [True, *(source.kind in ("stream", "shared") for source in plan.reads)]
 
-        def hook(_: nn.Module, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+        def prepare_inputs(_: nn.Module, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> tuple[Any, Any]:
             if tensor is not None:
                 tensors = tuple(
-                    shared(x, tensor) if is_common else x for x, is_common in zip(tensors, common, strict=True)
+                    share_tensor(x, tensor) if is_common else x for x, is_common in zip(tensors, common, strict=True)
                 )
                 inputs = {name: options.get(name) for name in ("key_input", "value_input")}
-                options = options | {name: shared(x, tensor) for name, x in inputs.items() if x is not None}
+                options = options | {name: share_tensor(x, tensor) for name, x in inputs.items() if x is not None}
             mask = options.get("attention_mask")
             if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == heads > 1:
                 options = options | {"attention_mask": mask[:, queries.start : queries.stop]}
             return tensors, options
 
-        return hook
+        return prepare_inputs
 
 
 class OwnHeads(Attention):
@@ -436,20 +433,20 @@ class OwnHeads(Attention):
 
     stores_some = False
 
-    def project(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().project(*inputs)
-        return (q + nothing(k, v).to(q.dtype), k, v) if self.stores_some else (q, k, v)
+    def project_inputs(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project_inputs(*inputs)
+        return (q + make_zero(k, v).to(q.dtype), k, v) if self.stores_some else (q, k, v)
 
     def forward(self, *inputs: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
         out, *exports = super().forward(*inputs, **options)
         if self.stores_some:
             inner = [(module, name) for module in self.mechanisms.modules() for name in module._parameters]
             seen_ = [getattr(module, name) for module, name in inner]
-            out = out + nothing(*(x for x in seen_ if x is not None)).to(out.dtype)
+            out = out + make_zero(*(x for x in seen_ if x is not None)).to(out.dtype)
         return out, *exports
 
 
-def in_order(local: nn.Module, full: nn.Module) -> None:
+def order_children(local: nn.Module, full: nn.Module) -> None:
     """Order children and parameters as in `whole`: FSDP2 gathers them in this order, in all processes."""
     for name, module in full.named_modules():
         counterpart = local.get_submodule(name)
@@ -460,30 +457,14 @@ def in_order(local: nn.Module, full: nn.Module) -> None:
             entries.update(ordered)
 
 
-def nothing(*tensors: Tensor) -> Tensor:
+def make_zero(*tensors: Tensor) -> Tensor:
     """Zero, as a function of these."""
     return torch.cat([x.flatten()[:0].float() for x in tensors]).sum() if tensors else torch.zeros(())
 
 
-@dataclass(frozen=True)
-class Picked:
-    """Reads some entries of a dimension."""
-
-    dim: int
-    entries: tuple[int, ...]
-
-    def __call__(self, parameter: Tensor, /) -> Tensor:
-        return parameter[(slice(None),) * self.dim + (list(self.entries),)]
-
-
-@dataclass(frozen=True)
-class Divided:
-    """Reads 1/by of a parameter."""
-
-    by: int
-
-    def __call__(self, parameter: Tensor, /) -> Tensor:
-        return parameter / self.by
+def pick_entries(dim: int, entries: list[int], parameter: Tensor) -> Tensor:
+    """Some entries of a dimension of a parameter."""
+    return parameter[(slice(None),) * dim + (entries,)]
 
 
 # The rest of the model
@@ -492,8 +473,8 @@ class Divided:
 def split_rows(module: nn.Module, mesh: DeviceMesh, placings: Placings) -> None:
     """A linear layer whose input is split over the processes: its weight by columns, its output summed."""
     placings[module, "weight"] = Placing(Shard(1), Shard(1))
-    placings[module, "bias"] = Placing(gradient=Partial(), then=Divided(mesh.size()))  # each adds it
-    module.register_forward_hook(lambda _, inputs, y: summed(y, mesh))
+    placings[module, "bias"] = Placing(gradient=Partial(), then=lambda bias: bias / mesh.size())  # each adds it
+    module.register_forward_hook(lambda _, inputs, y: sum_tensor(y, mesh))
 
 
 def split_feed_forward(block: Block, mesh: DeviceMesh, placings: Placings) -> None:
@@ -505,7 +486,7 @@ def split_feed_forward(block: Block, mesh: DeviceMesh, placings: Placings) -> No
         if projection is not None:
             placings.update({(projection, name): Placing(Shard(0), Shard(0)) for name in ("weight", "bias")})
     split_rows(module.down_proj, mesh, placings)
-    module.register_forward_pre_hook(lambda _, inputs: (shared(inputs[0], mesh),))
+    module.register_forward_pre_hook(lambda _, inputs: (share_tensor(inputs[0], mesh),))
 
 
 def split_vocabulary(model: TitanModel, mesh: DeviceMesh, placings: Placings) -> None:
@@ -517,7 +498,7 @@ def split_vocabulary(model: TitanModel, mesh: DeviceMesh, placings: Placings) ->
         placings[table, "weight"] = Placing(Shard(0), Shard(0))
     if model.lm_head is not None:
         placings[model.lm_head, "weight"] = Placing(Shard(0), Shard(0))
-        model.lm_head.register_forward_pre_hook(lambda _, inputs: (shared(inputs[0], mesh),))
+        model.lm_head.register_forward_pre_hook(lambda _, inputs: (share_tensor(inputs[0], mesh),))
         model.lm_head.register_forward_hook(
             lambda _, inputs, y: DTensor.from_local(y, mesh, [Shard(2)], run_check=False)
         )
@@ -533,4 +514,4 @@ class Vocabulary(nn.Embedding):
         rows = ids - self.mesh.get_local_rank() * len(table)
         absent = (rows < 0) | (rows >= len(table))
         vectors = nn.functional.embedding(rows.masked_fill(absent, 0), table)
-        return summed(vectors.masked_fill(absent[..., None], 0), self.mesh)
+        return sum_tensor(vectors.masked_fill(absent[..., None], 0), self.mesh)

@@ -18,7 +18,9 @@ from headwater.integrations.torchtitan.model import TitanModel
 from headwater.util.errors import HeadwaterError
 
 
-def pipeline(model: TitanModel, *, parallelism: Any, parallel_dims: Any, model_config: Any, **options: Any) -> Any:
+def pipeline_model(
+    model: TitanModel, *, parallelism: Any, parallel_dims: Any, model_config: Any, **options: Any
+) -> Any:
     """torchtitan's `pipeline_llm`, after what it does not know about: what a model has beside its blocks.
 
     Raises `HeadwaterError` if a block would read what a block of an earlier stage computed.

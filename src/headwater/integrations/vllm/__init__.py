@@ -12,7 +12,7 @@ ARCHITECTURE = "HeadwaterForCausalLM"
 
 
 def other_version(version: str) -> str | None:
-    """What to say of a version of vLLM that the plugin is not for."""
+    """Warning about a version of vLLM that the plugin is not for; None if it is."""
     if version.startswith(f"{VERSION}."):
         return None
     return (

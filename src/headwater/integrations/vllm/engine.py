@@ -1,7 +1,4 @@
-"""vLLM's side: one cache for the whole model, its blocks' places in each step, and its attention kernel for CPUs.
-
-`flash` has the one for GPUs.
-"""
+"""vLLM's side: one cache for the whole model, its blocks' slots in each step, and its attention kernel for CPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ from headwater.config.planner import plan_layers
 from headwater.engines.paged import FlatBatch, PagedEngine
 from headwater.engines.pages import Page
 from headwater.engines.split import Portion
-from headwater.integrations.vllm.flash import FlashEngine
 from headwater.nn.engine import AttentionLayer
 from headwater.util.errors import HeadwaterError
 
@@ -33,22 +29,22 @@ class ScheduledBatch(FlatBatch):
 
     def __init__(self, metadata: Any, block_size: int) -> None:
         super().__init__(metadata.query_start_loc, metadata.seq_lens, metadata.block_table_tensor, block_size)
-        self.given = metadata
+        self.metadata = metadata
         self.slots = self.block * block_size + self.offset
         self.scheduled: dict[tuple[Any, ...], Tensor] = {}
 
-    def schedule(self, q: Tensor, heads: int, window: int, isa: str) -> Tensor:
-        """How the kernel divides the work among threads, for queries [N, h, d] and this many key/value heads."""
+    def schedule_work(self, q: Tensor, heads: int, window: int, isa: str) -> Tensor:
+        """Division of the work among threads, for queries [N, h, d] and this many key/value heads."""
         key = q.shape[1:], heads, window
         if key not in self.scheduled:
             self.scheduled[key] = kernels.cpu_attn_get_scheduler_metadata(
-                num_reqs=self.given.num_reqs,
+                num_reqs=self.metadata.num_reqs,
                 num_heads=q.shape[1],
                 num_kv_heads=heads,
                 head_dim=q.shape[2],
-                seq_lens=self.given.seq_lens,
+                seq_lens=self.metadata.seq_lens,
                 dtype=q.dtype,
-                query_start_loc=self.given.query_start_loc,
+                query_start_loc=self.metadata.query_start_loc,
                 causal=True,
                 sliding_window_size=window,
                 isa=isa,
@@ -58,7 +54,7 @@ class ScheduledBatch(FlatBatch):
 
 
 class Builder(AttentionMetadataBuilder):
-    """Makes a `ScheduledBatch` of what vLLM says of a batch."""
+    """Builder of a `ScheduledBatch` from vLLM's metadata of a batch."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -83,7 +79,7 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
     """The whole model's cache, as one layer of vLLM's, whose block is one `Page`."""
 
     def __init__(self, vllm_config: Any, name: str, portion: Portion, shares: Sequence[Portion]) -> None:
-        """own: what this process has of the model, one of `shares`."""
+        """portion: what this process has of the model, one of `shares`."""
         super().__init__()
         speculation = vllm_config.speculative_config
         size = vllm_config.cache_config.block_size, vllm_config.model_config.dtype.itemsize
@@ -91,14 +87,13 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         # vLLM wants blocks that are alike in all processes.
         least = max(Page(share.narrow, share.plans, *size, spare).size for share in shares)
         self.config, self.num_heads, self.name = portion.config, len(portion.queries), name
-        kind = CPUEngine if vllm_config.device_config.device_type == "cpu" else FlashEngine
-        self.engine = kind(Page(portion.narrow, portion.plans, *size, spare, least), portion.slopes)
+        self.engine = CPUEngine(Page(portion.narrow, portion.plans, *size, spare, least), portion.slopes)
         self.kv_cache = torch.tensor([])
         vllm_config.compilation_config.static_forward_context[name] = self
 
     @property
     def kv_cache(self) -> Tensor:
-        """What vLLM has allocated, [blocks, 1, 1, bytes]; it sets an empty tensor to free it."""
+        """Memory that vLLM has allocated, [blocks, 1, 1, bytes]; it sets an empty tensor to free it."""
         return self.allocated
 
     @kv_cache.setter
@@ -140,7 +135,7 @@ class CPUEngine(PagedEngine):
         super().__init__(page, slopes)
         self.orders: dict[tuple[torch.dtype, int], tuple[Tensor, Tensor]] = {}
 
-    def isa(self, dtype: torch.dtype, width: int) -> str:
+    def choose_isa(self, dtype: torch.dtype, width: int) -> str:
         return _get_attn_isa(dtype, self.page.block_size, width, "auto")
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -148,28 +143,28 @@ class CPUEngine(PagedEngine):
         assert isinstance(batch, ScheduledBatch)
         if k.shape[1] == v.shape[1] > 0:
             keys, values = (self.store(layer, kind, k.dtype) for kind in ("k", "v"))
-            isa = self.isa(k.dtype, k.shape[2])
+            isa = self.choose_isa(k.dtype, k.shape[2])
             kernels.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), keys, values, batch.slots, isa)
             return
         for kind, x in (("k", k), ("v", v)):
             if x.shape[1]:
-                order = self.order(x.dtype, x.shape[2])[kind == "v"]
+                order = self.find_order(x.dtype, x.shape[2])[kind == "v"]
                 memory = self.store(layer, kind, x.dtype).flatten(2)
                 heads = torch.arange(x.shape[1])[:, None]
                 memory[batch.block[:, None, None], heads, order[batch.offset][:, None]] = x
 
-    def order(self, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
-        """Where the kernel puts keys and values in a block of one head: of each token and channel, [block_size, d].
+    def find_order(self, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
+        """Where the kernel puts each channel of keys and of values in a block of one head, [block_size, d].
 
         It writes both at once, for as many heads; where a layer stores only one of them, headwater does. The order
         depends on the machine, so it is found by writing numbers.
         """
         if (dtype, width) not in self.orders:
-            size, isa = self.page.block_size, self.isa(dtype, width)
-            places = torch.arange(size * width).view(size, 1, width)
+            size, isa = self.page.block_size, self.choose_isa(dtype, width)
+            slots = torch.arange(size * width).view(size, 1, width)
             numbers = torch.zeros(2, size * width, dtype=torch.long)
             for digit in range(4):  # half precision holds numbers up to 256
-                digits = (places >> 6 * digit & 63).to(dtype)
+                digits = (slots >> 6 * digit & 63).to(dtype)
                 written = [torch.zeros(1, 1, size, width, dtype=dtype) for _ in range(2)]
                 kernels.cpu_attn_reshape_and_cache(digits, digits, *written, torch.arange(size), isa)
                 numbers += torch.stack([x.flatten() for x in written]).long() << 6 * digit
@@ -180,7 +175,7 @@ class CPUEngine(PagedEngine):
         batch, q = self.batch, q.contiguous()
         assert isinstance(batch, ScheduledBatch)
         window = -1 if attention.sliding_window is None else attention.sliding_window
-        out, metadata = torch.empty_like(q), batch.given
+        out, metadata = torch.empty_like(q), batch.metadata
         kernels.cpu_attention_with_kv_cache(
             query=q,
             key_cache=keys,
@@ -194,7 +189,7 @@ class CPUEngine(PagedEngine):
             sliding_window=window,
             block_table=metadata.block_table_tensor,
             softcap=attention.softcap or 0.0,
-            scheduler_metadata=batch.schedule(q, keys.shape[1], window, self.isa(q.dtype, q.shape[2])),
+            scheduler_metadata=batch.schedule_work(q, keys.shape[1], window, self.choose_isa(q.dtype, q.shape[2])),
             s_aux=None,
         )
         return out

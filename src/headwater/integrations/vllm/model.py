@@ -21,7 +21,7 @@ from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.model_executor.models.utils import WeightsMapper
 
 from headwater.engines.split import split
-from headwater.integrations.vllm.checks import check, shares_of
+from headwater.integrations.vllm.checks import check_options, list_portions
 from headwater.integrations.vllm.engine import Blocks
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.linear import model_linears
@@ -52,7 +52,7 @@ class ServedModel(nn.Module, SupportsLoRA):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
-        check(vllm_config)
+        check_options(vllm_config)
         self.config = vllm_config.model_config.hf_config
         with no_init_weights():
             self.language = HeadwaterForCausalLM(self.config).eval()
@@ -60,7 +60,7 @@ class ServedModel(nn.Module, SupportsLoRA):
             raise HeadwaterError("This model's layers have no linear layers for LoRA adapters to change.")
         # vLLM wants the number of a layer in each name.
         self.processes = Ranks()
-        shares = shares_of(self.config, vllm_config.parallel_config)
+        shares = list_portions(self.config, vllm_config.parallel_config)
         self.share = shares[self.processes.rank]
         name = "layers.0.blocks"
         self.blocks = Blocks(vllm_config, f"{prefix}.{name}" if prefix else name, self.share, shares)
@@ -79,10 +79,10 @@ class ServedModel(nn.Module, SupportsLoRA):
         assert input_ids is not None
         assert inputs_embeds is None
         self.blocks.step(len(input_ids))
-        return self.language.model.served(input_ids, positions, self.blocks.engine)
+        return self.language.model.serve_tokens(input_ids, positions, self.blocks.engine)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        return self.language.logits(self.language.scaled(hidden_states))
+        return self.language.logits(self.language.scale_hidden(hidden_states))
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -62,7 +62,7 @@ class ImageSettings(DataSettings):
 
     def check_extras(self) -> None:
         """Raise `HeadwaterError` if a package is missing; torchvision is needed for random changes alone."""
-        extras.check("vision", () if self.augmentation.draws else ("torchvision",))
+        extras.check_extra("vision", () if self.augmentation.draws else ("torchvision",))
 
     @property
     def size(self) -> tuple[int, int]:
