@@ -61,27 +61,18 @@ class StepShape(ModelShape):
 
 
 @dataclass(frozen=True)
-class PrefillShape(ModelShape):
-    """Sizes of prompts.
+class DecodeShape(ModelShape):
+    """Sizes of generation.
 
     context: Prompt tokens.
+    tokens: Tokens to generate.
     turns: Runs of each model.
     """
 
-    context: int = at_least(1, 1024)
-    batch_size: int = at_least(1, 1)
-    turns: int = at_least(2, 7)
-
-
-@dataclass(frozen=True)
-class DecodeShape(PrefillShape):
-    """Sizes of generation.
-
-    tokens: Tokens to generate.
-    """
-
     context: int = at_least(1, 512)
+    batch_size: int = at_least(1, 1)
     tokens: int = at_least(3, 48)
+    turns: int = at_least(2, 5)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.bench.shapes import Benchmark, DecodeShape, PrefillShape, ServeShape, StepShape
+from headwater_lab.bench.shapes import Benchmark, DecodeShape, ServeShape, StepShape
 from headwater_lab.cli.common import check_writable, device_of, mechanisms_of, recipe_of, say, stderr, stdout, tell
 from headwater_lab.cli.options import LOOK, DeviceName, FolderPath, PositiveInt, Values, add_group, command, refuse
 from headwater_lab.util.terminal import lined
@@ -94,28 +94,12 @@ def bench_decode(
     precision: TruePrecision = "32-true",
     device: DeviceName = "auto",
 ) -> None:
-    """Measure time per generated token: transformers' Llama, headwater without mechanisms, and with each."""
+    """Time the first token and each after it: transformers' Llama, headwater without mechanisms, and with each."""
     from headwater.util.precision import Precision
     from headwater_lab.bench import decoding
 
     compared = _read_mechanisms(mechanism)
     _print_benchmark(decoding.bench_decode(compared, shape, Precision(precision), device_of(device)))
-
-
-@command(bench, "bench prefill NAME --context 4096")
-def bench_prefill(
-    mechanism: Mechanisms = (),
-    *,
-    shape: PrefillShape,
-    precision: TruePrecision = "32-true",
-    device: DeviceName = "auto",
-) -> None:
-    """Measure the time to read a prompt, up to its last token's logits: without mechanisms, and with each."""
-    from headwater.util.precision import Precision
-    from headwater_lab.bench import prefill
-
-    compared = _read_mechanisms(mechanism)
-    _print_benchmark(prefill.bench_prefill(compared, shape, Precision(precision), device_of(device)))
 
 
 @command(bench, "bench serve NAME --requests 16")
@@ -171,27 +155,6 @@ def bench_gpu(
     stdout.print(f"written to {out / 'gpu.json'}")
     if wrong := find_problems(results):
         raise HeadwaterError("; ".join(wrong))
-
-
-@command(bench, "bench data 'texts/*.txt' --megabytes 20")
-def bench_data(
-    source: str | None = None,
-    *,
-    megabytes: PositiveInt = 100,
-    pairs: Annotated[int, Values(min=2)] = 5,
-    workers: PositiveInt = 2,
-    vocab_size: Annotated[int, Values(min=257)] = 32_000,
-) -> None:
-    """Time `headwater data prepare` against Dataset.map of datasets, with the same tokenizer and text.
-
-    source: Same sources as data prepare; default: the Python files of this installation.
-    megabytes: Megabytes of text to prepare, from the beginning of the source.
-    workers: Threads of headwater, processes of map.
-    vocab_size: Vocabulary of the tokenizer, which is trained on the text.
-    """
-    from headwater_lab.bench.data import bench_data as measure
-
-    _print_benchmark(measure(source, megabytes, pairs, workers, vocab_size))
 
 
 @command(bench, "bench prices demo/language --out runs/prices", trusts=True)
