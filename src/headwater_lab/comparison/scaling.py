@@ -8,8 +8,8 @@ N: parameters without embeddings, or training tokens, whichever differ between t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -116,127 +116,105 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
     if len(sizes) < LEAST_SIZES:
         return None
     axis, metric = _axis(of_baseline), _metric(runs)
-    losses = _Losses.read(runs, baseline, sizes, axis, metric)
-    if losses is None:
+    points = _read_points(runs, sizes, axis, metric)
+    arms = [arm for arm, by_trial in points.items() if {size for size, _ in by_trial} == set(sizes)]
+    seeds = sorted(
+        seed
+        for seed in {seed for arm in arms for _, seed in points[arm]}
+        if all((size, seed) in points[arm] for arm in arms for size in sizes)
+    )
+    if baseline not in arms or not seeds:
         return None
-    if (distinct := len(set(losses.n.mean(2)[losses.base]))) < LEAST_SIZES:
+    base = arms.index(baseline)
+    cells = [[[points[arm][size, seed] for seed in seeds] for size in sizes] for arm in arms]
+    n, losses = np.moveaxis(np.array(cells), -1, 0)
+    if (distinct := len(set(n.mean(2)[base]))) < LEAST_SIZES:
         raise HeadwaterError(
             f"A law needs {LEAST_SIZES} sizes with different {axis}, and these have {distinct}; add one."
         )
-    jackknife = _Jackknife(losses)
-    points = jackknife.fitted.points()
-    return Scaling(axis, metric, baseline, points, jackknife.laws(), jackknife.equals(), runs[0].unit)
+    over = n if axis == "parameters" else np.broadcast_to(n[base], n.shape)
+    samples = [(n, over, losses)]
+    if len(seeds) > 1:
+        samples += [tuple(np.delete(values, left_out, 2) for values in samples[0]) for left_out in range(len(seeds))]
+    fits = [_FittedLaws(base, *(values.mean(2) for values in sample)) for sample in samples]
+    return Scaling(
+        axis,
+        metric,
+        baseline,
+        {
+            arm: list(zip(fits[0].n[row].tolist(), fits[0].losses[row].tolist(), strict=True))
+            for row, arm in enumerate(arms)
+        },
+        [_estimate_law(arm, row, fits) for row, arm in enumerate(arms)],
+        [
+            _estimate_equal(arm, size, (row, column), base, fits)
+            for row, arm in enumerate(arms)
+            for column, size in enumerate(sizes)
+            if row != base
+        ],
+        runs[0].unit,
+    )
 
 
-@dataclass(frozen=True)
-class _Losses:
-    """Losses by arm, size and seed: n, over, losses [arms, sizes, seeds].
-
-    base: the baseline's index. over: what the baseline's N is divided by, see `Equal`.
-    """
-
-    arms: list[str]
-    sizes: list[str]
-    base: int
-    n: np.ndarray
-    over: np.ndarray
-    losses: np.ndarray
-
-    @classmethod
-    def read(
-        cls, runs: Sequence[RunRecord], baseline: str, sizes: list[str], axis: Axis, metric: str
-    ) -> _Losses | None:
-        """The finite losses of the arms that have all sizes, with the seeds that all have; None without any."""
-        points: dict[str, dict[tuple[str, int], tuple[float, float]]] = {}
-        for run in runs:
-            loss = run.held_out[-1].metrics[metric]
-            if _size(run) in sizes and math.isfinite(loss):
-                points.setdefault(arm_of(run), {})[_size(run), run.seed] = _n(run, axis), loss
-        arms = [arm for arm, by_trial in points.items() if {size for size, _ in by_trial} == set(sizes)]
-        seeds = _shared_seeds([points[arm] for arm in arms], sizes)
-        if baseline not in arms or not seeds:
-            return None
-        cells = [[[points[arm][size, seed] for seed in seeds] for size in sizes] for arm in arms]
-        n, losses = np.moveaxis(np.array(cells), -1, 0)
-        base = arms.index(baseline)
-        return cls(arms, sizes, base, n, n if axis == "parameters" else np.broadcast_to(n[base], n.shape), losses)
-
-    def without_seed(self, index: int) -> _Losses:
-        n, over, losses = (np.delete(values, index, 2) for values in (self.n, self.over, self.losses))
-        return replace(self, n=n, over=over, losses=losses)
-
-
-def _shared_seeds(trials: Sequence[Collection[tuple[str, int]]], sizes: Sequence[str]) -> list[int]:
-    """The seeds that all arms have at all sizes. trials: of each arm, (size, seed)."""
-    seeds = {seed for of_arm in trials for _, seed in of_arm}
-    return sorted(seed for seed in seeds if all((size, seed) in of_arm for of_arm in trials for size in sizes))
+def _read_points(
+    runs: Sequence[RunRecord], sizes: Sequence[str], axis: Axis, metric: str
+) -> dict[str, dict[tuple[str, int], tuple[float, float]]]:
+    """N and the loss where it is finite, by arm and by (size, seed)."""
+    points: dict[str, dict[tuple[str, int], tuple[float, float]]] = {}
+    for run in runs:
+        loss = run.held_out[-1].metrics[metric]
+        if _size(run) in sizes and math.isfinite(loss):
+            points.setdefault(arm_of(run), {})[_size(run), run.seed] = _n(run, axis), loss
+    return points
 
 
 class _FittedLaws:
-    """The laws of all arms. n, over, losses: [arms, sizes], means over seeds; ratios: [arms, sizes], N of
-    the baseline for that loss over `over`."""
+    """The laws of all arms, with the baseline at index `base`.
 
-    def __init__(self, losses: _Losses) -> None:
-        self.arms = losses.arms
-        self.n, self.over, self.losses = losses.n.mean(2), losses.over.mean(2), losses.losses.mean(2)
-        self.laws = [fit_law(n, loss) for n, loss in zip(self.n, self.losses, strict=True)]
-        needed = [[invert_law(self.laws[losses.base], loss) for loss in row] for row in self.losses]
-        self.ratios = np.array(needed) / self.over
+    n, over, losses: [arms, sizes], means over seeds. ratios: [arms, sizes], the N at which the baseline has that loss,
+    divided by `over`, see `Equal`.
+    """
 
-    def points(self) -> dict[str, list[tuple[float, float]]]:
-        rows = zip(self.arms, self.n.tolist(), self.losses.tolist(), strict=True)
-        return {arm: list(zip(n, losses, strict=True)) for arm, n, losses in rows}
+    def __init__(self, base: int, n: np.ndarray, over: np.ndarray, losses: np.ndarray) -> None:
+        self.n, self.over, self.losses = n, over, losses
+        self.laws = [fit_law(*row) for row in zip(n, losses, strict=True)]
+        self.ratios = np.array([[invert_law(self.laws[base], loss) for loss in row] for row in losses]) / over
 
 
-class _Jackknife:
-    """Estimates with intervals: everything is fitted to all seeds, and again without each of them."""
-
-    def __init__(self, losses: _Losses) -> None:
-        seeds = losses.losses.shape[2]
-        self.data, self.fitted = losses, _FittedLaws(losses)
-        self.refitted = [_FittedLaws(losses.without_seed(seed)) for seed in range(seeds if seeds > 1 else 0)]
-
-    def laws(self) -> list[Law]:
-        return [self._estimate_law(arm) for arm in range(len(self.data.arms))]
-
-    def equals(self) -> list[Equal]:
-        """By arm, the baseline aside, and size."""
-        arms = [arm for arm in range(len(self.data.arms)) if arm != self.data.base]
-        return [self._estimate_equal(arm, size) for arm in arms for size in range(len(self.data.sizes))]
-
-    def _estimate_law(self, arm: int) -> Law:
-        law = self.fitted.laws[arm]
-        again = np.array([fitted.laws[arm] for fitted in self.refitted]).reshape(-1, 3)
-        e = _estimate(law[0], again[:, 0])
-        if law[0] == 0.0:  # at its bound, which the jackknife cannot handle
-            e = Estimate(0.0, None)
-        a = _estimate(law[1], again[:, 1], exp=True)
-        exponent = _estimate(law[2], again[:, 2], logarithmic=True)
-        residuals = evaluate_law(law, self.fitted.n[arm]) - self.fitted.losses[arm]
-        return Law(self.data.arms[arm], e, a, exponent, float(np.sqrt(np.mean(residuals**2))))
-
-    def _estimate_equal(self, arm: int, size: int) -> Equal:
-        again = np.array([fitted.ratios[arm, size] for fitted in self.refitted])
-        ratio = _estimate(self.fitted.ratios[arm, size], again, logarithmic=True)
-        interval = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
-        estimate = Estimate(ratio.value - 1, interval, ratio.error, ratio.freedom)
-        needed, trained = ratio.value * self.fitted.over[arm, size], self.fitted.n[self.data.base]
-        inside = bool(trained.min() <= needed <= trained.max())
-        return Equal(self.data.arms[arm], self.data.sizes[size], estimate, inside)
+def _estimate_law(arm: str, row: int, fits: Sequence[_FittedLaws]) -> Law:
+    """An arm's law. fits: to all seeds, then without each of them."""
+    e, log_a, exponents = np.array([fit.laws[row] for fit in fits]).T
+    residuals = evaluate_law(fits[0].laws[row], fits[0].n[row]) - fits[0].losses[row]
+    return Law(
+        arm,
+        _estimate(e) if e[0] else Estimate(0.0, None),  # at its bound, where the jackknife does not hold
+        _estimate(log_a, exp=True),
+        _estimate(exponents, logarithmic=True),
+        float(np.sqrt(np.mean(residuals**2))),
+    )
 
 
-def _estimate(value: float, left_out: np.ndarray, logarithmic: bool = False, exp: bool = False) -> Estimate:
-    """The jackknife's interval of a value, from those with one seed left out each.
+def _estimate_equal(arm: str, size: str, cell: tuple[int, int], base: int, fits: Sequence[_FittedLaws]) -> Equal:
+    """The baseline that equals an arm at a size, which are at `cell` of the fits."""
+    ratio = _estimate(np.array([fit.ratios[cell] for fit in fits]), logarithmic=True)
+    interval = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
+    needed, trained = ratio.value * fits[0].over[cell], fits[0].n[base]
+    inside = bool(trained.min() <= needed <= trained.max())
+    return Equal(arm, size, Estimate(ratio.value - 1, interval, ratio.error, ratio.freedom), inside)
+
+
+def _estimate(values: np.ndarray, logarithmic: bool = False, exp: bool = False) -> Estimate:
+    """Estimate a number by the jackknife. values: by all seeds, then with each of them left out.
 
     logarithmic: of a positive number, by its logarithm. exp: the values are logarithms.
     """
     with np.errstate(divide="ignore", over="ignore"):
-        center, again = (np.log(value), np.log(left_out)) if logarithmic else (value, left_out)
+        center, *again = np.log(values) if logarithmic else values
         result = float(np.exp(center)) if logarithmic or exp else float(center)
         if len(again) < 2 or not (np.isfinite(center) and np.isfinite(again).all()):
             return Estimate(result, None)
         count = len(again)
-        error = math.sqrt((count - 1) / count * float(np.sum((again - again.mean()) ** 2)))
+        error = math.sqrt((count - 1) / count * float(np.sum((again - np.mean(again)) ** 2)))
         half = float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
         ends = np.array([center - half, center + half])
         low, high = np.exp(ends) if logarithmic or exp else ends
