@@ -111,19 +111,15 @@ def _is_run(name: str, scale: ScaleOption, refuse_training: Callable[..., None])
 
 def _judge_records(records: Path, names: Sequence[str], scale: ScaleOption) -> None:
     """Print the tables whose runs are in a file, with their claims."""
-    from tempfile import TemporaryDirectory
-
-    from headwater_lab.api.reproducing import chosen_tables
-    from headwater_lab.papers.kept import reproduce_recorded
+    extras.check("compare")
+    from headwater_lab.api.reproducing import choose_tables
+    from headwater_lab.papers.kept import judge_recorded, read_runs
     from headwater_lab.papers.result import terminal_tables
 
-    extras.check("compare")
     reproduction = None
-    with TemporaryDirectory() as folder:
-        for number, reproduction in enumerate(reproduce_recorded(chosen_tables(names), scale, records, Path(folder))):
-            if number:
-                stdout.print()
-            for renderable in terminal_tables(reproduction):
-                stdout.print(renderable)
+    for reproduction in judge_recorded(choose_tables(names), scale, read_runs(records)):
+        for renderable in terminal_tables(reproduction):
+            stdout.print(renderable)
+        stdout.print()
     if reproduction is None:
         raise HeadwaterError(f"{str(records)!r} has no run of these tables at {scale} scale with their settings.")

@@ -15,7 +15,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater_lab.papers import theory
-from headwater_lab.papers.claims import ClaimVerdict
+from headwater_lab.papers.claims import Judged
 from headwater_lab.reports.words import write_range
 from headwater_lab.training.estimate import draw_flops
 from headwater_lab.util.terminal import si
@@ -29,26 +29,17 @@ ROUGHLY = 0.01
 
 
 @dataclass(frozen=True)
-class Fact:
-    """A claim that is computed, so exact. evidence: the result, in words."""
-
-    says: str
-    evidence: str
-    verdict: ClaimVerdict
-
-
-@dataclass(frozen=True)
 class Computed:
     """columns: the first contains the rows' names."""
 
     columns: list[str]
     rows: list[list[str]]
-    facts: list[Fact]
+    claims: list[Judged]
     figure: Figure | None = None
 
 
-def _judge(says: str, evidence: str, holds: bool | np.bool) -> Fact:
-    return Fact(says, evidence, "replicates" if holds else "fails")
+def _judge(says: str, evidence: str, holds: bool | np.bool) -> Judged:
+    return Judged(says, "replicates" if holds else "fails", evidence, counted=True)
 
 
 def count_map_parameters(config: HeadwaterConfig) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from filelock import FileLock
@@ -19,8 +20,8 @@ from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
 from headwater_lab.comparison.running import list_jobs
 from headwater_lab.comparison.trials import Trial, make_trial, set_rate, tuning_trial
-from headwater_lab.papers.places import RESTORED, finished_runs
-from headwater_lab.papers.result import Reproduction, reproduce_table
+from headwater_lab.papers.arms import RESTORED, finished_runs
+from headwater_lab.papers.result import Reproduction, describe_machine, reproduce_table
 from headwater_lab.papers.table import ScaleName, find_table, reads_models
 from headwater_lab.papers.work import Work, prepare_work
 from headwater_lab.recipe.recipe import Recipe
@@ -78,17 +79,17 @@ def read_runs(file: Path) -> list[KeptRun]:
     return runs
 
 
-def reproduce_recorded(names: Iterable[str], scale: ScaleName, file: Path, out: Path) -> Iterator[Reproduction]:
-    """Each of these tables with a finished run in `file`, without training; the runs are written into `out`."""
-    runs = read_runs(file)
-    for name in names:
-        scales = find_table(name).scales
-        if not scales or scales[scale].nothing or reads_models(find_table(name)):
-            continue
-        work = prepare_work(name, scale, out)
-        _write_records(runs, work)
-        if any(finished_runs(arm, work.trials) for arm in work.trained):
-            yield reproduce_table(work)
+def judge_recorded(names: Iterable[str], scale: ScaleName, runs: Sequence[KeptRun]) -> Iterator[Reproduction]:
+    """Each of these tables of which some runs are among `runs`, without training; not those that look into models."""
+    with TemporaryDirectory() as folder:
+        for name in names:
+            scales = find_table(name).scales
+            if not scales or scales[scale].nothing or reads_models(find_table(name)):
+                continue
+            work = prepare_work(name, scale, Path(folder))
+            _write_records(runs, work)
+            if any(finished_runs(arm, work.trials) for arm in work.trained_arms):
+                yield reproduce_table(work)
 
 
 def restore_runs(file: Path, work: Work, tell: Tell) -> None:
@@ -105,9 +106,7 @@ def restore_runs(file: Path, work: Work, tell: Tell) -> None:
         return
     restored, outdated = _write_records(runs, work)
     if restored:
-        machines = {
-            f"{record.environment.device_name or 'a CPU'}, torch {record.environment.torch}" for record in restored
-        }
+        machines = set(map(describe_machine, restored))
         tell(f"{counted(len(restored), 'run')} from {str(file)!r}, trained on {'; '.join(sorted(machines))}")
     if outdated:
         tell(f"left out {counted(outdated, 'run')} of {str(file)!r}: the recipe has other settings now")
@@ -171,7 +170,7 @@ def keep_runs(file: Path, work: Work, tell: Tell) -> None:
 def check_restored(work: Work) -> None:
     """Raise `HeadwaterError` if runs that `restore_runs` wrote had other data than is here for those beside them."""
     built: dict[str, Mapping[str, Any]] = {}
-    for recipe, _ in work.comparisons():
+    for recipe, _ in work.list_comparisons():
         for folder in (path.parent for path in record_files(work.trials / recipe.name)):
             if not (folder / RESTORED).exists():
                 continue
@@ -215,6 +214,6 @@ def _list_comparisons(work: Work) -> list[Recipe]:
     """A table's comparisons, except those whose runs start from checkpoints, which a record does not have."""
     return [
         recipe
-        for recipe, only in work.comparisons()
+        for recipe, only in work.list_comparisons()
         if all(job.recipe.start is None for job in list_jobs(recipe, work.trials, only))
     ]

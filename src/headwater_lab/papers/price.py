@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from headwater.config.text import HeadwaterConfig
@@ -12,7 +11,7 @@ from headwater.cost.hardware import hardware
 from headwater.util.precision import Precision
 from headwater_lab.data.base import DataShape
 from headwater_lab.data.tokenizer import byte_tokenizer
-from headwater_lab.papers.places import SizedArm
+from headwater_lab.papers.arms import SizedArm
 from headwater_lab.papers.table import ScaleName
 from headwater_lab.recipe.recipe import Recipe
 
@@ -23,19 +22,13 @@ STEP = 4e-2
 CORES = 2
 GPU = "H100"
 MFU = 0.4
+# What the hours are of, by scale.
+DEVICES = {"cpu": f"{CORES} cores", "gpu": GPU, "paper": GPU}
 
 
-@dataclass(frozen=True)
-class TablePrice:
-    """Training FLOPs of runs; hours: of two CPU cores, or of one H100 at an MFU of 0.4."""
-
-    flops: float
-    hours: float
-    device: str
-
-
-def estimate_price(arms: list[SizedArm], scale: ScaleName) -> TablePrice:
-    """The price of all runs of the places, and of those that tune their learning rates; shared stages count once."""
+def estimate_price(arms: list[SizedArm], scale: ScaleName) -> tuple[float, float]:
+    """Training FLOPs, and hours of `DEVICES[scale]`, of all runs of some arms and of those that tune their learning
+    rates. Stages that arms share count once."""
     costs: dict[tuple[str, str], tuple[float, int]] = {}
     for arm in arms:
         section, runs = arm.recipe.compare, []
@@ -51,9 +44,8 @@ def estimate_price(arms: list[SizedArm], scale: ScaleName) -> TablePrice:
                 costs[arm.recipe.name, identity] = flops * number, steps * number
     total = sum(flops for flops, _ in costs.values())
     if scale == "cpu":
-        seconds = total / CORE + STEP * sum(steps for _, steps in costs.values())
-        return TablePrice(total, seconds / (CORES * 3600), f"{CORES} cores")
-    return TablePrice(total, total / (hardware(GPU).peak(Precision.BF16_MIXED) * MFU * 3600), GPU)
+        return total, (total / CORE + STEP * sum(steps for _, steps in costs.values())) / (CORES * 3600)
+    return total, total / (hardware(GPU).peak(Precision.BF16_MIXED) * MFU * 3600)
 
 
 def list_stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
@@ -66,13 +58,14 @@ def list_stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
         yield run.identity, tokens * _flops_per_token(config, run.row_length), section.steps
 
 
-_known: dict[tuple[str, int], float] = {}
-
-
 def _flops_per_token(config: HeadwaterConfig, length: int) -> float:
-    """Of training; the same for every seed, and runs differ mostly in that."""
+    """Of training."""
+    # The same for every seed, and runs differ mostly in that.
     settings = {name: value for name, value in config.to_dict().items() if name != "initializer_seed"}
     key = repr(settings), length
-    if key not in _known:
-        _known[key] = training_flops(config, length)
-    return _known[key]
+    if key not in _flops_by_config:
+        _flops_by_config[key] = training_flops(config, length)
+    return _flops_by_config[key]
+
+
+_flops_by_config: dict[tuple[str, int], float] = {}

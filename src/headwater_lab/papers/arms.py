@@ -20,7 +20,7 @@ from headwater_lab.training.stages import chain
 
 REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")
 # Marks the folder of a run of which only the record is there; see kept.py.
-RESTORED = ".restored"
+RESTORED = ".is_restored"
 # Overrides of these do not change runs, so tables with and without them share runs; of the threshold, unless it chooses
 # learning rates.
 ASIDE = ("compare.seeds=", "compare.threshold=", "compare.workers=")
@@ -84,23 +84,23 @@ class FinishedRun:
     folder: Path
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoint_folder(self) -> Path:
         return self.folder / self.record.stages[-1].folder if self.record.stages else self.folder
 
     @property
-    def restored(self) -> bool:
+    def is_restored(self) -> bool:
         """Whether only its record is there, from a file of `headwater reproduce --records`."""
-        return (self.folder / RESTORED).exists() and not checkpoints(self.checkpoints)
+        return (self.folder / RESTORED).exists() and not checkpoints(self.checkpoint_folder)
 
 
-def law_arms(arm: SizedArm) -> list[SizedArm]:
+def list_law_arms(arm: SizedArm) -> list[SizedArm]:
     """What a law over sizes is fitted to: the arm of a comparison and its baseline, at every size."""
     section = arm.recipe.compare
     assert section is not None
     return [replace(arm, arm=name, size=size) for name in (arm.arm, section.baseline) for size in section.sizes]
 
 
-def claimed_arms(claim: Claim | Pair) -> list[ReferenceText]:
+def list_claimed_arms(claim: Claim | Pair) -> list[ReferenceText]:
     """The arms that a claim names."""
     if isinstance(claim, Gains):
         return [f"{claim.arm} @ {claim.size}"]
@@ -113,7 +113,7 @@ def list_references(table: PaperTable) -> list[ReferenceText]:
     """Every arm named by a cell or a claim, once each."""
     arms = [arm for row in table.rows for cell in row.cells for arm in (cell.arm, cell.minus, cell.over) if arm]
     for claim in table.claims:
-        arms += claimed_arms(claim)
+        arms += list_claimed_arms(claim)
     return list(dict.fromkeys(arms))
 
 
@@ -179,9 +179,9 @@ def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str], tuned: 
     """
     aside = tuple(prefix for prefix in ASIDE if not (tuned and prefix == "compare.threshold="))
     deciding = sorted(override for override in overrides if not override.startswith(aside))
-    return out / scale / (f"trials-{short_digest(' '.join(deciding))}" if deciding else "trials")
+    return out / scale / (f"trials-{digest_text(' '.join(deciding))}" if deciding else "trials")
 
 
-def short_digest(text: str) -> str:
+def digest_text(text: str) -> str:
     """A digest of a text, for the name of a folder."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]
