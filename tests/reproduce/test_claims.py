@@ -360,7 +360,7 @@ def test_counted_measures_have_no_chance_in_them(tmp_path):
     for n in (1, 2):
         of = {name: runs[:n] for name, runs in records.items()}
         found = judged(better(measure="flops"), of, tmp_path)
-        assert (found.verdict, found.interval, found.p) == ("replicates", (1.0, 1.0), None)
+        assert (found.verdict, found.interval, found.p, found.counted) == ("replicates", (1.0, 1.0), None, True)
         assert judged(better("vanilla", "shift", measure="flops"), of, tmp_path).verdict == "fails"
         assert judged(alike(2.0, measure="flops"), of, tmp_path).verdict == "replicates"
     # They take no level from the others.

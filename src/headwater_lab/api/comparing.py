@@ -113,7 +113,6 @@ def compare(
     searches: bool = False,
     mechanisms: Mapping[str, dict[str, Any]] | None = None,
     workers: int | None = None,
-    on_change: OnChange | None = None,
     watch: Observer = SILENT,
     trust: Sequence[str] = (),
 ) -> Compared:
@@ -121,9 +120,8 @@ def compare(
 
     Trials run in separate processes that do not import the caller, so a script needs no `__main__` guard.
     arms, sizes: train only these, and what they are compared with. searches: compare all combinations of `mechanisms`
-    instead, default all alone and in pairs, and test the best on fresh seeds. on_change: called with (job, steps done,
-    "running" | "finished" | "failed"); without it, `watch` receives the progress. trust: as in `train`.
-    Raises `HeadwaterError`.
+    instead, default all alone and in pairs, and test the best on fresh seeds. watch: receives notices and progress.
+    trust: as in `train`. Raises `HeadwaterError`.
     """
     outside.trust(trust)
     extras.check("compare")
@@ -138,11 +136,11 @@ def compare(
     failed: list[Outcome] = []
     with occupied(folder):
         if searches:
-            selection, failed = _search_mechanisms(recipes[0], mechanisms, folder, workers, on_change, watch)
+            selection, failed = _search_mechanisms(recipes[0], mechanisms, folder, workers, watch)
             recipes, selections = [selection] if failed else [_final_recipe(selection, folder, watch)], [None]
             titles = list(dict.fromkeys((selection.name, recipes[0].name)))
         for loaded, selected in zip(recipes, selections, strict=True) if not failed else ():
-            failed += _train_comparison(loaded, folder, workers, on_change, watch, selected)
+            failed += _train_comparison(loaded, folder, workers, watch, selected)
     return Compared(folder, titles, failed)
 
 
@@ -194,7 +192,6 @@ def _train_comparison(
     recipe: Recipe,
     folder: Path,
     workers: int | None,
-    on_change: OnChange | None,
     watch: Observer,
     only: Collection[ArmKey] | None = None,
 ) -> list[Outcome]:
@@ -208,8 +205,8 @@ def _train_comparison(
     if runs := describe_runs(recipe, None if only is None else len(only)):
         watch.tell(runs)
     steps = sum(job.steps for job in running.list_jobs(recipe, folder, only))
-    bars = on_change or watched_trials(recipe.name, steps, watch)
-    return tell_failures(running.run_comparison(recipe, folder, workers, bars, only, watch.tell), watch)
+    on_change = watched_trials(recipe.name, steps, watch)
+    return tell_failures(running.run_comparison(recipe, folder, workers, on_change, only, watch.tell), watch)
 
 
 def watched_trials(name: str, steps: int, watch: Observer) -> OnChange:
@@ -247,7 +244,6 @@ def _search_mechanisms(
     mechanisms: Mapping[str, dict[str, Any]] | None,
     folder: Path,
     workers: int | None,
-    on_change: OnChange | None,
     watch: Observer,
 ) -> tuple[Recipe, list[Outcome]]:
     """The comparison of all combinations of the mechanisms, trained, and its failed trials."""
@@ -261,7 +257,7 @@ def _search_mechanisms(
     watch.tell(
         f"{len(arms) - 1} combinations and {search.VANILLA}; then a test of the best {search.FINALISTS} in {runs}"
     )
-    return selection, _train_comparison(selection, folder, workers, on_change, watch)
+    return selection, _train_comparison(selection, folder, workers, watch)
 
 
 def _final_recipe(selection: Recipe, folder: Path, watch: Observer) -> Recipe:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.util.errors import HeadwaterError, NotTrusted
-from headwater_lab.comparison.trials import Trial, make_trial, set_rate
+from headwater_lab.comparison.trials import Trial, make_plan, make_trial, set_rate
 from headwater_lab.comparison.tuning import find_tuned_rate
 from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.checkpoints import checkpoints
@@ -25,7 +25,7 @@ from headwater_lab.training.records import (
     write_record,
 )
 
-Found = Sequence[tuple[RunRecord, Path]]
+EarlierRuns = Sequence[tuple[RunRecord, Path]]
 
 
 def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared: bool) -> list[tuple[RunRecord, Path]]:
@@ -46,13 +46,17 @@ def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared
     return runs
 
 
-def check_arms(recipe: Recipe, runs: Found, out: Path) -> None:
-    """Raise `HeadwaterError` if any run is of an arm or a size that the recipe does not have, or in another folder."""
+def check_earlier_runs(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
+    """Raise `HeadwaterError` if any run does not belong in the recipe's comparison.
+
+    It has an arm or a size that the recipe does not have, is in another folder, or was trained for another plan, whose
+    error rate a change would break. Runs of a comparison with fixed seeds become part of the plan.
+    """
     section = recipe.compare
     assert section is not None
+    plan, sizes = make_plan(section), [*section.sizes] or [None]
     for record, folder in runs:
         experiment = _read_experiment(record)
-        sizes: list[str | None] = [*section.sizes] or [None]
         if experiment.arm not in section.arms or experiment.size not in sizes:
             subject = f"size {experiment.size!r}" if experiment.size else "one size"
             subject = subject if experiment.arm in section.arms else f"arm {experiment.arm!r}"
@@ -63,18 +67,10 @@ def check_arms(recipe: Recipe, runs: Found, out: Path) -> None:
         trial = make_trial(recipe, experiment.arm, record.seed, out, experiment.size)
         if trial.folder.resolve() != folder.resolve():
             raise HeadwaterError(
-                f"{str(folder)!r} holds a run of {trial.label}, whose place is {str(trial.folder)!r}, and the tables "
-                "would take both; choose another --out, or remove one."
+                f"{str(folder)!r} holds a run of {trial.label}, which belongs in {str(trial.folder)!r}, and the tables "
+                "would include both; choose another --out, or remove one."
             )
-
-
-def check_plans(plan: SeedPlan | None, runs: Found) -> None:
-    """Raise `HeadwaterError` if any run was trained for another plan, whose error rate a change would break.
-
-    Runs of a comparison with fixed seeds become part of the plan.
-    """
-    for record, folder in runs:
-        earlier_plan = _read_experiment(record).seed_plan
+        earlier_plan = experiment.seed_plan
         if earlier_plan is not None and earlier_plan != plan:
             raise HeadwaterError(
                 f"{str(folder)!r} was run until decided, with {_describe_plan(earlier_plan)}, but now the recipe has "
@@ -83,7 +79,7 @@ def check_plans(plan: SeedPlan | None, runs: Found) -> None:
             )
 
 
-def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: Found, out: Path) -> None:
+def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns, out: Path) -> None:
     """Raise `HeadwaterError` if any run that counts has other settings than the recipe now says for its arm and seed.
 
     rates: the tuned learning rates of some arms; others' are read from the runs that tuned them.
@@ -113,7 +109,7 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: Found, out:
             )
 
 
-def adopt_experiment(recipe: Recipe, runs: Found, out: Path) -> None:
+def adopt_experiment(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
     """Write what the recipe now says about its comparison, such as another threshold, into the runs that are there."""
     for record, folder in runs:
         experiment = _read_experiment(record)
@@ -122,7 +118,7 @@ def adopt_experiment(recipe: Recipe, runs: Found, out: Path) -> None:
             write_record(record.model_copy(update={"experiment": updated}), folder)
 
 
-def find_conflict(runs: Found) -> str:
+def find_conflict(runs: EarlierRuns) -> str:
     """A sentence if runs of one comparison, at one size, cannot stand in one table; "" if they can."""
     folders: dict[tuple[str, int], Path] = {}
     settings: dict[str, tuple[dict[str, Any], Path]] = {}

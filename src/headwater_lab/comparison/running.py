@@ -8,8 +8,7 @@ from pathlib import Path
 from headwater_lab.comparison.budget import match_arms
 from headwater_lab.comparison.earlier import (
     adopt_experiment,
-    check_arms,
-    check_plans,
+    check_earlier_runs,
     check_settings,
     find_earlier_runs,
 )
@@ -65,8 +64,7 @@ def run_comparison(
             check_priced(arms)
         plan = make_plan(section)
         runs = find_earlier_runs(recipe, trials, out, shared)
-        check_arms(recipe, runs, out)
-        check_plans(plan, runs)
+        check_earlier_runs(recipe, runs, out)
         rates: dict[str, float] = {}
         if section.learning_rates:
             tries = _choose_tuning_trials(recipe, out, only)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -170,11 +171,7 @@ def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None
 
     if chance(MOST) < POWER:
         return None
-    low, high = pairs, MOST  # bisection: power grows with the pairs
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if chance(middle) >= POWER else (middle, high)
-    return high - pairs
+    return bisect_left(range(MOST), POWER, lo=pairs + 1, key=chance) - pairs  # power grows with the pairs
 
 
 class Reached(NamedTuple):
