@@ -70,7 +70,8 @@ def check_earlier_runs(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
                 f"{str(folder)!r} holds a run of {trial.label}, which belongs in {str(trial.folder)!r}, and the tables "
                 "would include both; choose another --out, or remove one."
             )
-        earlier_plan = experiment.seed_plan
+    for record, folder in runs:
+        earlier_plan = _read_experiment(record).seed_plan
         if earlier_plan is not None and earlier_plan != plan:
             raise HeadwaterError(
                 f"{str(folder)!r} was run until decided, with {_describe_plan(earlier_plan)}, but now the recipe has "
