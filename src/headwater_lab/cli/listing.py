@@ -12,7 +12,7 @@ Catalogue = Literal["recipes", "presets", "mechanisms", "tasks"]
 
 
 @command(LOOK, "list presets", trusts=False)
-def list(kind: Catalogue | None = None, *, json: AsJson = False) -> None:
+def list_shipped(kind: Catalogue | None = None, *, json: AsJson = False) -> None:
     """List shipped recipes, presets, mechanisms and synthetic tasks.
 
     kind: Default: all four.

@@ -25,7 +25,7 @@ MARKS = {True: "✓", False: "✗", None: "–"}
 
 
 @command(USE, "verify runs/mine")
-def verify(
+def verify_models(
     checkpoint: Path | None = None,
     *,
     model: Sequence[str] = (),
@@ -41,7 +41,7 @@ def verify(
     json: Print the verdicts as JSON, and nothing else.
     seed: Seed for prompts and parameters.
     """
-    from headwater import verification as verifying
+    from headwater import verification
     from headwater.models.load import model_type
     from headwater_lab.training.checkpoints import newest_checkpoint
     from headwater_lab.training.models import open_trained
@@ -58,9 +58,9 @@ def verify(
             raise HeadwaterError(f"{str(checkpoint)!r} is an image model, which has no cache to verify.")
     results: dict[str, list[Verified]] = {}
     with ProgressReport() as progress:
-        for name, one in _list_models(trained, model, trust_remote_code, seed):
+        for name, verified_model in _list_models(trained, model, trust_remote_code, seed):
             progress.show("verifying", 0, info=name)
-            results[name] = verifying.verify(one, seed)
+            results[name] = verification.verify(verified_model, seed)
     failed = any(way.ok is False for ways in results.values() for way in ways)
     models = [{"name": name, "ways": _as_data(ways)} for name, ways in results.items()]
     print_result({"versions": _list_versions(), "seed": seed, "models": models}, _describe(results), json)
@@ -73,7 +73,7 @@ def _list_models(
     trained: PreTrainedModel | None, sources: Sequence[str], trust_remote_code: bool, seed: int
 ) -> Iterator[tuple[str, PreTrainedModel]]:
     """Names and models, each made when its turn comes. Mechanisms that are invalid on their own have none."""
-    from headwater import verification as verifying
+    from headwater import verification
     from headwater.plugins.registry import MECHANISMS
     from headwater_lab.training.hub_models import open_model
 
@@ -85,7 +85,7 @@ def _list_models(
     else:
         choices: list[dict[str, Any]] = [{}, *({name: {}} for name in MECHANISMS.names)]
         for mechanisms in choices:
-            if (model := verifying.tiny(mechanisms, seed=seed)) is not None:
+            if (model := verification.tiny(mechanisms, seed=seed)) is not None:
                 yield _write_name(mechanisms), model
 
 
