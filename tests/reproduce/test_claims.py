@@ -409,7 +409,7 @@ def test_where_a_run_diverged_better_is_a_share_of_the_seeds_that_differ(tmp_pat
     assert (found.verdict, found.estimate) == ("fails", 0.0)
     higher = {name: [record(s, 1.0, lower=False) for s in range(3)] + [record(3, math.nan, lower=False)]
               for name in ("vanilla", "shift")}  # fmt: skip
-    assert judged(better(), higher, tmp_path).why.startswith("no seed tells them apart")
+    assert judged(better(), higher, tmp_path).why.startswith("no seed separates them")
     for claim in (alike(0.5), one("larger", first="result", second="loss")):
         found = judged(claim, {"vanilla": vanilla, "shift": shift}, tmp_path)
         assert (found.verdict, found.estimate) == ("inconclusive", None)

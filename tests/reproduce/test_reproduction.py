@@ -336,7 +336,7 @@ def test_arms_that_all_diverge_are_shown_as_such(out, run):
     )
     assert code == 0
     assert "diverged 2 of 2" in said
-    assert "no seed tells them apart" in said
+    assert "no seed separates them" in said
     assert "vanilla · seed 0, and 3 more, diverged" in complaint
     page = next(out.glob("cpu/paper-tiny-*/report.html")).read_text()
     assert "diverged 2 of 2" in page
@@ -386,8 +386,8 @@ def test_a_scale_that_means_nothing_says_why(out, run, tmp_path):
 def test_an_arm_that_no_recipe_has_is_named(out, tmp_path, monkeypatch):
     path = written(tmp_path, RECIPE)
     for arm, complaint in (
-        ("shifted", "is the name of 0 arms in tiny"),
-        ("shift @ large", "should name one of the sizes"),
+        ("shifted", "names 0 arms in tiny"),
+        ("shift @ large", "must name one of the sizes"),
     ):
         put({"paper/one": one_table([path], columns=[{"name": "x"}], rows=cells({"arm": arm}))}, tmp_path, monkeypatch)
         with pytest.raises(HeadwaterError, match=complaint):

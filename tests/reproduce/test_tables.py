@@ -126,7 +126,7 @@ def test_claims_and_measures(name):
 
 @pytest.mark.parametrize("given", ["null", "baseline"])
 def test_a_table_that_counts_steps_needs_a_number_to_reach(tmp_path, given):
-    with pytest.raises(HeadwaterError, match=r"counts the steps to compare.threshold, which has to be a number"):
+    with pytest.raises(HeadwaterError, match=r"counts the steps to compare.threshold, which must be a number"):
         prepare_work("ledger/hop", "cpu", tmp_path, [f"compare.threshold={given}"])
     prepare_work("ledger/start", "cpu", tmp_path, [f"compare.threshold={given}"])
 

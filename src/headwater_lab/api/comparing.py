@@ -252,7 +252,7 @@ def _search_mechanisms(
         labels = [label for label, why in refused.items() if why == reason]
         further = f", and {len(labels) - 1} more" if len(labels) > 1 else ""
         watch.tell(f"left out: {labels[0]}{further}: {reason}")
-    selection = search.search_recipe(recipe, arms)
+    selection = search.make_search(recipe, arms)
     runs = counted((search.FINALISTS + 1) * len(search.FINAL_SEEDS), "run")
     watch.tell(
         f"{len(arms) - 1} combinations and {search.VANILLA}; then a test of the best {search.FINALISTS} in {runs}"
@@ -262,6 +262,6 @@ def _search_mechanisms(
 
 def _final_recipe(selection: Recipe, folder: Path, watch: Observer) -> Recipe:
     """The comparison of the best combinations on fresh seeds."""
-    best = search.best_arms(selection, folder)
+    best = search.choose_best(selection, folder)
     watch.tell(f"chosen: {', '.join(best)}")
-    return search.final_recipe(selection, folder, best)
+    return search.make_final(selection, folder, best)

@@ -78,7 +78,7 @@ def bench_mechanisms(
 
 
 def _device_of(device: str, memory: bool) -> str:
-    """The device of training steps. Raises `HeadwaterError` for another than the CPU with --memory."""
+    """Find the device of training steps. Raises `HeadwaterError` for another than the CPU with --memory."""
     if not memory:
         return device_of(device)
     if device not in ("auto", "cpu"):
@@ -201,9 +201,9 @@ def bench_verdicts(
     """
     from headwater_lab.comparison.calibration import (
         SHAPES,
+        find_planted_effect,
         make_dealer,
         measure_calibration,
-        planted_effect,
         read_results,
     )
 
@@ -213,7 +213,7 @@ def bench_verdicts(
         sources = {f"{len(results)} trials of {name!r}": make_dealer(results)}
     title = (
         f"{comparisons:,} comparisons of {arms + 1} identical arms with {seeds} seeds; the planted difference is "
-        f"{planted_effect(arms, seeds):.3g} standard deviations of paired differences"
+        f"{find_planted_effect(arms, seeds):.3g} standard deviations of paired differences"
     )
     rows = []
     for source, draw in sources.items():
@@ -227,7 +227,7 @@ def bench_verdicts(
 
 
 def _read_mechanisms(arguments: Sequence[str]) -> dict[str, dict[str, dict]]:
-    """Mechanisms by the text that names them; every mechanism by default."""
+    """Read mechanisms by the text that names them; every mechanism by default."""
     from headwater.plugins.registry import MECHANISMS
 
     return {text: mechanisms_of(text.split(" + ")) for text in arguments or MECHANISMS.names}
@@ -245,6 +245,6 @@ def _print_benchmark(benchmark: Benchmark) -> None:
 
 
 def _describe_rate(rate: Rate) -> str:
-    """A share and its interval."""
+    """Write a share and its interval."""
     low, high = rate.interval
     return f"{rate.value:.4f} ({low:.4f} – {high:.4f})"

@@ -1,4 +1,4 @@
-"""Runs that are there before a comparison begins: a table must not mix the results of several questions.
+"""Runs from before a comparison begins: a table must not mix the results of several questions.
 
 Other settings, arms or plans need another folder. Baseline, threshold, budgets and title may change, for all runs.
 """
@@ -29,7 +29,7 @@ EarlierRuns = Sequence[tuple[RunRecord, Path]]
 
 
 def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared: bool) -> list[tuple[RunRecord, Path]]:
-    """The runs of the recipe's comparison below `out`, with their folders, except for those that tune learning rates.
+    """Find the runs of the recipe's comparison below `out`, and their folders, without those that tune learning rates.
 
     shared: only those in the folders of `trials`. Unreadable records are left to training.
     """
@@ -81,7 +81,7 @@ def check_earlier_runs(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
 
 
 def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns, out: Path) -> None:
-    """Raise `HeadwaterError` if any run that counts has other settings than the recipe now says for its arm and seed.
+    """Raise `HeadwaterError` if any run has other settings than the recipe now has for its arm and seed.
 
     rates: the tuned learning rates of some arms; others' are read from the runs that tuned them.
     """
@@ -105,13 +105,13 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns
         if has_ended and evaluate_every != expected.reporting.evaluate_every:
             raise HeadwaterError(
                 f"{str(folder)!r} was evaluated with reporting.evaluate_every={json.dumps(evaluate_every)}, and the "
-                f"recipe now has {json.dumps(expected.reporting.evaluate_every)}: when an arm gets to "
-                "compare.threshold would depend on it; set it back, or choose another --out."
+                f"recipe now has {json.dumps(expected.reporting.evaluate_every)}, on which depends when an arm reaches "
+                "compare.threshold; set it back, or choose another --out."
             )
 
 
 def adopt_experiment(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
-    """Write what the recipe now says about its comparison, such as another threshold, into the runs that are there."""
+    """Write the recipe's current settings of its comparison, such as another threshold, into the existing runs."""
     for record, folder in runs:
         experiment = _read_experiment(record)
         updated = make_trial(recipe, experiment.arm, record.seed, out, experiment.size).experiment
@@ -120,7 +120,7 @@ def adopt_experiment(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
 
 
 def find_conflict(runs: EarlierRuns) -> str:
-    """A sentence if runs of one comparison, at one size, cannot stand in one table; "" if they can."""
+    """Say why runs of one comparison, at one size, cannot be in one table; "" if they can."""
     folders: dict[tuple[str, int], Path] = {}
     settings: dict[str, tuple[dict[str, Any], Path]] = {}
     reference: tuple[Experiment, Path] | None = None

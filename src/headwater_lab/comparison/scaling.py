@@ -78,7 +78,7 @@ class Scaling:
     """What the models were trained on, tokens or images."""
 
     def sentences(self) -> list[str]:
-        """Equals a baseline with x % more parameters or tokens, in words."""
+        """Say which size of the baseline equals each arm: "equals a baseline with x % more parameters"."""
         unit = "parameters (embeddings aside)" if self.axis == "parameters" else f"training {self.unit}"
         return [f"{equal.arm}, {equal.size}: {self._describe(equal, unit)}." for equal in self.equals]
 
@@ -112,10 +112,10 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
     runs = [r for r in records if r.experiment and r.experiment.size and r.status == "finished" and r.held_out]
     baseline = runs[0].experiment.baseline if runs and runs[0].experiment else ""
     of_baseline = [run for run in runs if arm_of(run) == baseline]
-    sizes = list(dict.fromkeys(_size(run) for run in of_baseline))
+    sizes = list(dict.fromkeys(_size_of(run) for run in of_baseline))
     if len(sizes) < LEAST_SIZES:
         return None
-    axis, metric = _axis(of_baseline), _metric(runs)
+    axis, metric = _find_axis(of_baseline), _choose_metric(runs)
     points = _read_points(runs, sizes, axis, metric)
     arms = [arm for arm, by_trial in points.items() if {size for size, _ in by_trial} == set(sizes)]
     seeds = sorted(
@@ -159,12 +159,12 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
 def _read_points(
     runs: Sequence[RunRecord], sizes: Sequence[str], axis: Axis, metric: str
 ) -> dict[str, dict[tuple[str, int], tuple[float, float]]]:
-    """N and the loss where it is finite, by arm and by (size, seed)."""
+    """Read N and the loss where it is finite, by arm and by (size, seed)."""
     points: dict[str, dict[tuple[str, int], tuple[float, float]]] = {}
     for run in runs:
         loss = run.held_out[-1].metrics[metric]
-        if _size(run) in sizes and math.isfinite(loss):
-            points.setdefault(arm_of(run), {})[_size(run), run.seed] = _n(run, axis), loss
+        if _size_of(run) in sizes and math.isfinite(loss):
+            points.setdefault(arm_of(run), {})[_size_of(run), run.seed] = _count_n(run, axis), loss
     return points
 
 
@@ -182,28 +182,28 @@ class _FittedLaws:
 
 
 def _estimate_law(arm: str, row: int, fits: Sequence[_FittedLaws]) -> Law:
-    """An arm's law. fits: to all seeds, then without each of them."""
+    """Estimate an arm's law. fits: to all seeds, then without each of them."""
     e, log_a, exponents = np.array([fit.laws[row] for fit in fits]).T
     residuals = evaluate_law(fits[0].laws[row], fits[0].n[row]) - fits[0].losses[row]
     return Law(
         arm,
-        _estimate(e) if e[0] else Estimate(0.0, None),  # at its bound, where the jackknife does not hold
-        _estimate(log_a, exp=True),
-        _estimate(exponents, logarithmic=True),
+        _jackknife(e) if e[0] else Estimate(0.0, None),  # at its bound, where the jackknife does not hold
+        _jackknife(log_a, exp=True),
+        _jackknife(exponents, logarithmic=True),
         float(np.sqrt(np.mean(residuals**2))),
     )
 
 
 def _estimate_equal(arm: str, size: str, cell: tuple[int, int], base: int, fits: Sequence[_FittedLaws]) -> Equal:
-    """The baseline that equals an arm at a size, which are at `cell` of the fits."""
-    ratio = _estimate(np.array([fit.ratios[cell] for fit in fits]), logarithmic=True)
+    """Estimate the baseline that equals an arm at a size. cell: their indices in the fits."""
+    ratio = _jackknife(np.array([fit.ratios[cell] for fit in fits]), logarithmic=True)
     interval = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
     needed, trained = ratio.value * fits[0].over[cell], fits[0].n[base]
     inside = bool(trained.min() <= needed <= trained.max())
     return Equal(arm, size, Estimate(ratio.value - 1, interval, ratio.error, ratio.freedom), inside)
 
 
-def _estimate(values: np.ndarray, logarithmic: bool = False, exp: bool = False) -> Estimate:
+def _jackknife(values: np.ndarray, logarithmic: bool = False, exp: bool = False) -> Estimate:
     """Estimate a number by the jackknife. values: by all seeds, then with each of them left out.
 
     logarithmic: of a positive number, by its logarithm. exp: the values are logarithms.
@@ -222,7 +222,7 @@ def _estimate(values: np.ndarray, logarithmic: bool = False, exp: bool = False) 
 
 
 def fit_law(n: np.ndarray, loss: np.ndarray) -> np.ndarray:
-    """E, log A, a of the least-squares law.
+    """Fit E, log A and a by least squares.
 
     n, loss: [sizes]. For a given exponent the law is linear in E and A, so only the exponent is searched. If
     losses do not fall with N, A is 0.
@@ -230,7 +230,7 @@ def fit_law(n: np.ndarray, loss: np.ndarray) -> np.ndarray:
     scale = float(np.exp(np.log(n).mean()))
 
     def solve(exponent: np.ndarray | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For exponents [...]: sums of squares, E and A·scale^-a, [...] each."""
+        """Solve for exponents [...]: sums of squares, E and A·scale^-a, [...] each."""
         x = (n / scale) ** -np.asarray(exponent)[..., None]
         without = (x @ loss) / (x * x).sum(-1)
         centered = x - x.mean(-1, keepdims=True)
@@ -252,19 +252,19 @@ def fit_law(n: np.ndarray, loss: np.ndarray) -> np.ndarray:
 
 
 def evaluate_law(law: np.ndarray, n: np.ndarray) -> np.ndarray:
-    """The law's loss at N."""
+    """Evaluate a law's loss at N."""
     return law[0] + np.exp(law[1] - law[2] * np.log(n))
 
 
 def invert_law(law: np.ndarray, loss: float) -> float:
-    """The N at which the law has this loss; infinity if there is none, nan if the law is constant."""
+    """Find the N at which the law has this loss; infinity if there is none, nan if the law is constant."""
     if math.isinf(law[1]):
         return math.nan
     return math.exp(min(700.0, (law[1] - math.log(loss - law[0])) / law[2])) if loss > law[0] else math.inf
 
 
-def _metric(records: Sequence[RunRecord]) -> str:
-    """Nats per token if all have the same tokens, else their metric. There are no laws of accuracy."""
+def _choose_metric(records: Sequence[RunRecord]) -> str:
+    """Choose nats per token if all have the same tokens, else their metric. There are no laws of accuracy."""
     record = records[0]
     loss = "".join(["loss", *record.metric.partition("/")[1:]])  # of the deciding domain, if there is one
     if same_tokens(records) and all(loss in run.held_out[-1].metrics for run in records):
@@ -274,17 +274,17 @@ def _metric(records: Sequence[RunRecord]) -> str:
     return record.metric
 
 
-def _n(record: RunRecord, axis: Axis) -> float:
+def _count_n(record: RunRecord, axis: Axis) -> float:
     return float(record.parameters - record.embedding_parameters if axis == "parameters" else record.tokens)
 
 
-def _axis(runs: Sequence[RunRecord]) -> Axis:
+def _find_axis(runs: Sequence[RunRecord]) -> Axis:
     axes: tuple[Axis, Axis] = ("parameters", "tokens")
     for axis in axes:
-        if len({_n(run, axis) for run in runs}) > 1:
+        if len({_count_n(run, axis) for run in runs}) > 1:
             return axis
     raise HeadwaterError("The sizes differ neither in parameters nor in tokens, so no law can be fitted.")
 
 
-def _size(record: RunRecord) -> str:
+def _size_of(record: RunRecord) -> str:
     return (record.experiment.size or "") if record.experiment else ""

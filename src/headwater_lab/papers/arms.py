@@ -1,4 +1,4 @@
-"""Where a table's arms are trained: recipe, size and folder."""
+"""The arms of a table: the recipe, size and folder in which each is trained."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SizedArm:
 
     @property
     def name(self) -> ReferenceText:
-        """Its name in a table with several recipes."""
+        """The arm's name in a table with several recipes."""
         return f"{self.recipe.name}: {self.arm}" + (f" @ {self.size}" if self.size is not None else "")
 
     @property
@@ -89,19 +89,19 @@ class FinishedRun:
 
     @property
     def is_restored(self) -> bool:
-        """Whether only its record is there, from a file of `headwater reproduce --records`."""
+        """Whether only the record exists, from a file of `headwater reproduce --records`."""
         return (self.folder / RESTORED).exists() and not checkpoints(self.checkpoint_folder)
 
 
 def list_law_arms(arm: SizedArm) -> list[SizedArm]:
-    """What a law over sizes is fitted to: the arm of a comparison and its baseline, at every size."""
+    """List what a law over sizes is fitted to: an arm of a comparison and its baseline, at every size."""
     section = arm.recipe.compare
     assert section is not None
     return [replace(arm, arm=name, size=size) for name in (arm.arm, section.baseline) for size in section.sizes]
 
 
 def list_claimed_arms(claim: Claim | Pair) -> list[ReferenceText]:
-    """The arms that a claim names."""
+    """List the arms that a claim names."""
     if isinstance(claim, Gains):
         return [f"{claim.arm} @ {claim.size}"]
     if isinstance(claim, Pair):
@@ -110,7 +110,7 @@ def list_claimed_arms(claim: Claim | Pair) -> list[ReferenceText]:
 
 
 def list_references(table: PaperTable) -> list[ReferenceText]:
-    """Every arm named by a cell or a claim, once each."""
+    """List every arm named by a cell or a claim, once each."""
     arms = [arm for row in table.rows for cell in row.cells for arm in (cell.arm, cell.minus, cell.over) if arm]
     for claim in table.claims:
         arms += list_claimed_arms(claim)
@@ -120,14 +120,17 @@ def list_references(table: PaperTable) -> list[ReferenceText]:
 def find_arms(
     table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]]
 ) -> dict[ReferenceText, SizedArm | None]:
-    """Where each arm of the table is trained at a scale; None if it is not."""
+    """Find each arm of the table at a scale; None for one that is not trained there."""
     return {reference: find_arm(table, scale, recipes, reference) for reference in list_references(table)}
 
 
 def find_arm(
     table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]], reference: ReferenceText
 ) -> SizedArm | None:
-    """Raises `HeadwaterError` if no recipe of the scale, or more than one, has the arm."""
+    """Find an arm of the table at a scale; None if it is not trained there.
+
+    Raises `HeadwaterError` if no recipe of the scale, or more than one, has the arm.
+    """
     name = table.scales[scale].arms.get(reference, reference)
     if name is None:
         return None
@@ -142,15 +145,15 @@ def find_arm(
     ]
     if len(candidates) != 1:
         names = ", ".join(recipe.name for _, recipe in recipes)
-        raise HeadwaterError(f"{name!r} is the name of {len(candidates)} arms in {names}; it should be that of one.")
+        raise HeadwaterError(f"{name!r} names {len(candidates)} arms in {names}; it must name exactly one.")
     sizes = candidates[0].recipe.compare.sizes if candidates[0].recipe.compare else {}
     if (size not in sizes) if sizes else size is not None:
-        raise HeadwaterError(f"{name!r} should name one of the sizes {list(sizes)} of {candidates[0].recipe.name!r}.")
+        raise HeadwaterError(f"{name!r} must name one of the sizes {list(sizes)} of {candidates[0].recipe.name!r}.")
     return candidates[0]
 
 
 def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
-    """The existing runs of a place, by seed: finished or diverged, with exactly these settings."""
+    """Read the runs of an arm by seed: finished or diverged, with exactly these settings."""
     runs: dict[int, FinishedRun] = {}
     tuned = arm.recipe.compare is not None and arm.recipe.compare.learning_rates
     rate = find_tuned_rate(arm.recipe, arm.arm, out) if tuned and arm.devices == 1 else None
@@ -173,7 +176,7 @@ def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
 
 
 def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str], tuned: bool = False) -> Path:
-    """The folder of a scale's runs, which tables share; runs with overrides get their own.
+    """Name the folder of a scale's runs, which tables share; runs with overrides get another.
 
     tuned: learning rates are chosen before the comparison.
     """
@@ -183,5 +186,5 @@ def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str], tuned: 
 
 
 def digest_text(text: str) -> str:
-    """A digest of a text, for the name of a folder."""
+    """Make a short digest of a text, for the name of a folder."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]

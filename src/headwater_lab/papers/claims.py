@@ -1,4 +1,4 @@
-"""Whether a paper's claims replicate in our runs: each judged by an interval, all of a table together by Holm.
+"""Verdicts on a paper's claims: each is judged by an interval, and all of a table are corrected together by Holm.
 
 Every claim is reduced to one number and a region: the number is estimated with an interval, and the claim
 
@@ -94,7 +94,7 @@ class Evidence:
 def mean_evidence(
     values: Sequence[float], region: Interval = ABOVE_ZERO, label: str = "", counted: bool = False
 ) -> Evidence:
-    """The mean of paired differences, one or more, signed as claimed. counted: they are exact."""
+    """Estimate the mean of one or more paired differences, signed as claimed. counted: they are exact."""
     size, mean, ends = len(values), float(np.mean(values)), (min(values), max(values))
     result = Evidence("", "mean", label, region, mean, size, counted=counted)
     if size == 1 and not counted:
@@ -119,7 +119,7 @@ def mean_evidence(
 
 
 def share_evidence(count: int, size: int, label: str = "") -> Evidence:
-    """How many of `size` seeds did as claimed."""
+    """Estimate the share of seeds that did as claimed, `count` of `size`."""
     test = stats.binomtest(count, size)
 
     def interval(level: float) -> Interval:
@@ -130,7 +130,7 @@ def share_evidence(count: int, size: int, label: str = "") -> Evidence:
 
 
 def ratio_evidence(log: float, error: float | None, freedom: int, region: Interval, label: str = "") -> Evidence:
-    """log N'/N: by the fitted law, what size of the baseline equals the arm.
+    """Judge log N'/N, the size of the baseline that equals the arm by the fitted law.
 
     error: its standard error, with `freedom` degrees of freedom; None if the seeds do not determine it.
     """
@@ -168,6 +168,7 @@ class Judged:
     more: seeds still needed to settle it with a probability of 80 %, if mean and spread stay the same; None if it is
         settled, needs more than 10 000, or has no mean.
     counted: an arithmetical identity, such as the FLOPs of one arm under another's: counted or computed, not measured.
+    arms: those that the claim names.
     """
 
     says: str
@@ -182,6 +183,7 @@ class Judged:
     seeds: int = 0
     more: int | None = None
     counted: bool = False
+    arms: Sequence[str] = ()
 
 
 def judge_claims(claims: Sequence[Claim], runs: Runs) -> list[Judged]:
@@ -196,7 +198,7 @@ def judge_claims(claims: Sequence[Claim], runs: Runs) -> list[Judged]:
 
 
 def _find_gaps(claim: Claim, runs: Runs) -> str:
-    """Which seeds a claim's arms lack, as one that failed: it may be the one that matters. "" if none, or all."""
+    """Name the seeds that a claim's arms lack, since a failed run may be the one that matters; "" if none, or all."""
     gaps = []
     for name in dict.fromkeys(list_claimed_arms(claim)):
         sized_arm, runs_by_seed = runs.arms[name], runs.find_seeds(name)
@@ -206,7 +208,7 @@ def _find_gaps(claim: Claim, runs: Runs) -> str:
 
 
 def _list_incomparable(claim: Claim, runs: Runs) -> str:
-    """The parts of a claim's measure that are not measured as in the paper."""
+    """Name the parts of a claim's measure that are not measured as in the paper."""
     measures = {measure for *_, measure in claim.pairs} if isinstance(claim, Pair) else set()
     names = sorted({name for measure in measures for name in find_incomparable(runs.table, measure)})
     return f"not measured as in the paper: {', '.join(names)}" if names else ""
@@ -238,6 +240,7 @@ def _judge_claim(claim: Claim, evidence: Evidence, level: float) -> Judged:
         seeds=evidence.size,
         more=more_seeds,
         counted=evidence.counted,
+        arms=list_claimed_arms(claim),
     )
 
 
@@ -255,7 +258,10 @@ def _bounded_expm1(log: float) -> float:
 
 
 def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
-    """The region's borders belong to it if it has two (alike), and not if it is open to one side (more than)."""
+    """Judge an interval by a region.
+
+    The region's borders belong to it if it has two (alike), and not if it is open to one side (more than).
+    """
     if interval is None:
         return "inconclusive"
     low, high = interval
@@ -267,7 +273,7 @@ def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
 
 
 def _find_evidence(claim: Claim, runs: Runs) -> Evidence:
-    """What the runs say of a claim, if its arms have all seeds."""
+    """Find what the runs say about a claim, if its arms have all seeds."""
     if why := _find_gaps(claim, runs):
         return Evidence(why)
     for name in list_claimed_arms(claim):
@@ -279,7 +285,7 @@ def _find_evidence(claim: Claim, runs: Runs) -> Evidence:
 
 
 def _paired_evidence(claim: Better | Alike | NotBetter, runs: Runs) -> Evidence:
-    """A difference of two arms, or of two such differences, for the seeds that all of them have."""
+    """Compare two arms, or two such differences, in the seeds that all of them have."""
     names = list_claimed_arms(claim)
     seeds = set.intersection(*(set(runs.find_seeds(name)) for name in names))
     if not seeds:
@@ -294,7 +300,7 @@ def _paired_evidence(claim: Better | Alike | NotBetter, runs: Runs) -> Evidence:
 
 
 def _with_margin(claim: Claim, label: str) -> tuple[Interval, str]:
-    """The region of a claim about a mean, and what the mean is, with the claim's margin if it has one."""
+    """Find the region of a claim about a mean, and add the claim's margin, if any, to the mean's label."""
     if not isinstance(claim, Alike | NotBetter):
         return ABOVE_ZERO, label
     region = (-claim.margin if isinstance(claim, Alike) else -math.inf, claim.margin)
@@ -317,7 +323,7 @@ def _difference_evidence(claim: Better | Alike | NotBetter, runs: Runs, seeds: S
 
 
 def _without_diverged(claim: Better, runs: Runs, seeds: set[int]) -> Evidence:
-    """In how many seeds the arm is better, where one that diverged is worse than one that did not."""
+    """Count the seeds in which the arm is better; a run that diverged is worse than one that did not."""
     arm, against = (seeds & _diverged_seeds(runs, name) for name in (claim.arm, claim.against))
     lower = runs.lower_is_better(claim.measure, claim.arm)
     differences = _find_differences(runs, claim.measure, claim.arm, claim.against)
@@ -325,14 +331,14 @@ def _without_diverged(claim: Better, runs: Runs, seeds: set[int]) -> Evidence:
     won = sum((value < 0) == lower for value in ahead) + len(against - arm)
     decided = len(ahead) + len(against ^ arm)
     if not decided:
-        return Evidence("no seed tells them apart: in each, both diverged or neither is better")
+        return Evidence("no seed separates them: in each, both diverged or neither is better")
     unit = _name_unit(claim.measure, runs, claim.arm)
     label = f"seeds in which {claim.arm} has {'less' if lower else 'more'} {unit}, or is not the one that diverged"
     return share_evidence(won, decided, label)
 
 
 def _sooner_evidence(claim: Sooner | NotBetter, runs: Runs) -> Evidence:
-    """Steps are counted up to the end of the shorter run."""
+    """Compare the steps to the threshold, counted up to the end of the shorter run."""
     pairs = sorted(runs.find_seeds(claim.arm).keys() & runs.find_seeds(claim.against).keys())
     if not pairs:
         return Evidence("no seed was run for both")
@@ -410,7 +416,7 @@ def _diverged_seeds(runs: Runs, name: str) -> set[int]:
 
 
 def _find_differences(runs: Runs, measure: str, arm: str, against: str) -> dict[int, float]:
-    """By seed."""
+    """Subtract `against` from `arm`, seed by seed."""
     values, base = runs.measure_seeds(measure, arm), runs.measure_seeds(measure, against)
     return {seed: values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())}
 

@@ -25,7 +25,7 @@ from headwater_lab.inspection.sample import sample_tokens
 from headwater_lab.inspection.scalars import Census, Scalars, collect_scalars, take_census
 from headwater_lab.inspection.watch import read_sample
 from headwater_lab.papers.arms import FinishedRun, SizedArm, finished_runs, list_law_arms
-from headwater_lab.papers.table import Measure, Pair, PaperTable, cell_measures
+from headwater_lab.papers.table import Measure, Pair, PaperTable, list_measures
 from headwater_lab.training.checkpoints import load_model, newest_checkpoint
 from headwater_lab.training.models import open_trained
 from headwater_lab.training.records import RunRecord, changed_data
@@ -80,7 +80,7 @@ class Runs:
         return not measure.startswith(higher_is_better)
 
     def measure_seeds(self, measure: Measure, name: str) -> dict[int, float]:
-        """Values by seed; diverged runs have none."""
+        """Measure an arm's runs by seed; diverged runs have no value."""
         return {
             seed: self.measure_run(measure, run)
             for seed, run in self.find_seeds(name).items()
@@ -88,7 +88,7 @@ class Runs:
         }
 
     def measure_run(self, measure: Measure, run: FinishedRun) -> float:
-        """Raises `HeadwaterError` if the run has no such measure, or no checkpoint any more."""
+        """Measure a run. Raises `HeadwaterError` if it has no such measure, or no checkpoint any more."""
         kind, _, argument = measure.partition(":")
         if kind == "task":
             return self._find_task(run, argument)
@@ -111,14 +111,14 @@ class Runs:
         return _held_out(run.record, measure)
 
     def count_steps(self, name: str) -> dict[int, int | None]:
-        """Steps to the recipe's threshold by seed; None if it was never reached."""
+        """Count the steps to the recipe's threshold by seed; None if it was never reached."""
         arm = self.arms[name]
         assert arm is not None
         assert arm.threshold is not None, f"{arm.recipe.name} has no compare.threshold"
         return {seed: steps_to(run.record, arm.threshold) for seed, run in self.find_seeds(name).items()}
 
     def find_lost(self, name: str, unlearned: float) -> dict[int, bool]:
-        """By seed whether a run diverged, or ended no better than one that has learned nothing."""
+        """Tell by seed whether a run diverged, or ended no better than a model that has learned nothing."""
 
         def is_lost(record: RunRecord) -> bool:
             if has_diverged(record) or record.result is None:
@@ -133,7 +133,7 @@ class Runs:
         return next((c.unlearned for c in self.table.claims if c.test in ("diverges", "stays")), math.inf)
 
     def find_equal(self, name: str) -> tuple[Equal, Axis] | str:
-        """By the fitted law: the baseline that equals an arm at a size, "ARM @ SIZE"; or why there is none."""
+        """Find the baseline that by the fitted law equals an arm at a size, "ARM @ SIZE"; or why there is none."""
         arm = self.arms[name]
         assert arm is not None
         members = {member.name.partition(": ")[2]: member for member in list_law_arms(arm)}
@@ -154,7 +154,7 @@ class Runs:
         return equals[0], law.axis
 
     def _find_task(self, run: FinishedRun, argument: str) -> float:
-        """A figure of lm-evaluation-harness, stored with the run, so that it is evaluated once."""
+        """Find a figure of lm-evaluation-harness, which is stored with the run, so that it is evaluated once."""
         name, _, metric = argument.rpartition(":")
         figures = self._evaluate_tasks(run, name)
         if metric != "mean":
@@ -200,7 +200,7 @@ def _find_figure(figures: Sequence[Mapping[str, Any]], request: TaskRequest, met
 
 
 def describe_missing(name: str, arm: SizedArm, runs: Mapping[int, FinishedRun]) -> str:
-    """Which seeds of a place, called `name`, have no run; "" if all have one."""
+    """Name the seeds of an arm, called `name`, that have no run; "" if all have one."""
     seeds = sorted(set(arm.seeds) - set(runs))
     return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))} of {name}" if seeds else ""
 
@@ -226,7 +226,7 @@ def _held_out(record: RunRecord, measure: Measure) -> float:
 
 def _sum_census(counts: Census | None, fields: str, run: FinishedRun) -> float:
     if counts is None:
-        raise HeadwaterError(f"{run.record.name!r} does not mix keys and values with those of earlier tokens.")
+        raise HeadwaterError(f"{run.record.name!r} does not mix keys and values with earlier tokens' ones.")
     return float(sum(asdict(counts)[name] for name in fields.split("+")))
 
 
@@ -241,15 +241,15 @@ def _average_scalars(learned: list[Scalars], argument: str, run: FinishedRun) ->
 
 
 def tasks_of(table: PaperTable) -> list[str]:
-    """The tasks and groups of tasks that a table's cells and claims need, as arguments of `evaluate`."""
-    measures = cell_measures(table)
+    """List the tasks and groups of tasks that a table's cells and claims need, as arguments of `evaluate`."""
+    measures = list_measures(table)
     measures += [measure for claim in table.claims if isinstance(claim, Pair) for *_, measure in claim.pairs]
     names = [measure.removeprefix("task:").rpartition(":")[0] for measure in measures if measure.startswith("task:")]
     return list(dict.fromkeys(names))
 
 
 def find_incomparable(table: PaperTable, measure: Measure) -> list[str]:
-    """The columns not measured as in the paper that `measure` is, or averages."""
+    """List the columns not measured as in the paper that `measure` is, or averages."""
     name, _, metric = measure.removeprefix("task:").rpartition(":")
     over = {measure}
     if measure.startswith("task:") and metric == "mean":

@@ -1,4 +1,4 @@
-"""What a table costs at a scale, before anything is trained."""
+"""Cost of a table at a scale, before anything is trained."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ DEVICES = {"cpu": f"{CORES} cores", "gpu": GPU, "paper": GPU}
 
 
 def estimate_price(arms: list[SizedArm], scale: ScaleName) -> tuple[float, float]:
-    """Training FLOPs, and hours of `DEVICES[scale]`, of all runs of some arms and of those that tune their learning
-    rates. Stages that arms share count once."""
+    """Estimate the training FLOPs of all runs of some arms, tuning included, and their hours on `DEVICES[scale]`.
+
+    Stages that arms share count once.
+    """
     costs: dict[tuple[str, str], tuple[float, int]] = {}
     for arm in arms:
         section, runs = arm.recipe.compare, []
@@ -49,7 +51,7 @@ def estimate_price(arms: list[SizedArm], scale: ScaleName) -> tuple[float, float
 
 
 def list_stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
-    """Identity, training FLOPs and steps of each stage of a run. The data are not read for it."""
+    """List the identity, training FLOPs and steps of each stage of a run, without reading the data."""
     size = recipe.known_size or len(byte_tokenizer())
     configs = recipe.configs(recipe.config_for(DataShape(size, recipe.row_length)))
     for (run, _), config in zip(recipe.chain(lambda name, _: Path(name)), configs, strict=True):
@@ -59,7 +61,7 @@ def list_stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
 
 
 def _flops_per_token(config: HeadwaterConfig, length: int) -> float:
-    """Of training."""
+    """Count the training FLOPs per token."""
     # The same for every seed, and runs differ mostly in that.
     settings = {name: value for name, value in config.to_dict().items() if name != "initializer_seed"}
     key = repr(settings), length

@@ -23,7 +23,7 @@ from headwater_lab.papers.arms import finished_runs
 from headwater_lab.papers.claims import ClaimVerdict, Judged, judge_claims
 from headwater_lab.papers.computing import COMPUTED
 from headwater_lab.papers.measures import Runs, find_incomparable
-from headwater_lab.papers.table import Column, Measure, PaperTable, TableCell, cell_measures, find_table
+from headwater_lab.papers.table import Column, Measure, PaperTable, TableCell, find_table, list_measures
 from headwater_lab.papers.work import Work
 from headwater_lab.reports.page import Head, PageCell, PageTable, write_report
 from headwater_lab.reports.words import MANY, counted
@@ -81,7 +81,7 @@ class Reproduction:
 
 
 def compute_table(name: str) -> Reproduction:
-    """A table that needs no training."""
+    """Compute a table that needs no training."""
     table = find_table(name)
     result = COMPUTED[table.computed]()
     cells = [[("", Ours(text)) for text in row[1:]] for row in result.rows]
@@ -90,7 +90,7 @@ def compute_table(name: str) -> Reproduction:
 
 
 def reproduce_table(work: Work, task_files: Path | None = None, device: str = "cpu") -> Reproduction:
-    """A table from the existing runs. Raises `HeadwaterError` if they lack a measure."""
+    """Judge a table by its finished runs. Raises `HeadwaterError` if they lack a measure."""
     runs = Runs(work.table, work.arms, work.trials, task_files, device)
     table = work.table
     cells = [
@@ -109,12 +109,12 @@ def reproduce_table(work: Work, task_files: Path | None = None, device: str = "c
 
 
 def describe_machine(record: RunRecord) -> str:
-    """The processor or GPU of a run, and its version of PyTorch."""
+    """Name the processor or GPU of a run, and its version of PyTorch."""
     return f"{record.environment.device_name or 'a CPU'}, torch {record.environment.torch}"
 
 
 def use_names(says: str, words: Mapping[str, str]) -> str:
-    """A claim with the names of the scale."""
+    """Rewrite a claim with the names of the scale."""
     if not words:
         return says
     pattern = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
@@ -122,7 +122,7 @@ def use_names(says: str, words: Mapping[str, str]) -> str:
 
 
 def write_paper_figure(cell: TableCell, column: Column) -> str:
-    """The paper's figure with the digits it was printed with, which YAML does not keep."""
+    """Write the paper's figure with the digits it was printed with, which YAML does not keep."""
     if cell.paper is None or isinstance(cell.paper, str):
         return cell.paper or ""
     digits = column.digits if column.paper_digits is None else column.paper_digits
@@ -131,7 +131,7 @@ def write_paper_figure(cell: TableCell, column: Column) -> str:
 
 
 def measure_cell(cell: TableCell, column: Column, runs: Runs) -> Ours:
-    """The measure of the cell's arm, over its seeds; if it is not the paper's measure, only a remark."""
+    """Measure the cell's arm over its seeds; if it is not the paper's measure, the text is only a remark."""
     if cell.arm is None or not runs.find_seeds(cell.arm):
         return Ours()
     measure = cell.measure or column.measure
@@ -177,7 +177,7 @@ def _write_steps(steps: Sequence[int | None]) -> Ours:
 
 
 def _write_saved(name: str, column: Column, runs: Runs) -> Ours:
-    """1 - N/N': of an arm with more = N'/N - 1."""
+    """Write 1 - N/N' of an arm with more = N'/N - 1."""
     equal_and_axis = runs.find_equal(name)
     if isinstance(equal_and_axis, str) or not math.isfinite(equal_and_axis[0].more.value):
         return Ours()
@@ -199,7 +199,7 @@ def write_number(value: float, digits: int) -> str:
 
 
 def describe_evidence(claim: Judged) -> str:
-    """The number that a claim was judged by, in words."""
+    """Describe the number that a claim was judged by."""
     if claim.estimate is None and claim.interval is None:
         return claim.why
     why = claim.why
@@ -227,7 +227,7 @@ def _write_amount(value: float, claim: Judged) -> str:
 
 
 def count_verdicts(verdicts: Sequence[ClaimVerdict], where: str = "") -> str:
-    """A sentence on how many claims replicate."""
+    """Write a sentence on how many claims replicate."""
     total, counts = len(verdicts), Counter(verdicts)
     if not total:
         return "No claim is judged."
@@ -240,7 +240,7 @@ def count_verdicts(verdicts: Sequence[ClaimVerdict], where: str = "") -> str:
 
 
 def lay_out_cells(result: Reproduction) -> tuple[list[str], list[list[str]]]:
-    """Column names and rows: the paper's columns only where it has any figures."""
+    """Lay out column names and rows, with the paper's columns only where it has any figures."""
     names, rows = [""], [[label] for label in result.rows]
     for index, name in enumerate(result.columns):
         column = [cells[index] for cells in result.cells]
@@ -252,7 +252,7 @@ def lay_out_cells(result: Reproduction) -> tuple[list[str], list[list[str]]]:
 
 
 def terminal_tables(result: Reproduction) -> list[Table | Text]:
-    """The table and its claims."""
+    """Make the tables of the terminal: the results, and the claims."""
     lines = [f"{result.table.title}: {result.table.source}"]
     lines += describe_setting(result)[1:] if result.work is not None else []
     names, rows = lay_out_cells(result)
@@ -273,7 +273,7 @@ def terminal_tables(result: Reproduction) -> list[Table | Text]:
 
 
 def describe_setting(result: Reproduction) -> list[str]:
-    """The paper's conclusion, the setting, and the remarks on it, which are left out if overrides change it."""
+    """List the paper's conclusion, the setting, and the remarks on it, which are left out if overrides change it."""
     table, work = result.table, result.work
     says = f"{table.source}. The paper: {table.says}"
     if work is None:
@@ -285,11 +285,11 @@ def describe_setting(result: Reproduction) -> list[str]:
 
 
 def page_head(result: Reproduction) -> Head:
-    """The top of the page."""
+    """Make the top of the page."""
     table, work = result.table, result.work
     source, *remarks = describe_setting(result)
     paragraphs = [source, result.answer, *remarks, *table.notes, f"Made by: {reproduce_command(result)}"]
-    if work is not None and compared_names(work):
+    if work is not None and list_compared(work):
         paragraphs.append(
             "Below: the complete comparisons that these runs belong to, as `headwater compare` reports them. They "
             "include all arms and seeds trained so far, use the recipe's deciding metric, and test each arm against "
@@ -312,7 +312,7 @@ def table_caption(result: Reproduction) -> str:
     over = counted(seeds[0]) if len(seeds) == 1 else over
     differs = any(our.text == INCOMPARABLE for row in result.cells for _, our in row)
     otherwise = " Not comparable: measured differently than in the paper." if differs else ""
-    laws = "; by a fitted law with its 95 % interval" if "saved" in cell_measures(result.table) else ""
+    laws = "; by a fitted law with its 95 % interval" if "saved" in list_measures(result.table) else ""
     printed = any(paper for row in result.cells for paper, _ in row)  # a table of the ledger is of no paper
     figures, or_ = ("The paper's figures, and ours", ", or not given") if printed else ("Our figures", "")
     return f"{figures}: mean ± standard deviation over {over}{laws}. Empty: not trained at this scale{or_}.{otherwise}"
@@ -344,15 +344,15 @@ def _encode_png(figure: Figure) -> str:
 
 
 def write_page(result: Reproduction, folder: Path) -> Path:
-    """The page report.html and result.json in `folder`; returns the page's path."""
+    """Write report.html and result.json into `folder`, and return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / RESULT, to_json(result))
-    trials, names = (folder, []) if result.work is None else (result.work.trials, compared_names(result.work))
+    trials, names = (folder, []) if result.work is None else (result.work.trials, list_compared(result.work))
     return write_report(trials, head=page_head(result), only=names, target=folder / "report.html")
 
 
-def compared_names(work: Work) -> list[str]:
-    """The comparisons with a finished run."""
+def list_compared(work: Work) -> list[str]:
+    """List the comparisons with a finished run."""
     names = {
         arm.recipe.name
         for arm in work.trained_arms
@@ -362,7 +362,7 @@ def compared_names(work: Work) -> list[str]:
 
 
 def to_json(reproduced: Reproduction) -> dict[str, Any]:
-    """The table, its results and the verdicts as data, with the command that makes them."""
+    """Return the table, its results and the verdicts as data for JSON, with the command that makes them."""
     work, table = reproduced.work, reproduced.table
     about = {"paper": reproduced.name.partition("/")[0], "table": reproduced.name, "scale": work and work.scale}
     result: dict[str, Any] = {
@@ -377,7 +377,10 @@ def to_json(reproduced: Reproduction) -> dict[str, Any]:
             {"label": label, "cells": [{"paper": paper or None, "ours": asdict(our)} for paper, our in row]}
             for label, row in zip(reproduced.rows, reproduced.cells, strict=True)
         ],
-        "claims": [about | asdict(claim) | {"evidence": describe_evidence(claim)} for claim in reproduced.claims],
+        "claims": [
+            about | {"number": number} | asdict(claim) | {"evidence": describe_evidence(claim)}
+            for number, claim in enumerate(reproduced.claims, 1)
+        ],
     }
     if work is not None:
         result |= {

@@ -1,4 +1,4 @@
-"""Training what a table needs."""
+"""Training of what a table needs."""
 
 from __future__ import annotations
 

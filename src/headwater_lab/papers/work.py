@@ -1,4 +1,4 @@
-"""What a table trains at a scale: its runs, their folders, and which are missing."""
+"""The work that a table takes at a scale: its runs, their folders, and which are missing."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Work:
         return sum(len(arm.seeds) for arm in self.trained_arms)
 
     def list_missing(self) -> list[tuple[SizedArm, int]]:
-        """The missing runs; also those of which only the record is there, if the table looks into its models."""
+        """List the missing runs, and those without a model if the table looks into models."""
         inside, missing = reads_models(self.table), []
         for arm in self.trained_arms:
             seeds = {seed for seed, run in finished_runs(arm, self.trials).items() if not (inside and run.is_restored)}
@@ -101,7 +101,7 @@ class Work:
         return missing
 
     def list_commands(self) -> list[str]:
-        """Commands for the missing runs of recipes for several devices, which are not trained from here."""
+        """List commands for the missing runs of recipes for several devices, which are not trained from here."""
         return [arm.command(seed, self.trials, self.overrides) for arm, seed in self.list_missing() if arm.devices > 1]
 
     def check_tasks(self, task_files: Path | None) -> None:
@@ -110,7 +110,7 @@ class Work:
             Tasks(names, task_files)
 
     def list_comparisons(self) -> list[tuple[Recipe, set[tuple[str, str | None]]]]:
-        """Recipes with a comparison, and the arms to train."""
+        """List the recipes with a comparison, and the arms to train."""
         by_name: dict[str, tuple[Recipe, set[tuple[str, str | None]]]] = {}
         for arm in self.trained_arms:
             if arm.recipe.compare is not None and arm.devices == 1:
@@ -118,7 +118,7 @@ class Work:
         return list(by_name.values())
 
     def list_chains(self) -> list[tuple[Recipe, int]]:
-        """Recipes with only stages, and how many of these to train."""
+        """List the recipes with only stages, and how many of these to train."""
         by_name: dict[str, tuple[Recipe, int]] = {}
         for arm in self.trained_arms:
             if arm.recipe.compare is None and arm.devices == 1:
@@ -128,7 +128,7 @@ class Work:
 
 
 def prepare_work(name: str, scale: ScaleName, out: Path, overrides: Sequence[str] = ()) -> Work:
-    """A table's work at a scale with training. Raises `HeadwaterError` for unknown names and bad overrides."""
+    """Prepare a table's work at a scale with training. Raises `HeadwaterError` for unknown names and bad overrides."""
     table = find_table(name)
     settings = table.scales[scale]
     if settings.nothing:
@@ -138,14 +138,14 @@ def prepare_work(name: str, scale: ScaleName, out: Path, overrides: Sequence[str
     recipes = [(file, _read_recipe(file, file.stat().st_mtime_ns, changes)) for file in files]
     for _, recipe in recipes:
         if recipe.compare is not None and recipe.compare.sequential:
-            raise HeadwaterError(f"{name} is judged by all seeds of its arms; leave out compare.sequential.")
+            raise HeadwaterError(f"{name} needs all seeds of its arms; leave out compare.sequential.")
     work = Work(name, table, scale, out, changes, recipes, find_arms(table, scale, recipes))
     if counts_steps(table) and any(arm.threshold is None for arm in work.arms.values() if arm is not None):
-        raise HeadwaterError(f"{name} counts the steps to compare.threshold, which has to be a number; pass one.")
+        raise HeadwaterError(f"{name} counts the steps to compare.threshold, which must be a number; pass one.")
     return work
 
 
 @functools.lru_cache(maxsize=256)
 def _read_recipe(file: Path, changed: int, overrides: tuple[str, ...]) -> Recipe:
-    """Many tables share a recipe; `changed` identifies a rewritten file."""
+    """Read a recipe, which many tables share. changed: identifies a rewritten file."""
     return match_arms(load_recipe(file, overrides))
