@@ -188,7 +188,7 @@ def test_seeds_that_are_missing_between_two_borders_by_simulation(mean, spread):
     rng = np.random.default_rng(5)
     sample = rng.normal(0, 1, 8)
     sample = (sample - sample.mean()) / sample.std(ddof=1) * spread + mean
-    more = mean_evidence(list(sample), (-0.02, 0.02)).more(LEVEL)
+    more = mean_evidence(list(sample), (-0.02, 0.02)).count_missing(LEVEL)
     assert more is not None
 
     def settled(pairs):

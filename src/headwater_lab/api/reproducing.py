@@ -48,12 +48,12 @@ class Reproduced(Result):
     unfinished: str = ""
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each of the paper's rows: its label, and for each column the paper's figure and ours, as text."""
+        """Return a row for each of the paper's: its label, and for each column the paper's figure and ours, as text."""
         names, rows = lay_out_cells(self.result)
         return [dict(zip(names, row, strict=True)) for row in rows]
 
     def claims(self) -> list[tuple[str, str]]:
-        """The paper's claims, and the verdicts."""
+        """Return the paper's claims and the verdicts."""
         return [(claim.says, claim.verdict) for claim in self.result.claims]
 
     def report(self) -> Path:
@@ -138,7 +138,7 @@ def _describe_unfinished(work: Work, failed: Sequence[Outcome], watch: Observer)
 
 
 def _describe_cost(work: Work) -> str:
-    """What will be trained, and its cost."""
+    """Say what will be trained, and at what cost."""
     missing = len(work.list_missing())
     if not missing:
         return f"all {work.runs} runs are finished"
@@ -151,7 +151,7 @@ def _describe_cost(work: Work) -> str:
 
 
 def choose_tables(papers: Sequence[str]) -> dict[str, PaperTable]:
-    """All tables, or those of `papers`, each a paper or a table."""
+    """Choose all tables, or those of `papers`, each a paper or a table."""
     tables = read_tables()
     names = sorted({name.partition("/")[0] for name in tables})
     for paper in papers:

@@ -70,7 +70,7 @@ def bench_decode(
         if name != LLAMA:
             against = runs[LLAMA if name == VANILLA else VANILLA]
             row["first ratio"] = f"{PairedTimes(firsts, [run.first_token for run in against]).ratio:.3f}"
-            row |= PairedTimes(seconds, [run.seconds_per_token for run in against]).cells()
+            row |= PairedTimes(seconds, [run.seconds_per_token for run in against]).write_cells()
             row["cache"] = f"× {cache_size / vanilla[-1].cache_bytes:.5f}"
         rows.append(row | {"bandwidth": f"{size / second / bandwidth:.0%}"})
     return Benchmark(
@@ -85,8 +85,10 @@ def bench_decode(
 def with_llama(
     mechanisms: Mapping[str, dict[str, dict]], shape: ModelShape, length: int, llama: str
 ) -> dict[str, PreTrainedModel]:
-    """A model with each of `mechanisms`, for rows of `length` tokens; first, as `llama`, a Llama with the weights of
-    the one named vanilla."""
+    """Make a model with each of `mechanisms`, for rows of `length` tokens.
+
+    First comes, under the name `llama`, a Llama with the weights of the model named vanilla.
+    """
     models: dict[str, Any] = {
         name: HeadwaterForCausalLM(HeadwaterConfig(**shape.config(length), norm_eps=1e-6, mechanisms=options))
         for name, options in mechanisms.items()
@@ -95,7 +97,7 @@ def with_llama(
 
 
 def describe_ratios(llama: str, same_tokens: bool) -> str:
-    """What the ratios mean in a benchmark that begins with a Llama, and whether vanilla gave the same tokens."""
+    """Explain the ratios of a benchmark that begins with a Llama, and say whether vanilla gave the same tokens."""
     return (
         f"ratio: time over {VANILLA}'s, and {VANILLA}'s over that of {llama}; median over the turns.\n"
         f"{VANILLA}: {'the same' if same_tokens else 'not the same'} tokens as {llama}."
@@ -105,7 +107,7 @@ def describe_ratios(llama: str, same_tokens: bool) -> str:
 def decode_in_turns(
     models: Mapping[str, PreTrainedModel], ids: Tensor, tokens: int, turns: int
 ) -> dict[str, list[TimedGeneration]]:
-    """Greedy generation of `tokens` tokens after ids [B, T] by each model in turn, so that a busy machine slows all."""
+    """Generate `tokens` tokens greedily after ids [B, T] with each model in turn, so that a busy machine slows all."""
     return take_turns({name: partial(_time_generation, model, ids, tokens) for name, model in models.items()}, turns)
 
 

@@ -155,7 +155,7 @@ def bench_gpu(
 
 
 def _run_phase(name: str, folder: Path, device: str, seconds: float) -> dict[str, Any]:
-    """One phase in a separate process, ended at its deadline; its measurements until then are kept."""
+    """Run a phase in a separate process, which ends at its deadline; its rows until then are kept."""
     rows, log = folder / ROWS, folder / LOG
     started = time.monotonic()
     # The deadline by the clock, which the process shares: its imports count.
@@ -180,7 +180,7 @@ def _run_phase(name: str, folder: Path, device: str, seconds: float) -> dict[str
 
 
 def _read_rows(rows: Path) -> list[Measurement]:
-    """The rows that were written completely."""
+    """Read the rows that were written completely."""
     measurements = []
     for line in rows.read_text().splitlines() if rows.exists() else ():
         try:
@@ -191,7 +191,7 @@ def _read_rows(rows: Path) -> list[Measurement]:
 
 
 def find_problems(results: dict[str, Any]) -> list[str]:
-    """Problems in the results: phases that failed, results that differ, measurements that raised errors."""
+    """List problems in the results: phases that failed, results that differ, measurements that raised errors."""
     wrong = [f"{name}: {phase['error']}" for name, phase in results["phases"].items() if "error" in phase]
     for name, phase in results["phases"].items():
         for row in phase["rows"]:
@@ -215,12 +215,12 @@ class Phase:
         self.on_gpu = self.device.type == "cuda"
 
     def put(self, **row: Any) -> None:
-        """Keep a row, at once."""
+        """Write a row at once."""
         with open(self.rows, "a") as file:
             file.write(json.dumps(row) + "\n")
 
     def attempt(self, measure: Callable[[], Measurement], *, brief: bool = False, **names: Any) -> None:
-        """One measurement as a row; if it fails, or there is no time, the row records that and the phase continues.
+        """Measure one row; if that fails, or there is no time, the row records it and the phase continues.
 
         brief: it compiles nothing, so it may begin as long as there is any time.
         """
@@ -239,7 +239,7 @@ class Phase:
             torch.cuda.empty_cache()
 
     def seconds(self, run: Callable[[], object], times: int) -> float:
-        """Seconds a run, over `times` runs that nothing waits between."""
+        """Measure the seconds of a run, over `times` runs without waits between them."""
         if not self.on_gpu:
             started = time.perf_counter()
             for _ in range(times):
@@ -255,12 +255,12 @@ class Phase:
         return start.elapsed_time(end) / 1e3 / times
 
     def draw(self, *shape: int) -> Tensor:
-        """Random token ids."""
+        """Draw random token ids."""
         return random_ids(self.sizes.vocab_size, *shape).to(self.device)
 
 
 def make_model(phase: Phase, layers: int, width: int, context: int) -> HeadwaterForCausalLM:
-    """A model with random weights, drawn on the device, since they do not affect speed."""
+    """Make a model with random weights, drawn on the device; weights do not affect speed."""
     config = HeadwaterConfig(**ModelShape(layers, width, phase.sizes.vocab_size).config(context))
     with torch.device("meta"):
         model = HeadwaterForCausalLM(config)
@@ -268,7 +268,7 @@ def make_model(phase: Phase, layers: int, width: int, context: int) -> Headwater
 
 
 def draw_weights(model: M, device: torch.device) -> M:
-    """A model without storage, on the device, with random weights drawn there."""
+    """Give a model without storage random weights, drawn on the device."""
     model.float().to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -281,7 +281,7 @@ def draw_weights(model: M, device: torch.device) -> M:
 
 
 def combine_mechanisms(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, dict]]:
-    """None, each mechanism alone, and together as many as can act in one model."""
+    """Combine mechanisms: none, each alone, and as many as can act in one model."""
     alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in names}
     together: dict[str, dict] = {}
     for name in names:
@@ -292,7 +292,7 @@ def combine_mechanisms(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict
 
 
 def environment(phase: Phase) -> None:
-    """Versions, the device, its data sheet, and its measured copies and matmuls."""
+    """Report versions, the device, its data sheet, and its measured copies and matmuls."""
     device, name = phase.device, describe_cpu()
     facts: Measurement = {
         "python": platform.python_version(),
@@ -326,14 +326,14 @@ def environment(phase: Phase) -> None:
 
 
 def measure_bandwidth(phase: Phase) -> float:
-    """Bytes/s of a long copy, which reads and writes each byte once."""
+    """Measure bytes/s of a long copy, which reads and writes each byte once."""
     source, target = (torch.ones(phase.sizes.copied // 4, device=phase.device) for _ in range(2))
     target.copy_(source)
     return 2 * source.nbytes / phase.seconds(lambda: target.copy_(source), 20)
 
 
 def correctness(phase: Phase) -> None:
-    """The contract on this device: cached = uncached, packed = separate, half precision near fp64, compiled = eager."""
+    """Check the contract on this device: cached = uncached, packed = separate, bf16 near fp64, compiled = eager."""
     mechanisms_by_name = combine_mechanisms()
     for name, options in mechanisms_by_name.items():
         phase.attempt(partial(_check_model, phase, options), brief=True, mechanisms=name)
@@ -390,7 +390,7 @@ def _check_model(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
 
 
 def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> Measurement:
-    """Tokens of a static cache, whose steps a GPU replays as a graph, against those without a cache."""
+    """Compare the tokens of a static cache, whose steps a GPU replays as a graph, with those without a cache."""
     model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device, torch.float64).eval()
     ids = random_ids(256, 2, 16).to(phase.device)
     mask = torch.ones_like(ids)
@@ -403,7 +403,7 @@ def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> M
 
 
 def _step_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    """Whether the host waits for the device within a training step; on a GPU, of packed rows."""
+    """Check that the host does not wait for the device within a training step; on a GPU, of packed rows."""
     model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device)
     ids = random_ids(256, 2, 48).to(phase.device)
     # On a CPU, reading position ids to choose a mask costs nothing, and is done.
@@ -412,7 +412,7 @@ def _step_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
 
 
 def _token_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    """The same of a step that decodes a token."""
+    """Check that the host does not wait for the device while it decodes a token."""
     model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device, torch.bfloat16).eval()
     ids = random_ids(256, 2, 16).to(phase.device)
     decoder = Decoder(model)
@@ -452,7 +452,7 @@ def _check_compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
 
 
 def _count_graphs() -> Measurement:
-    """Graphs and breaks since the last call."""
+    """Count graphs and breaks since the last call."""
     row = {
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),
@@ -464,7 +464,7 @@ def _count_graphs() -> Measurement:
 def _make_steps(
     phase: Phase, model: PreTrainedModel, ids: Tensor, extra: dict[str, Tensor] | None = None, whole_model: bool = False
 ) -> Callable[[], None]:
-    """Training steps in bf16, compiled: by block, or as a whole. extra: further inputs.
+    """Make training steps in bf16, compiled by block or as a whole. extra: further inputs.
 
     Output head and loss are compiled as one, so that no logits leave the graph.
     """
@@ -488,7 +488,7 @@ def _make_steps(
 
 
 def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: int) -> Measurement:
-    """Speed of training steps. flops: of one step."""
+    """Time training steps. flops: of one step."""
     _count_graphs()
     started = time.perf_counter()
     for _ in range(phase.sizes.warm):
@@ -515,10 +515,9 @@ KERNELS = {
 
 
 def _time_shares(phase: Phase, step: Callable[[], None], steps: int = 3) -> Measurement:
-    """Shares of the time of some steps: in which the device runs no kernel, and by kinds of kernels; of a GPU's, since
-    a CPU's have other names.
+    """Measure shares of the time of some steps: without any kernel, and by kinds of kernels (a GPU's names).
 
-    What was timed before is kept if the profiler fails: it says so, or there are no shares.
+    If the profiler fails, the row says so and keeps what was timed before.
     """
     wait = torch.cuda.synchronize if phase.on_gpu else lambda: None
     activities = [ProfilerActivity.CUDA if phase.on_gpu else ProfilerActivity.CPU]
@@ -544,7 +543,7 @@ def _time_shares(phase: Phase, step: Callable[[], None], steps: int = 3) -> Meas
 
 
 def training(phase: Phase) -> None:
-    """Training steps at commonly published sizes, compiled by block and as a whole, and Llama's for comparison."""
+    """Time training steps at commonly published sizes, compiled by block and as a whole, and Llama's for comparison."""
     sizes, context = phase.sizes, phase.sizes.context
 
     def measure(shape: tuple[int, int, int], whole_model: bool = False, llama: bool = False) -> Measurement:
@@ -565,7 +564,7 @@ def training(phase: Phase) -> None:
 
 
 def packing(phase: Phase) -> None:
-    """Rows of one document, and of several, by a mask, by its blocks, and document by document."""
+    """Time rows of one document, and of several, by a mask, by its blocks, and document by document."""
     layers, width, _ = next(iter(phase.sizes.training.values()))
 
     def measure(context: int, rows: int, attention: str, packed: bool) -> Measurement:
@@ -592,7 +591,7 @@ def packing(phase: Phase) -> None:
 
 
 def _pack_documents(rows: int, context: int, device: torch.device) -> dict[str, Tensor]:
-    """Three documents in each row."""
+    """Make positions and borders of three documents in each row."""
     positions = (torch.arange(context) % max(1, context // 3 + 1))[None].expand(rows, -1)
     borders = make_cu_seq_lens(positions)
     assert borders is not None
@@ -601,7 +600,7 @@ def _pack_documents(rows: int, context: int, device: torch.device) -> dict[str, 
 
 @torch.no_grad()
 def _unlike_mask(phase: Phase, model: HeadwaterForCausalLM, ids: Tensor) -> Measurement:
-    """How far the hidden states of a packed row, in bf16, are from those under a mask."""
+    """Measure how far the hidden states of a packed row, in bf16, are from those under a mask."""
     rows, context = ids.shape
     documents = _pack_documents(rows, context, phase.device)
     states = []
@@ -614,7 +613,7 @@ def _unlike_mask(phase: Phase, model: HeadwaterForCausalLM, ids: Tensor) -> Meas
 
 
 def mechanisms(phase: Phase) -> None:
-    """A training step with each mechanism over one without it, in turn; first all of the preset's."""
+    """Time a training step with each mechanism over one without it, in turn; first all of the preset's."""
     layers, width, rows = phase.sizes.mechanisms
     shape = StepShape(layers, width, phase.sizes.vocab_size, phase.sizes.context)
 
@@ -637,7 +636,7 @@ def mechanisms(phase: Phase) -> None:
     mechanisms_by_name[RECOMMENDED] = PRESETS[RECOMMENDED].fields["mechanisms"]
 
     def order(name: str) -> tuple[bool, int]:
-        """How many graphs they have at least decides last: one for each number of inputs."""
+        """Sort the preset first, then by the least number of graphs: one for each number of inputs."""
         try:
             config = HeadwaterConfig(num_hidden_layers=layers, mechanisms=mechanisms_by_name[name])
             graphs = len({len(plan.reads) for plan in plan_layers(config)})
@@ -698,7 +697,7 @@ PHASES = {phase.__name__: phase for phase in (environment, correctness, training
 
 
 def run_main(name: str, rows: str, device: str, deadline: str) -> None:
-    """One phase, in the process that `bench_gpu` starts for it. deadline: by `time.time`."""
+    """Run a phase in the process that `bench_gpu` starts for it. deadline: by `time.time`."""
     transformers.logging.set_verbosity_error()
     if torch.device(device).index is not None:
         torch.cuda.set_device(device)  # events, waits and peaks of memory are those of the current device

@@ -240,8 +240,8 @@ def _print_benchmark(benchmark: Benchmark) -> None:
     table = lined(*columns, left=columns[:1], title=benchmark.title)
     for row in benchmark.rows:
         table.add_row(*(row.get(column, "") for column in columns))
-    for part in (table, *benchmark.notes.splitlines()):
-        say(part)
+    for text in (table, *benchmark.notes.splitlines()):
+        say(text)
 
 
 def _describe_rate(rate: Rate) -> str:

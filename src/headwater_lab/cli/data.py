@@ -138,7 +138,7 @@ def train_tokenizer(
 
 
 def _describe_skipped(skipped: Skipped) -> str:
-    """What of the source is not in the shards."""
+    """List what was left out of the shards."""
     return (
         f"skipped: {skipped.empty:,} empty documents, {skipped.none:,} rows without text, {skipped.files:,} files "
         "that are not UTF-8 text" + (f": {', '.join(skipped.names)}" if skipped.names else "")
@@ -146,7 +146,7 @@ def _describe_skipped(skipped: Skipped) -> str:
 
 
 def _show_progress(report: ProgressReport, begun: float, documents: int, size: int, tokens: int = 0) -> None:
-    """Show how much of a source is read; a stream has no known end."""
+    """Show how much of a source has been read; a stream has no known end."""
     info = f"{size / 1e6:,.1f} MB"
     if tokens:
         info += f", {tokens:,} tokens, {tokens / (time.monotonic() - begun):,.0f} tokens/s"

@@ -41,7 +41,7 @@ NUMBERS = ("layers", "width", "heads", "kv_heads", "parameters", "guess")
 
 
 def _write_value(value: Any) -> str:
-    """A cell of a table."""
+    """Write a cell of a table."""
     if isinstance(value, float):
         return f"{value:.3f}"
     if isinstance(value, int):

@@ -75,16 +75,16 @@ def show_initialization(configs: Sequence[str], *, vocab_size: VocabSize | None 
         check_memory(config)
     measured = {name: init_diagnostics(model_class(config)(config)) for name, config in by_name.items()}
     contents = {name: [asdict(row) | {"ratio": row.ratio} for row in rows] for name, rows in measured.items()}
-    parts: list[Any] = []
+    tables: list[Any] = []
     for name, rows in measured.items():
         titles = ("layer", "sub-layer", "output rms", "stream rms", "output/stream", "cosine", "constant")
         table = lined(*titles, left=("sub-layer",), title=f"{name} at initialization")
         for row in rows:
             numbers = (f"{row.output:.3g}", f"{row.stream:.3g}", f"{row.ratio:.2f}", f"{row.cosine:.2f}")
             table.add_row(str(row.layer), row.name, *numbers, f"{row.constant:.0%}")
-        parts += [part for part in (table, drowning(rows)) if part is not None]
-    parts.append(
+        tables += filter(None, (table, drowning(rows)))
+    tables.append(
         "cosine: between a sub-layer's input and the token's own embedding. constant: share of the output that is "
         "one vector, the same for all tokens. 8 rows of 128 random tokens, or 8 images of noise."
     )
-    print_result(contents, parts, json)
+    print_result(contents, tables, json)

@@ -89,7 +89,7 @@ def reproduce_table(
 
 
 def _check_table(name: str, scale: ScaleOption, refuse_training: Callable[..., None]) -> bool:
-    """Whether a table is run at this scale; says why if not. Refuses the options that it does not read."""
+    """Check whether a table is run at this scale, and say why not. Refuses options that it does not read."""
     from headwater_lab.papers.table import SCALES, find_table
 
     table = find_table(name)
@@ -122,4 +122,4 @@ def _judge_records(records: Path, names: Sequence[str], scale: ScaleOption) -> N
             stdout.print(renderable)
         stdout.print()
     if reproduction is None:
-        raise HeadwaterError(f"{str(records)!r} has no run of these tables at {scale} scale with their settings.")
+        raise HeadwaterError(f"{str(records)!r} has no run of these tables at {scale} scale with these settings.")

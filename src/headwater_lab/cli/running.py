@@ -161,7 +161,7 @@ def serve_model(checkpoint: CheckpointPath, *, engine: Literal["transformers", "
 
 
 def _find_text_checkpoint(checkpoint: Path) -> Path:
-    """The newest checkpoint of a run. Raises `HeadwaterError` if it cannot answer text."""
+    """Find the newest checkpoint of a run. Raises `HeadwaterError` if it cannot answer text."""
     from headwater_lab.data.tokenizer_files import has_tokenizer
     from headwater_lab.training.checkpoints import check, newest_checkpoint
 

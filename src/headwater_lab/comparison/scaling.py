@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -109,51 +110,25 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
 
     Raises `HeadwaterError` where too few sizes differ in parameters or tokens, or runs have no loss.
     """
-    runs = [r for r in records if r.experiment and r.experiment.size and r.status == "finished" and r.held_out]
+    runs = [run for run in records if run.status == "finished" and run.held_out and _size_of(run)]
     baseline = runs[0].experiment.baseline if runs and runs[0].experiment else ""
     of_baseline = [run for run in runs if arm_of(run) == baseline]
-    sizes = list(dict.fromkeys(_size_of(run) for run in of_baseline))
+    sizes = list(dict.fromkeys(map(_size_of, of_baseline)))
     if len(sizes) < LEAST_SIZES:
         return None
     axis, metric = _find_axis(of_baseline), _choose_metric(runs)
-    points = _read_points(runs, sizes, axis, metric)
-    arms = [arm for arm, by_trial in points.items() if {size for size, _ in by_trial} == set(sizes)]
-    seeds = sorted(
-        seed
-        for seed in {seed for arm in arms for _, seed in points[arm]}
-        if all((size, seed) in points[arm] for arm in arms for size in sizes)
-    )
-    if baseline not in arms or not seeds:
+    arms, n, losses = _stack_losses(_read_points(runs, sizes, axis, metric), sizes)
+    if baseline not in arms or not losses.size:
         return None
     base = arms.index(baseline)
-    cells = [[[points[arm][size, seed] for seed in seeds] for size in sizes] for arm in arms]
-    n, losses = np.moveaxis(np.array(cells), -1, 0)
     if (distinct := len(set(n.mean(2)[base]))) < LEAST_SIZES:
         raise HeadwaterError(
             f"A law needs {LEAST_SIZES} sizes with different {axis}, and these have {distinct}; add one."
         )
-    over = n if axis == "parameters" else np.broadcast_to(n[base], n.shape)
-    samples = [(n, over, losses)]
-    if len(seeds) > 1:
-        samples += [tuple(np.delete(values, left_out, 2) for values in samples[0]) for left_out in range(len(seeds))]
-    fits = [_FittedLaws(base, *(values.mean(2) for values in sample)) for sample in samples]
-    return Scaling(
-        axis,
-        metric,
-        baseline,
-        {
-            arm: list(zip(fits[0].n[row].tolist(), fits[0].losses[row].tolist(), strict=True))
-            for row, arm in enumerate(arms)
-        },
-        [_estimate_law(arm, row, fits) for row, arm in enumerate(arms)],
-        [
-            _estimate_equal(arm, size, (row, column), base, fits)
-            for row, arm in enumerate(arms)
-            for column, size in enumerate(sizes)
-            if row != base
-        ],
-        runs[0].unit,
-    )
+    fits = _fit_samples(base, n, n if axis == "parameters" else np.broadcast_to(n[base], n.shape), losses)
+    laws = [_estimate_law(arm, row, fits) for row, arm in enumerate(arms)]
+    points = dict(zip(arms, fits[0].list_points(), strict=True))
+    return Scaling(axis, metric, baseline, points, laws, _estimate_equals(arms, sizes, base, fits), runs[0].unit)
 
 
 def _read_points(
@@ -168,6 +143,28 @@ def _read_points(
     return points
 
 
+def _stack_losses(
+    points: dict[str, dict[tuple[str, int], tuple[float, float]]], sizes: Sequence[str]
+) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Stack N and losses, [arms, sizes, seeds] each, of the arms that have all sizes, with the seeds that all have."""
+    arms = [arm for arm, by_trial in points.items() if {size for size, _ in by_trial} == set(sizes)]
+    trials = [points[arm].keys() for arm in arms]
+    seeds = sorted({seed for keys in trials for _, seed in keys})
+    seeds = [seed for seed in seeds if all((size, seed) in keys for keys in trials for size in sizes)]
+    cells = np.array([[[points[arm][size, seed] for seed in seeds] for size in sizes] for arm in arms])
+    n, losses = np.moveaxis(cells.reshape(len(arms), len(sizes), len(seeds), 2), -1, 0)
+    return arms, n, losses
+
+
+def _fit_samples(base: int, *values: np.ndarray) -> list[_FittedLaws]:
+    """Fit all laws to all seeds, then without each of them. values: n, over and losses, [arms, sizes, seeds]."""
+    seeds = values[0].shape[2]
+    samples = [values]
+    if seeds > 1:
+        samples += [tuple(np.delete(value, left_out, 2) for value in values) for left_out in range(seeds)]
+    return [_FittedLaws(base, *(value.mean(2) for value in sample)) for sample in samples]
+
+
 class _FittedLaws:
     """The laws of all arms, with the baseline at index `base`.
 
@@ -179,6 +176,10 @@ class _FittedLaws:
         self.n, self.over, self.losses = n, over, losses
         self.laws = [fit_law(*row) for row in zip(n, losses, strict=True)]
         self.ratios = np.array([[invert_law(self.laws[base], loss) for loss in row] for row in losses]) / over
+
+    def list_points(self) -> list[list[tuple[float, float]]]:
+        """List (N, loss) of each arm at each size."""
+        return [list(zip(*row, strict=True)) for row in zip(self.n.tolist(), self.losses.tolist(), strict=True)]
 
 
 def _estimate_law(arm: str, row: int, fits: Sequence[_FittedLaws]) -> Law:
@@ -194,13 +195,18 @@ def _estimate_law(arm: str, row: int, fits: Sequence[_FittedLaws]) -> Law:
     )
 
 
-def _estimate_equal(arm: str, size: str, cell: tuple[int, int], base: int, fits: Sequence[_FittedLaws]) -> Equal:
-    """Estimate the baseline that equals an arm at a size. cell: their indices in the fits."""
-    ratio = _jackknife(np.array([fit.ratios[cell] for fit in fits]), logarithmic=True)
-    interval = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
-    needed, trained = ratio.value * fits[0].over[cell], fits[0].n[base]
-    inside = bool(trained.min() <= needed <= trained.max())
-    return Equal(arm, size, Estimate(ratio.value - 1, interval, ratio.error, ratio.freedom), inside)
+def _estimate_equals(arms: Sequence[str], sizes: Sequence[str], base: int, fits: Sequence[_FittedLaws]) -> list[Equal]:
+    """Estimate the baseline that equals each other arm at each size."""
+    equals = []
+    for row, column in product(range(len(arms)), range(len(sizes))):
+        if row == base:
+            continue
+        ratio = _jackknife(np.array([fit.ratios[row, column] for fit in fits]), logarithmic=True)
+        interval = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
+        needed, trained = ratio.value * fits[0].over[row, column], fits[0].n[base]
+        more = Estimate(ratio.value - 1, interval, ratio.error, ratio.freedom)
+        equals.append(Equal(arms[row], sizes[column], more, bool(trained.min() <= needed <= trained.max())))
+    return equals
 
 
 def _jackknife(values: np.ndarray, logarithmic: bool = False, exp: bool = False) -> Estimate:

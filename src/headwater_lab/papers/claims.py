@@ -73,21 +73,21 @@ LUCKY = "a run diverged, and the mean of the others is meaningless"
 class Evidence:
     """A number that a claim is about; without an estimate, `why` says why there is none.
 
-    what: the number in words; region: where it must lie for the claim to replicate; size: its number of seeds.
+    label: the number in words; region: where it must lie for the claim to replicate; size: its number of seeds.
     p: the smallest level at which the interval lies on one side of the borders; None: it never does.
-    interval: of confidence 1 - level; None if unbounded. more: seeds still needed to settle it.
+    interval: of confidence 1 - level; None if unbounded. count_missing: seeds still needed to settle it.
     why: why it is inconclusive, if that is clear before any test. counted: the number is exact, as parameters are.
     """
 
     why: str = ""
     kind: EvidenceKind = "mean"
-    what: str = ""
+    label: str = ""
     region: Interval = ABOVE_ZERO
     estimate: float | None = None
     size: int = 0
     p: float | None = None
     interval: Callable[[float], Interval | None] = lambda level: None
-    more: Callable[[float], int | None] = lambda level: None
+    count_missing: Callable[[float], int | None] = lambda level: None
     counted: bool = False
 
 
@@ -114,7 +114,7 @@ def mean_evidence(
         result,
         p=_p_of_t(mean, error, size - 1, region),
         interval=lambda level: t_interval(mean, error, size - 1, level),
-        more=lambda level: more_pairs(effects, size, level),
+        count_missing=lambda level: more_pairs(effects, size, level),
     )
 
 
@@ -190,7 +190,7 @@ def judge_claims(claims: Sequence[Claim], runs: Runs) -> list[Judged]:
     """Judge a table's claims. Claims about arms that this scale does not train are inconclusive."""
     evidence = [_find_evidence(claim, runs) for claim in claims]
     levels = holm_levels([number.p for number in evidence])
-    judged = [_judge_claim(*each) for each in zip(claims, evidence, levels, strict=True)]
+    judged = [_judge_claim(*judging) for judging in zip(claims, evidence, levels, strict=True)]
     return [
         replace(judgement, why="; ".join(filter(None, (judgement.why, _list_incomparable(claim, runs)))))
         for claim, judgement in zip(claims, judged, strict=True)
@@ -226,12 +226,12 @@ def _judge_claim(claim: Claim, evidence: Evidence, level: float) -> Judged:
     if evidence.kind == "more":  # told as a share more
         estimate = estimate and _bounded_expm1(estimate)
         interval = interval and (_bounded_expm1(interval[0]), _bounded_expm1(interval[1]))
-    more_seeds = evidence.more(level) if verdict == "inconclusive" else None
+    more_seeds = evidence.count_missing(level) if verdict == "inconclusive" else None
     return Judged(
         says=claim.says,
         verdict=verdict,
         why=why,
-        what=evidence.what,
+        what=evidence.label,
         kind=evidence.kind,
         estimate=estimate,
         interval=interval,

@@ -47,7 +47,7 @@ def count_map_parameters(config: HeadwaterConfig) -> int:
     with torch.device("meta"):
         model = HeadwaterForCausalLM(config)
     left_out = ("norm", "embed", "lm_head")
-    return sum(p.numel() for name, p in model.named_parameters() if not any(part in name for part in left_out))
+    return sum(p.numel() for name, p in model.named_parameters() if not any(word in name for word in left_out))
 
 
 def make_transformer_like(config: HeadwaterConfig) -> HeadwaterConfig:
