@@ -58,10 +58,9 @@ M = TypeVar("M", bound=PreTrainedModel)
 SHARES = {
     "environment": 0.05,
     "correctness": 0.21,
-    "training": 0.30,
-    "mechanisms": 0.20,
-    "decoding": 0.24,
-    "packing": 0.14,
+    "training": 0.32,
+    "mechanisms": 0.22,
+    "decoding": 0.26,
 }
 BUDGET = 540.0
 ROWS, LOG = "rows.jsonl", "log"
@@ -81,7 +80,6 @@ class Sizes(NamedTuple):
 
     training: dict[str, tuple[int, int, int]] = {"124M": (12, 768, 64), "350M": (24, 1024, 32)}
     context: int = 1024
-    packing: dict[int, int] = {1024: 32, 4096: 8}  # context -> rows
     mechanisms: tuple[int, int, int] = (12, 768, 32)
     decoding: dict[str, tuple[int, int]] = {"1.5B": (28, 2048), "124M": (12, 768)}  # layers, width
     batches: tuple[int, ...] = (1, 64)
@@ -99,7 +97,6 @@ ON_GPU = Sizes()
 ON_CPU = Sizes(
     training={"tiny": (2, 64, 2)},
     context=32,
-    packing={32: 2},
     mechanisms=(4, 64, 2),
     decoding={"tiny": (2, 64)},
     batches=(2,),
@@ -258,6 +255,10 @@ class Phase:
         """Draw random token ids."""
         return random_ids(self.sizes.vocab_size, *shape).to(self.device)
 
+    def draw_small(self, length: int) -> Tensor:
+        """Draw two rows of random token ids for a small model."""
+        return random_ids(256, 2, length).to(self.device)
+
 
 def make_model(phase: Phase, layers: int, width: int, context: int) -> HeadwaterForCausalLM:
     """Make a model with random weights, drawn on the device; weights do not affect speed."""
@@ -343,6 +344,7 @@ def correctness(phase: Phase) -> None:
     for name in extremes:
         measure = partial(_token_waits, phase, mechanisms_by_name[name])
         phase.attempt(measure, brief=True, waits=f"decoding step, {name}")
+        phase.attempt(partial(_check_varlen, phase, mechanisms_by_name[name]), brief=True, packed=name)
 
     # Compilation takes most of the time: that of as many mechanisms as fit, a minute or more.
     def compiled(name: str) -> None:
@@ -355,6 +357,10 @@ def correctness(phase: Phase) -> None:
         compiled(name)
         phase.attempt(partial(_step_waits, phase, mechanisms_by_name[name]), waits=f"training step, {name}")
         phase.attempt(partial(_same_tokens, phase, mechanisms_by_name[name], True), tokens=f"{name}, compiled")
+
+
+def _make_small(phase: Phase, mechanisms: dict[str, dict], dtype: torch.dtype = torch.float32) -> HeadwaterForCausalLM:
+    return HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device, dtype).eval()
 
 
 def _small_config(mechanisms: dict[str, dict]) -> HeadwaterConfig:
@@ -371,11 +377,9 @@ def _small_config(mechanisms: dict[str, dict]) -> HeadwaterConfig:
 
 @torch.no_grad()
 def _check_model(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    config = _small_config(mechanisms)
-    model = HeadwaterForCausalLM(config).to(phase.device, torch.float64).eval()
-    ids = random_ids(256, 2, 48).to(phase.device)
+    model, ids = _make_small(phase, mechanisms, torch.float64), phase.draw_small(48)
     uncached = model(ids, use_cache=False).logits
-    cache, chunks = DynamicCache(config=config), []
+    cache, chunks = DynamicCache(config=model.config), []
     for chunk in ids.split([40, *[1] * 8], dim=1):
         chunks.append(model(chunk, past_key_values=cache).logits)
     cached = float((torch.cat(chunks, 1) - uncached).abs().max())
@@ -389,10 +393,22 @@ def _check_model(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     return {"cached - whole": cached, "packed - apart": apart, "bf16, rms": near, "outcome": "ok" if fine else WRONG}
 
 
+@torch.no_grad()
+def _check_varlen(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    """Compare the hidden states of packed rows in bf16, document by document (varlen), with those under a mask."""
+    model = _make_small(phase, mechanisms)
+    ids, documents, states = phase.draw_small(48), _pack_documents(2, 48, phase.device), []
+    with Precision.BF16_MIXED.autocast(phase.device.type):
+        for attention in ("sdpa", VARLEN):
+            model.set_attn_implementation(attention)
+            states.append(model.model(ids, use_cache=False, **documents).last_hidden_state.double())
+    apart = float((states[1] - states[0]).square().mean().sqrt() / states[0].square().mean().sqrt())
+    return {"from the mask, rms": apart, "outcome": "ok" if apart < 2e-2 else WRONG}
+
+
 def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> Measurement:
     """Compare the tokens of a static cache, whose steps a GPU replays as a graph, with those without a cache."""
-    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device, torch.float64).eval()
-    ids = random_ids(256, 2, 16).to(phase.device)
+    model, ids = _make_small(phase, mechanisms, torch.float64), phase.draw_small(16)
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     static = Decoder(model, compiled, phase.sizes.backend)(ids, mask, max_new_tokens=12)
@@ -404,8 +420,7 @@ def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> M
 
 def _step_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     """Check that the host does not wait for the device within a training step; on a GPU, of packed rows."""
-    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device)
-    ids = random_ids(256, 2, 48).to(phase.device)
+    model, ids = _make_small(phase, mechanisms).train(), phase.draw_small(48)
     # On a CPU, reading position ids to choose a mask costs nothing, and is done.
     inputs = {"position_ids": _pack_documents(2, 48, phase.device)["position_ids"]} if phase.on_gpu else None
     return _find_waits(phase, _make_steps(phase, model, ids, inputs))
@@ -413,10 +428,8 @@ def _step_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
 
 def _token_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     """Check that the host does not wait for the device while it decodes a token."""
-    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device, torch.bfloat16).eval()
-    ids = random_ids(256, 2, 16).to(phase.device)
-    decoder = Decoder(model)
-    decoder(ids, max_new_tokens=8)
+    decoder = Decoder(_make_small(phase, mechanisms, torch.bfloat16))
+    decoder(phase.draw_small(16), max_new_tokens=8)
     assert decoder.held is not None
     with torch.no_grad():
         return _find_waits(phase, decoder.held.advance)
@@ -434,8 +447,7 @@ def _find_waits(phase: Phase, step: Callable[[], None]) -> Measurement:
 
 
 def _check_compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device).train()
-    ids = random_ids(256, 2, 64).to(phase.device)
+    model, ids = _make_small(phase, mechanisms).train(), phase.draw_small(64)
 
     def gradients() -> Tensor:
         model.zero_grad()
@@ -563,53 +575,12 @@ def training(phase: Phase) -> None:
     phase.attempt(partial(measure, shape, whole_model=True), model=smallest, compiled="whole")
 
 
-def packing(phase: Phase) -> None:
-    """Time rows of one document, and of several, by a mask, by its blocks, and document by document."""
-    layers, width, _ = next(iter(phase.sizes.training.values()))
-
-    def measure(context: int, rows: int, attention: str, packed: bool) -> Measurement:
-        model = make_model(phase, layers, width, context)
-        model.set_attn_implementation(attention)
-        ids = phase.draw(rows, context)
-        flops = cost.training_flops(model.config, context) * ids.numel()
-        if not packed:
-            return _timed_steps(phase, _make_steps(phase, model, ids), flops, ids.numel())
-        documents = _pack_documents(rows, context, phase.device)
-        row: Measurement = {}
-        if attention == VARLEN:
-            row = _unlike_mask(phase, model, ids[:1])
-        else:
-            del documents["cu_seq_lens_q"]
-        return row | _timed_steps(phase, _make_steps(phase, model, ids, documents), flops, ids.numel())
-
-    for context, rows in phase.sizes.packing.items():
-        kinds = {"one document": ("sdpa", False), "packed, mask": ("sdpa", True), "packed, varlen": (VARLEN, True)}
-        if phase.on_gpu:  # on a CPU it has no backward pass
-            kinds["packed, flex"] = ("flex_attention", True)
-        for name, (attention, packed) in kinds.items():
-            phase.attempt(partial(measure, context, rows, attention, packed), context=context, rows=name)
-
-
 def _pack_documents(rows: int, context: int, device: torch.device) -> dict[str, Tensor]:
     """Make positions and borders of three documents in each row."""
     positions = (torch.arange(context) % max(1, context // 3 + 1))[None].expand(rows, -1)
     borders = make_cu_seq_lens(positions)
     assert borders is not None
     return {"position_ids": positions.to(device), "cu_seq_lens_q": borders.to(device)}
-
-
-@torch.no_grad()
-def _unlike_mask(phase: Phase, model: HeadwaterForCausalLM, ids: Tensor) -> Measurement:
-    """Measure how far the hidden states of a packed row, in bf16, are from those under a mask."""
-    rows, context = ids.shape
-    documents = _pack_documents(rows, context, phase.device)
-    states = []
-    with Precision.BF16_MIXED.autocast(ids.device.type):
-        for attention in ("sdpa", VARLEN):
-            model.set_attn_implementation(attention)
-            states.append(model.model(ids, use_cache=False, **documents).last_hidden_state.double())
-    apart = float((states[1] - states[0]).square().mean().sqrt() / states[0].square().mean().sqrt())
-    return {"from the mask, rms": apart, "outcome": "ok" if apart < 2e-2 else WRONG}
 
 
 def mechanisms(phase: Phase) -> None:
@@ -693,7 +664,7 @@ def decoding(phase: Phase) -> None:
         )
 
 
-PHASES = {phase.__name__: phase for phase in (environment, correctness, training, mechanisms, decoding, packing)}
+PHASES = {phase.__name__: phase for phase in (environment, correctness, training, mechanisms, decoding)}
 
 
 def run_main(name: str, rows: str, device: str, deadline: str) -> None:

@@ -135,7 +135,7 @@ def bench_gpu(
     only: Sequence[str] = (),
     device: DeviceName = "auto",
 ) -> None:
-    """Measure headwater on a GPU: correctness, training speed, packing, mechanisms, decoding. Takes nine minutes.
+    """Measure headwater on a GPU: correctness, training speed, mechanisms, decoding. Takes nine minutes.
 
     Writes gpu.json after every phase, so an interrupted run keeps its results. Without a GPU the sizes are
     tiny, which checks the command but measures nothing.
