@@ -30,7 +30,7 @@ LEAST_SIZES = 3
 class Estimate:
     """A number and its interval (95 %, see `fit_scaling`); None with one seed, and if a number is not finite.
 
-    error: its standard error, of the logarithm for what cannot be below 0; freedom: degrees of freedom of its t.
+    error: the standard error of its logarithm; freedom: degrees of freedom of its t.
     """
 
     value: float
@@ -44,9 +44,9 @@ class Law:
     """A fitted law; error: root mean square of the residuals."""
 
     arm: str
-    e: Estimate
-    a: Estimate
-    exponent: Estimate
+    e: float
+    a: float
+    exponent: float
     error: float
 
 
@@ -98,10 +98,10 @@ class Scaling:
 def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
     """Fit every arm's losses against its size, from finished trials.
 
-    The law is fitted to the mean over seeds at each size (least squares; each size counts alike). Intervals: each seed
-    is left out in turn, at all sizes and in all arms, and everything is fitted again (the jackknife), with Student's t
-    for that number of seeds; on a logarithmic scale for what cannot be below 0. They cover the
-    seeds, not the law's form: with as many sizes as constants it passes through all points.
+    The law is fitted to the mean over seeds at each size (least squares; each size counts alike). Intervals of equal
+    sizes: each seed is left out in turn, at all sizes and in all arms, and everything is fitted again (the jackknife of
+    the logarithm), with Student's t for that number of seeds. They cover the seeds, not the law's form: with as many
+    sizes as constants it passes through all points.
 
     Sizes are those of the baseline; arms that lack one are left out, and so are seeds that not all arms have at all
     sizes. None if there are fewer sizes than constants, or no seed is left.
@@ -126,7 +126,7 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
             f"A law needs {LEAST_SIZES} sizes with different {axis}, and these have {distinct}; add one."
         )
     fits = _fit_samples(base, n, n if axis == "parameters" else np.broadcast_to(n[base], n.shape), losses)
-    laws = [_estimate_law(arm, row, fits) for row, arm in enumerate(arms)]
+    laws = fits[0].describe_laws(arms)
     points = dict(zip(arms, fits[0].list_points(), strict=True))
     return Scaling(axis, metric, baseline, points, laws, _estimate_equals(arms, sizes, base, fits), runs[0].unit)
 
@@ -177,22 +177,17 @@ class _FittedLaws:
         self.laws = [fit_law(*row) for row in zip(n, losses, strict=True)]
         self.ratios = np.array([[invert_law(self.laws[base], loss) for loss in row] for row in losses]) / over
 
+    def describe_laws(self, arms: Sequence[str]) -> list[Law]:
+        """Describe the law of each arm."""
+        laws = []
+        for arm, law, n, losses in zip(arms, self.laws, self.n, self.losses, strict=True):
+            error = float(np.sqrt(np.mean((evaluate_law(law, n) - losses) ** 2)))
+            laws.append(Law(arm, float(law[0]), math.exp(law[1]), float(law[2]), error))
+        return laws
+
     def list_points(self) -> list[list[tuple[float, float]]]:
         """List (N, loss) of each arm at each size."""
         return [list(zip(*row, strict=True)) for row in zip(self.n.tolist(), self.losses.tolist(), strict=True)]
-
-
-def _estimate_law(arm: str, row: int, fits: Sequence[_FittedLaws]) -> Law:
-    """Estimate an arm's law. fits: to all seeds, then without each of them."""
-    e, log_a, exponents = np.array([fit.laws[row] for fit in fits]).T
-    residuals = evaluate_law(fits[0].laws[row], fits[0].n[row]) - fits[0].losses[row]
-    return Law(
-        arm,
-        _jackknife(e) if e[0] else Estimate(0.0, None),  # at its bound, where the jackknife does not hold
-        _jackknife(log_a, exp=True),
-        _jackknife(exponents, logarithmic=True),
-        float(np.sqrt(np.mean(residuals**2))),
-    )
 
 
 def _estimate_equals(arms: Sequence[str], sizes: Sequence[str], base: int, fits: Sequence[_FittedLaws]) -> list[Equal]:
@@ -201,7 +196,7 @@ def _estimate_equals(arms: Sequence[str], sizes: Sequence[str], base: int, fits:
     for row, column in product(range(len(arms)), range(len(sizes))):
         if row == base:
             continue
-        ratio = _jackknife(np.array([fit.ratios[row, column] for fit in fits]), logarithmic=True)
+        ratio = _jackknife(np.array([fit.ratios[row, column] for fit in fits]))
         interval = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
         needed, trained = ratio.value * fits[0].over[row, column], fits[0].n[base]
         more = Estimate(ratio.value - 1, interval, ratio.error, ratio.freedom)
@@ -209,21 +204,17 @@ def _estimate_equals(arms: Sequence[str], sizes: Sequence[str], base: int, fits:
     return equals
 
 
-def _jackknife(values: np.ndarray, logarithmic: bool = False, exp: bool = False) -> Estimate:
-    """Estimate a number by the jackknife. values: by all seeds, then with each of them left out.
-
-    logarithmic: of a positive number, by its logarithm. exp: the values are logarithms.
-    """
+def _jackknife(values: np.ndarray) -> Estimate:
+    """Estimate a positive number, by its logarithm. values: by all seeds, then with each of them left out."""
     with np.errstate(divide="ignore", over="ignore"):
-        center, *again = np.log(values) if logarithmic else values
-        result = float(np.exp(center)) if logarithmic or exp else float(center)
+        center, *again = np.log(values)
+        result = float(np.exp(center))
         if len(again) < 2 or not (np.isfinite(center) and np.isfinite(again).all()):
             return Estimate(result, None)
         count = len(again)
         error = math.sqrt((count - 1) / count * float(np.sum((again - np.mean(again)) ** 2)))
         half = float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
-        ends = np.array([center - half, center + half])
-        low, high = np.exp(ends) if logarithmic or exp else ends
+        low, high = np.exp([center - half, center + half])
     return Estimate(result, (float(low), float(high)), error, count - 1)
 
 
