@@ -61,7 +61,7 @@ def bench_decode(
     vanilla, rows = runs[VANILLA], []
     for name, generations in runs.items():
         config = models[VANILLA if name == LLAMA else name].config
-        firsts, seconds = ([generation[field] for generation in generations] for field in (0, 1))
+        firsts, seconds = (list(times) for times in zip(*(run[:2] for run in generations), strict=True))
         second, cache_size = statistics.median(seconds), generations[-1].cache_bytes
         size = dtype.itemsize * cost.weights_read(config)
         size += shape.batch_size * cost.cache_bytes_read(config, shape.context + shape.tokens // 2, dtype.itemsize)

@@ -167,8 +167,12 @@ def _make_passes(
             name: value.to(device, dtype if value.is_floating_point() else None) if isinstance(value, Tensor) else value
             for name, value in inputs.items()
         }
-        passes.append((model, lambda model=model, moved=moved: model(**moved).loss))
+        passes.append((model, partial(_compute_loss, model, moved)))
     return passes
+
+
+def _compute_loss(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
+    return model(**inputs).loss
 
 
 def training_step(model: PreTrainedModel, loss: Callable[[], Tensor], precision: Precision) -> Callable[[], None]:

@@ -54,7 +54,8 @@ def check_earlier_runs(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
     """
     section = recipe.compare
     assert section is not None
-    plan, sizes = make_plan(section), [*section.sizes] or [None]
+    plan = make_plan(section)
+    sizes: list[str | None] = [*section.sizes] or [None]
     for record, folder in runs:
         experiment = _read_experiment(record)
         if experiment.arm not in section.arms or experiment.size not in sizes:
