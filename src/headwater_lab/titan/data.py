@@ -43,7 +43,7 @@ class RecipeLoader(BaseDataLoader):
                 f"{local_batch_size} rows each; change training.local_batch_size."
             )
         self.share, self.positions = Share(dp_rank, dp_world_size), config.positions
-        self.row = self.step = 0  # the first row of the recipe's batch, and the local batch of it that comes next
+        self.row = self.batch_index = 0  # first row of the recipe's batch, and its next local batch
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """Yield ids, with positions where documents start inside a row, and labels: [rows of this process, T] each."""
@@ -54,9 +54,9 @@ class RecipeLoader(BaseDataLoader):
                     "mechanisms do not; train this recipe with `headwater train`."
                 )
             batches = self.rows // self.share.world // self.local
-            while self.step < batches:
-                rows = slice(self.step * self.local, (self.step + 1) * self.local)
-                self.step += 1
+            while self.batch_index < batches:
+                rows = slice(self.batch_index * self.local, (self.batch_index + 1) * self.local)
+                self.batch_index += 1
                 ids = batch["input_ids"][rows]
                 inputs = {"input": ids}
                 if "position_ids" in batch:
@@ -64,13 +64,13 @@ class RecipeLoader(BaseDataLoader):
                 elif self.positions:
                     inputs["positions"] = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
                 yield inputs, batch["shift_labels"][rows]
-            self.row, self.step = self.row + self.rows, 0
+            self.row, self.batch_index = self.row + self.rows, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"row": self.row, "part": self.step}
+        return {"row": self.row, "part": self.batch_index}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.row, self.step = state_dict.get("row", 0), state_dict.get("part", 0)
+        self.row, self.batch_index = state_dict.get("row", 0), state_dict.get("part", 0)
 
 
 class NoTokenizer(BaseTokenizer):
