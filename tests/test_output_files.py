@@ -268,11 +268,11 @@ def test_an_output_folder_in_a_loop_of_links_or_around_this_one_is_a_sentence(tm
 
 
 def test_text_that_is_no_text_is_not_blamed_on_the_locale():
-    from headwater_lab.cli import not_encoded
+    from headwater_lab.cli import explain_encoding
 
     with pytest.raises(UnicodeEncodeError) as error:
         "x\udcff".encode()
-    assert "not valid text" in not_encoded(error.value)
+    assert "not valid text" in explain_encoding(error.value)
     with pytest.raises(UnicodeEncodeError) as error:
         "é".encode("ascii")
-    assert "PYTHONUTF8=1" in not_encoded(error.value)
+    assert "PYTHONUTF8=1" in explain_encoding(error.value)

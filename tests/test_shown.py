@@ -58,7 +58,7 @@ SMALL = {
     "": {"--rows": 8, "--workers": 1, "--max-new-tokens": 4, "--max-bytes": 20_000, "--limit": 2},
     "bench": {
         "--layers": 2, "--width": 64, "--vocab-size": 300, "--context": 16, "--batch-size": 1,
-        "--precision": "32-true", "--pairs": 2, "--turns": 3, "--megabytes": 1, "--comparisons": 10,
+        "--precision": "32-true", "--pairs": 2, "--turns": 3, "--comparisons": 10,
     },
     "bench mechanisms": {"--layers": 4},
     "convert": {"--heal": "4k"},

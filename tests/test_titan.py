@@ -281,7 +281,7 @@ def test_processes_read_the_rows_of_our_batches(folder):
         ]
         for loader in loaders:  # stopped after a part of a batch, and resumed
             read = [given["input"] for given, _ in islice(loader, 1)]
-            stopped, loader.row, loader.part = loader.state_dict(), 0, 0
+            stopped, loader.row, loader.batch_index = loader.state_dict(), 0, 0
             loader.load_state_dict(stopped)
             yield from torch.cat([*read, *(given["input"] for given, _ in islice(loader, 24 // world // local - 1))])
 

@@ -9,9 +9,9 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.calibration import (
     SHAPES,
     Rate,
+    find_planted_effect,
     make_dealer,
     measure_calibration,
-    planted_effect,
     read_results,
 )
 from headwater_lab.comparison.statistics import find_power
@@ -38,7 +38,7 @@ def test_false_alarms_and_power_of_fixed_seeds_are_as_stated(seeds):
     assert fixed.seeds == seeds
     assert between(fixed.false_alarms, 0.05, 0.05)
     assert between(fixed.power, 0.8, 0.8)
-    assert find_power(planted_effect(1, seeds), seeds) == pytest.approx(0.8)
+    assert find_power(find_planted_effect(1, seeds), seeds) == pytest.approx(0.8)
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_what_is_counted_is_what_a_loop_over_scipys_test_counts():
     fixed, _ = measure_calibration(lambda *size: draws.append(deal(*size)) or draws[-1], 1, 6, 200)
     differences = draws[0][:, 1] - draws[0][:, 0]
     assert fixed.false_alarms.count == sum(stats.ttest_1samp(d, 0).pvalue <= 0.05 for d in differences)
-    planted = planted_effect(1, 6) * np.sqrt(2) * draws[0].std(ddof=1)
+    planted = find_planted_effect(1, 6) * np.sqrt(2) * draws[0].std(ddof=1)
     hits = [stats.ttest_1samp(d + planted, 0) for d in differences]
     assert fixed.power.count == sum(t.pvalue <= 0.05 and t.statistic > 0 for t in hits)
     # All twelve trials are dealt out, each once.

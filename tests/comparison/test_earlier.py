@@ -116,7 +116,7 @@ def test_arms_that_are_evaluated_at_different_steps_have_no_steps_to_compare(tmp
 def test_a_run_in_two_places_counts_once_or_not_at_all(tmp_path):
     made = ended(tiny({"arms": ARMS}), tmp_path)
     place(list_trials(made, tmp_path)[0], tmp_path / "copy")
-    with pytest.raises(HeadwaterError, match="copy' holds a run of base · seed 0, whose place is"):
+    with pytest.raises(HeadwaterError, match="copy' holds a run of base · seed 0, which belongs in"):
         run_comparison(made, tmp_path)
     with pytest.raises(HeadwaterError, match=r"copy' and .*base-0' both hold 'base' with seed 0, so no table"):
         read_comparisons(tmp_path)

@@ -12,7 +12,7 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.paired import PairedTimes
 from headwater_lab.cli import main
 from headwater_lab.comparison import prices
-from headwater_lab.comparison.prices import PRICES, measure_prices, read_prices, timed_recipe
+from headwater_lab.comparison.prices import PRICES, make_timed_recipe, measure_prices, read_prices
 from headwater_lab.comparison.running import run_comparison
 from headwater_lab.reports import read_comparisons
 from headwater_lab.reports.page import prices_part
@@ -119,7 +119,7 @@ def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monke
     assert terminal_prices(found).row_count == 3
     # Of other settings: no price, which the page says.
     stored = json.loads((tmp_path / "tiny" / PRICES).read_text())
-    stored["settings"]["shift"] = timed_recipe(recipe.arm("deep", 0)).identity
+    stored["settings"]["shift"] = make_timed_recipe(recipe.arm("deep", 0)).identity
     (tmp_path / "tiny" / PRICES).write_text(json.dumps(stored))
     (told,) = prices_part(comparison, "prices", "Prices").paragraphs
     assert told.startswith("prices.json holds prices of other arms or settings;")

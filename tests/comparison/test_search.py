@@ -15,10 +15,10 @@ from headwater_lab.comparison.running import run_comparison
 from headwater_lab.comparison.search import (
     FINAL_SEEDS,
     VANILLA,
-    best_arms,
-    final_recipe,
+    choose_best,
     find_candidates,
-    search_recipe,
+    make_final,
+    make_search,
 )
 from headwater_lab.comparison.trials import list_trials
 from headwater_lab.recipe.recipe import parse
@@ -64,7 +64,7 @@ def test_all_that_fit_together_are_candidates():
 def test_the_search_is_a_comparison_of_the_candidates():
     made = recipe()
     arms, _ = find_candidates(made, TWO)
-    chosen = search_recipe(made, arms)
+    chosen = make_search(made, arms)
     section = chosen.compare
     assert (chosen.name, section.baseline, section.seeds) == ("tiny-search", VANILLA, [0, 1])
     assert (section.learning_rates, section.match, section.arms) == ([], "parameters", arms)
@@ -72,15 +72,15 @@ def test_the_search_is_a_comparison_of_the_candidates():
         assert chosen.arm(arm, 0).model["mechanisms"] == change["model"]["mechanisms"]
     # What the recipe's own comparison says of rates and cost holds for the search.
     settings = {"arms": {"a": {}}, "baseline": "a", "match": "flops", "learning_rates": [1e-3, 1e-2]}
-    section = search_recipe(recipe(compare=settings), arms).compare
+    section = make_search(recipe(compare=settings), arms).compare
     assert (section.learning_rates, section.match, section.arms) == ([1e-3, 1e-2], "flops", arms)
 
 
 @pytest.mark.parametrize(("mechanism", "left"), [("kv_shift", "kv_shift"), ("pattention", "pattention")])
 def test_what_cannot_be_searched_is_one_sentence(mechanism, left):
     made = recipe()
-    with pytest.raises(HeadwaterError, match=f"nothing to choose: besides vanilla only {left} is left") as error:
-        search_recipe(made, find_candidates(made, {mechanism: {}})[0])
+    with pytest.raises(HeadwaterError, match=f"nothing to choose: apart from vanilla, only {left} is left") as error:
+        make_search(made, find_candidates(made, {mechanism: {}})[0])
     assert "\n" not in str(error.value)
 
 
@@ -107,10 +107,10 @@ def small(monkeypatch):
 def searched(out, **changes):
     """As the command does: (search, chosen, final)."""
     made = recipe(**changes)
-    selection = search_recipe(made, find_candidates(made, TWO)[0])
+    selection = make_search(made, find_candidates(made, TWO)[0])
     run_comparison(selection, out)
-    best = best_arms(selection, out)
-    final = final_recipe(selection, out, best)
+    best = choose_best(selection, out)
+    final = make_final(selection, out, best)
     run_comparison(final, out)
     return selection, best, final
 
@@ -149,7 +149,7 @@ def test_the_best_of_the_first_phase_are_tested_on_fresh_seeds(here, small, tmp_
 
 def test_the_best_by_mean_are_chosen_and_none_that_diverged(tmp_path):
     made = recipe()
-    selection = search_recipe(made, find_candidates(made, TWO)[0])
+    selection = make_search(made, find_candidates(made, TWO)[0])
     results = {VANILLA: [0.9, 0.9], "kv_shift": [0.2, 0.4], "value_residual": [0.8, 0.1], BOTH: [0.9, None]}
 
     def fill():
@@ -160,11 +160,11 @@ def test_the_best_by_mean_are_chosen_and_none_that_diverged(tmp_path):
             write_record(record("x", 0, end, metric="accuracy", **state), trial.folder)
 
     fill()
-    assert best_arms(selection, tmp_path) == ["value_residual", "kv_shift"]
+    assert choose_best(selection, tmp_path) == ["value_residual", "kv_shift"]
     results |= {arm: [0.5, math.nan] for arm in ("kv_shift", "value_residual")}
     fill()
     with pytest.raises(HeadwaterError, match="Every combination diverged; lower training") as error:
-        best_arms(selection, tmp_path)
+        choose_best(selection, tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -225,7 +225,7 @@ def test_the_command_chooses_and_tests(run, here, small, file, tmp_path):
 
 def test_the_command_refuses_before_anything_is_trained(run, here, file, tmp_path):
     for arguments, words in (
-        ([*SEARCH, "model.num_hidden_layers=1"], "besides vanilla only kv_shift is left"),
+        ([*SEARCH, "model.num_hidden_layers=1"], "apart from vanilla, only kv_shift is left"),
         (["--search", "--mechanism", "kv_shft"], "did you mean 'kv_shift'?"),
         ([*SEARCH, "--arm", "a"], "--arm has no effect with --search; leave it out"),
         (SEARCH[1:], "--mechanism has no effect without --search; leave it out"),

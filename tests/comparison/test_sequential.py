@@ -42,8 +42,8 @@ def crossed(critical: dict[int, float]) -> float:
     chain, total = Chain(first), 0.0
     for n in range(first, max(critical) + 1):
         if n in critical:
-            total += chain.crossing(np.array([critical[n]]))[0]
-        chain.go_on(critical.get(n, 6.0))  # t is as good as never above 6, and cells are narrower for it
+            total += chain.find_crossing(np.array([critical[n]]))[0]
+        chain.add_difference(critical.get(n, 6.0))  # t is as good as never above 6, and cells are narrower for it
     return total
 
 

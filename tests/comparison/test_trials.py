@@ -186,7 +186,7 @@ def test_who_follows_a_worker_that_died_has_the_same_gpu(monkeypatch):
         first, second = workers.workers.values()
         assert [seen(first), seen(second)] == ["CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=1"]
         first.process.kill()
-        assert workers.said.get(timeout=60) == (first, None)
+        assert workers.answers.get(timeout=60) == (first, None)
         workers.forget(first)
         workers.start(2)
         assert seen(workers.workers[0]) == "CUDA_VISIBLE_DEVICES=0"
@@ -206,10 +206,10 @@ def test_workers_by_default(monkeypatch, tmp_path):
     jobs = list_jobs(tiny({}), tmp_path)
     monkeypatch.setattr(pool, "count_gpus", lambda: 3)
     monkeypatch.setattr(pool, "cores", lambda: 5)
-    assert pool.default_workers(jobs) == 3
-    assert pool.default_workers(list_jobs(tiny({}, training={"device": "cpu"}), tmp_path)) == 5
+    assert pool.count_workers(jobs) == 3
+    assert pool.count_workers(list_jobs(tiny({}, training={"device": "cpu"}), tmp_path)) == 5
     monkeypatch.setattr(pool, "count_gpus", lambda: 0)
-    assert pool.default_workers(jobs) == 5
+    assert pool.count_workers(jobs) == 5
 
 
 PART = {

@@ -13,7 +13,7 @@ from headwater_lab.comparison import running
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.running import run_comparison
 from headwater_lab.comparison.tuning import choose_rates, find_tuned_rate, list_tuning_trials
-from headwater_lab.papers.places import SizedArm, finished_runs
+from headwater_lab.papers.arms import SizedArm, finished_runs
 from headwater_lab.training.records import read_record
 from headwater_lab.util.endings import Interrupted
 

@@ -671,7 +671,7 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
         ),
         (["--mechanism", "nothing"], "no mechanism"),
         (["--num-key-value-heads", "1", "--heal", "1k", "start.checkpoint=x"], "leave out start.checkpoint"),
-        (["--num-key-value-heads", "1", "--heal", "1k", "model.hidden_size=64"], "The model is SOURCE's"),
+        (["--num-key-value-heads", "1", "--heal", "1k", "model.hidden_size=64"], "The model is SOURCE, and"),
         (["--num-key-value-heads", "1", "start.convert.anneal=false"], "use --no-anneal"),
         (
             ["--mechanism", "svformer", "--mechanism", "kv_source={group_size: 4}", "--heal", "1k"],

@@ -60,8 +60,6 @@ ONLY_WRONG = {
     "bench train": ["bench", "train", "--pairs", "2", "--layers", "1", "--width", "64"],
     "bench mechanisms": ["bench", "mechanisms", "kv_shift", "--pairs", "2", "--layers", "1", "--width", "64"],
     "bench decode": ["bench", "decode", "kv_shift", "--turns", "2", "--layers", "1", "--width", "64"],
-    "bench prefill": ["bench", "prefill", "kv_source", "--turns", "2", "--layers", "1", "--width", "64"],
-    "bench data": ["bench", "data", "@corpus", "--megabytes", "1"],
     "bench verdicts": ["bench", "verdicts", "@run"],
     "verify": ["verify", "@run"],
 }
@@ -71,7 +69,6 @@ MEASURING = {
     "bench train": ["bench", "train", "--pairs", "2", "--batch-size", "1", "--precision", "32-true", *SMALL],
     "bench mechanisms": ["bench", "mechanisms", "kv_shift", "--pairs", "2", "--precision", "32-true", *SMALL],
     "bench decode": ["bench", "decode", "kv_shift", "--turns", "2", "--tokens", "3", *SMALL],
-    "bench prefill": ["bench", "prefill", "kv_source", "--turns", "2", *SMALL],
     "bench verdicts": ["bench", "verdicts", "@run"],
     "verify": ["verify", "@run"],
 }

@@ -25,8 +25,8 @@ from headwater_lab.api.training import train as train_recipe
 from headwater_lab.cli import app
 from headwater_lab.data.base import DATA
 from headwater_lab.data.tokenizer import byte_tokenizer
+from headwater_lab.papers.arms import RESTORED
 from headwater_lab.papers.kept import read_runs as read_kept_runs
-from headwater_lab.papers.places import RESTORED
 from headwater_lab.papers.result import reproduce_table as judge_table
 from headwater_lab.papers.table import SCALES, read_tables
 from headwater_lab.papers.table import reads_models as looks_into_models
@@ -164,7 +164,7 @@ def judged_table(name: str, scale: str, folder: Path) -> dict[str, Any] | None:
     if table.computed or table.scales[scale].nothing or looks_into_models(table):
         return None
     work = prepare_table(name, scale, folder)
-    if not any(place and (work.trials / place.recipe.name).is_dir() for place in work.places.values()):
+    if not any(place and (work.trials / place.recipe.name).is_dir() for place in work.arms.values()):
         return None
     result = judge_table(work)
     claims = {

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from headwater_lab.comparison.trials import make_trial
+from headwater_lab.papers.arms import FinishedRun, SizedArm, list_claimed_arms
 from headwater_lab.papers.measures import Runs
-from headwater_lab.papers.places import FinishedRun, SizedArm, claimed_arms
 from headwater_lab.papers.table import PaperTable
 from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.records import HeldOutPoint, RunRecord, environment, write_record
@@ -127,10 +127,10 @@ def runs(claims: list[dict], arms: dict[str, list[RunRecord]], tmp_path: Path, t
     """Runs whose records are these, by arm."""
     path = tmp_path / "tiny.yaml"
     table = PaperTable.model_validate(one_table([path], claims=claims))
-    names = {name for claim in table.claims for name in claimed_arms(claim)}
+    names = {name for claim in table.claims for name in list_claimed_arms(claim)}
     places = {name: SizedArm(_with_seeds_of(arms.get(name), tiny(threshold)), path, name) for name in (*ARMS, *names)}
     found = Runs(table, places, tmp_path / "out")
-    found.found = {name: {one.seed: FinishedRun(one, tmp_path / name) for one in of} for name, of in arms.items()}
+    found.by_arm = {name: {one.seed: FinishedRun(one, tmp_path / name) for one in of} for name, of in arms.items()}
     return found
 
 

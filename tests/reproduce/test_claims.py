@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from scipy import stats
 
 from headwater.util.errors import HeadwaterError
+from headwater_lab.papers.arms import FinishedRun, SizedArm
 from headwater_lab.papers.claims import (
     judge_claims,
     mean_evidence,
@@ -17,7 +18,6 @@ from headwater_lab.papers.claims import (
     verdict_of,
 )
 from headwater_lab.papers.measures import Runs
-from headwater_lab.papers.places import FinishedRun, SizedArm
 from headwater_lab.papers.result import describe_evidence as said
 from headwater_lab.papers.table import PaperTable
 from headwater_lab.papers.work import prepare_work
@@ -111,7 +111,7 @@ def test_a_claim_is_not_judged_while_a_seed_is_missing(tmp_path, claim):
     records = arms([2.0, 3.0, 2.5], [1.9, 2.8, 2.4])
     of = runs([claim], records, tmp_path, 2.2)
     assert judge_claims(of.table.claims, of)[0].seeds == 3
-    del of.found["shift"][1]
+    del of.by_arm["shift"][1]
     found = judge_claims(of.table.claims, of)[0]
     assert (found.verdict, found.why) == ("inconclusive", "not trained: seed 1 of shift")
 
@@ -188,7 +188,7 @@ def test_seeds_that_are_missing_between_two_borders_by_simulation(mean, spread):
     rng = np.random.default_rng(5)
     sample = rng.normal(0, 1, 8)
     sample = (sample - sample.mean()) / sample.std(ddof=1) * spread + mean
-    more = mean_evidence(list(sample), (-0.02, 0.02)).more(LEVEL)
+    more = mean_evidence(list(sample), (-0.02, 0.02)).count_missing(LEVEL)
     assert more is not None
 
     def settled(pairs):
@@ -266,7 +266,7 @@ def test_a_difference_of_differences_takes_the_seeds_of_all_four(tmp_path):
         assert (found.verdict, found.interval) == ("inconclusive", None)
         assert "diverged" in found.why
     of = runs([better(**THAN)], records, tmp_path)
-    of.places["third"] = None
+    of.arms["third"] = None
     assert judge_claims(of.table.claims, of)[0].why == "third is not trained at this scale"
 
 
@@ -360,7 +360,7 @@ def test_counted_measures_have_no_chance_in_them(tmp_path):
     for n in (1, 2):
         of = {name: runs[:n] for name, runs in records.items()}
         found = judged(better(measure="flops"), of, tmp_path)
-        assert (found.verdict, found.interval, found.p) == ("replicates", (1.0, 1.0), None)
+        assert (found.verdict, found.interval, found.p, found.counted) == ("replicates", (1.0, 1.0), None, True)
         assert judged(better("vanilla", "shift", measure="flops"), of, tmp_path).verdict == "fails"
         assert judged(alike(2.0, measure="flops"), of, tmp_path).verdict == "replicates"
     # They take no level from the others.
@@ -390,7 +390,7 @@ def test_one_seed_and_no_run_tell_nothing(tmp_path):
     found = judged(better(), {"vanilla": [record()], "shift": []}, tmp_path)
     assert (found.verdict, found.why, found.seeds) == ("inconclusive", "there is no run of shift", 0)
     of = runs([better()], single, tmp_path)
-    of.places["vanilla"] = None
+    of.arms["vanilla"] = None
     assert judge_claims(of.table.claims, of)[0].why == "vanilla is not trained at this scale"
 
 
@@ -409,7 +409,7 @@ def test_where_a_run_diverged_better_is_a_share_of_the_seeds_that_differ(tmp_pat
     assert (found.verdict, found.estimate) == ("fails", 0.0)
     higher = {name: [record(s, 1.0, lower=False) for s in range(3)] + [record(3, math.nan, lower=False)]
               for name in ("vanilla", "shift")}  # fmt: skip
-    assert judged(better(), higher, tmp_path).why.startswith("no seed tells them apart")
+    assert judged(better(), higher, tmp_path).why.startswith("no seed separates them")
     for claim in (alike(0.5), one("larger", first="result", second="loss")):
         found = judged(claim, {"vanilla": vanilla, "shift": shift}, tmp_path)
         assert (found.verdict, found.estimate) == ("inconclusive", None)
@@ -475,7 +475,7 @@ def test_claims_on_the_border_are_told_in_one_table_of_twenty(tmp_path):
             values = {name: seeds + rng.normal(0.5 * (name == "fourth"), 0.1, n) for name in (*ARMS, "fourth")}
             values = {name: np.where(rng.random(n) < lost, math.nan, of) for name, of in values.items()}
             values["fifth"] = np.where(rng.random(n) < 0.5, math.nan, 1.0)
-            of.found = {
+            of.by_arm = {
                 name: {s: FinishedRun(record(s, v), tmp_path) for s, v in enumerate(each)}
                 for name, each in values.items()
             }
@@ -529,7 +529,7 @@ def test_gains_are_the_law_of_the_baseline_turned_round(tmp_path):
 
     of = laws(tmp_path, losses)
     found = judge_claims(of.table.claims, of)
-    records = [run.record for place in of.places.values() for run in of.of(f"shift @ {place.size}").values()]
+    records = [run.record for place in of.arms.values() for run in of.find_seeds(f"shift @ {place.size}").values()]
     assert len(records) == 9
     for one_found, size in zip(found, SIZES, strict=True):
         assert one_found.estimate == pytest.approx(1.0, rel=0.2), size
@@ -537,7 +537,7 @@ def test_gains_are_the_law_of_the_baseline_turned_round(tmp_path):
         assert one_found.what.startswith("how many more parameters the baseline needs for the loss of shift at")
         # Clear at the small end; beyond the sizes the law is stretched.
         assert ("beyond the sizes trained" in one_found.what) == (size == "large")
-        equal, axis = of.equal(f"shift @ {size}")
+        equal, axis = of.find_equal(f"shift @ {size}")
         low, high = np.log1p(one_found.estimate) + np.array([-1, 1]) * equal.more.error * stats.t.ppf(
             1 - one_found.level / 2, 2
         )

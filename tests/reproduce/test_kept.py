@@ -8,6 +8,7 @@ from made import RECIPE, changed, one_table, put, record, written
 
 from conftest import forking
 from headwater.util.errors import HeadwaterError
+from headwater_lab.api.reproducing import read_results
 from headwater_lab.comparison.trials import make_trial
 from headwater_lab.papers.kept import keep_runs, restore_runs
 from headwater_lab.papers.result import reproduce_table
@@ -126,6 +127,30 @@ def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
     assert {json.dumps(line) for line in lines} < {json.dumps(json.loads(line)) for line in after}
 
 
+def test_results_as_data_say_which_claims_the_files_decide(paper):
+    work = prepare_work("paper/task", "cpu", paper / "one")
+    for arm in ("vanilla", "shift"):
+        for seed in (0, 1):
+            left(work, arm, seed)
+    file = paper / "runs.jsonl"
+    keep_runs(file, work, print)
+    results = {(one["table"], one["scale"]): one for one in read_results([file])}
+    states = {name.partition("/")[2]: results[name, "cpu"]["state"] for name, scale in results if scale == "cpu"}
+    assert states == {"task": "judged", "text": "no runs", "tuned": "no runs", "inside": "needs models"}
+    assert results["paper/task", "gpu"]["state"] == "not run"
+    assert results["paper/text", "cpu"]["unjudged"] == ["It is better."]
+    (claim,) = results["paper/task", "cpu"]["claims"]
+    assert (claim["paper"], claim["table"], claim["scale"], claim["says"]) == (
+        "paper",
+        "paper/task",
+        "cpu",
+        CLAIM["says"],
+    )
+    assert (claim["verdict"], claim["seeds"], claim["counted"]) == ("inconclusive", 2, False)
+    assert len(results["paper/task", "cpu"]["machines"]) == 1
+    json.dumps([*results.values()])
+
+
 @pytest.mark.slow
 def test_rates_are_kept_with_the_runs_that_chose_them(paper, run):
     file = paper / "runs.jsonl"
@@ -133,7 +158,7 @@ def test_rates_are_kept_with_the_runs_that_chose_them(paper, run):
     assert len(file.read_text().splitlines()) == 2 * 2 + 2
     work = prepare_work("paper/tuned", "cpu", paper / "two")
     assert told(file, work)[0].startswith("6 runs from")
-    assert work.missing() == []
+    assert work.list_missing() == []
 
 
 def test_what_has_other_settings_is_left_out_and_replaced_once_it_has_run(paper):
@@ -196,7 +221,7 @@ def test_restored_runs_on_another_text_are_told_before_others_are_trained_beside
     assert run("reproduce", "paper/text", "--out", paper / "two")[0] == 0  # there is nothing to train
     code, _, said = run("reproduce", "paper/text", "compare.seeds=[0,1]", "--out", paper / "two")
     assert code == 2
-    assert "which is not what is here; use another --out without that file" in " ".join(said.split())
+    assert "which differs from the data here; use another --out without that file" in " ".join(said.split())
     assert not (paper / "two" / "cpu" / "trials" / "text" / "vanilla-1").exists()
 
 
@@ -230,9 +255,9 @@ def test_tables_that_look_into_models_train_what_only_has_a_record(paper):
     assert told(file, shared)[0].startswith("2 runs from")
     inside = prepare_work("paper/inside", "cpu", paper / "two")
     assert "paper/inside looks into models" in told(file, inside)[0]
-    assert len(inside.missing()) == 2
+    assert len(inside.list_missing()) == 2
     train_table(inside, 1, lambda *_: None, lambda *_: None)
-    assert inside.missing() == []
+    assert inside.list_missing() == []
     assert list((inside.trials / "task" / "shift-0" / "checkpoints").glob("step-*"))
     assert reproduce_table(inside).cells[0][0][1].value is not None
 

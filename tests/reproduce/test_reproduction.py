@@ -11,15 +11,15 @@ from made import RECIPE, changed, one_table, put, record, runs, save, written
 import headwater_lab as lab
 from conftest import forking
 from headwater.util.errors import HeadwaterError
-from headwater_lab.papers.claims import Judged, judge_claims
-from headwater_lab.papers.measures import Runs, tasks_of
-from headwater_lab.papers.places import (
+from headwater_lab.papers.arms import (
     FinishedRun,
     SizedArm,
     finished_runs,
     list_references,
     trials_folder,
 )
+from headwater_lab.papers.claims import Judged, judge_claims
+from headwater_lab.papers.measures import Runs, tasks_of
 from headwater_lab.papers.result import (
     describe_evidence,
     measure_cell,
@@ -206,13 +206,13 @@ def test_a_second_call_trains_nothing_and_seeds_share_the_runs(out):
     assert len(before) == 4
     assert trained(prepare_work("paper/tiny", "cpu", out)) == []
     single = prepare_work("paper/tiny", "cpu", out, ["compare.seeds=[1]", "compare.threshold=0.001"])
-    assert (single.missing(), trained(single)) == ([], [])
+    assert (single.list_missing(), trained(single)) == ([], [])
     assert times() == before
     assert single.folder != prepare_work("paper/tiny", "cpu", out).folder  # it is another page
     cell = reproduce_table(single).cells[2][0][1]
     assert (cell.text, cell.seeds) == ("2", 1)
     assert reproduce_command(reproduce_table(single)).endswith("'compare.seeds=[1]' compare.threshold=0.001")
-    assert len(prepare_work("paper/tiny", "cpu", out, ["compare.seeds=[0,1,2]"]).missing()) == 2
+    assert len(prepare_work("paper/tiny", "cpu", out, ["compare.seeds=[0,1,2]"]).list_missing()) == 2
     # A threshold that chooses learning rates can choose others.
     assert trials_folder(out, "cpu", ["compare.threshold=0.001"], tuned=True) != trials_folder(
         out, "cpu", [], tuned=True
@@ -226,14 +226,14 @@ def test_overrides_that_change_a_run_have_a_folder_of_their_own(out, override):
     plain, other = prepare_work("paper/tiny", "cpu", out), prepare_work("paper/tiny", "cpu", out, [override])
     assert other.trials.parent == plain.trials.parent
     assert other.trials != plain.trials
-    assert len(other.missing()) == 4
+    assert len(other.list_missing()) == 4
 
 
 def test_runs_of_other_settings_are_not_taken(out, tmp_path):
     work = prepare_work("paper/tiny", "cpu", out)
-    there = work.places["shift"]
+    there = work.arms["shift"]
     assert set(finished_runs(there, work.trials)) == {0, 1}
-    other = prepare_work("paper/tiny", "cpu", out, ["training.learning_rate=0.5"]).places["shift"]
+    other = prepare_work("paper/tiny", "cpu", out, ["training.learning_rate=0.5"]).arms["shift"]
     assert finished_runs(other, work.trials) == {}
     assert finished_runs(there, tmp_path) == {}
     assert trials_folder(out, "cpu", ["b=1", "a=2"]) == trials_folder(out, "cpu", ["a=2", "b=1"])
@@ -241,7 +241,7 @@ def test_runs_of_other_settings_are_not_taken(out, tmp_path):
 
 def test_stages_are_trained_up_to_the_last_that_is_named(out):
     work = prepare_work("paper/grown", "cpu", out)
-    assert len(work.missing()) == 2
+    assert len(work.list_missing()) == 2
     assert trained(work) == []
     stages = work.trials / "grown" / "stages"
     assert sorted(path.name for path in stages.iterdir()) == ["00-start", "01-more"]
@@ -282,8 +282,8 @@ def test_tasks_are_evaluated_once_and_as_evaluate_does(out):
 
 
 def test_the_command_makes_the_page(out, run):
-    code, said, _ = run("reproduce", "paper/tiny", "--out", out)
-    assert code == 0
+    code, said, err = run("reproduce", "paper/tiny", "--out", out)
+    assert code == 0, err
     assert "It is better." in said
     assert "report: " in said
     code, said, _ = run("reproduce", "--list", "--out", out)
@@ -336,7 +336,7 @@ def test_arms_that_all_diverge_are_shown_as_such(out, run):
     )
     assert code == 0
     assert "diverged 2 of 2" in said
-    assert "no seed tells them apart" in said
+    assert "no seed separates them" in said
     assert "vanilla · seed 0, and 3 more, diverged" in complaint
     page = next(out.glob("cpu/paper-tiny-*/report.html")).read_text()
     assert "diverged 2 of 2" in page
@@ -386,8 +386,8 @@ def test_a_scale_that_means_nothing_says_why(out, run, tmp_path):
 def test_an_arm_that_no_recipe_has_is_named(out, tmp_path, monkeypatch):
     path = written(tmp_path, RECIPE)
     for arm, complaint in (
-        ("shifted", "is the name of 0 arms in tiny"),
-        ("shift @ large", "should name one of the sizes"),
+        ("shifted", "names 0 arms in tiny"),
+        ("shift @ large", "must name one of the sizes"),
     ):
         put({"paper/one": one_table([path], columns=[{"name": "x"}], rows=cells({"arm": arm}))}, tmp_path, monkeypatch)
         with pytest.raises(HeadwaterError, match=complaint):
@@ -445,10 +445,10 @@ def test_halves_of_what_goes_from_easy_to_hard(tmp_path):
     for values, easier, harder in (([1.0, 0.9, 0.5], 0.95, 0.5), ([1.0, 0.8, 0.4, 0.2], 0.9, 0.3)):
         measures = {"accuracy": 0.1, "loss": 9.0} | {f"accuracy/k={k}": value for k, value in enumerate(values)}
         one = record(held_out=[HeldOutPoint(step=1, tokens=0, metrics=measures)])
-        found = [of.value(measure, FinishedRun(one, tmp_path)) for measure in ("easier", "harder", "hardest")]
+        found = [of.measure_run(measure, FinishedRun(one, tmp_path)) for measure in ("easier", "harder", "hardest")]
         assert found == pytest.approx([easier, harder, values[-1]])
     with pytest.raises(HeadwaterError, match="accuracy/"):
-        of.value("harder", FinishedRun(record(), tmp_path))
+        of.measure_run("harder", FinishedRun(record(), tmp_path))
     assert not of.lower_is_better("harder", "shift")
 
 
@@ -457,11 +457,11 @@ def test_how_alike_tokens_are_is_what_inspect_reads(out):
     from headwater_lab.training.models import open_trained
 
     work = prepare_work("paper/tiny", "cpu", out)
-    run = finished_runs(work.places["shift"], work.trials)[0]
-    of = Runs(work.table, work.places, work.trials)
-    hidden = inspect_model(open_trained(run.checkpoints), "shift").read.hidden
-    assert of.value("similarity:1-1", run) == hidden[1]
-    assert of.value("similarity:0-1", run) == pytest.approx((hidden[0] + hidden[1]) / 2)
+    run = finished_runs(work.arms["shift"], work.trials)[0]
+    of = Runs(work.table, work.arms, work.trials)
+    hidden = inspect_model(open_trained(run.checkpoint_folder), "shift").read.hidden
+    assert of.measure_run("similarity:1-1", run) == hidden[1]
+    assert of.measure_run("similarity:0-1", run) == pytest.approx((hidden[0] + hidden[1]) / 2)
     assert of.lower_is_better("similarity:0-1", "shift")
 
 
@@ -499,7 +499,7 @@ def test_the_papers_figures_keep_their_digits():
 
 def test_evidence_in_words():
     def said(estimate, interval, kind="mean", why=""):
-        one = Judged("It is so.", "a − b", kind, estimate, interval, 0.05, 0.5, "inconclusive", why, 3)
+        one = Judged("It is so.", "inconclusive", why, "a − b", kind, estimate, interval, 0.05, 0.5, 3)
         return describe_evidence(one)
 
     assert said(0.00506, (-0.00617, 0.0163)) == "a − b: +0.0051 [-0.0062, +0.0163]"
@@ -537,7 +537,7 @@ def test_what_a_law_saves(tmp_path):
     place = SizedArm(recipe, path, "shift", "small")
     of = Runs(PaperTable.model_validate(one_table([path])), {"shift @ small": place}, tmp_path / "out")
     cell = measure_cell(TableCell(arm="shift @ small", measure="saved"), Column(name="", times=100, digits=1), of)
-    equal, _ = of.equal("shift @ small")
+    equal, _ = of.find_equal("shift @ small")
     saved = [100 * (1 - 1 / (1 + more)) for more in (equal.more.value, *equal.more.interval)]
     assert cell.value == pytest.approx(50, abs=2)
     assert cell.text == f"{saved[0]:.1f} [{saved[1]:.1f}, {saved[2]:.1f}]"

@@ -1,4 +1,4 @@
-"""What the functions share: quiet loading, and results that are tables."""
+"""Quiet loading, checks of outputs, and results that are tables."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def measure_held_out(label: str, model: AnyModel, data: Data, watch: Observer) -
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars for weights; afterwards they are as the caller had them."""
+    """Hide transformers' progress bars for weights; afterwards they are as the caller had them."""
     shows, hub_shows = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
     logging.disable_progress_bar()
     try:
@@ -60,20 +60,20 @@ def quiet() -> Iterator[None]:
 
 
 class Result:
-    """What a function returns: rows that are shown as a table in notebooks."""
+    """The result of a function: rows, shown as a table in notebooks."""
 
     def table(self) -> list[dict[str, Any]]:
-        """The rows, as dicts by column name."""
+        """Return the rows, as dicts by column name."""
         raise NotImplementedError
 
     def to_pandas(self) -> DataFrame:
-        """The rows as a DataFrame, in which numbers are numbers."""
+        """Return the rows as a DataFrame with numbers, not text."""
         import pandas
 
-        return pandas.DataFrame(self._numbers())
+        return pandas.DataFrame(self._list_numbers())
 
-    def _numbers(self) -> list[dict[str, Any]]:
-        """The rows of the DataFrame."""
+    def _list_numbers(self) -> list[dict[str, Any]]:
+        """List the rows of the DataFrame."""
         return self.table()
 
     def _repr_html_(self) -> str:

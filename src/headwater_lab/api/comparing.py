@@ -43,11 +43,11 @@ class Compared(Result):
 
     @functools.cached_property
     def comparisons(self) -> list[Comparison]:
-        """The comparisons in the folder as they are when first asked for."""
+        """The comparisons in the folder, as they are at the first access."""
         return [comparison for comparison in read_comparisons(self.folder) if comparison.name in self.names]
 
     def table(self) -> list[dict[str, Any]]:
-        """A row per arm (and size), as text, with the columns of the report's table."""
+        """Return a row per arm (and size), as text, with the columns of the report's table."""
         return [
             _size_of(comparison)
             | dict(zip(["arm", *result_columns(comparison)[1:]], result_cells(summary, comparison), strict=True))
@@ -55,8 +55,8 @@ class Compared(Result):
             for summary in comparison.summaries
         ]
 
-    def _numbers(self) -> list[dict[str, Any]]:
-        """A row per finished or diverged run: its arm, size and seed, its cost, and its last metrics."""
+    def _list_numbers(self) -> list[dict[str, Any]]:
+        """List a row per finished or diverged run: its arm, size and seed, its cost, and its last metrics."""
         return [
             _size_of(comparison)
             | {
@@ -75,7 +75,7 @@ class Compared(Result):
         ]
 
     def evidence(self) -> list[dict[str, Any]]:
-        """With `sequential: true`, a row per arm, size and look: arm, seeds, difference, low, high; else no rows."""
+        """Return a row per arm, size and look: arm, seeds, difference, low, high; none without `sequential: true`."""
         return [
             _size_of(comparison)
             | {"arm": summary.arm, "seeds": look.pairs, "difference": look.mean}
@@ -86,7 +86,7 @@ class Compared(Result):
         ]
 
     def means(self) -> dict[str, float | None]:
-        """The mean of the deciding metric of each arm, at the last size."""
+        """Return the mean of the deciding metric of each arm, at the last size."""
         return {summary.arm: summary.mean for summary in self.comparisons[-1].summaries}
 
     def report(self) -> Path:
@@ -95,7 +95,7 @@ class Compared(Result):
 
 
 def _size_of(comparison: Comparison) -> dict[str, str]:
-    """The column of sizes, if there are any."""
+    """Make the column of sizes, if there are any."""
     return {} if comparison.size is None else {"size": comparison.size}
 
 
@@ -113,7 +113,6 @@ def compare(
     searches: bool = False,
     mechanisms: Mapping[str, dict[str, Any]] | None = None,
     workers: int | None = None,
-    on_change: OnChange | None = None,
     watch: Observer = SILENT,
     trust: Sequence[str] = (),
 ) -> Compared:
@@ -121,16 +120,15 @@ def compare(
 
     Trials run in separate processes that do not import the caller, so a script needs no `__main__` guard.
     arms, sizes: train only these, and what they are compared with. searches: compare all combinations of `mechanisms`
-    instead, default all alone and in pairs, and test the best on fresh seeds. on_change: called with (job, steps done,
-    "running" | "finished" | "failed"); without it, `watch` receives the progress. trust: as in `train`.
-    Raises `HeadwaterError`.
+    instead, default all alone and in pairs, and test the best on fresh seeds. watch: receives notices and progress.
+    trust: as in `train`. Raises `HeadwaterError`.
     """
     outside.trust(trust)
     extras.check_extra("compare")
     sources = cast("Sequence[AnyRecipe]", recipe if isinstance(recipe, list | tuple) else [recipe])
     recipes = [read_recipe(source, overrides) for source in sources]
     for loaded in recipes:
-        _tell_overruled(loaded, overrides, watch)
+        _report_overruled(loaded, overrides, watch)
     titles = [loaded.name for loaded in recipes]
     _check_titles(titles, searches)
     selections = [_select_part(loaded, arms, sizes) if arms or sizes else None for loaded in recipes]
@@ -138,16 +136,16 @@ def compare(
     failed: list[Outcome] = []
     with occupied(folder):
         if searches:
-            selection, failed = _search_mechanisms(recipes[0], mechanisms, folder, workers, on_change, watch)
+            selection, failed = _search_mechanisms(recipes[0], mechanisms, folder, workers, watch)
             recipes, selections = [selection] if failed else [_final_recipe(selection, folder, watch)], [None]
             titles = list(dict.fromkeys((selection.name, recipes[0].name)))
         for loaded, selected in zip(recipes, selections, strict=True) if not failed else ():
-            failed += _train_comparison(loaded, folder, workers, on_change, watch, selected)
+            failed += _train_comparison(loaded, folder, workers, watch, selected)
     return Compared(folder, titles, failed)
 
 
-def _tell_overruled(recipe: Recipe, overrides: Sequence[str], watch: Observer) -> None:
-    """Tell which overrides no trial of a recipe's comparison has."""
+def _report_overruled(recipe: Recipe, overrides: Sequence[str], watch: Observer) -> None:
+    """Report the overrides that no trial of a recipe's comparison has."""
     if (section := recipe.compare) is None:
         return
     setters = {"seed": "compare.seeds"}
@@ -173,7 +171,7 @@ def _check_titles(titles: list[str], searches: bool) -> None:
 
 
 def _select_part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> set[ArmKey] | None:
-    """These arms of a recipe with its baseline and budgets, at these sizes; None without a compare section."""
+    """Select arms of a recipe with its baseline and budgets, at these sizes; None without a compare section."""
     section = recipe.compare
     if section is None:
         return None
@@ -185,7 +183,7 @@ def _select_part(recipe: Recipe, arms: Sequence[str], sizes: Sequence[str]) -> s
                 raise HeadwaterError(f"{recipe.name!r} has no {kind} {name!r}; {nearest(name, possible)}")
     untested = {section.baseline, *section.budget_arms}
     if section.sequential and arms and untested.issuperset(arms):
-        raise HeadwaterError(f"{arms[0]!r} is what other arms are compared with; name an arm to decide with --arm.")
+        raise HeadwaterError(f"{arms[0]!r} is an arm that others are compared with; name an arm to decide with --arm.")
     chosen = {*untested, *arms} if arms else set(section.arms)
     return {(arm, size) for arm in chosen for size in sizes or section.sizes or [None]}
 
@@ -194,11 +192,10 @@ def _train_comparison(
     recipe: Recipe,
     folder: Path,
     workers: int | None,
-    on_change: OnChange | None,
     watch: Observer,
     only: Collection[ArmKey] | None = None,
 ) -> list[Outcome]:
-    """Train what a recipe compares, or these arms and sizes of it; tell what diverged, and return what failed."""
+    """Train a recipe's comparison, or only some arms and sizes; report what diverged, and return what failed."""
     for trial in list_trials(recipe, folder):
         if unknown := as_mapping(trial.recipe.model.get("mechanisms") or {}).keys() & MECHANISMS.added.keys():
             raise HeadwaterError(
@@ -208,8 +205,8 @@ def _train_comparison(
     if runs := describe_runs(recipe, None if only is None else len(only)):
         watch.tell(runs)
     steps = sum(job.steps for job in running.list_jobs(recipe, folder, only))
-    bars = on_change or watched_trials(recipe.name, steps, watch)
-    return tell_failures(running.run_comparison(recipe, folder, workers, bars, only, watch.tell), watch)
+    on_change = watched_trials(recipe.name, steps, watch)
+    return tell_failures(running.run_comparison(recipe, folder, workers, on_change, only, watch.tell), watch)
 
 
 def watched_trials(name: str, steps: int, watch: Observer) -> OnChange:
@@ -230,7 +227,7 @@ def watched_trials(name: str, steps: int, watch: Observer) -> OnChange:
 
 
 def tell_failures(outcomes: Sequence[Outcome], watch: Observer) -> list[Outcome]:
-    """Tell which trials diverged or failed, and why, once for each reason; return those that failed."""
+    """Report which trials diverged or failed, once for each reason, and return those that failed."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:
         if outcome.error is not None:
@@ -247,25 +244,24 @@ def _search_mechanisms(
     mechanisms: Mapping[str, dict[str, Any]] | None,
     folder: Path,
     workers: int | None,
-    on_change: OnChange | None,
     watch: Observer,
 ) -> tuple[Recipe, list[Outcome]]:
-    """The comparison of all combinations of the mechanisms, trained, and its failed trials."""
+    """Train the comparison of all combinations of the mechanisms; return it and its failed trials."""
     arms, refused = search.find_candidates(recipe, mechanisms)
     for reason in dict.fromkeys(refused.values()):
         labels = [label for label, why in refused.items() if why == reason]
         further = f", and {len(labels) - 1} more" if len(labels) > 1 else ""
         watch.tell(f"left out: {labels[0]}{further}: {reason}")
-    selection = search.search_recipe(recipe, arms)
+    selection = search.make_search(recipe, arms)
     runs = counted((search.FINALISTS + 1) * len(search.FINAL_SEEDS), "run")
     watch.tell(
         f"{len(arms) - 1} combinations and {search.VANILLA}; then a test of the best {search.FINALISTS} in {runs}"
     )
-    return selection, _train_comparison(selection, folder, workers, on_change, watch)
+    return selection, _train_comparison(selection, folder, workers, watch)
 
 
 def _final_recipe(selection: Recipe, folder: Path, watch: Observer) -> Recipe:
-    """The comparison of the best combinations on fresh seeds."""
-    best = search.best_arms(selection, folder)
+    """Make the comparison of the best combinations on fresh seeds."""
+    best = search.choose_best(selection, folder)
     watch.tell(f"chosen: {', '.join(best)}")
-    return search.final_recipe(selection, folder, best)
+    return search.make_final(selection, folder, best)

@@ -1,4 +1,4 @@
-"""What a conversion to a smaller cache trains, and what that costs and saves."""
+"""Conversion to a smaller cache: its training, cost and savings."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def convert(
 
 
 def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) -> dict[str, Any]:
-    """The data to heal on, as a recipe's section: a text, or what the model was last trained on."""
+    """Find the data to heal on, as a recipe's section: a text, or what the model was last trained on."""
     if text is None:
         settings = data_settings(trained.history)
         if settings is None:
@@ -134,20 +134,20 @@ def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) 
             )
         return dict(settings)
     if trained.tokenizer is None:
-        raise HeadwaterError(f"{source!r} has no tokenizer, so it cannot read a text; save it beside the model.")
+        raise HeadwaterError(f"{source!r} has no tokenizer, so it cannot read a text; save one next to the model.")
     most = trained.model.config.max_position_embeddings
     return {"kind": "text", "source": text, "tokenizer": str(checkpoint), "context": min(CONTEXT, most)}
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Raise `HeadwaterError` for an override of what SOURCE or an option decides."""
+    """Raise `HeadwaterError` for an override that SOURCE or an option decides."""
     for field in (override.partition("=")[0] for override in overrides):
         if field in ("start.checkpoint", "start"):
             raise HeadwaterError("The model to convert is SOURCE; leave out start.checkpoint.")
         if field.partition(".")[0] == "model" and field.removeprefix("model.") not in MAY_DIFFER:
-            raise HeadwaterError(f"The model is SOURCE's, whose {field} does not change; leave it out.")
+            raise HeadwaterError(f"The model is SOURCE, and {field} does not change; leave it out.")
         if field == "start.convert.anneal":
-            raise HeadwaterError("Its stages depend on start.convert.anneal; leave it out, or use --no-anneal.")
+            raise HeadwaterError("The stages depend on start.convert.anneal; leave it out, or use --no-anneal.")
 
 
 def _check_context(context: int, most: int, tell: Callable[[str], object]) -> None:
@@ -159,7 +159,7 @@ def _check_context(context: int, most: int, tell: Callable[[str], object]) -> No
 
 
 def _write_start(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
-    """The checkpoint of the result in the source's dtype: what training wrote, or a copy of it in OUT/checkpoints."""
+    """Find the result's checkpoint in the source's dtype: what training wrote, or a copy of it in OUT/checkpoints."""
     trained = open_trained(target / record.stages[-1].folder)
     if trained.model.dtype == dtype:
         return newest_checkpoint(target)
@@ -192,7 +192,7 @@ def _report_conversion(
     source: str,
     watch: Observer,
 ) -> None:
-    """Tell what the conversion did, and write it beside the run. measures: of the original and the result."""
+    """Report what the conversion did, and write it next to the run. measures: of the original and the result."""
     original, converted = measures
     curve = curve_of(record)
     result = {"source": source, "price": asdict(priced), "before": original, "after": converted, "curve": curve}

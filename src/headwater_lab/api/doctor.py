@@ -1,4 +1,4 @@
-"""NamedFacts about this installation and machine, for a bug report: `headwater doctor`."""
+"""Facts about this installation and machine, for a bug report: `headwater doctor`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _list_packages() -> NamedFacts:
 
 
 def _list_extras() -> NamedFacts:
-    """Of each extra, the versions of its packages, or what is missing."""
+    """List the versions of each extra's packages, and what is missing."""
     for extra, modules in MODULES.items():
         versions = {PACKAGE_OF.get(module, module.replace("_", "-")): find_spec(module) for module in modules}
         installed = [f"{name} {_find_version(name)}" for name, spec in versions.items() if spec is not None]

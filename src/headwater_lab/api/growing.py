@@ -1,4 +1,4 @@
-"""The functions that change a model: `lab.grow` and `lab.retrofit`, and what `shrink` and `merge` do."""
+"""Functions that change a model: `lab.grow`, `lab.retrofit`, `shrink` and `merge`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def grow(
     trust: Sequence[str] = (),
     **arguments: Any,
 ) -> AnyModel:
-    """A larger model from a trained one, like `headwater grow`: by default without changing its function.
+    """Make a larger model from a trained one, like `headwater grow`: by default without changing its function.
 
     model: a headwater model or one of a family that `retrofit` converts, which is not changed; the folder of a
     checkpoint or run; or a name on the hub. out: also write a checkpoint to this new folder, with the optimizer's
@@ -102,7 +102,7 @@ def shrink(
     out: Path | None = None,
     watch: Observer = SILENT,
 ) -> AnyModel:
-    """A model without the parameter tokens that matter least in `rows` rows of a text, like `headwater shrink`.
+    """Remove the parameter tokens that matter least in `rows` rows of a text, like `headwater shrink`.
 
     text: default: what the model was trained on. out, watch: as in `grow`. Raises `HeadwaterError`.
     """
@@ -154,10 +154,10 @@ def merge(base: Path, grown: Sequence[Path], *, out: Path | None = None, watch: 
 
 
 def _data_since(root: Trained, copy: Trained, path: Path, base: Path, watch: Observer) -> Data:
-    """The data that a grown copy of `root` was trained on since. Raises `HeadwaterError`."""
+    """Find the data that a grown copy of `root` was trained on since. Raises `HeadwaterError`."""
     if copy.history[: len(root.history)] != root.history:
         raise HeadwaterError(
-            f"{str(path)!r} was not grown from {str(base)!r}, according to its history; name its own base."
+            f"{str(path)!r} was not grown from {str(base)!r}, by its history; name the base that it was grown from."
         )
     data = data_of(copy.history[len(root.history) :])
     if data is None:
@@ -211,7 +211,7 @@ def retrofit(
 
 
 def _name_mechanisms(mechanisms: Any) -> Mapping[str, Mapping[str, Any]]:
-    """Mechanisms by name, with their options. Raises `HeadwaterError`."""
+    """Read mechanisms by name, with their options. Raises `HeadwaterError`."""
     outside.trust_names_in(mechanisms)
     by_name = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
     if not isinstance(by_name, Mapping):
@@ -228,7 +228,7 @@ def _open_model(
     *,
     with_state: bool = False,
 ) -> Trained:
-    """A headwater model from any model, folder or name. what: for the message."""
+    """Open a headwater model from any model, folder or name. label: for the message."""
     if isinstance(model, str | Path):
         return open_source(str(model), layout, dict(settings or {}), family, with_state=with_state)
     source = f"A {type(model).__name__}"
@@ -245,8 +245,10 @@ def _open_model(
 def _tell_converted(
     trained: Trained, watch: Observer, text: Path | None = None, rows: int = ROWS
 ) -> tuple[Tensor, str]:
-    """Rows to measure changes on, and a description of them; tell what changed when another family's model became
-    headwater's, which is then let go."""
+    """Find rows to measure changes on, and describe them; report the change from another family's model, if it was one.
+
+    That model is then released.
+    """
     if text is None:
         ids, where = known_rows(trained)
     else:
@@ -267,7 +269,7 @@ def _describe_change(moved: dict[str, float]) -> str:
 
 
 def _write_model(trained: Trained, out: Path | None, watch: Observer) -> AnyModel:
-    """The model, which is written to a new folder if there is one."""
+    """Return the model, and write it to a new folder if there is one."""
     if out is not None:
         write_model(out, trained.model, trained.tokenizer, trained.history, trained.state or None)
         lines = [f"written to {out}", how_to_load(out)]

@@ -1,4 +1,4 @@
-"""What comes with headwater, by name, as rows: shipped recipes, presets, mechanisms and synthetic tasks."""
+"""Rows about what comes with headwater: shipped recipes, presets, mechanisms and synthetic tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headwater_lab.recipe.shipped import shipped_recipes
 
 
 def describe_recipes() -> Sequence[dict[str, Any]]:
-    """The recipes that `train`, `compare` and `plan` accept by name."""
+    """List the recipes that `train`, `compare` and `plan` accept by name."""
     rows = []
     for name, path in shipped_recipes().items():
         values = plain(read_text(path, "recipe"), repr(str(path)))
@@ -24,7 +24,7 @@ def describe_recipes() -> Sequence[dict[str, Any]]:
 
 
 def describe_presets() -> Sequence[dict[str, Any]]:
-    """The papers' models, for `headwater plan` and `headwater.config.presets.preset`."""
+    """List the papers' models, for `headwater plan` and `headwater.config.presets.preset`."""
     rows = []
     for name, shipped in PRESETS.items():
         config = preset(name)
@@ -47,7 +47,7 @@ def describe_presets() -> Sequence[dict[str, Any]]:
 
 
 def describe_mechanisms() -> Sequence[dict[str, Any]]:
-    """headwater's mechanisms, and those of installed packages."""
+    """List headwater's mechanisms, and those of installed packages."""
     rows = []
     for name in MECHANISMS.names:
         mechanism = MECHANISMS.resolve(name)
@@ -57,7 +57,7 @@ def describe_mechanisms() -> Sequence[dict[str, Any]]:
 
 
 def describe_tasks() -> Sequence[dict[str, Any]]:
-    """The synthetic tasks, each with a held-out row and the score of a guess."""
+    """List the synthetic tasks, each with a held-out row and the score of a guess."""
     rows = []
     for settings in list_tasks():
         task = settings.build()

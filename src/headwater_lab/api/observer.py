@@ -1,4 +1,4 @@
-"""What a function reports to while it works."""
+"""Observers, to which functions report while they work."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 
 class Observer:
-    """Receives results, notices and progress. This one takes no notice; that of the commands prints.
+    """A receiver of results, notices and progress. This one ignores them; the one of the commands prints.
 
     listens: whether to measure what is only reported.
     """
 
     listens = False
 
-    def say(self, part: Any) -> None:
+    def say(self, text: Any) -> None:
         """Receive a sentence or a table of the result."""
 
     def tell(self, line: str) -> None:

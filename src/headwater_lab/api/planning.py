@@ -27,7 +27,7 @@ class Plan(Result):
     configs: dict[str, HeadwaterConfig] = field(repr=False)
 
     def table(self) -> list[dict[str, Any]]:
-        """A row per model and context, or size of images."""
+        """Return a row per model and context, or size of images."""
         return [
             {
                 "model": price.name,
@@ -45,7 +45,7 @@ class Plan(Result):
         ]
 
     def picture(self, contexts: Sequence[int] = ()) -> Figure:
-        """Forward FLOPs per token against context, by default up to 32k or the longest that was asked for.
+        """Draw forward FLOPs per token against context, by default up to 32k or the longest context of the plan.
 
         Raises `HeadwaterError` for image models.
         """

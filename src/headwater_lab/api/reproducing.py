@@ -17,12 +17,17 @@ from headwater_lab.api.comparing import tell_failures, watched_trials
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.trials import make_slug
-from headwater_lab.papers.kept import keep_runs as keep_runs
-from headwater_lab.papers.kept import restore_runs
-from headwater_lab.papers.price import estimate_price
-from headwater_lab.papers.result import Reproduction, compute_table, lay_out_cells, reproduce_table, write_page
-from headwater_lab.papers.table import SCALES, PaperTable, read_tables
-from headwater_lab.papers.table import find_table as table_of
+from headwater_lab.papers.kept import judge_recorded, keep_runs, read_runs, restore_runs
+from headwater_lab.papers.price import DEVICES, estimate_price
+from headwater_lab.papers.result import (
+    Reproduction,
+    compute_table,
+    lay_out_cells,
+    reproduce_table,
+    to_json,
+    write_page,
+)
+from headwater_lab.papers.table import SCALES, PaperTable, find_table, read_tables, reads_models
 from headwater_lab.papers.training import train_table
 from headwater_lab.papers.work import Work, prepare_work
 from headwater_lab.training.run_folder import OnEvent
@@ -43,12 +48,12 @@ class Reproduced(Result):
     unfinished: str = ""
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each of the paper's rows: its label, and for each column the paper's figure and ours, as text."""
+        """Return a row for each of the paper's: its label, and for each column the paper's figure and ours, as text."""
         names, rows = lay_out_cells(self.result)
         return [dict(zip(names, row, strict=True)) for row in rows]
 
     def claims(self) -> list[tuple[str, str]]:
-        """The paper's claims, and the verdicts."""
+        """Return the paper's claims and the verdicts."""
         return [(claim.says, claim.verdict) for claim in self.result.claims]
 
     def report(self) -> Path:
@@ -78,7 +83,7 @@ def reproduce(
     """
     outside.trust(trust)
     folder, files = local(out, "out"), None if task_files is None else local(task_files, "task_files")
-    paper_table = table_of(table)
+    paper_table = find_table(table)
     if scale not in SCALES:
         raise HeadwaterError(f"scale must be {either(SCALES)}, not {shown(scale)}.")
     if paper_table.computed:
@@ -112,41 +117,85 @@ def _watched_steps(watch: Observer, name: str, steps: int) -> OnEvent:
 
 
 def _describe_unfinished(work: Work, failed: Sequence[Outcome], watch: Observer) -> str:
-    """Which runs need several devices, whose commands are told; "" if none. Raises `HeadwaterError` if no run is
-    finished."""
+    """Name the runs that need several devices, whose commands are printed; "" if none.
+
+    Raises `HeadwaterError` if no run is finished.
+    """
     unfinished = ""
-    if commands := work.commands():
+    if commands := work.list_commands():
         for command in commands:
             watch.say(command)
         which = "the commands above" if watch.listens else "; ".join(commands)
-        unfinished = f"{work.left()} command: run {which}, then this one again."
-    if len(work.missing()) == sum(len(arm.seeds) for arm in work.trained):
+        devices = max(arm.devices for arm, _ in work.list_missing())
+        unfinished = (
+            f"{counted(len(commands), 'run')} of this table for {devices} devices cannot be trained by this command: "
+            f"run {which}, then this one again."
+        )
+    if len(work.list_missing()) == work.runs:
         why = f": {failed[0].label} failed: {failed[0].error}" if failed else ""
         raise HeadwaterError(unfinished or f"No run of {work.name} is finished{why.rstrip('.')}.")
     return unfinished
 
 
 def _describe_cost(work: Work) -> str:
-    """What will be trained, and its cost."""
-    missing = work.missing()
-    runs = sum(len(arm.seeds) for arm in work.trained)
+    """Say what will be trained, and at what cost."""
+    missing = len(work.list_missing())
     if not missing:
-        return f"all {runs} runs are finished"
-    cost = estimate_price(work.trained, work.scale)
-    finished = f", {runs - len(missing)} of them finished" if len(missing) < runs else ""
-    hours = f"about {write_duration(cost.hours)} of {cost.device}"
-    return f"{counted(runs, 'run')}{finished}; {cost.flops:.2g} FLOPs in total, {hours}"
+        return f"all {work.runs} runs are finished"
+    flops, hours = estimate_price(work.trained_arms, work.scale)
+    finished = f", {work.runs - missing} of them finished" if missing < work.runs else ""
+    return (
+        f"{counted(work.runs, 'run')}{finished}; {flops:.2g} FLOPs in total, about {write_duration(hours)} of "
+        f"{DEVICES[work.scale]}"
+    )
 
 
-def chosen_tables(papers: Sequence[str]) -> dict[str, PaperTable]:
-    """All tables, or those of `papers`, each a paper or a table."""
+def choose_tables(papers: Sequence[str]) -> dict[str, PaperTable]:
+    """Choose all tables, or those of `papers`, each a paper or a table."""
     tables = read_tables()
     names = sorted({name.partition("/")[0] for name in tables})
     for paper in papers:
         if paper not in names and paper not in tables:
             raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, names)}")
-    chosen = {name for name in tables if not papers or {name, name.partition("/")[0]} & {*papers}}
-    return {name: table for name, table in tables.items() if name in chosen}
+    return {name: table for name, table in tables.items() if not papers or {name, name.partition("/")[0]} & {*papers}}
+
+
+def read_results(files: Sequence[PathLike], papers: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Judge the papers' tables by the finished runs in files, without training, and return them as data for JSON.
+
+    files: as `headwater reproduce --keep` writes them, such as results/papers.jsonl. papers: papers or tables; default:
+    all. Each table is in the list once for each scale, or once if it is computed, as in result.json
+    (`papers.result.to_json`) and with its `state`:
+
+    - "judged" by the runs in the files; "computed" without any; "cannot show": its models are too small for a verdict,
+    - "no runs" if the files have none; "needs models", which are not in the files; "not run": meaningless at this
+      scale. Then it has no results: `why` says so, and `unjudged` lists the claims.
+
+    Each claim has its paper, table and scale, its sentence (`says`), its verdict, the figures behind it, its number of
+    seeds, and whether it is `counted`, an arithmetical identity, and not measured. Raises `HeadwaterError` for damaged
+    files.
+    """
+    tables, results = choose_tables(papers), []
+    runs = [run for file in files for run in read_runs(local(file, "files"))]
+    judged = {
+        (result.name, scale): to_json(result) for scale in SCALES for result in judge_recorded(tables, scale, runs)
+    }
+    for name, table in tables.items():
+        if table.computed:
+            results.append({"state": "computed", **to_json(compute_table(name))})
+        for scale, settings in table.scales.items():
+            if (result := judged.get((name, scale))) is not None:
+                results.append({"state": "cannot show" if result["cannot_show"] else "judged", **result})
+                continue
+            state, why = "no runs", f"The files have no run of it at {scale} scale."
+            if settings.nothing:
+                state, why = "not run", settings.nothing
+            elif reads_models(table):
+                state, why = "needs models", "It looks into models, which records do not have."
+            about = {"paper": name.partition("/")[0], "table": name, "scale": scale, "why": why}
+            about |= table.model_dump(include={"title", "source", "says", "notes"})
+            results.append({"state": state, **about, "unjudged": [claim.says for claim in table.claims]})
+    return results
 
 
 def list_tables(papers: Sequence[str], folder: Path) -> Table:
@@ -159,22 +208,22 @@ def list_tables(papers: Sequence[str], folder: Path) -> Table:
     names = ("table", "title", *SCALES)
     listing = lined(*names, left=names, caption=caption)
     listing.columns[0].no_wrap = True
-    for name, table in chosen_tables(papers).items():
+    for name, table in choose_tables(papers).items():
         cells = ["computed", "", ""] if table.computed else []
         for scale, settings in table.scales.items():
             if settings.nothing:
                 cells.append("nothing")
                 continue
             work = prepare_work(name, scale, folder)
-            runs = sum(len(arm.seeds) for arm in work.trained)
-            time = write_duration(estimate_price(work.trained, scale).hours)
+            time = write_duration(estimate_price(work.trained_arms, scale)[1])
             note = "; cannot show it" if settings.cannot_show else ""
-            cells.append(f"{time}, {runs - len(work.missing())}/{runs}{note}")
+            cells.append(f"{time}, {work.runs - len(work.list_missing())}/{work.runs}{note}")
         listing.add_row(name, table.title, *cells)
     return listing
 
 
 def write_duration(hours: float) -> str:
+    """Hours as text, in minutes below one."""
     if hours < 1:
         return f"{max(1, round(60 * hours))} min"
     return f"{hours:,.1f} h" if hours < 10 else f"{hours:,.0f} h"

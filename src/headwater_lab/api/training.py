@@ -32,12 +32,12 @@ class Run(Result):
     model_folder: Path = field(repr=False)
 
     def table(self) -> list[dict[str, Any]]:
-        """A row per evaluation: the step, and every measure."""
+        """Return a row per evaluation: the step, and every measure."""
         return [{"step": point.step, **point.metrics} for point in self.record.held_out]
 
     @quiet()
     def model(self) -> AnyModel:
-        """The trained model."""
+        """Load the trained model."""
         return load_model(newest_checkpoint(self.model_folder))
 
 
@@ -66,7 +66,7 @@ def train(
     loaded = read_recipe(recipe, overrides)
     folder, experiment = Path("runs") / loaded.name, None
     if arm is not None:
-        loaded, folder, experiment = _trial_of(loaded, arm, size, overrides, watch)
+        loaded, folder, experiment = _find_trial(loaded, arm, size, overrides, watch)
     if out is not None:
         folder = local(out, "out")
     if loaded.start is not None and not resume:
@@ -83,10 +83,10 @@ def train(
     return Run(folder, record, folder if stage is None else stages[stage])
 
 
-def _trial_of(
+def _find_trial(
     recipe: Recipe, arm: str, size: str | None, overrides: Sequence[str], watch: Observer
 ) -> tuple[Recipe, Path, Experiment]:
-    """The recipe, the folder and the place of an arm of a recipe's comparison; tell which overrides it replaces."""
+    """Find the recipe, the folder and the experiment of an arm; report the overrides that it replaces."""
     from headwater_lab.comparison.trials import make_trial  # the rest of the package is not needed to train
 
     if recipe.compare is None or arm not in recipe.compare.arms:
@@ -100,7 +100,7 @@ def _trial_of(
 
 
 def watch_training(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer, name: str = "") -> OnEvent:
-    """Report the progress of runs in turn, which are a recipe's: steps, loss, speed, MFU; and warnings."""
+    """Report the progress of a recipe's runs in turn: steps, loss, speed, MFU; and warnings."""
     steps = sum(run.training.steps for run, _ in runs)
     fields = {"loss": "", "held-out": "", "speed": ""}
 

@@ -1,8 +1,7 @@
-"""Time per generated token: mechanisms against the model without them, and that against transformers' Llama."""
+"""Time to the first token and for each after it: mechanisms against the model without them, that against Llama."""
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
 from collections.abc import Mapping
@@ -11,14 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion import to_transformers
 from headwater.cost import counts as cost
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.nn.cache_name import CACHE, cache_of
+from headwater.nn.cache_name import cache_of
 from headwater.util.precision import Precision
 from headwater_lab.bench.paired import PairedTimes, describe_device, random_ids, take_turns
 from headwater_lab.bench.shapes import Benchmark, DecodeShape, ModelShape
@@ -29,24 +28,28 @@ VANILLA, AGAIN = "vanilla", "vanilla, again"
 
 
 class TimedGeneration(NamedTuple):
-    """One generation of a model. cache_bytes: of the tokens held at the end, without the room for more."""
+    """One generation of a model.
 
+    first_token: seconds until the prompt is read and the first new token is known. seconds_per_token: of each token
+    after it. tokens: [batch, tokens]. cache_bytes: of the tokens in the cache at the end, without the room for more.
+    """
+
+    first_token: float
     seconds_per_token: float
     tokens: Tensor
-    """[batch, tokens]"""
     cache_bytes: int
 
 
 def bench_decode(
     mechanisms: Mapping[str, dict[str, dict]], shape: DecodeShape, precision: Precision, device: str
 ) -> Benchmark:
-    """Time greedy generation after a prompt of random tokens: Llama, headwater without mechanisms, and each of
-    `mechanisms` (name -> a config's mechanisms), in turn. The default sizes are those of GPT-2 124M, with a separate
-    output head.
+    """Time greedy generation after a prompt of random tokens, by each model in turn: Llama, headwater without
+    mechanisms, and with each of `mechanisms` (name -> a config's mechanisms). The default sizes are those of GPT-2
+    124M, with a separate output head.
 
-    Time counts from the first new token to the last, without the prompt; it includes the preparation of a long
-    generation (`kernels.linear`). Llama and vanilla have the same weights, and a second copy of vanilla is timed too:
-    where its weights are in memory can make a model 5 % slower or faster.
+    Both times include the preparation of a long generation (`kernels.linear`). Llama and vanilla have the same
+    weights, and a second copy of vanilla is timed too: the place of its weights in memory can make a model 5 % slower
+    or faster.
     """
     bandwidth, dtype = read_bandwidth(device), precision.weights
     models = with_llama({VANILLA: {}, **mechanisms, AGAIN: {}}, shape, shape.context + shape.tokens, LLAMA)
@@ -58,14 +61,17 @@ def bench_decode(
     vanilla, rows = runs[VANILLA], []
     for name, generations in runs.items():
         config = models[VANILLA if name == LLAMA else name].config
-        seconds = [generation.seconds_per_token for generation in generations]
+        firsts, seconds = (list(times) for times in zip(*(run[:2] for run in generations), strict=True))
         second, cache_size = statistics.median(seconds), generations[-1].cache_bytes
         size = dtype.itemsize * cost.weights_read(config)
         size += shape.batch_size * cost.cache_bytes_read(config, shape.context + shape.tokens // 2, dtype.itemsize)
-        row = {"model": name, "ms/token": f"{second * 1e3:.2f}", "cache": f"{cache_size:,} B"}
+        row = {"model": name, "first token, ms": f"{statistics.median(firsts) * 1e3:.1f}", "first ratio": ""}
+        row |= {"ms/token": f"{second * 1e3:.2f}", "cache": f"{cache_size:,} B"}
         if name != LLAMA:
-            against = [generation.seconds_per_token for generation in runs[LLAMA if name == VANILLA else VANILLA]]
-            row |= PairedTimes(seconds, against).cells() | {"cache": f"× {cache_size / vanilla[-1].cache_bytes:.5f}"}
+            against = runs[LLAMA if name == VANILLA else VANILLA]
+            row["first ratio"] = f"{PairedTimes(firsts, [run.first_token for run in against]).ratio:.3f}"
+            row |= PairedTimes(seconds, [run.seconds_per_token for run in against]).write_cells()
+            row["cache"] = f"× {cache_size / vanilla[-1].cache_bytes:.5f}"
         rows.append(row | {"bandwidth": f"{size / second / bandwidth:.0%}"})
     return Benchmark(
         f"{shape}, precision {precision}; {describe_device(device)}; memory read at {bandwidth / 1e9:.1f} GB/s",
@@ -79,8 +85,10 @@ def bench_decode(
 def with_llama(
     mechanisms: Mapping[str, dict[str, dict]], shape: ModelShape, length: int, llama: str
 ) -> dict[str, PreTrainedModel]:
-    """A model with each of `mechanisms`, for rows of `length` tokens; first, as `llama`, a Llama with the weights of
-    the one named vanilla."""
+    """Make a model with each of `mechanisms`, for rows of `length` tokens.
+
+    First comes, under the name `llama`, a Llama with the weights of the model named vanilla.
+    """
     models: dict[str, Any] = {
         name: HeadwaterForCausalLM(HeadwaterConfig(**shape.config(length), norm_eps=1e-6, mechanisms=options))
         for name, options in mechanisms.items()
@@ -89,7 +97,7 @@ def with_llama(
 
 
 def describe_ratios(llama: str, same_tokens: bool) -> str:
-    """What the ratios mean in a benchmark that begins with a Llama, and whether vanilla gave the same tokens."""
+    """Explain the ratios of a benchmark that begins with a Llama, and say whether vanilla gave the same tokens."""
     return (
         f"ratio: time over {VANILLA}'s, and {VANILLA}'s over that of {llama}; median over the turns.\n"
         f"{VANILLA}: {'the same' if same_tokens else 'not the same'} tokens as {llama}."
@@ -99,24 +107,11 @@ def describe_ratios(llama: str, same_tokens: bool) -> str:
 def decode_in_turns(
     models: Mapping[str, PreTrainedModel], ids: Tensor, tokens: int, turns: int
 ) -> dict[str, list[TimedGeneration]]:
-    """Greedy generation of `tokens` tokens after ids [B, T] by each model in turn, so that a busy machine slows all."""
-    runs = {
-        name: partial(_time_generation, model, ids, tokens, _read_prompt(model, ids)) for name, model in models.items()
-    }
-    return take_turns(runs, turns)
+    """Generate `tokens` tokens greedily after ids [B, T] with each model in turn, so that a busy machine slows all."""
+    return take_turns({name: partial(_time_generation, model, ids, tokens) for name, model in models.items()}, turns)
 
 
-@torch.no_grad()
-def _read_prompt(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
-    """The cache after all of the prompt but its last token, so that each turn need not read it again."""
-    cache = DynamicCache(config=model.config)
-    if ids.shape[1] > 1:
-        model(ids[:, :-1], logits_to_keep=1, **{CACHE: cache})
-    return cache
-
-
-def _time_generation(model: PreTrainedModel, ids: Tensor, tokens: int, cache: DynamicCache) -> TimedGeneration:
-    """Generate after a copy of the cache. Seconds are those per token after the first."""
+def _time_generation(model: PreTrainedModel, ids: Tensor, tokens: int) -> TimedGeneration:
     times: list[float] = []
 
     def note_time(ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -125,6 +120,7 @@ def _time_generation(model: PreTrainedModel, ids: Tensor, tokens: int, cache: Dy
         times.append(time.perf_counter())
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
+    started = time.perf_counter()
     generated = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -134,7 +130,8 @@ def _time_generation(model: PreTrainedModel, ids: Tensor, tokens: int, cache: Dy
         stopping_criteria=[note_time],
         pad_token_id=0,
         return_dict_in_generate=True,
-        **{CACHE: copy.deepcopy(cache)},
     )
     second = (times[-1] - times[0]) / (len(times) - 1)
-    return TimedGeneration(second, generated.sequences[:, ids.shape[1] :], cache_bytes(cache_of(generated)))
+    return TimedGeneration(
+        times[0] - started, second, generated.sequences[:, ids.shape[1] :], cache_bytes(cache_of(generated))
+    )

@@ -58,10 +58,9 @@ M = TypeVar("M", bound=PreTrainedModel)
 SHARES = {
     "environment": 0.05,
     "correctness": 0.21,
-    "training": 0.30,
-    "mechanisms": 0.20,
-    "decoding": 0.24,
-    "packing": 0.14,
+    "training": 0.32,
+    "mechanisms": 0.22,
+    "decoding": 0.26,
 }
 BUDGET = 540.0
 ROWS, LOG = "rows.jsonl", "log"
@@ -81,7 +80,6 @@ class Sizes(NamedTuple):
 
     training: dict[str, tuple[int, int, int]] = {"124M": (12, 768, 64), "350M": (24, 1024, 32)}
     context: int = 1024
-    packing: dict[int, int] = {1024: 32, 4096: 8}  # context -> rows
     mechanisms: tuple[int, int, int] = (12, 768, 32)
     decoding: dict[str, tuple[int, int]] = {"1.5B": (28, 2048), "124M": (12, 768)}  # layers, width
     batches: tuple[int, ...] = (1, 64)
@@ -99,7 +97,6 @@ ON_GPU = Sizes()
 ON_CPU = Sizes(
     training={"tiny": (2, 64, 2)},
     context=32,
-    packing={32: 2},
     mechanisms=(4, 64, 2),
     decoding={"tiny": (2, 64)},
     batches=(2,),
@@ -155,7 +152,7 @@ def bench_gpu(
 
 
 def _run_phase(name: str, folder: Path, device: str, seconds: float) -> dict[str, Any]:
-    """One phase in a separate process, ended at its deadline; its measurements until then are kept."""
+    """Run a phase in a separate process, which ends at its deadline; its rows until then are kept."""
     rows, log = folder / ROWS, folder / LOG
     started = time.monotonic()
     # The deadline by the clock, which the process shares: its imports count.
@@ -180,7 +177,7 @@ def _run_phase(name: str, folder: Path, device: str, seconds: float) -> dict[str
 
 
 def _read_rows(rows: Path) -> list[Measurement]:
-    """The rows that were written completely."""
+    """Read the rows that were written completely."""
     measurements = []
     for line in rows.read_text().splitlines() if rows.exists() else ():
         try:
@@ -191,7 +188,7 @@ def _read_rows(rows: Path) -> list[Measurement]:
 
 
 def find_problems(results: dict[str, Any]) -> list[str]:
-    """Problems in the results: phases that failed, results that differ, measurements that raised errors."""
+    """List problems in the results: phases that failed, results that differ, measurements that raised errors."""
     wrong = [f"{name}: {phase['error']}" for name, phase in results["phases"].items() if "error" in phase]
     for name, phase in results["phases"].items():
         for row in phase["rows"]:
@@ -215,12 +212,12 @@ class Phase:
         self.on_gpu = self.device.type == "cuda"
 
     def put(self, **row: Any) -> None:
-        """Keep a row, at once."""
+        """Write a row at once."""
         with open(self.rows, "a") as file:
             file.write(json.dumps(row) + "\n")
 
     def attempt(self, measure: Callable[[], Measurement], *, brief: bool = False, **names: Any) -> None:
-        """One measurement as a row; if it fails, or there is no time, the row records that and the phase continues.
+        """Measure one row; if that fails, or there is no time, the row records it and the phase continues.
 
         brief: it compiles nothing, so it may begin as long as there is any time.
         """
@@ -239,7 +236,7 @@ class Phase:
             torch.cuda.empty_cache()
 
     def seconds(self, run: Callable[[], object], times: int) -> float:
-        """Seconds a run, over `times` runs that nothing waits between."""
+        """Measure the seconds of a run, over `times` runs without waits between them."""
         if not self.on_gpu:
             started = time.perf_counter()
             for _ in range(times):
@@ -255,12 +252,16 @@ class Phase:
         return start.elapsed_time(end) / 1e3 / times
 
     def draw(self, *shape: int) -> Tensor:
-        """Random token ids."""
+        """Draw random token ids."""
         return random_ids(self.sizes.vocab_size, *shape).to(self.device)
+
+    def draw_small(self, length: int) -> Tensor:
+        """Draw two rows of random token ids for a small model."""
+        return random_ids(256, 2, length).to(self.device)
 
 
 def make_model(phase: Phase, layers: int, width: int, context: int) -> HeadwaterForCausalLM:
-    """A model with random weights, drawn on the device, since they do not affect speed."""
+    """Make a model with random weights, drawn on the device; weights do not affect speed."""
     config = HeadwaterConfig(**ModelShape(layers, width, phase.sizes.vocab_size).config(context))
     with torch.device("meta"):
         model = HeadwaterForCausalLM(config)
@@ -268,7 +269,7 @@ def make_model(phase: Phase, layers: int, width: int, context: int) -> Headwater
 
 
 def draw_weights(model: M, device: torch.device) -> M:
-    """A model without storage, on the device, with random weights drawn there."""
+    """Give a model without storage random weights, drawn on the device."""
     model.float().to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -281,7 +282,7 @@ def draw_weights(model: M, device: torch.device) -> M:
 
 
 def combine_mechanisms(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, dict]]:
-    """None, each mechanism alone, and together as many as can act in one model."""
+    """Combine mechanisms: none, each alone, and as many as can act in one model."""
     alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in names}
     together: dict[str, dict] = {}
     for name in names:
@@ -292,7 +293,7 @@ def combine_mechanisms(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict
 
 
 def environment(phase: Phase) -> None:
-    """Versions, the device, its data sheet, and its measured copies and matmuls."""
+    """Report versions, the device, its data sheet, and its measured copies and matmuls."""
     device, name = phase.device, describe_cpu()
     facts: Measurement = {
         "python": platform.python_version(),
@@ -326,14 +327,14 @@ def environment(phase: Phase) -> None:
 
 
 def measure_bandwidth(phase: Phase) -> float:
-    """Bytes/s of a long copy, which reads and writes each byte once."""
+    """Measure bytes/s of a long copy, which reads and writes each byte once."""
     source, target = (torch.ones(phase.sizes.copied // 4, device=phase.device) for _ in range(2))
     target.copy_(source)
     return 2 * source.nbytes / phase.seconds(lambda: target.copy_(source), 20)
 
 
 def correctness(phase: Phase) -> None:
-    """The contract on this device: cached = uncached, packed = separate, half precision near fp64, compiled = eager."""
+    """Check the contract on this device: cached = uncached, packed = separate, bf16 near fp64, compiled = eager."""
     mechanisms_by_name = combine_mechanisms()
     for name, options in mechanisms_by_name.items():
         phase.attempt(partial(_check_model, phase, options), brief=True, mechanisms=name)
@@ -343,6 +344,7 @@ def correctness(phase: Phase) -> None:
     for name in extremes:
         measure = partial(_token_waits, phase, mechanisms_by_name[name])
         phase.attempt(measure, brief=True, waits=f"decoding step, {name}")
+        phase.attempt(partial(_check_varlen, phase, mechanisms_by_name[name]), brief=True, packed=name)
 
     # Compilation takes most of the time: that of as many mechanisms as fit, a minute or more.
     def compiled(name: str) -> None:
@@ -355,6 +357,10 @@ def correctness(phase: Phase) -> None:
         compiled(name)
         phase.attempt(partial(_step_waits, phase, mechanisms_by_name[name]), waits=f"training step, {name}")
         phase.attempt(partial(_same_tokens, phase, mechanisms_by_name[name], True), tokens=f"{name}, compiled")
+
+
+def _make_small(phase: Phase, mechanisms: dict[str, dict], dtype: torch.dtype = torch.float32) -> HeadwaterForCausalLM:
+    return HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device, dtype).eval()
 
 
 def _small_config(mechanisms: dict[str, dict]) -> HeadwaterConfig:
@@ -371,11 +377,9 @@ def _small_config(mechanisms: dict[str, dict]) -> HeadwaterConfig:
 
 @torch.no_grad()
 def _check_model(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    config = _small_config(mechanisms)
-    model = HeadwaterForCausalLM(config).to(phase.device, torch.float64).eval()
-    ids = random_ids(256, 2, 48).to(phase.device)
+    model, ids = _make_small(phase, mechanisms, torch.float64), phase.draw_small(48)
     uncached = model(ids, use_cache=False).logits
-    cache, chunks = DynamicCache(config=config), []
+    cache, chunks = DynamicCache(config=model.config), []
     for chunk in ids.split([40, *[1] * 8], dim=1):
         chunks.append(model(chunk, past_key_values=cache).logits)
     cached = float((torch.cat(chunks, 1) - uncached).abs().max())
@@ -389,10 +393,22 @@ def _check_model(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     return {"cached - whole": cached, "packed - apart": apart, "bf16, rms": near, "outcome": "ok" if fine else WRONG}
 
 
+@torch.no_grad()
+def _check_varlen(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    """Compare the hidden states of packed rows in bf16, document by document (varlen), with those under a mask."""
+    model = _make_small(phase, mechanisms)
+    ids, documents, states = phase.draw_small(48), _pack_documents(2, 48, phase.device), []
+    with Precision.BF16_MIXED.autocast(phase.device.type):
+        for attention in ("sdpa", VARLEN):
+            model.set_attn_implementation(attention)
+            states.append(model.model(ids, use_cache=False, **documents).last_hidden_state.double())
+    apart = float((states[1] - states[0]).square().mean().sqrt() / states[0].square().mean().sqrt())
+    return {"from the mask, rms": apart, "outcome": "ok" if apart < 2e-2 else WRONG}
+
+
 def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> Measurement:
-    """Tokens of a static cache, whose steps a GPU replays as a graph, against those without a cache."""
-    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device, torch.float64).eval()
-    ids = random_ids(256, 2, 16).to(phase.device)
+    """Compare the tokens of a static cache, whose steps a GPU replays as a graph, with those without a cache."""
+    model, ids = _make_small(phase, mechanisms, torch.float64), phase.draw_small(16)
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     static = Decoder(model, compiled, phase.sizes.backend)(ids, mask, max_new_tokens=12)
@@ -403,20 +419,17 @@ def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> M
 
 
 def _step_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    """Whether the host waits for the device within a training step; on a GPU, of packed rows."""
-    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device)
-    ids = random_ids(256, 2, 48).to(phase.device)
+    """Check that the host does not wait for the device within a training step; on a GPU, of packed rows."""
+    model, ids = _make_small(phase, mechanisms).train(), phase.draw_small(48)
     # On a CPU, reading position ids to choose a mask costs nothing, and is done.
     inputs = {"position_ids": _pack_documents(2, 48, phase.device)["position_ids"]} if phase.on_gpu else None
     return _find_waits(phase, _make_steps(phase, model, ids, inputs))
 
 
 def _token_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    """The same of a step that decodes a token."""
-    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device, torch.bfloat16).eval()
-    ids = random_ids(256, 2, 16).to(phase.device)
-    decoder = Decoder(model)
-    decoder(ids, max_new_tokens=8)
+    """Check that the host does not wait for the device while it decodes a token."""
+    decoder = Decoder(_make_small(phase, mechanisms, torch.bfloat16))
+    decoder(phase.draw_small(16), max_new_tokens=8)
     assert decoder.state is not None
     with torch.no_grad():
         return _find_waits(phase, decoder.state.run_step)
@@ -434,8 +447,7 @@ def _find_waits(phase: Phase, step: Callable[[], None]) -> Measurement:
 
 
 def _check_compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device).train()
-    ids = random_ids(256, 2, 64).to(phase.device)
+    model, ids = _make_small(phase, mechanisms).train(), phase.draw_small(64)
 
     def gradients() -> Tensor:
         model.zero_grad()
@@ -452,7 +464,7 @@ def _check_compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
 
 
 def _count_graphs() -> Measurement:
-    """Graphs and breaks since the last call."""
+    """Count graphs and breaks since the last call."""
     row = {
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),
@@ -464,7 +476,7 @@ def _count_graphs() -> Measurement:
 def _make_steps(
     phase: Phase, model: PreTrainedModel, ids: Tensor, extra: dict[str, Tensor] | None = None, whole_model: bool = False
 ) -> Callable[[], None]:
-    """Training steps in bf16, compiled: by block, or as a whole. extra: further inputs.
+    """Make training steps in bf16, compiled by block or as a whole. extra: further inputs.
 
     Output head and loss are compiled as one, so that no logits leave the graph.
     """
@@ -488,7 +500,7 @@ def _make_steps(
 
 
 def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: int) -> Measurement:
-    """Speed of training steps. flops: of one step."""
+    """Time training steps. flops: of one step."""
     _count_graphs()
     started = time.perf_counter()
     for _ in range(phase.sizes.warm):
@@ -515,10 +527,9 @@ KERNELS = {
 
 
 def _time_shares(phase: Phase, step: Callable[[], None], steps: int = 3) -> Measurement:
-    """Shares of the time of some steps: in which the device runs no kernel, and by kinds of kernels; of a GPU's, since
-    a CPU's have other names.
+    """Measure shares of the time of some steps: without any kernel, and by kinds of kernels (a GPU's names).
 
-    What was timed before is kept if the profiler fails: it says so, or there are no shares.
+    If the profiler fails, the row says so and keeps what was timed before.
     """
     wait = torch.cuda.synchronize if phase.on_gpu else lambda: None
     activities = [ProfilerActivity.CUDA if phase.on_gpu else ProfilerActivity.CPU]
@@ -544,7 +555,7 @@ def _time_shares(phase: Phase, step: Callable[[], None], steps: int = 3) -> Meas
 
 
 def training(phase: Phase) -> None:
-    """Training steps at commonly published sizes, compiled by block and as a whole, and Llama's for comparison."""
+    """Time training steps at commonly published sizes, compiled by block and as a whole, and Llama's for comparison."""
     sizes, context = phase.sizes, phase.sizes.context
 
     def measure(shape: tuple[int, int, int], whole_model: bool = False, llama: bool = False) -> Measurement:
@@ -564,57 +575,16 @@ def training(phase: Phase) -> None:
     phase.attempt(partial(measure, shape, whole_model=True), model=smallest, compiled="whole")
 
 
-def packing(phase: Phase) -> None:
-    """Rows of one document, and of several, by a mask, by its blocks, and document by document."""
-    layers, width, _ = next(iter(phase.sizes.training.values()))
-
-    def measure(context: int, rows: int, attention: str, packed: bool) -> Measurement:
-        model = make_model(phase, layers, width, context)
-        model.set_attn_implementation(attention)
-        ids = phase.draw(rows, context)
-        flops = cost.training_flops(model.config, context) * ids.numel()
-        if not packed:
-            return _timed_steps(phase, _make_steps(phase, model, ids), flops, ids.numel())
-        documents = _pack_documents(rows, context, phase.device)
-        row: Measurement = {}
-        if attention == VARLEN:
-            row = _unlike_mask(phase, model, ids[:1])
-        else:
-            del documents["cu_seq_lens_q"]
-        return row | _timed_steps(phase, _make_steps(phase, model, ids, documents), flops, ids.numel())
-
-    for context, rows in phase.sizes.packing.items():
-        kinds = {"one document": ("sdpa", False), "packed, mask": ("sdpa", True), "packed, varlen": (VARLEN, True)}
-        if phase.on_gpu:  # on a CPU it has no backward pass
-            kinds["packed, flex"] = ("flex_attention", True)
-        for name, (attention, packed) in kinds.items():
-            phase.attempt(partial(measure, context, rows, attention, packed), context=context, rows=name)
-
-
 def _pack_documents(rows: int, context: int, device: torch.device) -> dict[str, Tensor]:
-    """Three documents in each row."""
+    """Make positions and borders of three documents in each row."""
     positions = (torch.arange(context) % max(1, context // 3 + 1))[None].expand(rows, -1)
     borders = make_cu_seq_lens(positions)
     assert borders is not None
     return {"position_ids": positions.to(device), "cu_seq_lens_q": borders.to(device)}
 
 
-@torch.no_grad()
-def _unlike_mask(phase: Phase, model: HeadwaterForCausalLM, ids: Tensor) -> Measurement:
-    """How far the hidden states of a packed row, in bf16, are from those under a mask."""
-    rows, context = ids.shape
-    documents = _pack_documents(rows, context, phase.device)
-    states = []
-    with Precision.BF16_MIXED.autocast(ids.device.type):
-        for attention in ("sdpa", VARLEN):
-            model.set_attn_implementation(attention)
-            states.append(model.model(ids, use_cache=False, **documents).last_hidden_state.double())
-    apart = float((states[1] - states[0]).square().mean().sqrt() / states[0].square().mean().sqrt())
-    return {"from the mask, rms": apart, "outcome": "ok" if apart < 2e-2 else WRONG}
-
-
 def mechanisms(phase: Phase) -> None:
-    """A training step with each mechanism over one without it, in turn; first all of the preset's."""
+    """Time a training step with each mechanism over one without it, in turn; first all of the preset's."""
     layers, width, rows = phase.sizes.mechanisms
     shape = StepShape(layers, width, phase.sizes.vocab_size, phase.sizes.context)
 
@@ -637,7 +607,7 @@ def mechanisms(phase: Phase) -> None:
     mechanisms_by_name[RECOMMENDED] = PRESETS[RECOMMENDED].fields["mechanisms"]
 
     def order(name: str) -> tuple[bool, int]:
-        """How many graphs they have at least decides last: one for each number of inputs."""
+        """Sort the preset first, then by the least number of graphs: one for each number of inputs."""
         try:
             config = HeadwaterConfig(num_hidden_layers=layers, mechanisms=mechanisms_by_name[name])
             graphs = len({len(plan.reads) for plan in plan_layers(config)})
@@ -694,11 +664,11 @@ def decoding(phase: Phase) -> None:
         )
 
 
-PHASES = {phase.__name__: phase for phase in (environment, correctness, training, mechanisms, decoding, packing)}
+PHASES = {phase.__name__: phase for phase in (environment, correctness, training, mechanisms, decoding)}
 
 
 def run_main(name: str, rows: str, device: str, deadline: str) -> None:
-    """One phase, in the process that `bench_gpu` starts for it. deadline: by `time.time`."""
+    """Run a phase in the process that `bench_gpu` starts for it. deadline: by `time.time`."""
     transformers.logging.set_verbosity_error()
     if torch.device(device).index is not None:
         torch.cuda.set_device(device)  # events, waits and peaks of memory are those of the current device

@@ -39,8 +39,8 @@ class PairedTimes:
         low, _, high = statistics.quantiles(self.ratios, n=4)
         return low, high
 
-    def cells(self) -> dict[str, str]:
-        """The ratio and its quartiles, as columns of a benchmark."""
+    def write_cells(self) -> dict[str, str]:
+        """Write the ratio and its quartiles, as columns of a benchmark."""
         low, high = self.quartiles
         return {"ratio": f"{self.ratio:.3f}", "quartiles": f"{low:.3f} – {high:.3f}"}
 
@@ -68,5 +68,5 @@ def random_ids(vocab_size: int, *shape: int) -> Tensor:
 
 
 def describe_device(device: str) -> str:
-    """A device in the title of a table; the CPU by its name."""
+    """Name a device in the title of a table; the CPU by its model."""
     return f"{describe_cpu()}, {counted(torch.get_num_threads(), 'thread')}" if device == "cpu" else device

@@ -49,7 +49,7 @@ def bench_serving(
     """Time random prompts that arrive at once, each continued greedily: by vLLM's Llama, by headwater without
     mechanisms, and by each of `mechanisms` (name -> a config's mechanisms), in turn.
 
-    Each model has an engine in a process of its own. Llama and vanilla have the same weights. No prompt is in the cache
+    Each model has an engine in a separate process. Llama and vanilla have the same weights. No prompt is in the cache
     when a run begins. cache_memory: GiB of each engine's cache; default: as many as vanilla needs for all requests.
     Raises `HeadwaterError` if an engine does not start or fails.
     """
@@ -84,7 +84,7 @@ def bench_serving(
 
 
 def _describe_runs(name: str, cache_tokens: int, runs: dict[str, list[ServedRun]]) -> dict[str, str]:
-    """A model's row. cache_tokens: how many tokens fit into its cache."""
+    """Write a model's row. cache_tokens: how many tokens fit into its cache."""
     seconds = {model: [run.seconds for run in model_runs] for model, model_runs in runs.items()}
     steps = {model: [run.step for run in model_runs] for model, model_runs in runs.items()}
     step = statistics.median(steps[name])
@@ -98,14 +98,14 @@ def _describe_runs(name: str, cache_tokens: int, runs: dict[str, list[ServedRun]
     if name != LLAMA:
         against = LLAMA if name == VANILLA else VANILLA
         of_steps = PairedTimes(steps[name], steps[against]).ratio
-        row |= PairedTimes(seconds[name], seconds[against]).cells()
+        row |= PairedTimes(seconds[name], seconds[against]).write_cells()
         row["ratio of steps"] = "" if math.isnan(of_steps) else f"{of_steps:.3f}"
     return row
 
 
 @contextmanager
 def _start_engine(folder: str, settings: dict[str, Any], name: str) -> Iterator[Connection]:
-    """An engine in a process of its own, which answers each list of prompts with a `ServedRun`."""
+    """Start an engine in a separate process, which answers each list of prompts with a `ServedRun`."""
     method = multiprocessing.get_context("spawn")
     connection, child_connection = method.Pipe()
     process = method.Process(target=_run_engine, args=(child_connection, folder, settings), name=name, daemon=True)
@@ -130,7 +130,7 @@ def _receive_answer(engine: Connection, name: str) -> Any:
     try:
         answer = engine.recv()
     except EOFError:
-        answer = "its process ended; vLLM's log above says why"
+        answer = "its process ended; see vLLM's log above"
     if isinstance(answer, str):
         raise HeadwaterError(f"vLLM could not serve {name}: {answer.rstrip('.')}.")
     return answer

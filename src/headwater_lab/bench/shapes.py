@@ -1,4 +1,4 @@
-"""Sizes of what is timed, and a result, for the functions and commands. Importing this imports no torch."""
+"""Sizes and results of benchmarks, for functions and commands. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
-def at_least(least: int, default: int) -> Any:
-    """A field with a minimum, which the command line checks."""
+def set_minimum(least: int, default: int) -> Any:
+    """Declare a field with a minimum, which the command line checks."""
     return field(default=default, metadata={"min": least})
 
 
@@ -27,12 +27,12 @@ class ModelShape:
     width: Width of the model, whose heads have 64 channels.
     """
 
-    layers: int = at_least(1, 12)
-    width: int = at_least(64, 768)
-    vocab_size: int = at_least(1, 50304)
+    layers: int = set_minimum(1, 12)
+    width: int = set_minimum(64, 768)
+    vocab_size: int = set_minimum(1, 50304)
 
     def config(self, tokens: int) -> dict[str, Any]:
-        """A config's sizes, for rows of so many tokens."""
+        """Make a config's sizes, for rows of so many tokens."""
         return dict(
             vocab_size=self.vocab_size,
             hidden_size=self.width,
@@ -53,35 +53,26 @@ class StepShape(ModelShape):
     context: Tokens per row.
     """
 
-    layers: int = at_least(1, 8)
-    width: int = at_least(64, 256)
-    vocab_size: int = at_least(1, 512)
-    context: int = at_least(1, 256)
-    batch_size: int = at_least(1, 8)
+    layers: int = set_minimum(1, 8)
+    width: int = set_minimum(64, 256)
+    vocab_size: int = set_minimum(1, 512)
+    context: int = set_minimum(1, 256)
+    batch_size: int = set_minimum(1, 8)
 
 
 @dataclass(frozen=True)
-class PrefillShape(ModelShape):
-    """Sizes of prompts.
+class DecodeShape(ModelShape):
+    """Sizes of generation.
 
     context: Prompt tokens.
+    tokens: Tokens to generate.
     turns: Runs of each model.
     """
 
-    context: int = at_least(1, 1024)
-    batch_size: int = at_least(1, 1)
-    turns: int = at_least(2, 7)
-
-
-@dataclass(frozen=True)
-class DecodeShape(PrefillShape):
-    """Sizes of generation.
-
-    tokens: Tokens to generate.
-    """
-
-    context: int = at_least(1, 512)
-    tokens: int = at_least(3, 48)
+    context: int = set_minimum(1, 512)
+    batch_size: int = set_minimum(1, 1)
+    tokens: int = set_minimum(3, 48)
+    turns: int = set_minimum(2, 5)
 
 
 @dataclass(frozen=True)
@@ -94,7 +85,7 @@ class ServeShape(ModelShape):
     turns: Runs of each model.
     """
 
-    context: int = at_least(1, 256)
-    tokens: int = at_least(2, 33)
-    requests: int = at_least(1, 8)
-    turns: int = at_least(2, 5)
+    context: int = set_minimum(1, 256)
+    tokens: int = set_minimum(2, 33)
+    requests: int = set_minimum(1, 8)
+    turns: int = set_minimum(2, 5)

@@ -39,11 +39,11 @@ def text_pair(
     attention: str = "sdpa",
     documents: int | None = None,
 ) -> ModelPair:
-    """headwater without mechanisms, and transformers' model of the same shape, on the same tokens.
+    """Make headwater's model without mechanisms, and transformers' of the same shape, on the same tokens.
 
     Both start from the same weights. attention: headwater's; transformers' model has sdpa.
-    documents: rows are packed, with documents of this many tokens on average. Attention varlen is then told where they
-        begin; under the others, and in transformers' model, they are a mask.
+    documents: rows are packed, with documents of this many tokens on average. Attention varlen then receives their
+        borders; the others, and transformers' model, have a mask.
     """
     torch.manual_seed(0)
     sizes = shape.config(shape.context)
@@ -67,7 +67,7 @@ def image_pair(
     image_size: int = 224,
     patch_size: int = 16,
 ) -> ModelPair:
-    """An image classifier without mechanisms and transformers' ViT, with the same weights on the same images."""
+    """Make an image classifier without mechanisms and transformers' ViT, with the same weights on the same images."""
     config = HeadwaterVisionConfig(
         image_size=image_size,
         patch_size=patch_size,
@@ -86,7 +86,7 @@ def image_pair(
 
 
 def mechanism_pair(mechanisms: dict[str, dict], shape: StepShape) -> ModelPair:
-    """A model with `mechanisms` and the one that it is compared with (`make_twins`), on the same tokens."""
+    """Make a model with `mechanisms` and the one that it is compared with (`make_twins`), on the same tokens."""
     inputs = _draw_tokens(shape)
     return ModelPair(make_twins(mechanisms, shape), (inputs, inputs))
 
@@ -122,7 +122,7 @@ def bench_steps(
         else:
             paired = time_pair(pair, precision, pairs, device)
             a, b = (statistics.median(times) for times in (paired.a, paired.b))
-            rows.append({"": label, "s": f"{a:.3f}", f"{reference}, s": f"{b:.3f}"} | paired.cells())
+            rows.append({"": label, "s": f"{a:.3f}", f"{reference}, s": f"{b:.3f}"} | paired.write_cells())
     settings = "" if memory else f", pairs {pairs}; {describe_device(device)}"
     return Benchmark(f"{title}, precision {precision}{settings}", rows)
 
@@ -143,7 +143,7 @@ def time_pair(pair: ModelPair, precision: Precision, pairs: int, device: str = "
 
 
 def stored_by_pair(pair: ModelPair, precision: Precision) -> tuple[int, int]:
-    """Bytes that autograd stores in a forward pass with its loss, by each model on a CPU.
+    """Measure the bytes that autograd stores in a forward pass with its loss, by each model on a CPU.
 
     The parameters are not counted; under autocast their casts to bf16 are.
     """
@@ -158,7 +158,7 @@ def stored_by_pair(pair: ModelPair, precision: Precision) -> tuple[int, int]:
 def _make_passes(
     pair: ModelPair, precision: Precision, device: str
 ) -> list[tuple[PreTrainedModel, Callable[[], Tensor]]]:
-    """Each model of a pair on the device, and its forward pass to the loss."""
+    """Move each model of a pair to the device, and make its forward pass to the loss."""
     dtype = precision.weights
     passes: list[tuple[PreTrainedModel, Callable[[], Tensor]]] = []
     for model, inputs in zip(pair.models, pair.inputs, strict=True):
@@ -176,7 +176,7 @@ def _compute_loss(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
 
 
 def training_step(model: PreTrainedModel, loss: Callable[[], Tensor], precision: Precision) -> Callable[[], None]:
-    """One whole step, which does not wait for the device: forward, loss, backward, clipping, fused AdamW."""
+    """Make a whole step, which does not wait for the device: forward, loss, backward, clipping, fused AdamW."""
     kind = model.device.type
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=kind in ("cpu", "cuda"))
     model.train()
@@ -193,14 +193,14 @@ def training_step(model: PreTrainedModel, loss: Callable[[], Tensor], precision:
 
 
 def packed_positions(rows: int, context: int, documents: int) -> Tensor:
-    """Position ids [rows, context] of documents with `documents` tokens on average, geometrically distributed."""
+    """Draw position ids [rows, context] of documents with `documents` tokens on average, geometrically distributed."""
     starts = torch.rand(rows, context, generator=torch.Generator().manual_seed(0)) < 1 / documents
     slot = torch.arange(context)
     return slot - torch.where(starts, slot, 0).cummax(1).values
 
 
 def make_twins(mechanisms: dict[str, dict], shape: StepShape) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
-    """A model with `mechanisms` and the one it is compared with, without them.
+    """Make a model with `mechanisms` and the one it is compared with, without them.
 
     If a mechanism replaces linear layers, the other model has its plain twin (`build_twin`), with the same matmuls.
     """

@@ -1,4 +1,4 @@
-"""Whether anything waits for the device: contexts in which that raises an error."""
+"""Contexts in which waiting for the device raises an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WaitError(AssertionError):
 
 
 class NoWaits(TorchDispatchMode):
-    """Refuses whatever copies a number to the host, or has a shape that depends on numbers, on any device."""
+    """A mode that refuses, on any device, copies of a number to the host and shapes that depend on numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in REFUSED:
@@ -27,7 +27,7 @@ class NoWaits(TorchDispatchMode):
 
 @contextmanager
 def no_waits(device: torch.device) -> Iterator[None]:
-    """Inside this context, waiting for the device raises: on a GPU by CUDA's own check, elsewhere by `NoWaits`.
+    """Raise an error inside this context if anything waits for the device: by CUDA's check or by `NoWaits`.
 
     Waiting for an event is allowed: it is how the host reads what was copied earlier.
     """

@@ -22,8 +22,8 @@ for _module in pkgutil.iter_modules(__path__):
 UsageError: Any = typer.BadParameter.__bases__[0]
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         from headwater import __version__
 
         print(f"headwater {__version__}")
@@ -31,16 +31,16 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def headwater(
+def set_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Train, compare and run Transformers whose keys and values also come from other tokens, layers or parameters."""
 
 
-def not_encoded(error: UnicodeEncodeError) -> str:
-    """What to do about a text that cannot be written: often a path."""
+def explain_encoding(error: UnicodeEncodeError) -> str:
+    """Say what to do about a text that cannot be written, often a path."""
     text = ascii(error.object)
     if any("\ud800" <= letter <= "\udfff" for letter in error.object[error.start : error.end]):
         return f"{text} is not valid text: it has bytes that are not UTF-8, or half of a surrogate pair; rename it."
@@ -64,7 +64,7 @@ def main() -> None:
     except BrokenPipeError:  # the reader closed the pipe
         _end(1)
     except UnicodeEncodeError as error:
-        _end(2, not_encoded(error))
+        _end(2, explain_encoding(error))
     except HeadwaterError as error:
         _end(2, literal(str(error)))
     except (MemoryError, RuntimeError) as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.bench.shapes import Benchmark, DecodeShape, PrefillShape, ServeShape, StepShape
+from headwater_lab.bench.shapes import Benchmark, DecodeShape, ServeShape, StepShape
 from headwater_lab.cli.common import check_writable, device_of, mechanisms_of, recipe_of, say, stderr, stdout, tell
 from headwater_lab.cli.options import LOOK, DeviceName, FolderPath, PositiveInt, Values, add_group, command, refuse
 from headwater_lab.util.terminal import lined
@@ -78,7 +78,7 @@ def bench_mechanisms(
 
 
 def _device_of(device: str, memory: bool) -> str:
-    """The device of training steps. Raises `HeadwaterError` for another than the CPU with --memory."""
+    """Find the device of training steps. Raises `HeadwaterError` for another than the CPU with --memory."""
     if not memory:
         return device_of(device)
     if device not in ("auto", "cpu"):
@@ -94,28 +94,12 @@ def bench_decode(
     precision: TruePrecision = "32-true",
     device: DeviceName = "auto",
 ) -> None:
-    """Measure time per generated token: transformers' Llama, headwater without mechanisms, and with each."""
+    """Time the first token and each after it: transformers' Llama, headwater without mechanisms, and with each."""
     from headwater.util.precision import Precision
     from headwater_lab.bench import decoding
 
     compared = _read_mechanisms(mechanism)
     _print_benchmark(decoding.bench_decode(compared, shape, Precision(precision), device_of(device)))
-
-
-@command(bench, "bench prefill NAME --context 4096")
-def bench_prefill(
-    mechanism: Mechanisms = (),
-    *,
-    shape: PrefillShape,
-    precision: TruePrecision = "32-true",
-    device: DeviceName = "auto",
-) -> None:
-    """Measure the time to read a prompt, up to its last token's logits: without mechanisms, and with each."""
-    from headwater.util.precision import Precision
-    from headwater_lab.bench import prefill
-
-    compared = _read_mechanisms(mechanism)
-    _print_benchmark(prefill.bench_prefill(compared, shape, Precision(precision), device_of(device)))
 
 
 @command(bench, "bench serve NAME --requests 16")
@@ -151,7 +135,7 @@ def bench_gpu(
     only: Sequence[str] = (),
     device: DeviceName = "auto",
 ) -> None:
-    """Measure headwater on a GPU: correctness, training speed, packing, mechanisms, decoding. Takes nine minutes.
+    """Measure headwater on a GPU: correctness, training speed, mechanisms, decoding. Takes nine minutes.
 
     Writes gpu.json after every phase, so an interrupted run keeps its results. Without a GPU the sizes are
     tiny, which checks the command but measures nothing.
@@ -171,27 +155,6 @@ def bench_gpu(
     stdout.print(f"written to {out / 'gpu.json'}")
     if wrong := find_problems(results):
         raise HeadwaterError("; ".join(wrong))
-
-
-@command(bench, "bench data 'texts/*.txt' --megabytes 20")
-def bench_data(
-    source: str | None = None,
-    *,
-    megabytes: PositiveInt = 100,
-    pairs: Annotated[int, Values(min=2)] = 5,
-    workers: PositiveInt = 2,
-    vocab_size: Annotated[int, Values(min=257)] = 32_000,
-) -> None:
-    """Time `headwater data prepare` against Dataset.map of datasets, with the same tokenizer and text.
-
-    source: Same sources as data prepare; default: the Python files of this installation.
-    megabytes: Megabytes of text to prepare, from the beginning of the source.
-    workers: Threads of headwater, processes of map.
-    vocab_size: Vocabulary of the tokenizer, which is trained on the text.
-    """
-    from headwater_lab.bench.data import bench_data as measure
-
-    _print_benchmark(measure(source, megabytes, pairs, workers, vocab_size))
 
 
 @command(bench, "bench prices demo/language --out runs/prices", trusts=True)
@@ -238,9 +201,9 @@ def bench_verdicts(
     """
     from headwater_lab.comparison.calibration import (
         SHAPES,
+        find_planted_effect,
         make_dealer,
         measure_calibration,
-        planted_effect,
         read_results,
     )
 
@@ -250,7 +213,7 @@ def bench_verdicts(
         sources = {f"{len(results)} trials of {name!r}": make_dealer(results)}
     title = (
         f"{comparisons:,} comparisons of {arms + 1} identical arms with {seeds} seeds; the planted difference is "
-        f"{planted_effect(arms, seeds):.3g} standard deviations of paired differences"
+        f"{find_planted_effect(arms, seeds):.3g} standard deviations of paired differences"
     )
     rows = []
     for source, draw in sources.items():
@@ -264,7 +227,7 @@ def bench_verdicts(
 
 
 def _read_mechanisms(arguments: Sequence[str]) -> dict[str, dict[str, dict]]:
-    """Mechanisms by the text that names them; every mechanism by default."""
+    """Read mechanisms by the text that names them; every mechanism by default."""
     from headwater.plugins.registry import MECHANISMS
 
     return {text: mechanisms_of(text.split(" + ")) for text in arguments or MECHANISMS.names}
@@ -277,11 +240,11 @@ def _print_benchmark(benchmark: Benchmark) -> None:
     table = lined(*columns, left=columns[:1], title=benchmark.title)
     for row in benchmark.rows:
         table.add_row(*(row.get(column, "") for column in columns))
-    for part in (table, *benchmark.notes.splitlines()):
-        say(part)
+    for text in (table, *benchmark.notes.splitlines()):
+        say(text)
 
 
 def _describe_rate(rate: Rate) -> str:
-    """A share and its interval."""
+    """Write a share and its interval."""
     low, high = rate.interval
     return f"{rate.value:.4f} ({low:.4f} – {high:.4f})"

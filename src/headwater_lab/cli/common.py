@@ -1,4 +1,4 @@
-"""What all commands share: consoles, recipes, devices and outputs that are checked first."""
+"""Consoles, recipes, devices and checks of outputs for all commands."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ stderr = Terminal(stderr=True)
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments that are names, and those that are overrides, key=value."""
+    """Split arguments into names and overrides, key=value."""
     return [text for text in arguments if "=" not in text], [text for text in arguments if "=" in text]
 
 
 def say(text: Any) -> None:
-    """Print a part of the result: a table, or a line, which is not wrapped."""
+    """Print a table of the result, or a line, which is not wrapped."""
     stdout.print(text, soft_wrap=isinstance(text, str))
 
 
-def print_result(content: Any, parts: Iterable[Any], as_json: bool, indent: int | None = None) -> None:
+def print_result(content: Any, renderables: Iterable[Any], as_json: bool, indent: int | None = None) -> None:
     """Print a result: its content as JSON and nothing else, or its tables and lines."""
     if as_json:
         print(json.dumps(content, indent=indent, ensure_ascii=False), flush=True)
     else:
-        for part in parts:
-            say(part)
+        for renderable in renderables:
+            say(renderable)
 
 
 def tell(line: str) -> None:
@@ -53,7 +53,7 @@ def tell_model(folder: Path, model: Path | None = None) -> None:
 
 
 def quiet() -> None:
-    """headwater shows its own progress bars."""
+    """Turn off transformers' progress bars and warnings, since headwater shows its own."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -61,7 +61,7 @@ def quiet() -> None:
 
 
 def mechanisms_of(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """name or name={options}, as YAML. Raises `HeadwaterError`."""
+    """Read mechanisms, each name or name={options} in YAML. Raises `HeadwaterError`."""
     from headwater.config.options import parse_options
     from headwater.plugins.outside import trust_names_in
     from headwater.plugins.registry import resolve
@@ -83,7 +83,7 @@ def mechanisms_of(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def device_of(name: str) -> str:
-    """The device that an option names; "auto" is a GPU if there is one. Raises `HeadwaterError`."""
+    """Find the device that an option names; "auto" is a GPU if there is one. Raises `HeadwaterError`."""
     import torch
 
     from headwater_lab.util.machine import usable_device
@@ -94,14 +94,14 @@ def device_of(name: str) -> str:
 
 
 def recipe_of(argument: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe by its path, or by the name of a shipped one. Raises `HeadwaterError`."""
+    """Load a recipe by its path, or by the name of a shipped one. Raises `HeadwaterError`."""
     from headwater_lab.recipe.loading import find_recipe, load_recipe
 
     return load_recipe(find_recipe(argument), overrides)
 
 
 def new_folder(folder: Path | None, source: str | Path, suffix: str, may_exist: bool = False) -> Path:
-    """The folder of a new model: `folder`, or one next to the source with this suffix.
+    """Choose the folder of a new model: `folder`, or one next to the source with this suffix.
 
     Raises `HeadwaterError` before any work if it exists, or cannot be written.
     """
@@ -131,7 +131,7 @@ def check_writable(target: Path, folder: bool = False) -> None:
     parent = target if folder else target.absolute().parent
     if (parent / "SHA256SUMS").is_file():
         raise HeadwaterError(
-            f"{problem}: {str(parent)!r} is a checkpoint, which takes no more files; choose another folder."
+            f"{problem}: {str(parent)!r} is a checkpoint, to which no files can be added; choose another folder."
         )
     if folder:
         above = next(path for path in (target.absolute(), *target.absolute().parents) if os.path.lexists(path))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @command(TRAIN, "compare demo/induction demo/language --out runs/demo")
-def compare(
+def compare_arms(
     recipes: Sequence[str],
     *,
     out: FolderPath | None = None,
@@ -46,7 +46,7 @@ def compare(
     sequential: Add seeds until each arm is decided, within compare.margin.
     """
     extras.check_extra("compare")
-    from headwater_lab.api.comparing import compare as train_arms
+    from headwater_lab.api.comparing import compare
 
     exclude("--search", "--arm", "--size", "--sequential")
     need("--search", "--mechanism")
@@ -57,7 +57,7 @@ def compare(
     folder = out or Path("runs") / recipe_of(names[0], overrides).name
     check_writable(folder, folder=True)
     with ProgressReport() as report:
-        compared = train_arms(
+        compared = compare(
             names,
             folder,
             overrides=overrides,
@@ -68,25 +68,27 @@ def compare(
             workers=workers,
             watch=report,
         )
-    show(compared.folder)
-    complain(compared.failed)
+    show_report(compared.folder)
+    check_failures(compared.failed)
 
 
-def complain(failed: list[Outcome]) -> None:
+def check_failures(failed: list[Outcome]) -> None:
+    """Raise `HeadwaterError` if any trials failed."""
     if failed:
         raise HeadwaterError(f"{len(failed)} of the trials failed and are not in the tables.")
 
 
-def show(folder: Path) -> None:
+def show_report(folder: Path) -> None:
     """Print the tables of a folder's comparisons with a sentence each, and write the page.
 
     Raises `HeadwaterError` at the end if runs had different data, so that no verdict holds.
     """
-    from headwater_lab.reports import read_comparisons, words, write_report
+    from headwater_lab import reports
+    from headwater_lab.reports import words
     from headwater_lab.reports.prices import find_prices, terminal_prices
 
-    page = write_report(folder)  # before anything is printed, since the pipe may be closed
-    comparisons = read_comparisons(folder)
+    page = reports.write_report(folder)  # before anything is printed, since the pipe may be closed
+    comparisons = reports.read_comparisons(folder)
     for comparison in comparisons:
         for table in words.result_tables(comparison):
             stdout.print(table)
@@ -102,10 +104,10 @@ def show(folder: Path) -> None:
 
 
 @command(LOOK, "report runs/demo")
-def report(folder: Path) -> None:
+def write_report(folder: Path) -> None:
     """Write a folder's report again from its records.
 
     folder: A folder with run records.
     """
     extras.check_extra("compare")
-    show(folder)
+    show_report(folder)

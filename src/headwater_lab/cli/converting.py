@@ -11,7 +11,7 @@ from headwater_lab.cli.progress import ProgressReport
 
 
 @command(MAKE, "convert runs/llama --num-key-value-heads 1 --text 'texts/*.txt' --out runs/smaller")
-def convert(
+def convert_model(
     source: str,
     overrides: Sequence[str] = (),
     *,
@@ -36,7 +36,7 @@ def convert(
     plan: Say what it costs and saves, and stop.
     out: The new folder. Default: next to the source.
     """
-    from headwater_lab.api.converting import convert as make_smaller
+    from headwater_lab.api.converting import convert
     from headwater_lab.data.corpus import local_files
 
     mechanisms = mechanisms_of(mechanism)
@@ -47,7 +47,7 @@ def convert(
     if text is not None:
         local_files(text)  # is an error if there are none, also with --plan
     with ProgressReport() as report:
-        make_smaller(
+        convert(
             source,
             new_folder(out, source, "converted", may_exist=plan),
             mechanisms=mechanisms,

@@ -26,7 +26,7 @@ data = add_group(TRAIN, "data", "Prepare corpora for training: tokens on disk, a
 
 
 @command(data, "data prepare 'texts/*.txt' --out data/texts")
-def prepare(
+def prepare_corpus(
     source: str,
     *,
     out: Path,
@@ -49,8 +49,7 @@ def prepare(
     held_out: Share of the documents to hold out, chosen by hash.
     workers: Tokenizer threads; default: one per core, up to 16.
     """
-    from headwater_lab.data.prepare import Options
-    from headwater_lab.data.prepare import prepare as run
+    from headwater_lab.data.prepare import Options, prepare
     from headwater_lab.data.shards import DOMAINS, MANIFEST, Skipped, read_manifest
     from headwater_lab.data.stream import TextSource
 
@@ -59,7 +58,7 @@ def prepare(
     text_source = TextSource(source, text_column, config, split, separator, begins, by)
     with ProgressReport() as report:
         bar = partial(_show_progress, report, time.monotonic())
-        folders = run(text_source, out, tokenizer, Options(held_out), workers=workers, on_progress=bar)
+        folders = prepare(text_source, out, tokenizer, Options(held_out), workers=workers, on_progress=bar)
     if is_finished:
         say(f"{out} is already finished")
     stdout.print(_make_table(folders))
@@ -69,7 +68,7 @@ def prepare(
 
 
 @command(data, "data show data/texts --check")
-def show(folder: Path, *, check: bool = False) -> None:
+def show_prepared(folder: Path, *, check: bool = False) -> None:
     """Show what a prepared folder contains.
 
     folder: A prepared folder.
@@ -91,7 +90,7 @@ def show(folder: Path, *, check: bool = False) -> None:
 
 
 @command(data, "data tokenizer 'texts/*.txt' --out data/bpe --vocab-size 8000")
-def tokenizer(
+def train_tokenizer(
     source: str,
     *,
     out: Path,
@@ -114,7 +113,7 @@ def tokenizer(
     from headwater_lab.data.chat import contents
     from headwater_lab.data.reading import check_name
     from headwater_lab.data.stream import Stream, TextSource
-    from headwater_lab.data.tokenizer import train_tokenizer
+    from headwater_lab.data.tokenizer import train_tokenizer as learn_tokens
 
     check_name(out.absolute())
     check_writable(out, folder=True)
@@ -131,7 +130,7 @@ def tokenizer(
                     if size >= max_bytes:
                         return
 
-            trained = train_tokenizer(texts(), vocab_size)
+            trained = learn_tokens(texts(), vocab_size)
         if not size:
             raise HeadwaterError(f"{source!r} contains no text; name a file or folder with text.")
         trained.save_pretrained(new)
@@ -139,7 +138,7 @@ def tokenizer(
 
 
 def _describe_skipped(skipped: Skipped) -> str:
-    """What of the source is not in the shards."""
+    """List what was left out of the shards."""
     return (
         f"skipped: {skipped.empty:,} empty documents, {skipped.none:,} rows without text, {skipped.files:,} files "
         "that are not UTF-8 text" + (f": {', '.join(skipped.names)}" if skipped.names else "")
@@ -147,7 +146,7 @@ def _describe_skipped(skipped: Skipped) -> str:
 
 
 def _show_progress(report: ProgressReport, begun: float, documents: int, size: int, tokens: int = 0) -> None:
-    """Show how much of a source is read; a stream has no known end."""
+    """Show how much of a source has been read; a stream has no known end."""
     info = f"{size / 1e6:,.1f} MB"
     if tokens:
         info += f", {tokens:,} tokens, {tokens / (time.monotonic() - begun):,.0f} tokens/s"

@@ -7,7 +7,7 @@ from headwater_lab.cli.options import LOOK, AsJson, command
 
 
 @command(LOOK, "doctor")
-def doctor(*, json: AsJson = False) -> None:
+def show_installation(*, json: AsJson = False) -> None:
     """Show versions, devices, dtypes, kernels, threads and what is missing, as one block for a bug report."""
     from headwater_lab.api.doctor import examine
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @command(USE, "evaluate runs/a runs/b --text 'texts/*.txt' --out eval.json")
-def evaluate(
+def evaluate_models(
     checkpoints: Sequence[str],
     *,
     tasks: str = "",
@@ -51,7 +51,7 @@ def evaluate(
     out: Also write all results to this JSON file.
     """
     extras.check_extra("evaluate" if tasks else "report", spared=("matplotlib", "plotly", "jinja2"))
-    from headwater_lab import evaluation as evaluating
+    from headwater_lab import evaluation
     from headwater_lab.util import outputs
 
     need("--text", "--stride", "--text-column")
@@ -61,7 +61,7 @@ def evaluate(
         outputs.check_replaceable(out)
     device = device_of(device)
     with ProgressReport() as progress:
-        result = evaluating.evaluate(
+        result = evaluation.evaluate(
             checkpoints,
             [name.strip() for name in tasks.split(",") if name.strip()],
             task_files=task_files,
@@ -79,16 +79,16 @@ def evaluate(
             progress=stderr.is_terminal,
             on_windows=lambda label, done, total: progress.show(label, done, total, unit="window"),
         )
-    for table in evaluating.build_tables(result):
+    for table in evaluation.build_tables(result):
         stdout.print(table)
     _print_models(result)
     if out is not None:
-        outputs.write_json(out, evaluating.to_json(result))
+        outputs.write_json(out, evaluation.to_json(result))
         say(f"written to {out}")
 
 
 def _print_models(result: EvaluationResult) -> None:
-    """A line for each model, and for each text that it cannot spell."""
+    """Print a line for each model, and for each text that it cannot spell."""
     for name, facts in result.models.items():
         size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocab_size']:,}"
         say(f"{name}: {facts['family']}, {size}, documents begin with {facts['begins_with']}")

@@ -15,22 +15,22 @@ SampleRows = Annotated[int, Values(min=4, max=2**16)]
 
 
 @command(MAKE, "grow runs/mine ffn_pairs=1024")
-def grow(checkpoint: str, fields: Sequence[str] = (), *, out: Out = None) -> None:
+def grow_model(checkpoint: str, fields: Sequence[str] = (), *, out: Out = None) -> None:
     """Make a trained model deeper or wider, or add parameter tokens, by default without changing its function.
 
     checkpoint: A checkpoint's or a run's folder, or a Hugging Face model: its folder, or its name on the hub.
     fields: What to grow, as `grow:` in a recipe has it: num_hidden_layers=16, hidden_size=512, ffn_pairs=1024,
         method=lemon, …
     """
-    from headwater_lab.api.growing import grow as enlarge
+    from headwater_lab.api.growing import grow
     from headwater_lab.recipe.loading import values_of
 
     values = values_of(fields)
-    enlarge(checkpoint, **values, out=new_folder(out, checkpoint, "grown"), watch=ProgressReport())
+    grow(checkpoint, **values, out=new_folder(out, checkpoint, "grown"), watch=ProgressReport())
 
 
 @command(MAKE, "shrink runs/mine --ffn-pairs 512")
-def shrink(
+def shrink_model(
     checkpoint: CheckpointPath,
     *,
     attention_pairs: int | None = None,
@@ -46,32 +46,32 @@ def shrink(
     text: Measure on this text; default: the model's training data.
     rows: Rows in the sample.
     """
-    from headwater_lab.api.growing import shrink as reduce
+    from headwater_lab.api.growing import shrink
 
     out = new_folder(out, checkpoint, "shrunk")
     with ProgressReport() as report:
-        reduce(checkpoint, attention_pairs, ffn_pairs, text=text, rows=rows, out=out, watch=report)
+        shrink(checkpoint, attention_pairs, ffn_pairs, text=text, rows=rows, out=out, watch=report)
 
 
 @command(MAKE, "merge runs/base runs/left runs/right")
-def merge(base: Path, grown: Sequence[Path], *, out: Out = None) -> None:
+def merge_models(base: Path, grown: Sequence[Path], *, out: Out = None) -> None:
     """Merge grown copies of one model that were trained separately, and measure all of them on each one's data.
 
     base: The checkpoint that the others were grown from.
     grown: Two or more grown copies of it, trained separately.
     """
     from headwater_lab.api.common import check_outside
-    from headwater_lab.api.growing import merge as join
+    from headwater_lab.api.growing import merge
 
     out = new_folder(out, base, "merged")
     for path in grown:
         check_outside(out, path)
     with ProgressReport() as report:
-        join(base, grown, out=out, watch=report)
+        merge(base, grown, out=out, watch=report)
 
 
 @command(MAKE, "retrofit meta-llama/Llama-3.2-1B --mechanism NAME --out llama-more")
-def retrofit(
+def retrofit_model(
     source: str,
     *,
     mechanism: Sequence[str] = (),
@@ -94,14 +94,14 @@ def retrofit(
     text: Measure on this text; default: Python's language reference.
     rows: Rows in the sample of --text.
     """
-    from headwater_lab.api.growing import retrofit as convert
+    from headwater_lab.api.growing import retrofit
     from headwater_lab.recipe.loading import values_of
 
     need("--layout", "--set")
     need("--text", "--rows")
     need("--mechanism", "--allow-change")
     exclude("--layout", "--family")
-    convert(
+    retrofit(
         source,
         mechanisms_of(mechanism),
         allow_change=allow_change,

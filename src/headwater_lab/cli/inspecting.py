@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @command(USE, "inspect runs/a runs/b --out runs/inside")
-def inspect(
+def inspect_models(
     checkpoints: Sequence[Path],
     *,
     text: Path | None = None,

@@ -12,7 +12,7 @@ Catalogue = Literal["recipes", "presets", "mechanisms", "tasks"]
 
 
 @command(LOOK, "list presets", trusts=False)
-def list(kind: Catalogue | None = None, *, json: AsJson = False) -> None:
+def list_shipped(kind: Catalogue | None = None, *, json: AsJson = False) -> None:
     """List shipped recipes, presets, mechanisms and synthetic tasks.
 
     kind: Default: all four.
@@ -41,7 +41,7 @@ NUMBERS = ("layers", "width", "heads", "kv_heads", "parameters", "guess")
 
 
 def _write_value(value: Any) -> str:
-    """A cell of a table."""
+    """Write a cell of a table."""
     if isinstance(value, float):
         return f"{value:.3f}"
     if isinstance(value, int):

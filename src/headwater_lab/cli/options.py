@@ -62,7 +62,7 @@ FREE_TEXT = ("prompt", "stop", "separator")
 
 
 class _Group(TyperGroup):
-    """The commands, under their headings in order."""
+    """A group that shows its commands under their headings in order."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -111,7 +111,7 @@ def command(
 
 
 def _declare(function: Callable[..., Any], trusts: bool) -> tuple[str, Callable[..., None]]:
-    """The help of a command, and the function as Typer takes it.
+    """Make a command's help, and the function as Typer takes it.
 
     Keyword-only parameters become options of the same name, as do the fields of one that is a dataclass of integers,
     and of a TypedDict of further ones; the others become arguments. Lines `name: text` at the end of a docstring are
@@ -154,14 +154,14 @@ def _declare(function: Callable[..., Any], trusts: bool) -> tuple[str, Callable[
 
 
 def _list_texts(documented: Any, names: Iterable[str]) -> tuple[str, dict[str, str]]:
-    """The docstring of a function or class: the text before its lines `name: text`, and those by name."""
+    """Split a docstring into the text before its lines `name: text`, and these lines by name."""
     begin = re.compile(rf"^(?=(?:{'|'.join(names) or '$'}): )", re.MULTILINE)
     text, *lines = begin.split(inspect.getdoc(documented) or "")
     return text.strip(), {name: " ".join(words.split()) for name, _, words in (line.partition(": ") for line in lines)}
 
 
 def _declared_values(parameter: inspect.Parameter, texts: dict[str, str]) -> inspect.Parameter:
-    """A function's parameter as Typer's."""
+    """Turn a function's parameter into Typer's."""
     kind, values = _type_and_values(parameter.annotation)
     settings = vars(values) | {"show_default": parameter.default not in (None, ())}
     if parameter.name in texts:
@@ -174,7 +174,7 @@ def _declared_values(parameter: inspect.Parameter, texts: dict[str, str]) -> ins
 
 
 def _type_and_values(annotation: Any) -> tuple[Any, Values]:
-    """A parameter's type as Typer knows it, and what its annotation says about the values."""
+    """Find a parameter's type as Typer knows it, and what its annotation says about the values."""
     arguments = get_args(annotation)
     if get_origin(annotation) is Annotated:
         return _type_and_values(arguments[0])[0], arguments[1]
@@ -192,20 +192,20 @@ _running: ContextVar[Any] = ContextVar("running")
 
 
 def entered(*options: str) -> list[str]:
-    """Those of the options that stand on the command line which is running."""
+    """List which of the options are on the command line."""
     sources = {option: _running.get().get_parameter_source(option.strip("-").replace("-", "_")) for option in options}
     return [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 def refuse(where: str, *options: str, overrides: Sequence[str] = ()) -> None:
-    """Raise `HeadwaterError` if options, or overrides of a recipe, stand where nothing reads them."""
+    """Raise `HeadwaterError` if options, or overrides of a recipe, are given that nothing reads."""
     if unread := [*overrides, *entered(*options)]:
         has, them = ("has", "it") if len(unread) == 1 else ("have", "them")
         raise HeadwaterError(f"{' and '.join(unread)} {has} no effect {where}; leave {them} out.")
 
 
 def need(readers: str, *options: str) -> None:
-    """Raise `HeadwaterError` if options stand on the command line without one that reads them.
+    """Raise `HeadwaterError` if options are on the command line without one that reads them.
 
     readers: such as "--tasks or --task-files".
     """
@@ -214,18 +214,18 @@ def need(readers: str, *options: str) -> None:
 
 
 def exclude(option: str, *options: str) -> None:
-    """Raise `HeadwaterError` if an option and one of the others stand on the command line."""
+    """Raise `HeadwaterError` if an option and any of the others are on the command line."""
     if entered(option):
         refuse(f"with {option}", *options)
 
 
 def extra_arguments() -> list[str]:
-    """The arguments on the command line that the command does not know, if it takes them."""
+    """List the arguments on the command line that the command does not know, if it takes them."""
     return _running.get().args
 
 
 def guard_command(command: Any) -> Any:
-    """A command or a group of them that rejects option values which no command can use.
+    """Make a command, or a group of them, reject values of options that no command can use.
 
     A number that is not finite or beyond 64 bits passes through every range that Typer checks, and an empty path is
     the working directory.
@@ -238,7 +238,7 @@ def guard_command(command: Any) -> Any:
 
 
 def _check_value(parameter: Any, process: Callable[[Any, Any], Any], context: Any, text: Any) -> Any:
-    """A parameter's value, processed. Raises `HeadwaterError` if no command can use it."""
+    """Process a parameter's value. Raises `HeadwaterError` if no command can use it."""
     value = process(context, text)
     name = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.name.upper()
     if (problem := find_unusable(value)) is not None:

@@ -21,7 +21,7 @@ VocabSize = Annotated[int, Values(min=1, help="Vocabulary size, instead of the c
 
 
 @command(LOOK, "plan gpt2-124m tokenformer-124m --hardware H100 --tokens 300B")
-def plan(
+def plan_models(
     configs: Sequence[str],
     *,
     vocab_size: VocabSize | None = None,
@@ -35,7 +35,7 @@ def plan(
         training.field=value how they are trained.
     out: Draw FLOPs of text models against context to this picture.
     """
-    from headwater_lab.api.planning import plan as estimate
+    from headwater_lab.api.planning import plan
     from headwater_lab.training.estimate_table import estimate_table
     from headwater_lab.util.outputs import check_replaceable, save_figure
 
@@ -44,7 +44,7 @@ def plan(
         check_writable(out)
         check_replaceable(out)
     models, changes = split_overrides(configs)
-    planned = estimate(*models, overrides=changes, vocab_size=vocab_size, **settings)
+    planned = plan(*models, overrides=changes, vocab_size=vocab_size, **settings)
     print_result([price.to_json() for price in planned.prices], [estimate_table(planned.prices)], json, indent=2)
     for recipe in [] if json else [name for name in models if name.endswith((".yaml", ".yml"))]:
         from headwater_lab.comparison.trials import describe_runs
@@ -57,7 +57,7 @@ def plan(
 
 
 @command(LOOK, "init tokenformer-124m num_hidden_layers=2")
-def init(configs: Sequence[str], *, vocab_size: VocabSize | None = None, json: AsJson = False) -> None:
+def show_initialization(configs: Sequence[str], *, vocab_size: VocabSize | None = None, json: AsJson = False) -> None:
     """Build models and show what each sub-layer writes at initialization, compared with the residual stream.
 
     configs: Presets, recipes (one model per arm), config.json files or checkpoints; field=value changes all.
@@ -75,16 +75,16 @@ def init(configs: Sequence[str], *, vocab_size: VocabSize | None = None, json: A
         check_memory(config)
     measured = {name: init_diagnostics(model_class(config)(config)) for name, config in by_name.items()}
     contents = {name: [asdict(row) | {"ratio": row.ratio} for row in rows] for name, rows in measured.items()}
-    parts: list[Any] = []
+    tables: list[Any] = []
     for name, rows in measured.items():
         titles = ("layer", "sub-layer", "output rms", "stream rms", "output/stream", "cosine", "constant")
         table = lined(*titles, left=("sub-layer",), title=f"{name} at initialization")
         for row in rows:
             numbers = (f"{row.output:.3g}", f"{row.stream:.3g}", f"{row.ratio:.2f}", f"{row.cosine:.2f}")
             table.add_row(str(row.layer), row.name, *numbers, f"{row.constant:.0%}")
-        parts += [part for part in (table, drowning(rows)) if part is not None]
-    parts.append(
+        tables += filter(None, (table, drowning(rows)))
+    tables.append(
         "cosine: between a sub-layer's input and the token's own embedding. constant: share of the output that is "
         "one vector, the same for all tokens. 8 rows of 128 random tokens, or 8 images of noise."
     )
-    print_result(contents, parts, json)
+    print_result(contents, tables, json)

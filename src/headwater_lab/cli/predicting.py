@@ -11,7 +11,7 @@ from headwater_lab.cli.options import USE, CheckpointPath, DeviceName, PositiveI
 
 
 @command(USE, "predict runs/digits image.png")
-def predict(
+def predict_classes(
     checkpoint: CheckpointPath,
     images: Sequence[Path],
     *,
@@ -25,8 +25,7 @@ def predict(
     top: How many classes of each image to print.
     jsonl: Print {"image": …, "classes": {NAME: PROBABILITY, …}}, one line per image.
     """
-    from headwater_lab.serving.prediction import load_for_prediction
-    from headwater_lab.serving.prediction import predict_images as predicted
+    from headwater_lab.serving.prediction import load_for_prediction, predict_images
 
     for path in images:
         if not path.is_file():
@@ -34,7 +33,7 @@ def predict(
             raise HeadwaterError(f"{str(path)!r} is {kind}; name image files.")
     model, processor = load_for_prediction(checkpoint)
     model.to(device_of(device))
-    for path, classes in zip(images, predicted(model, processor, images), strict=True):
+    for path, classes in zip(images, predict_images(model, processor, images), strict=True):
         likeliest = dict(list(classes.items())[:top])
         line = f"{path}: {', '.join(f'{name} {share:.4f}' for name, share in likeliest.items())}"
         print_result({"image": str(path), "classes": likeliest}, [line], jsonl)

@@ -47,8 +47,8 @@ class ProgressReport(Progress, Observer):
     def __enter__(self) -> ProgressReport:
         return self  # it starts with the first progress, so that an error before leaves no bar behind
 
-    def say(self, part: Any) -> None:
-        say(part)
+    def say(self, text: Any) -> None:
+        say(text)
 
     def tell(self, line: str) -> None:
         tell(line)
@@ -82,13 +82,13 @@ class ProgressReport(Progress, Observer):
         printed, text = self.printed.get(task_id, (-LINE_SECONDS, ""))
         if not is_last and task.visible and moment - printed < LINE_SECONDS:
             return
-        if (line := line_of(task)) != text:
+        if (line := write_line(task)) != text:
             self.printed[task_id] = moment, line
             print(literal(line), file=self.stream, flush=True)
 
 
-def line_of(task: Task) -> str:
-    """A task's progress as one line of text."""
+def write_line(task: Task) -> str:
+    """Write a task's progress as one line of text."""
     count = f"{task.completed:,.0f}" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}"
     progress = f"{task.fields['unit']} {count}".strip() if task.total is not None or task.completed else ""
     seconds = None if task.finished or not task.completed else task.time_remaining

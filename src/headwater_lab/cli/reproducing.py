@@ -9,7 +9,7 @@ from typing import Literal
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.common import check_writable, device_of, say, split_overrides, stdout
-from headwater_lab.cli.comparing import complain
+from headwater_lab.cli.comparing import check_failures
 from headwater_lab.cli.options import TRAIN, DeviceName, FilePath, FolderPath, WorkerCount, command, refuse
 from headwater_lab.cli.progress import ProgressReport
 
@@ -19,7 +19,7 @@ OF_TRAINING = ("--keep", "--task-files", "--workers", "--device")
 
 
 @command(TRAIN, "reproduce kv-shifting/figure-1a")
-def reproduce(
+def reproduce_table(
     arguments: Sequence[str] = (),
     *,
     scale: ScaleOption = "cpu",
@@ -60,16 +60,16 @@ def reproduce(
     if len(names) != 1:
         raise HeadwaterError("Name one table, such as kv-shifting/figure-1a; `headwater reproduce --list` lists all.")
     (name,) = names
-    if not _is_run(name, scale, refuse_training):
+    if not _check_table(name, scale, refuse_training):
         return
     check_writable(out, folder=True)
     if keep is not None:
         check_writable(keep)
-    from headwater_lab.api.reproducing import reproduce as train_table
+    from headwater_lab.api.reproducing import reproduce
     from headwater_lab.papers.result import terminal_tables
 
     with ProgressReport() as report:
-        result = train_table(
+        result = reproduce(
             name,
             scale,
             out,
@@ -85,11 +85,11 @@ def reproduce(
     say(f"report: {result.report()}")
     if result.unfinished:
         raise HeadwaterError(result.unfinished)
-    complain(result.failed)
+    check_failures(result.failed)
 
 
-def _is_run(name: str, scale: ScaleOption, refuse_training: Callable[..., None]) -> bool:
-    """Whether a table is run at this scale; says why if not. Refuses the options that it does not read."""
+def _check_table(name: str, scale: ScaleOption, refuse_training: Callable[..., None]) -> bool:
+    """Check whether a table is run at this scale, and say why not. Refuses options that it does not read."""
     from headwater_lab.papers.table import SCALES, find_table
 
     table = find_table(name)
@@ -111,19 +111,15 @@ def _is_run(name: str, scale: ScaleOption, refuse_training: Callable[..., None])
 
 def _judge_records(records: Path, names: Sequence[str], scale: ScaleOption) -> None:
     """Print the tables whose runs are in a file, with their claims."""
-    from tempfile import TemporaryDirectory
-
-    from headwater_lab.api.reproducing import chosen_tables
-    from headwater_lab.papers.kept import reproduce_recorded
+    extras.check_extra("compare")
+    from headwater_lab.api.reproducing import choose_tables
+    from headwater_lab.papers.kept import judge_recorded, read_runs
     from headwater_lab.papers.result import terminal_tables
 
-    extras.check_extra("compare")
     reproduction = None
-    with TemporaryDirectory() as folder:
-        for number, reproduction in enumerate(reproduce_recorded(chosen_tables(names), scale, records, Path(folder))):
-            if number:
-                stdout.print()
-            for renderable in terminal_tables(reproduction):
-                stdout.print(renderable)
+    for reproduction in judge_recorded(choose_tables(names), scale, read_runs(records)):
+        for renderable in terminal_tables(reproduction):
+            stdout.print(renderable)
+        stdout.print()
     if reproduction is None:
-        raise HeadwaterError(f"{str(records)!r} has no run of these tables at {scale} scale with their settings.")
+        raise HeadwaterError(f"{str(records)!r} has no run of these tables at {scale} scale with these settings.")

@@ -26,7 +26,7 @@ from headwater_lab.cli.options import (
 
 
 @command(USE, 'generate runs/mine "First Citizen:" --max-new-tokens 100')
-def generate(
+def generate_text(
     checkpoint: CheckpointPath,
     prompt: str | None = None,
     *,
@@ -118,7 +118,7 @@ def _check_sampling(temperature: float, stop: Sequence[str]) -> None:
 @command(
     USE, "serve runs/mine --port 8000", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
-def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"] = "transformers") -> None:
+def serve_model(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"] = "transformers") -> None:
     """Answer OpenAI-style requests over HTTP, through the server of transformers or vLLM, which receives all other
     options.
 
@@ -161,7 +161,7 @@ def serve(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"]
 
 
 def _find_text_checkpoint(checkpoint: Path) -> Path:
-    """The newest checkpoint of a run. Raises `HeadwaterError` if it cannot answer text."""
+    """Find the newest checkpoint of a run. Raises `HeadwaterError` if it cannot answer text."""
     from headwater_lab.data.tokenizer_files import has_tokenizer
     from headwater_lab.training.checkpoints import check, newest_checkpoint
 
@@ -175,7 +175,7 @@ def _find_text_checkpoint(checkpoint: Path) -> Path:
 
 
 @command(USE, "export runs/mine --out exported")
-def export(
+def export_model(
     checkpoint: CheckpointPath, *, out: FolderPath, materialise: bool = False, family: str | None = None
 ) -> None:
     """Export a checkpoint with its code, so that transformers loads it without headwater (trust_remote_code=True).
@@ -185,8 +185,7 @@ def export(
     family: Export as one of transformers' models, if it fits: gpt2, llama, mistral, qwen2, qwen3, gpt_neox, vit, deit,
         or package.module:NAME; source is the family it was retrofitted from.
     """
-    from headwater.conversion.export import export as write
-    from headwater.conversion.export import export_family
+    from headwater.conversion.export import export, export_family
     from headwater.conversion.families import find_family
     from headwater.util.files import check_free
     from headwater_lab.api.common import check_outside
@@ -204,7 +203,7 @@ def export(
         family = families[0]
         find_family(family)
     if family is None:
-        write(trained.model, out, materialise, trained.tokenizer)
+        export(trained.model, out, materialise, trained.tokenizer)
     else:
         export_family(trained.model, out, family, trained.tokenizer)
     tell_model(out)

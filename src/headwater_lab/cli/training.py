@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @command(TRAIN, "train shakespeare training.steps=200 --out runs/mine")
-def train(
+def train_recipe(
     recipe: Path,
     overrides: Sequence[str] = (),
     *,
@@ -38,12 +38,12 @@ def train(
     size: Use this size of the recipe's comparison.
     stage: Train only this stage of the recipe.
     """
-    from headwater_lab.api.training import train as train_run
+    from headwater_lab.api.training import train
     from headwater_lab.training.processes import is_first
 
     need("--arm", "--size")
     with ProgressReport() as report:
-        run = train_run(recipe, out, overrides=overrides, resume=resume, arm=arm, size=size, stage=stage, watch=report)
+        run = train(recipe, out, overrides=overrides, resume=resume, arm=arm, size=size, stage=stage, watch=report)
     if is_first():
         _print_record(run.record)
         tell_model(run.folder, run.model_folder)
@@ -73,7 +73,7 @@ def _print_record(record: RunRecord) -> None:
 
 
 @command(LOOK, "runs")
-def runs(folder: Path = Path("runs"), *, json: AsJson = False) -> None:
+def list_runs(folder: Path = Path("runs"), *, json: AsJson = False) -> None:
     """List runs with their progress, status and best result.
 
     folder: Folder to search, at any depth.

@@ -1,4 +1,4 @@
-"""`headwater verify`: whether decoding with a cache says what the model without one says."""
+"""`headwater verify`: decoding with a cache against the model without one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MARKS = {True: "✓", False: "✗", None: "–"}
 
 
 @command(USE, "verify runs/mine")
-def verify(
+def verify_models(
     checkpoint: Path | None = None,
     *,
     model: Sequence[str] = (),
@@ -41,7 +41,7 @@ def verify(
     json: Print the verdicts as JSON, and nothing else.
     seed: Seed for prompts and parameters.
     """
-    from headwater import verification as verifying
+    from headwater import verification
     from headwater.models.load import model_type
     from headwater_lab.training.checkpoints import newest_checkpoint
     from headwater_lab.training.models import open_trained
@@ -58,12 +58,12 @@ def verify(
             raise HeadwaterError(f"{str(checkpoint)!r} is an image model, which has no cache to verify.")
     results: dict[str, list[Verified]] = {}
     with ProgressReport() as progress:
-        for name, one in _list_models(trained, model, trust_remote_code, seed):
+        for name, verified_model in _list_models(trained, model, trust_remote_code, seed):
             progress.show("verifying", 0, info=name)
-            results[name] = verifying.verify(one, seed)
+            results[name] = verification.verify(verified_model, seed)
     failed = any(way.ok is False for ways in results.values() for way in ways)
     models = [{"name": name, "ways": _as_data(ways)} for name, ways in results.items()]
-    print_result({"versions": _list_versions(), "seed": seed, "models": models}, _describe(results), json)
+    print_result({"versions": _list_versions(), "seed": seed, "models": models}, _describe_results(results), json)
     if failed:
         stderr.print("headwater: Decoding with a cache differs from decoding without one; see ✗ above.")
         raise typer.Exit(1)
@@ -72,8 +72,8 @@ def verify(
 def _list_models(
     trained: PreTrainedModel | None, sources: Sequence[str], trust_remote_code: bool, seed: int
 ) -> Iterator[tuple[str, PreTrainedModel]]:
-    """Names and models, each made when its turn comes. Mechanisms that are invalid on their own have none."""
-    from headwater import verification as verifying
+    """List names and models, each made when its turn comes. Mechanisms that are invalid alone are left out."""
+    from headwater import verification
     from headwater.plugins.registry import MECHANISMS
     from headwater_lab.training.hub_models import open_model
 
@@ -85,7 +85,7 @@ def _list_models(
     else:
         choices: list[dict[str, Any]] = [{}, *({name: {}} for name in MECHANISMS.names)]
         for mechanisms in choices:
-            if (model := verifying.tiny(mechanisms, seed=seed)) is not None:
+            if (model := verification.tiny(mechanisms, seed=seed)) is not None:
                 yield _write_name(mechanisms), model
 
 
@@ -101,7 +101,7 @@ def _list_versions() -> dict[str, str]:
 
 
 def _as_data(verdicts: Sequence[Verified]) -> list[dict[str, Any]]:
-    """Verdicts for JSON; fields without a value are left out, and infinity is a string."""
+    """Turn verdicts into data for JSON; fields without a value are left out, and infinity is a string."""
     return [
         {
             key: str(value) if isinstance(value, float) and value == float("inf") else value
@@ -116,8 +116,8 @@ def _write_name(mechanisms: dict[str, Any]) -> str:
     return " + ".join(mechanisms) or "none"
 
 
-def _describe(results: dict[str, list[Verified]]) -> Iterator[Table | str]:
-    """The table, and a line for each way that is not the same."""
+def _describe_results(results: dict[str, list[Verified]]) -> Iterator[Table | str]:
+    """Make the table, and a line for each way that differs."""
     columns = ("model", "same", "different", "not run", "fp64", "fp32")
     table = lined(*columns, left=("model",), title="Ways of decoding with a cache against without")
     for name, ways in results.items():
@@ -139,7 +139,7 @@ def _describe(results: dict[str, list[Verified]]) -> Iterator[Table | str]:
 
 
 def _describe_way(way: Verified) -> str:
-    """Where a way parts, or why it does not run."""
+    """Say where a way differs, or why it does not run."""
     if way.ok is None:
         return way.why or "does not apply"
     error = way.rounded if way.error is None or way.only_rounded else way.error

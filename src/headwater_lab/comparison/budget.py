@@ -13,7 +13,7 @@ TOLERANCE = 0.01
 
 
 def match_arms(recipe: Recipe) -> Recipe:
-    """The recipe with arms changed so that they cost the same as the baseline, as `compare.match` says (null then).
+    """Change the arms so that they cost the same as the baseline, as `compare.match` says, which is then null.
 
     tokens: the number of steps. flops: the number of steps, of training FLOPs as `headwater plan` counts them.
     parameters: the width of the feed-forward, or the pairs of what replaces it; to within 1 %.
@@ -46,7 +46,7 @@ def _merge_changes(change: dict, changes: dict) -> dict:
 
 
 class _Fit:
-    """What an arm must change to cost the same as the baseline. Data are read once."""
+    """Changes with which an arm costs the same as the baseline. Data are read once."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -59,7 +59,7 @@ class _Fit:
         return self.built[key]
 
     def __call__(self, name: str, size: str | None) -> dict:
-        """Of an arm, at a size."""
+        """Find the changes of an arm at a size."""
         section = self.recipe.compare
         assert section is not None
         match = section.match
@@ -97,7 +97,7 @@ def _reads_few(options: dict) -> bool:
 
 
 def _resize_feed_forward(recipe: Recipe, data: Data, target: int, name: str) -> dict:
-    """The fields of `model:` whose parameters come closest to `wanted`."""
+    """Find the fields of `model:` whose parameters come closest to `target`."""
     config = recipe.config_for(data)
     mechanisms: dict = config.mechanisms or {}
     options: dict = recipe.model.get("mechanisms") or mechanisms

@@ -1,4 +1,4 @@
-"""How often the verdicts of a comparison are wrong, measured: by dealing out saved trials, or by simulation.
+"""Error rates of the verdicts of a comparison, measured by dealing out saved trials, or by simulation.
 
 All arms of a measured comparison are one model, so every difference that the tests find is a false alarm. Then a
 difference is added to the first arm; the share of comparisons that find it is the power. Arms are paired with the
@@ -65,7 +65,7 @@ class Calibration:
 
 
 def read_results(folder: Path) -> tuple[str, list[float]]:
-    """The name of the arm with the most finished results below `folder`, and these results by seed.
+    """Read the name of the arm with the most finished results below `folder`, and these results by seed.
 
     Arms of one name in different comparisons are different arms. Raises `HeadwaterError` if there is none,
     and if its runs have different settings.
@@ -90,9 +90,9 @@ def read_results(folder: Path) -> tuple[str, list[float]]:
 
 
 def make_dealer(results: Sequence[float]) -> Sampler:
-    """Deals these results to arms, each at most once in a comparison.
+    """Make a sampler that deals these results to arms, each at most once in a comparison.
 
-    Raises `HeadwaterError`, when it is called, if there are too few.
+    It raises `HeadwaterError` if there are too few.
     """
 
     def deal(random: np.random.Generator, size: tuple[int, int, int]) -> np.ndarray:
@@ -108,8 +108,8 @@ def make_dealer(results: Sequence[float]) -> Sampler:
     return deal
 
 
-def planted_effect(arms: int, seeds: int) -> float:
-    """The difference, in standard deviations of the paired differences, that a paired t test finds with `POWER`.
+def find_planted_effect(arms: int, seeds: int) -> float:
+    """Find the difference, in standard deviations of the paired differences, that a paired t test finds with `POWER`.
 
     At the strictest of Holm's levels, the level over the number of arms.
     """
@@ -121,13 +121,13 @@ def measure_calibration(
 ) -> tuple[Calibration, Calibration | None]:
     """Measure comparisons of `arms` arms with `seeds` seeds each: fixed, and until decided with at most that many.
 
-    The second is None with too few seeds for a second look. The planted difference is `planted_effect`.
+    The second is None with too few seeds for a second look. The planted difference is `find_planted_effect`.
     """
     random = np.random.default_rng(number("calibrate", seed))
     results = draw(random, (comparisons, arms + 1, seeds))
     differences = results[:, 1:] - results[:, :1]
     planted = differences.copy()
-    planted[:, 0] += planted_effect(arms, seeds) * math.sqrt(2) * results.std(ddof=1)
+    planted[:, 0] += find_planted_effect(arms, seeds) * math.sqrt(2) * results.std(ddof=1)
 
     alarms = sum(any(test is not None and test.found for test in holm_tests(list(d))) for d in differences)
     tests = [holm_tests(list(d))[0] for d in planted]

@@ -1,4 +1,4 @@
-"""Runs that are there before a comparison begins: a table must not mix the results of several questions.
+"""Runs from before a comparison begins: a table must not mix the results of several questions.
 
 Other settings, arms or plans need another folder. Baseline, threshold, budgets and title may change, for all runs.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.util.errors import HeadwaterError, NotTrusted
-from headwater_lab.comparison.trials import Trial, make_trial, set_rate
+from headwater_lab.comparison.trials import Trial, make_plan, make_trial, set_rate
 from headwater_lab.comparison.tuning import find_tuned_rate
 from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.checkpoints import checkpoints
@@ -25,11 +25,11 @@ from headwater_lab.training.records import (
     write_record,
 )
 
-Found = Sequence[tuple[RunRecord, Path]]
+EarlierRuns = Sequence[tuple[RunRecord, Path]]
 
 
 def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared: bool) -> list[tuple[RunRecord, Path]]:
-    """The runs of the recipe's comparison below `out`, with their folders, except for those that tune learning rates.
+    """Find the runs of the recipe's comparison below `out`, and their folders, without those that tune learning rates.
 
     shared: only those in the folders of `trials`. Unreadable records are left to training.
     """
@@ -46,13 +46,18 @@ def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared
     return runs
 
 
-def check_arms(recipe: Recipe, runs: Found, out: Path) -> None:
-    """Raise `HeadwaterError` if any run is of an arm or a size that the recipe does not have, or in another folder."""
+def check_earlier_runs(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
+    """Raise `HeadwaterError` if any run does not belong in the recipe's comparison.
+
+    It has an arm or a size that the recipe does not have, is in another folder, or was trained for another plan, whose
+    error rate a change would break. Runs of a comparison with fixed seeds become part of the plan.
+    """
     section = recipe.compare
     assert section is not None
+    plan = make_plan(section)
+    sizes: list[str | None] = [*section.sizes] or [None]
     for record, folder in runs:
         experiment = _read_experiment(record)
-        sizes: list[str | None] = [*section.sizes] or [None]
         if experiment.arm not in section.arms or experiment.size not in sizes:
             subject = f"size {experiment.size!r}" if experiment.size else "one size"
             subject = subject if experiment.arm in section.arms else f"arm {experiment.arm!r}"
@@ -63,16 +68,9 @@ def check_arms(recipe: Recipe, runs: Found, out: Path) -> None:
         trial = make_trial(recipe, experiment.arm, record.seed, out, experiment.size)
         if trial.folder.resolve() != folder.resolve():
             raise HeadwaterError(
-                f"{str(folder)!r} holds a run of {trial.label}, whose place is {str(trial.folder)!r}, and the tables "
-                "would take both; choose another --out, or remove one."
+                f"{str(folder)!r} holds a run of {trial.label}, which belongs in {str(trial.folder)!r}, and the tables "
+                "would include both; choose another --out, or remove one."
             )
-
-
-def check_plans(plan: SeedPlan | None, runs: Found) -> None:
-    """Raise `HeadwaterError` if any run was trained for another plan, whose error rate a change would break.
-
-    Runs of a comparison with fixed seeds become part of the plan.
-    """
     for record, folder in runs:
         earlier_plan = _read_experiment(record).seed_plan
         if earlier_plan is not None and earlier_plan != plan:
@@ -83,8 +81,8 @@ def check_plans(plan: SeedPlan | None, runs: Found) -> None:
             )
 
 
-def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: Found, out: Path) -> None:
-    """Raise `HeadwaterError` if any run that counts has other settings than the recipe now says for its arm and seed.
+def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns, out: Path) -> None:
+    """Raise `HeadwaterError` if any run has other settings than the recipe now has for its arm and seed.
 
     rates: the tuned learning rates of some arms; others' are read from the runs that tuned them.
     """
@@ -108,13 +106,13 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: Found, out:
         if has_ended and evaluate_every != expected.reporting.evaluate_every:
             raise HeadwaterError(
                 f"{str(folder)!r} was evaluated with reporting.evaluate_every={json.dumps(evaluate_every)}, and the "
-                f"recipe now has {json.dumps(expected.reporting.evaluate_every)}: when an arm gets to "
-                "compare.threshold would depend on it; set it back, or choose another --out."
+                f"recipe now has {json.dumps(expected.reporting.evaluate_every)}, on which depends when an arm reaches "
+                "compare.threshold; set it back, or choose another --out."
             )
 
 
-def adopt_experiment(recipe: Recipe, runs: Found, out: Path) -> None:
-    """Write what the recipe now says about its comparison, such as another threshold, into the runs that are there."""
+def adopt_experiment(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
+    """Write the recipe's current settings of its comparison, such as another threshold, into the existing runs."""
     for record, folder in runs:
         experiment = _read_experiment(record)
         updated = make_trial(recipe, experiment.arm, record.seed, out, experiment.size).experiment
@@ -122,8 +120,8 @@ def adopt_experiment(recipe: Recipe, runs: Found, out: Path) -> None:
             write_record(record.model_copy(update={"experiment": updated}), folder)
 
 
-def find_conflict(runs: Found) -> str:
-    """A sentence if runs of one comparison, at one size, cannot stand in one table; "" if they can."""
+def find_conflict(runs: EarlierRuns) -> str:
+    """Say why runs of one comparison, at one size, cannot be in one table; "" if they can."""
     folders: dict[tuple[str, int], Path] = {}
     settings: dict[str, tuple[dict[str, Any], Path]] = {}
     reference: tuple[Experiment, Path] | None = None

@@ -65,22 +65,22 @@ def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnCha
                 outcomes[job.folder] = Outcome(job.label, record, record.error)
                 report(job, job.steps, "finished")
         if todo := [job for job in level if job.folder not in outcomes]:
-            outcomes |= _run_pool(todo, workers or default_workers(todo), report)
+            outcomes |= _run_pool(todo, workers or count_workers(todo), report)
     return [_join_outcomes(trial, outcomes) for trial in trials]
 
 
-def default_workers(jobs: list[Job]) -> int:
-    """One per GPU if the trials may use them, else one per core."""
+def count_workers(jobs: list[Job]) -> int:
+    """Count the default workers: one per GPU if the trials may use them, else one per core."""
     return count_gpus() or cores() if all(job.recipe.training.device in ("auto", "cuda") for job in jobs) else cores()
 
 
 def count_gpus() -> int:
-    """GPUs of this machine, counted without initializing them."""
+    """Count the GPUs of this machine without initializing them."""
     return torch.cuda.device_count()
 
 
 def _list_impossible(trial: Trial, outcomes: dict[Path, Outcome]) -> dict[Path, Outcome]:
-    """The stages of a trial that cannot start, because an earlier one failed."""
+    """List the stages of a trial that cannot start, because an earlier one failed."""
     failed = [index for index, job in enumerate(trial.jobs) if (o := outcomes.get(job.folder)) and _came_to_nothing(o)]
     lost = trial.jobs[failed[0] + 1 :] if failed else []
     return {job.folder: Outcome(job.label, None, "the stage before it failed") for job in lost}
@@ -91,7 +91,7 @@ def _came_to_nothing(outcome: Outcome) -> bool:
 
 
 def _join_outcomes(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
-    """The outcome of a trial from those of its jobs; a trial with stages gets its record here."""
+    """Join the outcomes of a trial's jobs; the record of a trial with stages is written here."""
     for job in trial.jobs:
         outcome = outcomes[job.folder]
         if not trial.recipe.stages:
@@ -115,7 +115,7 @@ def _write_diverged(trial: Trial, record: RunRecord, error: str) -> RunRecord:
 
 
 def _run_pool(jobs: list[Job], workers: int, report: OnChange) -> dict[Path, Outcome]:
-    """The outcomes of the jobs by their folders."""
+    """Run jobs in a pool, and return their outcomes by folder."""
     pool = _Pool(min(workers, len(jobs)))
     try:
         outcomes = pool.run(jobs, report)
@@ -142,7 +142,7 @@ class _Pool:
         self.count, self.gpus = count, count_gpus()
         self.workers: dict[int, Worker] = {}
         self.jobs: dict[Worker, Job] = {}  # the job of each
-        self.said: queue.SimpleQueue[tuple[Worker, Answer]] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[tuple[Worker, Answer]] = queue.SimpleQueue()
         self.ready: set[Worker] = set()
         self.lost = 0  # consecutive workers that were never ready
 
@@ -153,7 +153,7 @@ class _Pool:
         while len(outcomes) < len(jobs):
             self.start(len(waiting))
             with suppress(queue.Empty):
-                worker, answer = self.said.get(timeout=0.2)
+                worker, answer = self.answers.get(timeout=0.2)
                 if (job := self.jobs.pop(worker, None)) is not None:
                     outcomes[job.folder] = outcome = _read_outcome(job, worker, answer)
                     report(job, job.steps if outcome.record else 0, "finished" if outcome.record else "failed")
@@ -177,7 +177,8 @@ class _Pool:
         free = [number for number in range(self.count) if number not in self.workers]
         for number in free[: max(0, waiting - starting)]:
             environment = _make_environment(number, self.gpus)
-            self.workers[number] = Worker(f"{__name__}:train_job", lambda *answer: self.said.put(answer), environment)
+            job = f"{__name__}:train_job"
+            self.workers[number] = Worker(job, lambda *answer: self.answers.put(answer), environment)
 
     def forget(self, worker: Worker) -> None:
         """Handle the end of a worker; raise `HeadwaterError` if none can be started."""
@@ -198,7 +199,7 @@ class _Pool:
             until = time.monotonic() + SAVING
             while self.jobs and time.monotonic() < until:
                 with suppress(queue.Empty):
-                    self.jobs.pop(self.said.get(timeout=0.2)[0], None)
+                    self.jobs.pop(self.answers.get(timeout=0.2)[0], None)
             for worker in workers:
                 worker.close()
             for worker in workers:
@@ -209,7 +210,10 @@ class _Pool:
 
 
 def read_finished(job: Job) -> RunRecord | None:
-    """The job's record, if it has run to its end with the same settings."""
+    """Read the job's record, if it has run to its end with the same settings; None otherwise.
+
+    Raises `HeadwaterError` if its folder holds a run with other settings.
+    """
     try:
         record = read_record(job.folder)
     except HeadwaterError:
@@ -223,7 +227,7 @@ def read_finished(job: Job) -> RunRecord | None:
 
 
 def _make_environment(number: int, gpus: int) -> dict[str, str]:
-    """The environment of a worker: it sees only its own GPU, if there are any."""
+    """Make a worker's environment: it sees only one GPU, if there are any."""
     if not gpus:
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -240,7 +244,7 @@ def _dump_arguments(job: Job) -> dict[str, Any]:
 
 
 def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | None) -> None:
-    """In the worker: train one model with one thread."""
+    """Train one model with one thread, in a worker process."""
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     parsed = None if experiment is None else Experiment.model_validate(experiment)
@@ -262,7 +266,7 @@ def _read_outcome(job: Job, worker: Worker, answer: Answer) -> Outcome:
 
 
 def _read_step(job: Job) -> int:
-    """Steps done so far, from the last whole line of the run's log."""
+    """Read the steps done so far from the last whole line of the run's log."""
     try:
         lines = read_bytes(job.folder / METRICS).splitlines()
         return int(lines[-1].split(b'"step":')[1].split(b",")[0]) if lines else 0

@@ -1,4 +1,4 @@
-"""What each arm of a comparison costs: counted, and timed against the baseline on this machine, turn by turn.
+"""Cost of each arm of a comparison: counted, and timed against the baseline on this machine, in turns.
 
 The figures are in prices.json beside the runs (`Prices`). All are measured again if an arm, the device or a version has
 changed.
@@ -49,7 +49,7 @@ class TimeRatio(BaseModel):
 
 
 class ArmPrice(BaseModel):
-    """What one arm costs. For the baseline, the times are against a second copy of it, and show the noise."""
+    """The cost of one arm. For the baseline, the times are against a second copy of it, and show the noise."""
 
     parameters: int
     flops: float
@@ -82,10 +82,10 @@ class Prices(BaseModel, extra="forbid"):
         return self.baseline == baseline and self.settings.items() >= find_identities(arms).items()
 
 
-def timed_recipe(recipe: Recipe) -> Recipe:
-    """What is timed in place of a trial: the same work per step, whatever the seed, the rates and the steps.
+def make_timed_recipe(recipe: Recipe) -> Recipe:
+    """Make the recipe that is timed for a trial: the same work per step for any seed, rate and number of steps.
 
-    Its identity is that of the price.
+    Its identity is the price's.
     """
     training = recipe.training.model_copy(
         update={"steps": 1000, "learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0, "threads": None}
@@ -94,11 +94,11 @@ def timed_recipe(recipe: Recipe) -> Recipe:
 
 
 def find_identities(arms: Mapping[str, Recipe]) -> dict[str, str]:
-    return {name: timed_recipe(recipe).identity for name, recipe in arms.items()}
+    return {name: make_timed_recipe(recipe).identity for name, recipe in arms.items()}
 
 
 def read_prices(folder: Path) -> Prices | None:
-    """The prices in a comparison's folder; None if there are none. Raises `HeadwaterError` if they are damaged."""
+    """Read the prices in a comparison's folder; None if there are none. Raises `HeadwaterError` if they are damaged."""
     file = folder / PRICES
     if not file.is_file():
         return None
@@ -109,7 +109,7 @@ def read_prices(folder: Path) -> Prices | None:
 
 
 def check_priced(arms: Mapping[str, Recipe]) -> None:
-    """Raise `HeadwaterError` for recipes with stages, and for those of several devices, which cannot be timed."""
+    """Raise `HeadwaterError` for recipes with stages or for several devices, which cannot be timed."""
     for name, recipe in arms.items():
         if recipe.stages or recipe.training.devices * recipe.training.nodes > 1:
             reason = "stages" if recipe.stages else "several devices"
@@ -151,7 +151,7 @@ def _choose_device(recipe: Recipe) -> torch.device:
 
 
 def _measure_price(arm: Recipe, baseline: Recipe) -> ArmPrice:
-    arm, baseline = timed_recipe(arm), timed_recipe(baseline)
+    arm, baseline = make_timed_recipe(arm), make_timed_recipe(baseline)
     with (
         tempfile.TemporaryDirectory() as folder,
         stepping(arm, Path(folder) / "a") as a,
@@ -173,7 +173,7 @@ def _measure_price(arm: Recipe, baseline: Recipe) -> ArmPrice:
 
 
 def _time_decoding(configs: tuple, context: int, recipe: Recipe) -> TimeRatio:
-    """Greedy generation of the last tokens of a context, by models with random weights."""
+    """Time greedy generation of the last tokens of a context, by models with random weights."""
     device = _choose_device(recipe)
     dtype = recipe.training.precision.compute if device.type == "cuda" else torch.float32
     models = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.pool import OnChange, Outcome, default_workers, run_trials
+from headwater_lab.comparison.pool import OnChange, Outcome, count_workers, run_trials
 from headwater_lab.comparison.statistics import find_standings
 from headwater_lab.comparison.trials import Trial
 from headwater_lab.training.records import RunRecord, SeedPlan, changed_data
@@ -32,10 +32,10 @@ def run_sequentially(
         records = [outcome.record for outcome in round_outcomes if outcome.record is not None]
         if len(records) < len(round_outcomes):
             break
-        rounds.decide(records)
+        rounds.decide_arms(records)
         jobs = [job for trial in round_trials for job in trial.jobs]
         # as many seeds as keep all workers busy
-        count = max(1, (workers or default_workers(jobs)) // max(1, rounds.trials_per_seed))
+        count = max(1, (workers or count_workers(jobs)) // max(1, rounds.trials_per_seed))
     return outcomes
 
 
@@ -56,7 +56,7 @@ class _Rounds:
         return len(self.undecided) + len({size for _, size in self.undecided})
 
     def take_trials(self, count: int) -> list[Trial]:
-        """Those of the next `count` seeds; none once everything is decided or all seeds are taken."""
+        """Take the trials of the next `count` seeds; none once everything is decided or all seeds are taken."""
         sizes = {size for _, size in self.undecided}
         arms = [
             (arm, size)
@@ -67,8 +67,8 @@ class _Rounds:
         self.seeds += count
         return [self.trials[arm, size, seed] for seed in seeds for arm, size in arms]
 
-    def decide(self, records: list[RunRecord]) -> None:
-        """Keep the arms that need another seed, now with these records."""
+    def decide_arms(self, records: list[RunRecord]) -> None:
+        """Add these records, and keep only the arms that need another seed."""
         self.records += records
         if changed := changed_data(self.records):
             raise HeadwaterError(changed)

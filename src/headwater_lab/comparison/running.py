@@ -8,8 +8,7 @@ from pathlib import Path
 from headwater_lab.comparison.budget import match_arms
 from headwater_lab.comparison.earlier import (
     adopt_experiment,
-    check_arms,
-    check_plans,
+    check_earlier_runs,
     check_settings,
     find_earlier_runs,
 )
@@ -42,8 +41,8 @@ def run_comparison(
     tell: Told = lambda line: None,
     shared: bool = False,
 ) -> list[Outcome]:
-    """Everything a recipe's comparison trains: learning rates first if they are to be tuned, then its trials; then its
-    prices, with `compare.costs`.
+    """Train everything in a recipe's comparison: runs that tune learning rates, then its trials; then measure prices,
+    with `compare.costs`.
 
     Call it again to resume. workers: trials at a time; default `compare.workers`, else as `run_trials`. only: leave
     out the trials of other arms and sizes. tell: called with a line for each arm whose price is measured. shared: `out`
@@ -65,8 +64,7 @@ def run_comparison(
             check_priced(arms)
         plan = make_plan(section)
         runs = find_earlier_runs(recipe, trials, out, shared)
-        check_arms(recipe, runs, out)
-        check_plans(plan, runs)
+        check_earlier_runs(recipe, runs, out)
         rates: dict[str, float] = {}
         if section.learning_rates:
             tries = _choose_tuning_trials(recipe, out, only)
@@ -85,7 +83,7 @@ def run_comparison(
 
 
 def list_jobs(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None) -> list[Job]:
-    """All jobs that `run_comparison` may train, each once; until decided, it will be fewer."""
+    """List all jobs that `run_comparison` may train, each once; with seeds until decided, it trains fewer."""
     recipe = match_arms(recipe)
     trials = _choose_trials(list_trials(recipe, out), only)
     if recipe.compare is not None and recipe.compare.learning_rates:
@@ -98,6 +96,6 @@ def _choose_trials(trials: list[Trial], only: Collection[ArmKey] | None) -> list
 
 
 def _choose_tuning_trials(recipe: Recipe, out: Path, only: Collection[ArmKey] | None) -> list[Trial]:
-    """To tune arms that are trained at any size: a learning rate is chosen at one size for all."""
+    """List the tuning trials of arms that are trained at any size: a learning rate is chosen at one size for all."""
     arms = None if only is None else {arm for arm, _ in only}
     return [trial for trial in list_tuning_trials(recipe, out) if arms is None or trial.experiment.arm in arms]

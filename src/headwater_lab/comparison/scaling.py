@@ -8,8 +8,9 @@ N: parameters without embeddings, or training tokens, whichever differ between t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -29,7 +30,7 @@ LEAST_SIZES = 3
 class Estimate:
     """A number and its interval (95 %, see `fit_scaling`); None with one seed, and if a number is not finite.
 
-    error: its standard error, of the logarithm for what cannot be below 0; freedom: degrees of freedom of its t.
+    error: the standard error of its logarithm; freedom: degrees of freedom of its t.
     """
 
     value: float
@@ -43,9 +44,9 @@ class Law:
     """A fitted law; error: root mean square of the residuals."""
 
     arm: str
-    e: Estimate
-    a: Estimate
-    exponent: Estimate
+    e: float
+    a: float
+    exponent: float
     error: float
 
 
@@ -78,7 +79,7 @@ class Scaling:
     """What the models were trained on, tokens or images."""
 
     def sentences(self) -> list[str]:
-        """Equals a baseline with x % more parameters or tokens, in words."""
+        """Say which size of the baseline equals each arm: "equals a baseline with x % more parameters"."""
         unit = "parameters (embeddings aside)" if self.axis == "parameters" else f"training {self.unit}"
         return [f"{equal.arm}, {equal.size}: {self._describe(equal, unit)}." for equal in self.equals]
 
@@ -97,10 +98,10 @@ class Scaling:
 def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
     """Fit every arm's losses against its size, from finished trials.
 
-    The law is fitted to the mean over seeds at each size (least squares; each size counts alike). Intervals: each seed
-    is left out in turn, at all sizes and in all arms, and everything is fitted again (the jackknife), with Student's t
-    for that number of seeds; on a logarithmic scale for what cannot be below 0. They cover the
-    seeds, not the law's form: with as many sizes as constants it passes through all points.
+    The law is fitted to the mean over seeds at each size (least squares; each size counts alike). Intervals of equal
+    sizes: each seed is left out in turn, at all sizes and in all arms, and everything is fitted again (the jackknife of
+    the logarithm), with Student's t for that number of seeds. They cover the seeds, not the law's form: with as many
+    sizes as constants it passes through all points.
 
     Sizes are those of the baseline; arms that lack one are left out, and so are seeds that not all arms have at all
     sizes. None if there are fewer sizes than constants, or no seed is left.
@@ -109,142 +110,116 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
 
     Raises `HeadwaterError` where too few sizes differ in parameters or tokens, or runs have no loss.
     """
-    runs = [r for r in records if r.experiment and r.experiment.size and r.status == "finished" and r.held_out]
+    runs = [run for run in records if run.status == "finished" and run.held_out and _size_of(run)]
     baseline = runs[0].experiment.baseline if runs and runs[0].experiment else ""
     of_baseline = [run for run in runs if arm_of(run) == baseline]
-    sizes = list(dict.fromkeys(_size(run) for run in of_baseline))
+    sizes = list(dict.fromkeys(map(_size_of, of_baseline)))
     if len(sizes) < LEAST_SIZES:
         return None
-    axis, metric = _axis(of_baseline), _metric(runs)
-    losses = _Losses.read(runs, baseline, sizes, axis, metric)
-    if losses is None:
+    axis, metric = _find_axis(of_baseline), _choose_metric(runs)
+    arms, n, losses = _stack_losses(_read_points(runs, sizes, axis, metric), sizes)
+    if baseline not in arms or not losses.size:
         return None
-    if (distinct := len(set(losses.n.mean(2)[losses.base]))) < LEAST_SIZES:
+    base = arms.index(baseline)
+    if (distinct := len(set(n.mean(2)[base]))) < LEAST_SIZES:
         raise HeadwaterError(
             f"A law needs {LEAST_SIZES} sizes with different {axis}, and these have {distinct}; add one."
         )
-    jackknife = _Jackknife(losses)
-    points = jackknife.fitted.points()
-    return Scaling(axis, metric, baseline, points, jackknife.laws(), jackknife.equals(), runs[0].unit)
+    fits = _fit_samples(base, n, n if axis == "parameters" else np.broadcast_to(n[base], n.shape), losses)
+    laws = fits[0].describe_laws(arms)
+    points = dict(zip(arms, fits[0].list_points(), strict=True))
+    return Scaling(axis, metric, baseline, points, laws, _estimate_equals(arms, sizes, base, fits), runs[0].unit)
 
 
-@dataclass(frozen=True)
-class _Losses:
-    """Losses by arm, size and seed: n, over, losses [arms, sizes, seeds].
-
-    base: the baseline's index. over: what the baseline's N is divided by, see `Equal`.
-    """
-
-    arms: list[str]
-    sizes: list[str]
-    base: int
-    n: np.ndarray
-    over: np.ndarray
-    losses: np.ndarray
-
-    @classmethod
-    def read(
-        cls, runs: Sequence[RunRecord], baseline: str, sizes: list[str], axis: Axis, metric: str
-    ) -> _Losses | None:
-        """The finite losses of the arms that have all sizes, with the seeds that all have; None without any."""
-        points: dict[str, dict[tuple[str, int], tuple[float, float]]] = {}
-        for run in runs:
-            loss = run.held_out[-1].metrics[metric]
-            if _size(run) in sizes and math.isfinite(loss):
-                points.setdefault(arm_of(run), {})[_size(run), run.seed] = _n(run, axis), loss
-        arms = [arm for arm, by_trial in points.items() if {size for size, _ in by_trial} == set(sizes)]
-        seeds = _shared_seeds([points[arm] for arm in arms], sizes)
-        if baseline not in arms or not seeds:
-            return None
-        cells = [[[points[arm][size, seed] for seed in seeds] for size in sizes] for arm in arms]
-        n, losses = np.moveaxis(np.array(cells), -1, 0)
-        base = arms.index(baseline)
-        return cls(arms, sizes, base, n, n if axis == "parameters" else np.broadcast_to(n[base], n.shape), losses)
-
-    def without_seed(self, index: int) -> _Losses:
-        n, over, losses = (np.delete(values, index, 2) for values in (self.n, self.over, self.losses))
-        return replace(self, n=n, over=over, losses=losses)
+def _read_points(
+    runs: Sequence[RunRecord], sizes: Sequence[str], axis: Axis, metric: str
+) -> dict[str, dict[tuple[str, int], tuple[float, float]]]:
+    """Read N and the loss where it is finite, by arm and by (size, seed)."""
+    points: dict[str, dict[tuple[str, int], tuple[float, float]]] = {}
+    for run in runs:
+        loss = run.held_out[-1].metrics[metric]
+        if _size_of(run) in sizes and math.isfinite(loss):
+            points.setdefault(arm_of(run), {})[_size_of(run), run.seed] = _count_n(run, axis), loss
+    return points
 
 
-def _shared_seeds(trials: Sequence[Collection[tuple[str, int]]], sizes: Sequence[str]) -> list[int]:
-    """The seeds that all arms have at all sizes. trials: of each arm, (size, seed)."""
-    seeds = {seed for of_arm in trials for _, seed in of_arm}
-    return sorted(seed for seed in seeds if all((size, seed) in of_arm for of_arm in trials for size in sizes))
+def _stack_losses(
+    points: dict[str, dict[tuple[str, int], tuple[float, float]]], sizes: Sequence[str]
+) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Stack N and losses, [arms, sizes, seeds] each, of the arms that have all sizes, with the seeds that all have."""
+    arms = [arm for arm, by_trial in points.items() if {size for size, _ in by_trial} == set(sizes)]
+    trials = [points[arm].keys() for arm in arms]
+    seeds = sorted({seed for keys in trials for _, seed in keys})
+    seeds = [seed for seed in seeds if all((size, seed) in keys for keys in trials for size in sizes)]
+    cells = np.array([[[points[arm][size, seed] for seed in seeds] for size in sizes] for arm in arms])
+    n, losses = np.moveaxis(cells.reshape(len(arms), len(sizes), len(seeds), 2), -1, 0)
+    return arms, n, losses
+
+
+def _fit_samples(base: int, *values: np.ndarray) -> list[_FittedLaws]:
+    """Fit all laws to all seeds, then without each of them. values: n, over and losses, [arms, sizes, seeds]."""
+    seeds = values[0].shape[2]
+    samples = [values]
+    if seeds > 1:
+        samples += [tuple(np.delete(value, left_out, 2) for value in values) for left_out in range(seeds)]
+    return [_FittedLaws(base, *(value.mean(2) for value in sample)) for sample in samples]
 
 
 class _FittedLaws:
-    """The laws of all arms. n, over, losses: [arms, sizes], means over seeds; ratios: [arms, sizes], N of
-    the baseline for that loss over `over`."""
+    """The laws of all arms, with the baseline at index `base`.
 
-    def __init__(self, losses: _Losses) -> None:
-        self.arms = losses.arms
-        self.n, self.over, self.losses = losses.n.mean(2), losses.over.mean(2), losses.losses.mean(2)
-        self.laws = [fit_law(n, loss) for n, loss in zip(self.n, self.losses, strict=True)]
-        needed = [[invert_law(self.laws[losses.base], loss) for loss in row] for row in self.losses]
-        self.ratios = np.array(needed) / self.over
-
-    def points(self) -> dict[str, list[tuple[float, float]]]:
-        rows = zip(self.arms, self.n.tolist(), self.losses.tolist(), strict=True)
-        return {arm: list(zip(n, losses, strict=True)) for arm, n, losses in rows}
-
-
-class _Jackknife:
-    """Estimates with intervals: everything is fitted to all seeds, and again without each of them."""
-
-    def __init__(self, losses: _Losses) -> None:
-        seeds = losses.losses.shape[2]
-        self.data, self.fitted = losses, _FittedLaws(losses)
-        self.refitted = [_FittedLaws(losses.without_seed(seed)) for seed in range(seeds if seeds > 1 else 0)]
-
-    def laws(self) -> list[Law]:
-        return [self._estimate_law(arm) for arm in range(len(self.data.arms))]
-
-    def equals(self) -> list[Equal]:
-        """By arm, the baseline aside, and size."""
-        arms = [arm for arm in range(len(self.data.arms)) if arm != self.data.base]
-        return [self._estimate_equal(arm, size) for arm in arms for size in range(len(self.data.sizes))]
-
-    def _estimate_law(self, arm: int) -> Law:
-        law = self.fitted.laws[arm]
-        again = np.array([fitted.laws[arm] for fitted in self.refitted]).reshape(-1, 3)
-        e = _estimate(law[0], again[:, 0])
-        if law[0] == 0.0:  # at its bound, which the jackknife cannot handle
-            e = Estimate(0.0, None)
-        a = _estimate(law[1], again[:, 1], exp=True)
-        exponent = _estimate(law[2], again[:, 2], logarithmic=True)
-        residuals = evaluate_law(law, self.fitted.n[arm]) - self.fitted.losses[arm]
-        return Law(self.data.arms[arm], e, a, exponent, float(np.sqrt(np.mean(residuals**2))))
-
-    def _estimate_equal(self, arm: int, size: int) -> Equal:
-        again = np.array([fitted.ratios[arm, size] for fitted in self.refitted])
-        ratio = _estimate(self.fitted.ratios[arm, size], again, logarithmic=True)
-        interval = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
-        estimate = Estimate(ratio.value - 1, interval, ratio.error, ratio.freedom)
-        needed, trained = ratio.value * self.fitted.over[arm, size], self.fitted.n[self.data.base]
-        inside = bool(trained.min() <= needed <= trained.max())
-        return Equal(self.data.arms[arm], self.data.sizes[size], estimate, inside)
-
-
-def _estimate(value: float, left_out: np.ndarray, logarithmic: bool = False, exp: bool = False) -> Estimate:
-    """The jackknife's interval of a value, from those with one seed left out each.
-
-    logarithmic: of a positive number, by its logarithm. exp: the values are logarithms.
+    n, over, losses: [arms, sizes], means over seeds. ratios: [arms, sizes], the N at which the baseline has that loss,
+    divided by `over`, see `Equal`.
     """
+
+    def __init__(self, base: int, n: np.ndarray, over: np.ndarray, losses: np.ndarray) -> None:
+        self.n, self.over, self.losses = n, over, losses
+        self.laws = [fit_law(*row) for row in zip(n, losses, strict=True)]
+        self.ratios = np.array([[invert_law(self.laws[base], loss) for loss in row] for row in losses]) / over
+
+    def describe_laws(self, arms: Sequence[str]) -> list[Law]:
+        """Describe the law of each arm."""
+        laws = []
+        for arm, law, n, losses in zip(arms, self.laws, self.n, self.losses, strict=True):
+            error = float(np.sqrt(np.mean((evaluate_law(law, n) - losses) ** 2)))
+            laws.append(Law(arm, float(law[0]), math.exp(law[1]), float(law[2]), error))
+        return laws
+
+    def list_points(self) -> list[list[tuple[float, float]]]:
+        """List (N, loss) of each arm at each size."""
+        return [list(zip(*row, strict=True)) for row in zip(self.n.tolist(), self.losses.tolist(), strict=True)]
+
+
+def _estimate_equals(arms: Sequence[str], sizes: Sequence[str], base: int, fits: Sequence[_FittedLaws]) -> list[Equal]:
+    """Estimate the baseline that equals each other arm at each size."""
+    equals = []
+    for row, column in product(range(len(arms)), range(len(sizes))):
+        if row == base:
+            continue
+        ratio = _jackknife(np.array([fit.ratios[row, column] for fit in fits]))
+        interval = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
+        needed, trained = ratio.value * fits[0].over[row, column], fits[0].n[base]
+        more = Estimate(ratio.value - 1, interval, ratio.error, ratio.freedom)
+        equals.append(Equal(arms[row], sizes[column], more, bool(trained.min() <= needed <= trained.max())))
+    return equals
+
+
+def _jackknife(values: np.ndarray) -> Estimate:
+    """Estimate a positive number, by its logarithm. values: by all seeds, then with each of them left out."""
     with np.errstate(divide="ignore", over="ignore"):
-        center, again = (np.log(value), np.log(left_out)) if logarithmic else (value, left_out)
-        result = float(np.exp(center)) if logarithmic or exp else float(center)
+        center, *again = np.log(values)
+        result = float(np.exp(center))
         if len(again) < 2 or not (np.isfinite(center) and np.isfinite(again).all()):
             return Estimate(result, None)
         count = len(again)
-        error = math.sqrt((count - 1) / count * float(np.sum((again - again.mean()) ** 2)))
+        error = math.sqrt((count - 1) / count * float(np.sum((again - np.mean(again)) ** 2)))
         half = float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
-        ends = np.array([center - half, center + half])
-        low, high = np.exp(ends) if logarithmic or exp else ends
+        low, high = np.exp([center - half, center + half])
     return Estimate(result, (float(low), float(high)), error, count - 1)
 
 
 def fit_law(n: np.ndarray, loss: np.ndarray) -> np.ndarray:
-    """E, log A, a of the least-squares law.
+    """Fit E, log A and a by least squares.
 
     n, loss: [sizes]. For a given exponent the law is linear in E and A, so only the exponent is searched. If
     losses do not fall with N, A is 0.
@@ -252,7 +227,7 @@ def fit_law(n: np.ndarray, loss: np.ndarray) -> np.ndarray:
     scale = float(np.exp(np.log(n).mean()))
 
     def solve(exponent: np.ndarray | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For exponents [...]: sums of squares, E and A·scale^-a, [...] each."""
+        """Solve for exponents [...]: sums of squares, E and A·scale^-a, [...] each."""
         x = (n / scale) ** -np.asarray(exponent)[..., None]
         without = (x @ loss) / (x * x).sum(-1)
         centered = x - x.mean(-1, keepdims=True)
@@ -274,19 +249,19 @@ def fit_law(n: np.ndarray, loss: np.ndarray) -> np.ndarray:
 
 
 def evaluate_law(law: np.ndarray, n: np.ndarray) -> np.ndarray:
-    """The law's loss at N."""
+    """Evaluate a law's loss at N."""
     return law[0] + np.exp(law[1] - law[2] * np.log(n))
 
 
 def invert_law(law: np.ndarray, loss: float) -> float:
-    """The N at which the law has this loss; infinity if there is none, nan if the law is constant."""
+    """Find the N at which the law has this loss; infinity if there is none, nan if the law is constant."""
     if math.isinf(law[1]):
         return math.nan
     return math.exp(min(700.0, (law[1] - math.log(loss - law[0])) / law[2])) if loss > law[0] else math.inf
 
 
-def _metric(records: Sequence[RunRecord]) -> str:
-    """Nats per token if all have the same tokens, else their metric. There are no laws of accuracy."""
+def _choose_metric(records: Sequence[RunRecord]) -> str:
+    """Choose nats per token if all have the same tokens, else their metric. There are no laws of accuracy."""
     record = records[0]
     loss = "".join(["loss", *record.metric.partition("/")[1:]])  # of the deciding domain, if there is one
     if same_tokens(records) and all(loss in run.held_out[-1].metrics for run in records):
@@ -296,17 +271,17 @@ def _metric(records: Sequence[RunRecord]) -> str:
     return record.metric
 
 
-def _n(record: RunRecord, axis: Axis) -> float:
+def _count_n(record: RunRecord, axis: Axis) -> float:
     return float(record.parameters - record.embedding_parameters if axis == "parameters" else record.tokens)
 
 
-def _axis(runs: Sequence[RunRecord]) -> Axis:
+def _find_axis(runs: Sequence[RunRecord]) -> Axis:
     axes: tuple[Axis, Axis] = ("parameters", "tokens")
     for axis in axes:
-        if len({_n(run, axis) for run in runs}) > 1:
+        if len({_count_n(run, axis) for run in runs}) > 1:
             return axis
     raise HeadwaterError("The sizes differ neither in parameters nor in tokens, so no law can be fitted.")
 
 
-def _size(record: RunRecord) -> str:
+def _size_of(record: RunRecord) -> str:
     return (record.experiment.size or "") if record.experiment else ""

@@ -1,4 +1,4 @@
-"""Which combination of mechanisms is best at a budget: all valid ones, then the best ones again."""
+"""Search for the best combination of mechanisms: train all valid ones, then the best ones again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAIRS = 2
 def find_candidates(
     recipe: Recipe, mechanisms: Mapping[str, dict[str, Any]] | None
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """(arms that combine the mechanisms, vanilla first; reasons for invalid combinations, smaller ones first).
+    """Find the arms that combine mechanisms, vanilla first, and the reasons against invalid combinations.
 
     mechanisms: name -> options; default: all with their default options, alone and in pairs, since the combinations of
         all are thousands. The recipe's own mechanisms are ignored. They act in the registry's order.
@@ -51,7 +51,7 @@ def find_candidates(
 
 
 def _combine(mechanisms: Mapping[str, dict[str, Any]] | None) -> Iterator[dict[str, dict[str, Any]]]:
-    """All combinations of mechanisms with their options, the smaller first; of all there are, only the pairs."""
+    """Combine mechanisms with their options, smaller combinations first; of all mechanisms, only pairs."""
     options: dict[str, dict[str, Any]] = {name: {} for name in MECHANISMS.names} | dict(mechanisms or {})
     names = [name for name in options if mechanisms is None or name in mechanisms]
     for size in range(1, (PAIRS if mechanisms is None else len(names)) + 1):
@@ -59,8 +59,8 @@ def _combine(mechanisms: Mapping[str, dict[str, Any]] | None) -> Iterator[dict[s
             yield {name: options[name] for name in combination}
 
 
-def search_recipe(recipe: Recipe, arms: dict[str, dict[str, Any]]) -> Recipe:
-    """The comparison that chooses among the arms.
+def make_search(recipe: Recipe, arms: dict[str, dict[str, Any]]) -> Recipe:
+    """Make the comparison that chooses among the arms.
 
     Of the recipe's own comparison it has the learning rates and `match`, by default equal parameters. Raises
     `HeadwaterError` if there is nothing to choose.
@@ -69,7 +69,7 @@ def search_recipe(recipe: Recipe, arms: dict[str, dict[str, Any]]) -> Recipe:
     if len(names) <= FINALISTS:
         few = f"only {' and '.join(names)}" if names else "no mechanism"
         raise HeadwaterError(
-            f"There is nothing to choose: besides {VANILLA} {few} is left; name more with --mechanism, or compare "
+            f"There is nothing to choose: apart from {VANILLA}, {few} is left; name more with --mechanism, or compare "
             "them without --search."
         )
     settings = recipe.compare
@@ -84,8 +84,8 @@ def search_recipe(recipe: Recipe, arms: dict[str, dict[str, Any]]) -> Recipe:
     return parse(values | name | {"compare": section}, "search")
 
 
-def best_arms(search: Recipe, out: Path) -> list[str]:
-    """The best arms of a finished search, best first, by the mean over seeds.
+def choose_best(search: Recipe, out: Path) -> list[str]:
+    """Choose the best arms of a finished search, best first, by the mean over seeds.
 
     Excludes vanilla and any arm with a diverged run. Raises `HeadwaterError` if all have.
     """
@@ -98,8 +98,8 @@ def best_arms(search: Recipe, out: Path) -> list[str]:
     return sorted(means, key=lambda arm: means[arm], reverse=True)[:FINALISTS]
 
 
-def final_recipe(search: Recipe, out: Path, best: Sequence[str]) -> Recipe:
-    """The final test: the best arms against vanilla, with fresh seeds.
+def make_final(search: Recipe, out: Path, best: Sequence[str]) -> Recipe:
+    """Make the final test: the best arms against vanilla, with fresh seeds.
 
     Each uses the learning rate that the search found for it.
     """

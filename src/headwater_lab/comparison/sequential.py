@@ -1,4 +1,4 @@
-"""Looking at paired differences after every seed: repeated confidence intervals, which hold at all looks together.
+"""Looks at paired differences after every seed: repeated confidence intervals, which hold at all looks together.
 
 With each look, a t interval of fixed level would have another chance to be wrong. Repeated confidence intervals
 (Jennison and Turnbull 2000, chapter 9) contain the true mean at all looks at once with probability 1 - level:
@@ -61,8 +61,8 @@ class Chain:
         self.points: np.ndarray | None = None
         self.masses = np.ones(1)
 
-    def crossing(self, critical: np.ndarray) -> np.ndarray:
-        """The probability of having crossed nothing so far and |t| > critical after the next difference."""
+    def find_crossing(self, critical: np.ndarray) -> np.ndarray:
+        """Compute the probability of having crossed nothing so far and |t| > critical after the next difference."""
         n = self.pairs
         if self.points is None:
             return np.asarray(2 * special.stdtr(n, -critical))
@@ -72,23 +72,23 @@ class Chain:
         angle = np.arcsin(np.minimum(reached / farthest, 1))
 
         def chance(ahead: np.ndarray) -> np.ndarray:
-            """Of W' > reached, from W = tan(ahead)."""
+            """Compute the probability of W' > reached, from W = tan(ahead)."""
             low, high = (np.clip(turn, -np.pi / 2, np.pi / 2) for turn in (angle - ahead, np.pi - angle - ahead))
             return np.asarray(distribute_angle(n)(high) - distribute_angle(n)(low))
 
         return np.asarray(self.masses @ (chance(np.arctan(w)) + chance(-np.arctan(w))))
 
-    def go_on(self, critical: float) -> None:
-        """One difference more, without those that cross."""
+    def add_difference(self, critical: float) -> None:
+        """Add one difference, and drop the samples that cross."""
         edges = np.linspace(0, np.arctan(critical / np.sqrt(self.pairs)), CELLS + 1)
-        self.masses = -np.diff(self.crossing(np.sqrt(self.pairs) * np.tan(edges)))
+        self.masses = -np.diff(self.find_crossing(np.sqrt(self.pairs) * np.tan(edges)))
         self.pairs += 1
         self.points = np.sqrt(self.pairs) * np.sin((edges[1:] + edges[:-1]) / 2)
 
 
 @functools.lru_cache(maxsize=256)
 def distribute_angle(n: int) -> interpolate.CubicHermiteSpline:
-    """The distribution function of arctan(r), whose density is proportional to cosⁿ⁻¹."""
+    """Compute the distribution function of arctan(r), whose density is proportional to cosⁿ⁻¹."""
     angles = np.linspace(-np.pi / 2, np.pi / 2, 2001)
     peak = math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2)) / math.sqrt(math.pi)
     distribution = special.stdtr(n, np.sqrt(n) * np.tan(angles))
@@ -97,12 +97,15 @@ def distribute_angle(n: int) -> interpolate.CubicHermiteSpline:
 
 @functools.lru_cache(maxsize=64)
 def critical_values(level: float, min_pairs: int, max_pairs: int) -> tuple[float, ...]:
-    """c(n) for n from `first` (2 or more) to `last`: all intervals without their w contain the mean at `1 - level`."""
+    """Compute c(n) for n from `min_pairs` (2 or more) to `max_pairs`.
+
+    All intervals without their w together contain the mean with probability `1 - level`.
+    """
     chain, values, spent_before = Chain(min_pairs), [], 0.0
     for n in range(min_pairs, max_pairs + 1):
         spent = level * ((n / max_pairs) ** SPENDING - spent_before)
-        critical = math.exp(optimize.brentq(lambda log: chain.crossing(np.exp([log]))[0] - spent, -5, 30))  # noqa: B023
-        chain.go_on(critical)
+        critical = math.exp(optimize.brentq(lambda log: chain.find_crossing(np.exp([log]))[0] - spent, -5, 30))  # noqa: B023
+        chain.add_difference(critical)
         values.append(critical)
         spent_before = (n / max_pairs) ** SPENDING
     return tuple(values)
@@ -115,7 +118,9 @@ def repeated_intervals(
     max_pairs: int,
     same: bool | Sequence[bool] = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(means, lower limits, upper limits) of the first 1, 2, … differences along the last axis; ±∞ if unbounded.
+    """Compute the means and the lower and upper limits of the first 1, 2, … differences; ±∞ if unbounded.
+
+    differences: [..., differences], as all three results.
 
     Differences that are all one number, apart from rounding, have no spread: the interval is that number from the
     moment on that this many equal signs are rarer than the level (sign test, 2^(1-n)). 0 has no sign, and is unbounded;
@@ -148,7 +153,7 @@ def repeated_intervals(
 def take_looks(
     differences: Sequence[float], level: float, min_pairs: int, max_pairs: int, same: bool | Sequence[bool] = False
 ) -> list[SeedLook]:
-    """The looks at the first `first`, …, all differences, of at most `last`; see `repeated_intervals`."""
+    """Look at the first `min_pairs`, …, all differences, of at most `max_pairs`; see `repeated_intervals`."""
     if len(differences) < min_pairs:
         return []
     columns = (column.tolist() for column in repeated_intervals(differences, level, min_pairs, max_pairs, same))
@@ -185,7 +190,7 @@ class Standing:
 
 
 def find_standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping[int, float | None]) -> Standing:
-    """Where an arm stands. arm, base: results by seed; None for a run that diverged.
+    """Find where an arm stands. arm, base: results by seed; None for a run that diverged.
 
     The first seed that either lacks ends the sample, whatever comes later, since leaving out a seed could change the
     decision. A seed in which the baseline diverged has no difference. Results that change from seed to seed and are

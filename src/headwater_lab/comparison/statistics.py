@@ -1,8 +1,9 @@
-"""What saved trials say: paired differences, tests corrected for the number of arms, and the seeds still needed."""
+"""Statistics of saved trials: paired differences, tests corrected for the number of arms, seeds still needed."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -32,7 +33,7 @@ Verdict = Literal["", "better", "worse", "equivalent", "inconclusive", "identica
 
 @dataclass(frozen=True)
 class Paired:
-    """What a sample of paired differences says about their mean.
+    """The mean of a sample of paired differences, tested.
 
     p: of a two-sided paired t test, by itself; None with fewer than two pairs. If all differences are one number, apart
         from rounding, p is the sign test's, 2^(1-n), and 1 if that number is 0.
@@ -78,7 +79,7 @@ def holm_tests(samples: Sequence[Sequence[float]]) -> list[Paired | None]:
 
 
 def holm_levels(tests: Sequence[float | None], level: float = LEVEL) -> list[float]:
-    """The level at which Holm's procedure tests each of several p values; None for a missing one.
+    """Find the level at which Holm's procedure tests each of several p values; None for a missing one.
 
     The smallest is tested at level/m, the next at level/(m - 1), …, until one fails; the rest then fail too, and
     get the level at which it failed.
@@ -105,7 +106,7 @@ def _is_zero(differences: Sequence[float]) -> bool:
 
 
 def standard_error(differences: Sequence[float]) -> float:
-    """Standard error of the mean."""
+    """Compute the standard error of the mean."""
     return float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
 
 
@@ -137,13 +138,13 @@ def _summarize_pairs(differences: tuple[float, ...], p: float | None, level: flo
 
 
 def t_interval(mean: float, error: float, freedom: int, level: float) -> tuple[float, float]:
-    """Student's interval of confidence 1 - level."""
+    """Compute Student's interval of confidence 1 - level."""
     half = float(special.stdtrit(freedom, 1 - level / 2)) * error
     return mean - half, mean + half
 
 
 def find_power(effect: float, pairs: int, level: float = LEVEL) -> float:
-    """Probability that a paired t test finds a difference of `effect` standard deviations (of the differences).
+    """Compute the probability that a paired t test finds a difference of `effect` standard deviations of differences.
 
     P(|T| > t), with T of the noncentral t distribution with pairs - 1 degrees of freedom and center effect·√pairs.
     """
@@ -154,13 +155,13 @@ def find_power(effect: float, pairs: int, level: float = LEVEL) -> float:
 
 
 def _find_effect(pairs: int, level: float) -> float:
-    """The effect that `pairs` pairs find with probability `POWER`; with the wrong sign it is almost never found."""
+    """Find the effect that `pairs` pairs find with probability `POWER`; its wrong sign is almost never found."""
     center = special.nctdtrinc(pairs - 1, 1 - POWER, special.stdtrit(pairs - 1, 1 - level / 2))
     return float(center) / math.sqrt(pairs)
 
 
 def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None:
-    """Pairs still needed to find all effects at once with probability `POWER`; None if more than `MOST`.
+    """Count the pairs still needed to find all effects at once with probability `POWER`; None if more than `MOST`.
 
     The probabilities of missing each effect are added up, so the result is a lower bound on the power.
     """
@@ -170,11 +171,7 @@ def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None
 
     if chance(MOST) < POWER:
         return None
-    low, high = pairs, MOST  # bisection: power grows with the pairs
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if chance(middle) >= POWER else (middle, high)
-    return high - pairs
+    return bisect_left(range(MOST), POWER, lo=pairs + 1, key=chance) - pairs  # power grows with the pairs
 
 
 class Reached(NamedTuple):
@@ -249,7 +246,7 @@ def summarize_arms(
     threshold: float | Literal["baseline"] | None = None,
     budgets: Sequence[str] = (),
 ) -> list[Summary]:
-    """One summary per arm, in the order of first appearance, all tested together against the baseline.
+    """Summarize each arm, in the order of first appearance, all tested together against the baseline.
 
     threshold: of the deciding metric; "baseline": what the baseline ends with, seed by seed.
     budgets: arms that are the baseline with other budgets, and are not tested.
@@ -290,7 +287,7 @@ def summarize_arms(
 
 
 def _summarize_arm(arm: str, runs: Sequence[RunRecord], finished: Mapping[int, RunRecord], **tests: Any) -> Summary:
-    """An arm's runs, of which `finished` count, and what its tests say: fields of `Summary`."""
+    """Summarize an arm's runs, of which `finished` count. tests: further fields of `Summary`."""
     results = np.array([run.result for run in finished.values()], dtype=float)
     rates = {run.recipe.get("training", {}).get("learning_rate") for run in runs}
     example = next(iter(finished.values()), runs[0])
@@ -311,7 +308,7 @@ def _summarize_arm(arm: str, runs: Sequence[RunRecord], finished: Mapping[int, R
 
 
 def judge_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None) -> dict[str, Paired | None]:
-    """Tests of another quantity than the one compared, by arm.
+    """Test another quantity than the one compared, by arm.
 
     With a plan, the number of seeds depends on the results: the interval is then the repeated one of the last look,
     which holds wherever one stops; None below the plan's first look.
@@ -328,13 +325,13 @@ def judge_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None) 
 
 
 def plan_of(records: Sequence[RunRecord]) -> SeedPlan | None:
-    """How the comparison adds seeds until it is decided; None if its seeds are fixed."""
+    """Find how the comparison adds seeds until it is decided; None if its seeds are fixed."""
     plans = (record.experiment.seed_plan for record in records if record.experiment)
     return next(filter(None, plans), None)
 
 
 def choose_decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
-    """The records that count: with a plan, an arm's up to its decision, and the baseline's up to the last of these.
+    """Choose the records that count: with a plan, an arm's up to its decision, and the baseline's up to the last.
 
     How many seeds are trained beyond a decision depends on the number of workers, and must not change any result.
     """
@@ -353,7 +350,7 @@ def choose_decisive(records: Sequence[RunRecord], baseline: str) -> list[RunReco
 
 
 def find_standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> dict[str, Standing]:
-    """Where each arm that is tested against the baseline stands."""
+    """Find where each arm that is tested against the baseline stands."""
     results = {
         arm: {
             run.seed: None if has_diverged(run) else run.result
@@ -399,7 +396,7 @@ def _summarize_standing(standing: Standing, plan: SeedPlan) -> Paired | None:
 
 
 def finished_runs(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
-    """By arm and seed, those that a mean can use."""
+    """List the runs that a mean can use, by arm and seed."""
     return {
         arm: {r.seed: r for r in runs if r.status == "finished" and r.result is not None and not has_diverged(r)}
         for arm, runs in _by_arm(records).items()
@@ -420,25 +417,25 @@ def _find_reached(run: RunRecord, threshold: float | None) -> Reached | None:
 
 
 def flops_of(run: RunRecord, point: HeldOutPoint | None = None) -> float:
-    """Of all stages up to a point, by default the end, and of the checkpoint that it began with."""
+    """Add up the FLOPs of all stages up to a point, by default the end, and of the checkpoint before them."""
     return (point or run.held_out[-1]).flops + (run.origin.flops if run.origin else 0.0)
 
 
 def _log_ratios(arm: dict[int, Reached | None], base: dict[int, Reached | None]) -> list[float]:
-    """Of the FLOPs to the threshold, for the seeds in which both reach it."""
+    """Compute log ratios of the FLOPs to the threshold, for the seeds in which both reach it."""
     pairs = ((arm[seed], base.get(seed)) for seed in sorted(arm))
     return [math.log(a.flops / b.flops) for a, b in pairs if a and b and a.flops and b.flops]
 
 
 def compare_all_pairs(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, str], Paired | None]:
-    """All pairs of `arms`, tested together: (first, second) -> first - second; None if they share no seed."""
+    """Test all pairs of `arms` together: (first, second) -> first - second; None if they share no seed."""
     finished = finished_runs(records)
     pairs = list(combinations(arms, 2))
     return dict(zip(pairs, holm_tests([_find_differences(finished[a], finished[b]) for a, b in pairs]), strict=True))
 
 
 def _find_differences(arm: dict[int, RunRecord], base: dict[int, RunRecord]) -> list[float]:
-    """For the seeds that both have."""
+    """Subtract the results of `base` in the seeds that both have."""
     return [arm[seed].result - base[seed].result for seed in sorted(arm) if seed in base]  # type: ignore[operator]
 
 
@@ -447,7 +444,7 @@ def has_diverged(run: RunRecord) -> bool:
 
 
 def steps_to(record: RunRecord, threshold: float) -> int | None:
-    """The first evaluation at which the deciding metric reached the threshold; None if it never did."""
+    """Find the step at which the deciding metric first reached the threshold; None if it never did."""
     point = _find_point(record, threshold)
     return None if point is None else point.step
 

@@ -1,4 +1,4 @@
-"""What a comparison trains: an arm with a seed is a trial, and a trial is one job, or one for each of its stages."""
+"""Trials of a comparison: an arm with a seed is a trial, and a trial is one job, or one for each of its stages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Trial:
         if not self.recipe.stages:
             return [Job(self.recipe, self.folder, self.label, self.experiment)]
         parent = self.folder.parent / STAGES
-        runs = self.recipe.chain(lambda name, recipe: parent / f"{name}-{recipe.seed}-{short_identity(recipe)}")
+        runs = self.recipe.chain(lambda name, recipe: parent / f"{name}-{recipe.seed}-{shorten_identity(recipe)}")
         return [
             Job(recipe, folder, f"stage {name} · seed {recipe.seed}")
             for name, (recipe, folder) in zip(self.recipe.stage_names, runs, strict=True)
@@ -58,22 +58,22 @@ class Trial:
 
 
 def make_slug(name: str) -> str:
-    """A name for a folder: letters and digits of any script, or a checksum if there are none."""
+    """Make a name for a folder: letters and digits of any script, or a checksum if there are none."""
     return file_name(re.sub(r"[\W_]+", "-", name.lower()).strip("-") or f"{zlib.crc32(name.encode()):08x}")
 
 
 def find_folder(recipe: Recipe, size: str | None, out: Path) -> Path:
-    """The folder of a comparison's runs at one size."""
+    """Name the folder of a comparison's runs at one size."""
     return out.joinpath(recipe.name, *([make_slug(size)] if size is not None else []))
 
 
-def short_identity(recipe: Recipe) -> str:
-    """Eight digits of a recipe's identity, for the name of a folder."""
+def shorten_identity(recipe: Recipe) -> str:
+    """Shorten a recipe's identity to eight digits, for the name of a folder."""
     return recipe.identity.partition(":")[2][:8]
 
 
 def list_trials(recipe: Recipe, out: Path) -> list[Trial]:
-    """All trials of a recipe, seeds outermost, so that early results already compare the arms.
+    """List all trials of a recipe, seeds outermost, so that early results already compare the arms.
 
     Raises `HeadwaterError` for a recipe that has nothing to compare, or that cannot be trained side by side.
     """
@@ -104,7 +104,7 @@ def list_trials(recipe: Recipe, out: Path) -> list[Trial]:
 
 
 def make_trial(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = None) -> Trial:
-    """One arm of a recipe's comparison with one seed, in its folder below `out`. Raises `HeadwaterError`."""
+    """Make the trial of one arm with one seed, in its folder below `out`. Raises `HeadwaterError`."""
     recipe = match_arms(recipe)
     assert recipe.compare is not None
     if size is not None and not recipe.compare.sizes:
@@ -129,7 +129,7 @@ def make_trial(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None 
 
 
 def make_plan(section: Compare) -> SeedPlan | None:
-    """How seeds are added until the comparison is decided; None for fixed seeds."""
+    """Make the plan of how seeds are added until the comparison is decided; None for fixed seeds."""
     if not section.sequential or section.margin is None:
         return None
     return SeedPlan(
@@ -142,9 +142,9 @@ def make_plan(section: Compare) -> SeedPlan | None:
 
 
 def describe_runs(recipe: Recipe, arms: int | None = None) -> str:
-    """How many runs a comparison takes that runs until it is decided, besides those that tune; "" for any other.
+    """Say how many runs a comparison until decided takes, tuning aside; "" for one with fixed seeds.
 
-    parts: arms at a size; default: all.
+    arms: how many arms at a size; default: all.
     """
     section = recipe.compare
     if section is None or not section.sequential:
@@ -156,8 +156,8 @@ def describe_runs(recipe: Recipe, arms: int | None = None) -> str:
     )
 
 
-def tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Path) -> Trial:
-    """The trial of a learning rate, in a separate folder next to those of the comparison."""
+def make_tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Path) -> Trial:
+    """Make the trial of a learning rate, in a separate folder next to those of the comparison."""
     trial = make_trial(recipe, arm, seed, out, next(iter(recipe.compare.sizes), None) if recipe.compare else None)
     return Trial(
         experiment=trial.experiment.model_copy(update={"phase": "tuning", "seed_plan": None}),
@@ -167,17 +167,17 @@ def tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Path) ->
 
 
 def set_rate(recipe: Recipe, rate: float) -> Recipe:
-    """The same trial at another learning rate."""
+    """Copy a recipe with another learning rate."""
     return recipe.model_copy(update={"training": recipe.training.model_copy(update={"learning_rate": rate})})
 
 
 def set_rates(trials: list[Trial], rates: dict[str, float]) -> list[Trial]:
-    """The trials, each at its arm's learning rate."""
+    """Copy the trials, each at its arm's learning rate."""
     return [replace(trial, recipe=set_rate(trial.recipe, rates[trial.experiment.arm])) for trial in trials]
 
 
 def order_jobs(trials: list[Trial]) -> list[list[Job]]:
-    """All jobs, each once, ordered by dependency."""
+    """Order all jobs, each once, by dependency."""
     by_depth: list[dict[Path, Job]] = []
     for trial in trials:
         for depth, job in enumerate(trial.jobs):

@@ -11,7 +11,7 @@ import numpy as np
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.statistics import steps_to
-from headwater_lab.comparison.trials import Trial, tuning_trial
+from headwater_lab.comparison.trials import Trial, make_tuning_trial
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.records import ENDED, RunRecord, read_record
 
@@ -20,11 +20,11 @@ WORST = -1e30
 
 
 def list_tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
-    """Every arm at every learning rate with every tuning seed: the same budget for each arm."""
+    """List every arm at every learning rate with every tuning seed: the same budget for each arm."""
     section = recipe.compare
     assert section is not None
     return [
-        tuning_trial(recipe, arm, rate, seed, out)
+        make_tuning_trial(recipe, arm, rate, seed, out)
         for seed in section.tuning_seeds
         for arm in section.arms
         for rate in section.learning_rates
@@ -32,7 +32,7 @@ def list_tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
 
 
 def find_tuned_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
-    """The best learning rate of an arm by the runs in `out`; None until they are finished, with these settings."""
+    """Find the best learning rate of an arm by the runs in `out`; None until they are finished, with these settings."""
     outcomes = []
     trials = [trial for trial in list_tuning_trials(recipe, out) if trial.experiment.arm == arm]
     for trial in trials:
@@ -47,7 +47,7 @@ def find_tuned_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
 
 
 def choose_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """The learning rate of each arm: the best mean of the deciding metric over the tuning seeds.
+    """Choose the learning rate of each arm: the best mean of the deciding metric over the tuning seeds.
 
     With a number as `compare.threshold` it is the one with the fewest steps to get there, on average; a run that never
     does counts with all of its steps, and the metric decides among equals. A rate at which a run diverged ranks last;
@@ -74,7 +74,7 @@ def choose_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[s
 
 
 def _steps_needed(record: RunRecord, threshold: float | str | None) -> int:
-    """Steps to the threshold, at most those of the run; 0 if the threshold is no number."""
+    """Count the steps to the threshold, at most the run's; 0 if the threshold is not a number."""
     if not isinstance(threshold, int | float):
         return 0
     steps = steps_to(record, threshold)
@@ -82,7 +82,7 @@ def _steps_needed(record: RunRecord, threshold: float | str | None) -> int:
 
 
 def find_score(record: RunRecord) -> float:
-    """The deciding metric at the end with its sign so that more is better; `WORST` if diverged."""
+    """Find the deciding metric at the end, with the sign with which more is better; `WORST` if diverged."""
     result = record.result
     if record.status == "diverged" or result is None or not math.isfinite(result):
         return WORST

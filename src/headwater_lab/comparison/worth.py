@@ -1,4 +1,4 @@
-"""What a result is worth: the compute for which the baseline would have had it."""
+"""Worth of a result: the compute for which the baseline would have reached it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headwater_lab.training.records import RunRecord
 
 @dataclass(frozen=True)
 class Worth:
-    """What an arm's results are worth, seed by seed.
+    """The worth of an arm's results, seed by seed.
 
     flops: its own, all stages and the checkpoint that it began with included; the mean over seeds.
     factor: the logarithms of the worth over these; None where no seed has a curve of the baseline.
@@ -31,7 +31,7 @@ class Worth:
 
 
 def measure_worth(records: Sequence[RunRecord], baseline: str, budgets: Sequence[str]) -> list[Worth]:
-    """Each other arm's worth, all tested together.
+    """Measure every other arm's worth, all tested together.
 
     budgets: arms that are the baseline with other budgets. Between their points, and the baseline's own, the result is
     taken as linear in the logarithm of FLOPs, seed by seed; a larger budget that is no better is left out.
@@ -54,7 +54,7 @@ def measure_worth(records: Sequence[RunRecord], baseline: str, budgets: Sequence
 
 
 def _make_curves(arms: Sequence[dict[int, RunRecord]]) -> dict[int, tuple[list[float], list[float]]]:
-    """By seed, scores that rise and the logarithms of the FLOPs that they took, at two budgets or more."""
+    """List by seed scores that rise and the logarithms of the FLOPs that they took, at two budgets or more."""
     curves = {}
     for seed in arms[0]:
         runs = [by_seed[seed] for by_seed in arms if seed in by_seed]

@@ -1,4 +1,4 @@
-"""Whether a paper's claims replicate in our runs: each judged by an interval, all of a table together by Holm.
+"""Verdicts on a paper's claims: each is judged by an interval, and all of a table are corrected together by Holm.
 
 Every claim is reduced to one number and a region: the number is estimated with an interval, and the claim
 
@@ -45,8 +45,8 @@ from headwater_lab.comparison.statistics import (
     standard_error,
     t_interval,
 )
+from headwater_lab.papers.arms import list_claimed_arms
 from headwater_lab.papers.measures import COUNTED, HALVES, Runs, describe_missing, find_incomparable
-from headwater_lab.papers.places import claimed_arms
 from headwater_lab.papers.table import (
     Alike,
     Better,
@@ -73,29 +73,30 @@ LUCKY = "a run diverged, and the mean of the others is meaningless"
 class Evidence:
     """A number that a claim is about; without an estimate, `why` says why there is none.
 
-    what: the number in words; region: where it must lie for the claim to replicate; size: its number of seeds.
+    label: the number in words; region: where it must lie for the claim to replicate; size: its number of seeds.
     p: the smallest level at which the interval lies on one side of the borders; None: it never does.
-    interval: of confidence 1 - level; None if unbounded. more: seeds still needed to settle it.
-    why: why it is inconclusive, if that is clear before any test.
+    interval: of confidence 1 - level; None if unbounded. count_missing: seeds still needed to settle it.
+    why: why it is inconclusive, if that is clear before any test. counted: the number is exact, as parameters are.
     """
 
     why: str = ""
     kind: EvidenceKind = "mean"
-    what: str = ""
+    label: str = ""
     region: Interval = ABOVE_ZERO
     estimate: float | None = None
     size: int = 0
     p: float | None = None
     interval: Callable[[float], Interval | None] = lambda level: None
-    more: Callable[[float], int | None] = lambda level: None
+    count_missing: Callable[[float], int | None] = lambda level: None
+    counted: bool = False
 
 
 def mean_evidence(
     values: Sequence[float], region: Interval = ABOVE_ZERO, label: str = "", counted: bool = False
 ) -> Evidence:
-    """The mean of paired differences, one or more, signed as claimed. counted: they are exact."""
+    """Estimate the mean of one or more paired differences, signed as claimed. counted: they are exact."""
     size, mean, ends = len(values), float(np.mean(values)), (min(values), max(values))
-    result = Evidence("", "mean", label, region, mean, size)
+    result = Evidence("", "mean", label, region, mean, size, counted=counted)
     if size == 1 and not counted:
         return replace(result, why="one seed cannot separate an effect from chance")
     if np.abs(values).max() <= ROUNDING:
@@ -113,12 +114,12 @@ def mean_evidence(
         result,
         p=_p_of_t(mean, error, size - 1, region),
         interval=lambda level: t_interval(mean, error, size - 1, level),
-        more=lambda level: more_pairs(effects, size, level),
+        count_missing=lambda level: more_pairs(effects, size, level),
     )
 
 
 def share_evidence(count: int, size: int, label: str = "") -> Evidence:
-    """How many of `size` seeds did as claimed."""
+    """Estimate the share of seeds that did as claimed, `count` of `size`."""
     test = stats.binomtest(count, size)
 
     def interval(level: float) -> Interval:
@@ -129,7 +130,7 @@ def share_evidence(count: int, size: int, label: str = "") -> Evidence:
 
 
 def ratio_evidence(log: float, error: float | None, freedom: int, region: Interval, label: str = "") -> Evidence:
-    """log N'/N: by the fitted law, what size of the baseline equals the arm.
+    """Judge log N'/N, the size of the baseline that equals the arm by the fitted law.
 
     error: its standard error, with `freedom` degrees of freedom; None if the seeds do not determine it.
     """
@@ -158,34 +159,38 @@ def _p_of_t(mean: float, error: float, freedom: int, region: Interval) -> float:
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim and what our runs say about it.
+    """A claim and what our runs say about it, or what was computed.
 
-    estimate, interval: of `what`, in words; the interval has confidence 1 - level, the level at which Holm's procedure
-        tests the claim among those of its table. A mean difference, a share of the seeds, or how much more of the
-        baseline's size.
-    p: uncorrected. why: why it is inconclusive, or another remark. seeds: its number of seeds.
+    why: why it is inconclusive, or another remark; the evidence itself where nothing is estimated.
+    what, kind: what was estimated: a mean difference, a share of the seeds, or how much more of the baseline's size.
+    estimate, interval: of it; the interval has confidence 1 - level, the level at which Holm's procedure tests the
+        claim among those of its table. p: uncorrected. seeds: its number of seeds.
     more: seeds still needed to settle it with a probability of 80 %, if mean and spread stay the same; None if it is
         settled, needs more than 10 000, or has no mean.
+    counted: an arithmetical identity, such as the FLOPs of one arm under another's: counted or computed, not measured.
+    arms: those that the claim names.
     """
 
     says: str
-    what: str
-    kind: EvidenceKind
-    estimate: float | None
-    interval: Interval | None
-    level: float
-    p: float | None
     verdict: ClaimVerdict
     why: str
-    seeds: int
+    what: str = ""
+    kind: EvidenceKind = "mean"
+    estimate: float | None = None
+    interval: Interval | None = None
+    level: float | None = None
+    p: float | None = None
+    seeds: int = 0
     more: int | None = None
+    counted: bool = False
+    arms: Sequence[str] = ()
 
 
 def judge_claims(claims: Sequence[Claim], runs: Runs) -> list[Judged]:
     """Judge a table's claims. Claims about arms that this scale does not train are inconclusive."""
     evidence = [_find_evidence(claim, runs) for claim in claims]
     levels = holm_levels([number.p for number in evidence])
-    judged = [_judge_claim(*each) for each in zip(claims, evidence, levels, strict=True)]
+    judged = [_judge_claim(*judging) for judging in zip(claims, evidence, levels, strict=True)]
     return [
         replace(judgement, why="; ".join(filter(None, (judgement.why, _list_incomparable(claim, runs)))))
         for claim, judgement in zip(claims, judged, strict=True)
@@ -193,17 +198,17 @@ def judge_claims(claims: Sequence[Claim], runs: Runs) -> list[Judged]:
 
 
 def _find_gaps(claim: Claim, runs: Runs) -> str:
-    """Which seeds a claim's arms lack, as one that failed: it may be the one that matters. "" if none, or all."""
+    """Name the seeds that a claim's arms lack, since a failed run may be the one that matters; "" if none, or all."""
     gaps = []
-    for name in dict.fromkeys(claimed_arms(claim)):
-        sized_arm, runs_by_seed = runs.places[name], runs.of(name)
+    for name in dict.fromkeys(list_claimed_arms(claim)):
+        sized_arm, runs_by_seed = runs.arms[name], runs.find_seeds(name)
         if sized_arm is not None and runs_by_seed:
             gaps.append(describe_missing(name, sized_arm, runs_by_seed))
     return f"not trained: {'; '.join(filter(None, gaps))}" if any(gaps) else ""
 
 
 def _list_incomparable(claim: Claim, runs: Runs) -> str:
-    """The parts of a claim's measure that are not measured as in the paper."""
+    """Name the parts of a claim's measure that are not measured as in the paper."""
     measures = {measure for *_, measure in claim.pairs} if isinstance(claim, Pair) else set()
     names = sorted({name for measure in measures for name in find_incomparable(runs.table, measure)})
     return f"not measured as in the paper: {', '.join(names)}" if names else ""
@@ -221,19 +226,21 @@ def _judge_claim(claim: Claim, evidence: Evidence, level: float) -> Judged:
     if evidence.kind == "more":  # told as a share more
         estimate = estimate and _bounded_expm1(estimate)
         interval = interval and (_bounded_expm1(interval[0]), _bounded_expm1(interval[1]))
-    more_seeds = evidence.more(level) if verdict == "inconclusive" else None
+    more_seeds = evidence.count_missing(level) if verdict == "inconclusive" else None
     return Judged(
-        claim.says,
-        evidence.what,
-        evidence.kind,
-        estimate,
-        interval,
-        level,
-        evidence.p,
-        verdict,
-        why,
-        evidence.size,
-        more_seeds,
+        says=claim.says,
+        verdict=verdict,
+        why=why,
+        what=evidence.label,
+        kind=evidence.kind,
+        estimate=estimate,
+        interval=interval,
+        level=level,
+        p=evidence.p,
+        seeds=evidence.size,
+        more=more_seeds,
+        counted=evidence.counted,
+        arms=list_claimed_arms(claim),
     )
 
 
@@ -251,7 +258,10 @@ def _bounded_expm1(log: float) -> float:
 
 
 def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
-    """The region's borders belong to it if it has two (alike), and not if it is open to one side (more than)."""
+    """Judge an interval by a region.
+
+    The region's borders belong to it if it has two (alike), and not if it is open to one side (more than).
+    """
     if interval is None:
         return "inconclusive"
     low, high = interval
@@ -263,21 +273,21 @@ def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
 
 
 def _find_evidence(claim: Claim, runs: Runs) -> Evidence:
-    """What the runs say of a claim, if its arms have all seeds."""
+    """Find what the runs say about a claim, if its arms have all seeds."""
     if why := _find_gaps(claim, runs):
         return Evidence(why)
-    for name in claimed_arms(claim):
-        if runs.places[name] is None:
+    for name in list_claimed_arms(claim):
+        if runs.arms[name] is None:
             return Evidence(f"{name} is not trained at this scale")
-        if not runs.of(name):
+        if not runs.find_seeds(name):
             return Evidence(f"there is no run of {name}")
     return KINDS[claim.test](claim, runs)
 
 
 def _paired_evidence(claim: Better | Alike | NotBetter, runs: Runs) -> Evidence:
-    """A difference of two arms, or of two such differences, for the seeds that all of them have."""
-    names = claimed_arms(claim)
-    seeds = set.intersection(*(set(runs.of(name)) for name in names))
+    """Compare two arms, or two such differences, in the seeds that all of them have."""
+    names = list_claimed_arms(claim)
+    seeds = set.intersection(*(set(runs.find_seeds(name)) for name in names))
     if not seeds:
         return Evidence(f"no seed was run for {'both' if claim.than is None else 'all of its arms'}")
     if any(seeds & _diverged_seeds(runs, name) for name in names):
@@ -290,7 +300,7 @@ def _paired_evidence(claim: Better | Alike | NotBetter, runs: Runs) -> Evidence:
 
 
 def _with_margin(claim: Claim, label: str) -> tuple[Interval, str]:
-    """The region of a claim about a mean, and what the mean is, with the claim's margin if it has one."""
+    """Find the region of a claim about a mean, and add the claim's margin, if any, to the mean's label."""
     if not isinstance(claim, Alike | NotBetter):
         return ABOVE_ZERO, label
     region = (-claim.margin if isinstance(claim, Alike) else -math.inf, claim.margin)
@@ -313,7 +323,7 @@ def _difference_evidence(claim: Better | Alike | NotBetter, runs: Runs, seeds: S
 
 
 def _without_diverged(claim: Better, runs: Runs, seeds: set[int]) -> Evidence:
-    """In how many seeds the arm is better, where one that diverged is worse than one that did not."""
+    """Count the seeds in which the arm is better; a run that diverged is worse than one that did not."""
     arm, against = (seeds & _diverged_seeds(runs, name) for name in (claim.arm, claim.against))
     lower = runs.lower_is_better(claim.measure, claim.arm)
     differences = _find_differences(runs, claim.measure, claim.arm, claim.against)
@@ -321,24 +331,24 @@ def _without_diverged(claim: Better, runs: Runs, seeds: set[int]) -> Evidence:
     won = sum((value < 0) == lower for value in ahead) + len(against - arm)
     decided = len(ahead) + len(against ^ arm)
     if not decided:
-        return Evidence("no seed tells them apart: in each, both diverged or neither is better")
+        return Evidence("no seed separates them: in each, both diverged or neither is better")
     unit = _name_unit(claim.measure, runs, claim.arm)
     label = f"seeds in which {claim.arm} has {'less' if lower else 'more'} {unit}, or is not the one that diverged"
     return share_evidence(won, decided, label)
 
 
 def _sooner_evidence(claim: Sooner | NotBetter, runs: Runs) -> Evidence:
-    """Steps are counted up to the end of the shorter run."""
-    pairs = sorted(runs.of(claim.arm).keys() & runs.of(claim.against).keys())
+    """Compare the steps to the threshold, counted up to the end of the shorter run."""
+    pairs = sorted(runs.find_seeds(claim.arm).keys() & runs.find_seeds(claim.against).keys())
     if not pairs:
         return Evidence("no seed was run for both")
-    steps = {name: runs.steps(name) for name in (claim.arm, claim.against)}
+    steps = {name: runs.count_steps(name) for name in (claim.arm, claim.against)}
     reached = {name: [steps_by_seed[seed] is not None for seed in pairs] for name, steps_by_seed in steps.items()}
     if not any(map(any, reached.values())):
         return Evidence("neither gets there in any seed")
     values = []
     for seed in pairs:
-        end = min(runs.of(name)[seed].record.recipe["training"]["steps"] for name in steps)
+        end = min(runs.find_seeds(name)[seed].record.recipe["training"]["steps"] for name in steps)
         arm, against = (end if (n := steps_by_seed[seed]) is None else min(n, end) for steps_by_seed in steps.values())
         values.append(float(against - arm))
     never = "" if all(map(all, reached.values())) else " (never: all of its steps)"
@@ -346,21 +356,21 @@ def _sooner_evidence(claim: Sooner | NotBetter, runs: Runs) -> Evidence:
 
 
 def _reach_evidence(claim: Reaches, runs: Runs) -> Evidence:
-    steps = runs.steps(claim.arm)
+    steps = runs.count_steps(claim.arm)
     never = claim.test == "never"
     count = sum((n is None) == never for n in steps.values())
     return share_evidence(count, len(steps), f"seeds of {claim.arm} that {'never get there' if never else 'get there'}")
 
 
 def _divergence_evidence(claim: Diverges, runs: Runs) -> Evidence:
-    lost = runs.lost(claim.arm, claim.unlearned)
+    lost = runs.find_lost(claim.arm, claim.unlearned)
     stays = claim.test == "stays"
     count = sum(is_lost != stays for is_lost in lost.values())
     return share_evidence(count, len(lost), f"seeds of {claim.arm} that {'do not diverge' if stays else 'diverge'}")
 
 
 def _law_evidence(claim: Gains, runs: Runs) -> Evidence:
-    equal_and_axis = runs.equal(f"{claim.arm} @ {claim.size}")
+    equal_and_axis = runs.find_equal(f"{claim.arm} @ {claim.size}")
     if isinstance(equal_and_axis, str):
         return Evidence(equal_and_axis)
     equal, axis = equal_and_axis
@@ -379,7 +389,7 @@ def _law_evidence(claim: Gains, runs: Runs) -> Evidence:
 def _order_evidence(claim: Ordered, runs: Runs) -> Evidence:
     if _diverged_seeds(runs, claim.arm):
         return Evidence(LUCKY)
-    larger, smaller = runs.values(claim.first, claim.arm), runs.values(claim.second, claim.arm)
+    larger, smaller = runs.measure_seeds(claim.first, claim.arm), runs.measure_seeds(claim.second, claim.arm)
     units = (_name_unit(measure, runs, claim.arm) for measure in (claim.first, claim.second))
     exact = {claim.first, claim.second} <= COUNTED
     values = [larger[seed] - smaller[seed] for seed in larger]
@@ -402,18 +412,18 @@ KINDS: Mapping[str, Callable[..., Evidence]] = {
 
 
 def _diverged_seeds(runs: Runs, name: str) -> set[int]:
-    return {seed for seed, run in runs.of(name).items() if has_diverged(run.record)}
+    return {seed for seed, run in runs.find_seeds(name).items() if has_diverged(run.record)}
 
 
 def _find_differences(runs: Runs, measure: str, arm: str, against: str) -> dict[int, float]:
-    """By seed."""
-    values, base = runs.values(measure, arm), runs.values(measure, against)
+    """Subtract `against` from `arm`, seed by seed."""
+    values, base = runs.measure_seeds(measure, arm), runs.measure_seeds(measure, against)
     return {seed: values[seed] - base[seed] for seed in sorted(values.keys() & base.keys())}
 
 
 def _name_unit(measure: str, runs: Runs, name: str) -> str:
     if measure == "result":
-        measure = next((run.record.metric for run in runs.of(name).values()), measure)
+        measure = next((run.record.metric for run in runs.find_seeds(name).values()), measure)
     if measure in HALVES:
         return f"accuracy over the {measure} half"
     text = measure.removeprefix("census:").removeprefix("scalar:").removeprefix("task:").replace("_", " ")

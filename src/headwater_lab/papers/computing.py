@@ -15,7 +15,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater_lab.papers import theory
-from headwater_lab.papers.claims import ClaimVerdict
+from headwater_lab.papers.claims import Judged
 from headwater_lab.reports.words import write_range
 from headwater_lab.training.estimate import draw_flops
 from headwater_lab.util.terminal import si
@@ -29,38 +29,29 @@ ROUGHLY = 0.01
 
 
 @dataclass(frozen=True)
-class Fact:
-    """A claim that is computed, so exact. evidence: the result, in words."""
-
-    says: str
-    evidence: str
-    verdict: ClaimVerdict
-
-
-@dataclass(frozen=True)
 class Computed:
-    """columns: the first contains the rows' names."""
+    """A computed table. columns: the first contains the rows' names."""
 
     columns: list[str]
     rows: list[list[str]]
-    facts: list[Fact]
+    claims: list[Judged]
     figure: Figure | None = None
 
 
-def _judge(says: str, evidence: str, holds: bool | np.bool) -> Fact:
-    return Fact(says, evidence, "replicates" if holds else "fails")
+def _judge(says: str, evidence: str, holds: bool | np.bool) -> Judged:
+    return Judged(says, "replicates" if holds else "fails", evidence, counted=True)
 
 
 def count_map_parameters(config: HeadwaterConfig) -> int:
-    """Parameters of a built model, without embedding, output head and norms."""
+    """Count the parameters of a built model, without embedding, output head and norms."""
     with torch.device("meta"):
         model = HeadwaterForCausalLM(config)
     left_out = ("norm", "embed", "lm_head")
-    return sum(p.numel() for name, p in model.named_parameters() if not any(part in name for part in left_out))
+    return sum(p.numel() for name, p in model.named_parameters() if not any(word in name for word in left_out))
 
 
 def make_transformer_like(config: HeadwaterConfig) -> HeadwaterConfig:
-    """A Transformer of the same depth, with nearly as many parameters in its linear layers: 12·L·D², heads of 64."""
+    """Make a Transformer of the same depth with nearly as many parameters in linear layers: 12·L·D², heads of 64."""
     layers = config.num_hidden_layers
     width = 64 * round((count_map_parameters(config) / (12 * layers)) ** 0.5 / 64)
     return HeadwaterConfig.gpt2(
@@ -74,7 +65,7 @@ def make_transformer_like(config: HeadwaterConfig) -> HeadwaterConfig:
 
 
 def _write_formulas(config: HeadwaterConfig) -> tuple[int, int]:
-    """Table 3's N: as printed, and with keys and values of TokenFormer's parameter tokens."""
+    """Compute table 3's N: as printed, and with keys and values of TokenFormer's parameter tokens."""
     layers, width = config.num_hidden_layers, config.hidden_size
     if not config.mechanisms:
         return 12 * layers * width**2, 12 * layers * width**2
@@ -84,7 +75,7 @@ def _write_formulas(config: HeadwaterConfig) -> tuple[int, int]:
 
 
 def compute_tokenformer_costs() -> Computed:
-    """Table 3's formulas, the parameters of built models, and the counts of `headwater plan`."""
+    """Compare table 3's formulas with the parameters of built models and the counts of `headwater plan`."""
     rows, ratios = [], []
     interaction = []
     for name in ("gpt2-124m", *SERIES):
@@ -131,7 +122,7 @@ def compute_tokenformer_costs() -> Computed:
 
 
 def compute_tokenformer_flops() -> Computed:
-    """FLOPs against length: the growth series, and Transformers of the same depth and size, which are wider."""
+    """Compute FLOPs against length: the growth series, and Transformers of the same depth and size, which are wider."""
     grown = {name: preset(name) for name in SERIES}
     wide = {
         f"Transformer of {name.removeprefix('tokenformer-')}": make_transformer_like(config)
@@ -169,7 +160,7 @@ def compute_tokenformer_flops() -> Computed:
 
 
 def _count_flops(configs: Mapping[str, HeadwaterConfig]) -> np.ndarray:
-    """Forward FLOPs per token: [models, contexts]."""
+    """Count forward FLOPs per token: [models, contexts]."""
     return np.array(
         [
             [sum(cost.forward_flops(config, length, causal=False).values()) for length in CONTEXTS]
@@ -179,7 +170,7 @@ def _count_flops(configs: Mapping[str, HeadwaterConfig]) -> np.ndarray:
 
 
 def compute_kv_shifting_dynamics() -> Computed:
-    """The flow of theorem 3's loss in the plane of figure 2, from starts in [0, 1]²."""
+    """Follow the flow of theorem 3's loss in the plane of figure 2, from starts in [0, 1]²."""
     rows, speeds, returned, arrived = [], [], [], []
     for length in theory.LENGTHS:
         axis = torch.linspace(0, 1, 41, dtype=torch.float64)
@@ -216,15 +207,15 @@ def compute_kv_shifting_dynamics() -> Computed:
 
 
 def check_kv_shifting_theorems() -> Computed:
-    """The theorems' checks, by headwater's own attention and mechanism."""
+    """Check the theorems with headwater's own attention and mechanism."""
     rows, claims = theory.check_theorems()
     return Computed(["", "result"], rows, [_judge(*claim) for claim in claims])
 
 
 def _follow_flow(alpha1: torch.Tensor, beta1: torch.Tensor, length: int, step: float = 0.02) -> tuple[float, float]:
-    """Shares of starting points that move back somewhere (α1 rises or β1 falls), and that end with α2 > α1 and β1 > β2.
+    """Compute the shares of starts that move back somewhere (α1 rises or β1 falls), and that end at α2 > α1, β1 > β2.
 
-    Each is followed along its streamline for a length of 6; the flow's border is far from there.
+    Each start is followed along its streamline for a length of 6; the flow's border is far from there.
     """
     back = torch.zeros_like(alpha1, dtype=torch.bool)
     for _ in range(round(6 / step)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from filelock import FileLock
@@ -18,9 +19,9 @@ from headwater.models.load import reading
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
 from headwater_lab.comparison.running import list_jobs
-from headwater_lab.comparison.trials import Trial, make_trial, set_rate, tuning_trial
-from headwater_lab.papers.places import RESTORED, finished_runs
-from headwater_lab.papers.result import Reproduction, reproduce_table
+from headwater_lab.comparison.trials import Trial, make_trial, make_tuning_trial, set_rate
+from headwater_lab.papers.arms import RESTORED, finished_runs
+from headwater_lab.papers.result import Reproduction, describe_machine, reproduce_table
 from headwater_lab.papers.table import ScaleName, find_table, reads_models
 from headwater_lab.papers.work import Work, prepare_work
 from headwater_lab.recipe.recipe import Recipe
@@ -41,7 +42,7 @@ Tell = Callable[[str], None]
 
 
 class KeptRun(BaseModel):
-    """A line of the file."""
+    """A run as a line of the file."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
@@ -57,7 +58,10 @@ class KeptRun(BaseModel):
 
 
 def read_runs(file: Path) -> list[KeptRun]:
-    """Raises `HeadwaterError` for a damaged file, or two lines of one run, and names the lines."""
+    """Read the runs in a file.
+
+    Raises `HeadwaterError` for a damaged file, or two lines of one run, and names the lines.
+    """
     with reading(repr(str(file))):
         text = file.read_text(encoding="utf-8").rstrip("\n")
     runs: list[KeptRun] = []
@@ -78,17 +82,20 @@ def read_runs(file: Path) -> list[KeptRun]:
     return runs
 
 
-def reproduce_recorded(names: Iterable[str], scale: ScaleName, file: Path, out: Path) -> Iterator[Reproduction]:
-    """Each of these tables with a finished run in `file`, without training; the runs are written into `out`."""
-    runs = read_runs(file)
-    for name in names:
-        scales = find_table(name).scales
-        if not scales or scales[scale].nothing or reads_models(find_table(name)):
-            continue
-        work = prepare_work(name, scale, out)
-        _write_records(runs, work)
-        if any(finished_runs(arm, work.trials) for arm in work.trained):
-            yield reproduce_table(work)
+def judge_recorded(names: Iterable[str], scale: ScaleName, runs: Sequence[KeptRun]) -> Iterator[Reproduction]:
+    """Judge each of these tables that has finished runs among `runs`, without training.
+
+    Tables that look into models are left out.
+    """
+    with TemporaryDirectory() as folder:
+        for name in names:
+            scales = find_table(name).scales
+            if not scales or scales[scale].nothing or reads_models(find_table(name)):
+                continue
+            work = prepare_work(name, scale, Path(folder))
+            _write_records(runs, work)
+            if any(finished_runs(arm, work.trials) for arm in work.trained_arms):
+                yield reproduce_table(work)
 
 
 def restore_runs(file: Path, work: Work, tell: Tell) -> None:
@@ -105,16 +112,17 @@ def restore_runs(file: Path, work: Work, tell: Tell) -> None:
         return
     restored, outdated = _write_records(runs, work)
     if restored:
-        machines = {
-            f"{record.environment.device_name or 'a CPU'}, torch {record.environment.torch}" for record in restored
-        }
+        machines = set(map(describe_machine, restored))
         tell(f"{counted(len(restored), 'run')} from {str(file)!r}, trained on {'; '.join(sorted(machines))}")
     if outdated:
         tell(f"left out {counted(outdated, 'run')} of {str(file)!r}: the recipe has other settings now")
 
 
 def _write_records(runs: Sequence[KeptRun], work: Work) -> tuple[list[RunRecord], int]:
-    """(records written, number of runs with other settings than the recipe has now)."""
+    """Write the records that belong to a table.
+
+    Returns them, and the number of runs with other settings than the recipe has now.
+    """
     recipes = {work.trials / recipe.name: recipe for recipe in _list_comparisons(work)}
     restored, outdated = [], 0
     for line in runs:
@@ -169,9 +177,9 @@ def keep_runs(file: Path, work: Work, tell: Tell) -> None:
 
 
 def check_restored(work: Work) -> None:
-    """Raise `HeadwaterError` if runs that `restore_runs` wrote had other data than is here for those beside them."""
+    """Raise `HeadwaterError` if runs that `restore_runs` wrote were trained on other data than new runs would be."""
     built: dict[str, Mapping[str, Any]] = {}
-    for recipe, _ in work.comparisons():
+    for recipe, _ in work.list_comparisons():
         for folder in (path.parent for path in record_files(work.trials / recipe.name)):
             if not (folder / RESTORED).exists():
                 continue
@@ -186,19 +194,19 @@ def check_restored(work: Work) -> None:
                 python = record.data.get("python")
                 data = "other data" if python is None else f"{record.data['source']!r} of Python {python}"
                 raise HeadwaterError(
-                    f"{str(work.trials)!r} has runs from a file, trained on {data}, which is not what is here; use "
-                    "another --out without that file."
+                    f"{str(work.trials)!r} has runs from a file, trained on {data}, which differs from the data "
+                    "here; use another --out without that file."
                 )
 
 
 def _find_trial(record: RunRecord, recipe: Recipe, folder: Path, trials: Path) -> Trial | None:
-    """The trial of a recipe's comparison whose run this is; None if it is none with the settings that it has now."""
+    """Find the trial of a recipe's comparison whose run this is; None if its settings are not the recipe's."""
     experiment, section = record.experiment, recipe.compare
     if experiment is None or section is None or experiment.arm not in section.arms:
         return None
     rate = record.recipe["training"]["learning_rate"]
     if experiment.phase == "tuning":
-        trial = tuning_trial(recipe, experiment.arm, rate, record.seed, trials)
+        trial = make_tuning_trial(recipe, experiment.arm, rate, record.seed, trials)
     elif experiment.size in (section.sizes or [None]):
         trial = make_trial(recipe, experiment.arm, record.seed, trials, experiment.size)
     else:
@@ -212,9 +220,9 @@ def _dump_settings(record: RunRecord) -> str:
 
 
 def _list_comparisons(work: Work) -> list[Recipe]:
-    """A table's comparisons, except those whose runs start from checkpoints, which a record does not have."""
+    """List a table's comparisons, except those whose runs start from checkpoints, which a record does not have."""
     return [
         recipe
-        for recipe, only in work.comparisons()
+        for recipe, only in work.list_comparisons()
         if all(job.recipe.start is None for job in list_jobs(recipe, work.trials, only))
     ]

@@ -24,8 +24,8 @@ from headwater_lab.evaluation.tasks import TaskRequest, parse_tasks
 from headwater_lab.inspection.sample import sample_tokens
 from headwater_lab.inspection.scalars import Census, Scalars, collect_scalars, take_census
 from headwater_lab.inspection.watch import read_sample
-from headwater_lab.papers.places import FinishedRun, SizedArm, finished_runs, law_arms
-from headwater_lab.papers.table import Measure, Pair, PaperTable, cell_measures
+from headwater_lab.papers.arms import FinishedRun, SizedArm, finished_runs, list_law_arms
+from headwater_lab.papers.table import Measure, Pair, PaperTable, list_measures
 from headwater_lab.training.checkpoints import load_model, newest_checkpoint
 from headwater_lab.training.models import open_trained
 from headwater_lab.training.records import RunRecord, changed_data
@@ -55,88 +55,88 @@ class Runs:
     """
 
     table: PaperTable
-    places: Mapping[str, SizedArm | None]
+    arms: Mapping[str, SizedArm | None]
     out: Path
     task_files: Path | None = None
     device: str = "cpu"
-    found: dict[str, dict[int, FinishedRun]] = field(init=False)
+    by_arm: dict[str, dict[int, FinishedRun]] = field(init=False)
     _inside: dict[Path, tuple[Census | None, list[Scalars]]] = field(default_factory=dict)
     _similarity: dict[Path, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.found = {name: finished_runs(arm, self.out) for name, arm in self.places.items() if arm is not None}
-        if changed := changed_data(run.record for runs in self.found.values() for run in runs.values()):
+        self.by_arm = {name: finished_runs(arm, self.out) for name, arm in self.arms.items() if arm is not None}
+        if changed := changed_data(run.record for runs in self.by_arm.values() for run in runs.values()):
             raise HeadwaterError(changed)
 
-    def of(self, name: str) -> dict[int, FinishedRun]:
-        return self.found.get(name, {})
+    def find_seeds(self, name: str) -> dict[int, FinishedRun]:
+        return self.by_arm.get(name, {})
 
     def lower_is_better(self, measure: Measure, name: str) -> bool:
         if measure == "result":
-            return next((run.record.lower_is_better for run in self.of(name).values()), True)
+            return next((run.record.lower_is_better for run in self.find_seeds(name).values()), True)
         if measure.startswith("task:"):
             return "perplexity" in measure
         higher_is_better = ("accuracy", *HALVES, "hardest", "saved", "census", "scalar", SPEED)
         return not measure.startswith(higher_is_better)
 
-    def values(self, measure: Measure, name: str) -> dict[int, float]:
-        """Values by seed; diverged runs have none."""
+    def measure_seeds(self, measure: Measure, name: str) -> dict[int, float]:
+        """Measure an arm's runs by seed; diverged runs have no value."""
         return {
-            seed: self.value(measure, run)
-            for seed, run in self.of(name).items()
+            seed: self.measure_run(measure, run)
+            for seed, run in self.find_seeds(name).items()
             if not has_diverged(run.record) or measure in FACTS
         }
 
-    def value(self, measure: Measure, run: FinishedRun) -> float:
-        """Raises `HeadwaterError` if the run has no such measure, or no checkpoint any more."""
+    def measure_run(self, measure: Measure, run: FinishedRun) -> float:
+        """Measure a run. Raises `HeadwaterError` if it has no such measure, or no checkpoint any more."""
         kind, _, argument = measure.partition(":")
         if kind == "task":
-            return self._task(run, argument)
+            return self._find_task(run, argument)
         if kind in ("census", "scalar"):
-            if run.checkpoints not in self._inside:  # a model is read once for all measures
-                model = load_model(newest_checkpoint(run.checkpoints))
-                self._inside[run.checkpoints] = take_census(model), collect_scalars(model)
-            counts, learned = self._inside[run.checkpoints]
+            if run.checkpoint_folder not in self._inside:  # a model is read once for all measures
+                model = load_model(newest_checkpoint(run.checkpoint_folder))
+                self._inside[run.checkpoint_folder] = take_census(model), collect_scalars(model)
+            counts, learned = self._inside[run.checkpoint_folder]
             return _sum_census(counts, argument, run) if kind == "census" else _average_scalars(learned, argument, run)
         if kind == "similarity":
-            if run.checkpoints not in self._similarity:
-                trained = open_trained(run.checkpoints)
-                self._similarity[run.checkpoints] = read_sample(
+            if run.checkpoint_folder not in self._similarity:
+                trained = open_trained(run.checkpoint_folder)
+                self._similarity[run.checkpoint_folder] = read_sample(
                     trained.model, sample_tokens(trained, None, ROWS, None)
                 ).hidden
             start, end = map(int, argument.split("-"))
-            return float(np.mean(self._similarity[run.checkpoints][start : end + 1]))
+            return float(np.mean(self._similarity[run.checkpoint_folder][start : end + 1]))
         if measure in FACTS:
             return float(FACTS[measure](run.record))
         return _held_out(run.record, measure)
 
-    def steps(self, name: str) -> dict[int, int | None]:
-        """Steps to the recipe's threshold by seed; None if it was never reached."""
-        arm = self.places[name]
+    def count_steps(self, name: str) -> dict[int, int | None]:
+        """Count the steps to the recipe's threshold by seed; None if it was never reached."""
+        arm = self.arms[name]
         assert arm is not None
         assert arm.threshold is not None, f"{arm.recipe.name} has no compare.threshold"
-        return {seed: steps_to(run.record, arm.threshold) for seed, run in self.of(name).items()}
+        return {seed: steps_to(run.record, arm.threshold) for seed, run in self.find_seeds(name).items()}
 
-    def lost(self, name: str, unlearned: float) -> dict[int, bool]:
-        """By seed whether a run diverged, or ended no better than one that has learned nothing."""
+    def find_lost(self, name: str, unlearned: float) -> dict[int, bool]:
+        """Tell by seed whether a run diverged, or ended no better than a model that has learned nothing."""
 
         def is_lost(record: RunRecord) -> bool:
             if has_diverged(record) or record.result is None:
                 return has_diverged(record)
             return record.result >= unlearned if record.lower_is_better else record.result <= unlearned
 
-        return {seed: is_lost(run.record) for seed, run in self.of(name).items()}
+        return {seed: is_lost(run.record) for seed, run in self.find_seeds(name).items()}
 
     @property
     def unlearned(self) -> float:
         """The threshold of claims of divergence; infinite without one."""
         return next((c.unlearned for c in self.table.claims if c.test in ("diverges", "stays")), math.inf)
 
-    def equal(self, name: str) -> tuple[Equal, Axis] | str:
-        """By the fitted law: the baseline that equals an arm at a size, "ARM @ SIZE"; or why there is none."""
-        arm = self.places[name]
+    def find_equal(self, name: str) -> tuple[Equal, Axis] | str:
+        """Find the baseline that by the fitted law equals an arm at a size, "ARM @ SIZE"; or why there is none."""
+        arm = self.arms[name]
         assert arm is not None
-        members = {member.name.partition(": ")[2]: member for member in law_arms(arm)}
+        members = {member.name.partition(": ")[2]: member for member in list_law_arms(arm)}
         trained = {name: finished_runs(member, self.out) for name, member in members.items()}
         gaps = (describe_missing(name, members[name], runs) for name, runs in trained.items())
         if missing := "; ".join(filter(None, gaps)):
@@ -153,10 +153,10 @@ class Runs:
             return "a law needs three or more sizes, with the same seeds at each"
         return equals[0], law.axis
 
-    def _task(self, run: FinishedRun, argument: str) -> float:
-        """A figure of lm-evaluation-harness, stored with the run, so that it is evaluated once."""
+    def _find_task(self, run: FinishedRun, argument: str) -> float:
+        """Find a figure of lm-evaluation-harness, which is stored with the run, so that it is evaluated once."""
         name, _, metric = argument.rpartition(":")
-        figures = self._figures(run, name)
+        figures = self._evaluate_tasks(run, name)
         if metric != "mean":
             (request,) = parse_tasks(name)
             return _find_figure(figures, request, metric)
@@ -165,7 +165,7 @@ class Runs:
         return float(np.mean(values))
 
     @functools.cached_property
-    def _task_files(self) -> str:
+    def _task_digest(self) -> str:
         """A checksum of the folder of task files."""
         assert self.task_files is not None
         digest = hashlib.sha256()
@@ -173,16 +173,16 @@ class Runs:
             digest.update(f"{path.relative_to(self.task_files)}\0".encode() + path.read_bytes())
         return digest.hexdigest()
 
-    def _figures(self, run: FinishedRun, name: str) -> list[dict[str, Any]]:
+    def _evaluate_tasks(self, run: FinishedRun, name: str) -> list[dict[str, Any]]:
         path = run.folder / f"evaluation-{make_slug(name)}.json"
         key = {"identity": run.record.identity, "lm_eval": version("lm_eval")}
         if self.task_files is not None:  # otherwise any files they were evaluated with
-            key["task_files"] = self._task_files
+            key["task_files"] = self._task_digest
         if path.exists():
             saved = json.loads(read_bytes(path))
             if key.items() <= saved["of"].items():
                 return list(saved["figures"])
-        result = evaluate([str(run.checkpoints)], [name], task_files=self.task_files, device=self.device)
+        result = evaluate([str(run.checkpoint_folder)], [name], task_files=self.task_files, device=self.device)
         figures = []
         for row in result.rows:
             (figure,) = row.figures.values()
@@ -200,7 +200,7 @@ def _find_figure(figures: Sequence[Mapping[str, Any]], request: TaskRequest, met
 
 
 def describe_missing(name: str, arm: SizedArm, runs: Mapping[int, FinishedRun]) -> str:
-    """Which seeds of a place, called `name`, have no run; "" if all have one."""
+    """Name the seeds of an arm, called `name`, that have no run; "" if all have one."""
     seeds = sorted(set(arm.seeds) - set(runs))
     return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))} of {name}" if seeds else ""
 
@@ -226,7 +226,7 @@ def _held_out(record: RunRecord, measure: Measure) -> float:
 
 def _sum_census(counts: Census | None, fields: str, run: FinishedRun) -> float:
     if counts is None:
-        raise HeadwaterError(f"{run.record.name!r} does not mix keys and values with those of earlier tokens.")
+        raise HeadwaterError(f"{run.record.name!r} does not mix keys and values with earlier tokens' ones.")
     return float(sum(asdict(counts)[name] for name in fields.split("+")))
 
 
@@ -241,15 +241,15 @@ def _average_scalars(learned: list[Scalars], argument: str, run: FinishedRun) ->
 
 
 def tasks_of(table: PaperTable) -> list[str]:
-    """The tasks and groups of tasks that a table's cells and claims need, as arguments of `evaluate`."""
-    measures = cell_measures(table)
+    """List the tasks and groups of tasks that a table's cells and claims need, as arguments of `evaluate`."""
+    measures = list_measures(table)
     measures += [measure for claim in table.claims if isinstance(claim, Pair) for *_, measure in claim.pairs]
     names = [measure.removeprefix("task:").rpartition(":")[0] for measure in measures if measure.startswith("task:")]
     return list(dict.fromkeys(names))
 
 
 def find_incomparable(table: PaperTable, measure: Measure) -> list[str]:
-    """The columns not measured as in the paper that `measure` is, or averages."""
+    """List the columns not measured as in the paper that `measure` is, or averages."""
     name, _, metric = measure.removeprefix("task:").rpartition(":")
     over = {measure}
     if measure.startswith("task:") and metric == "mean":

@@ -1,9 +1,8 @@
-"""What a table costs at a scale, before anything is trained."""
+"""Cost of a table at a scale, before anything is trained."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from headwater.config.text import HeadwaterConfig
@@ -12,7 +11,7 @@ from headwater.cost.hardware import hardware
 from headwater.util.precision import Precision
 from headwater_lab.data.base import DataShape
 from headwater_lab.data.tokenizer import byte_tokenizer
-from headwater_lab.papers.places import SizedArm
+from headwater_lab.papers.arms import SizedArm
 from headwater_lab.papers.table import ScaleName
 from headwater_lab.recipe.recipe import Recipe
 
@@ -23,19 +22,15 @@ STEP = 4e-2
 CORES = 2
 GPU = "H100"
 MFU = 0.4
+# What the hours are of, by scale.
+DEVICES = {"cpu": f"{CORES} cores", "gpu": GPU, "paper": GPU}
 
 
-@dataclass(frozen=True)
-class TablePrice:
-    """Training FLOPs of runs; hours: of two CPU cores, or of one H100 at an MFU of 0.4."""
+def estimate_price(arms: list[SizedArm], scale: ScaleName) -> tuple[float, float]:
+    """Estimate the training FLOPs of all runs of some arms, tuning included, and their hours on `DEVICES[scale]`.
 
-    flops: float
-    hours: float
-    device: str
-
-
-def estimate_price(arms: list[SizedArm], scale: ScaleName) -> TablePrice:
-    """The price of all runs of the places, and of those that tune their learning rates; shared stages count once."""
+    Stages that arms share count once.
+    """
     costs: dict[tuple[str, str], tuple[float, int]] = {}
     for arm in arms:
         section, runs = arm.recipe.compare, []
@@ -51,13 +46,12 @@ def estimate_price(arms: list[SizedArm], scale: ScaleName) -> TablePrice:
                 costs[arm.recipe.name, identity] = flops * number, steps * number
     total = sum(flops for flops, _ in costs.values())
     if scale == "cpu":
-        seconds = total / CORE + STEP * sum(steps for _, steps in costs.values())
-        return TablePrice(total, seconds / (CORES * 3600), f"{CORES} cores")
-    return TablePrice(total, total / (hardware(GPU).peak(Precision.BF16_MIXED) * MFU * 3600), GPU)
+        return total, (total / CORE + STEP * sum(steps for _, steps in costs.values())) / (CORES * 3600)
+    return total, total / (hardware(GPU).peak(Precision.BF16_MIXED) * MFU * 3600)
 
 
 def list_stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
-    """Identity, training FLOPs and steps of each stage of a run. The data are not read for it."""
+    """List the identity, training FLOPs and steps of each stage of a run, without reading the data."""
     size = recipe.known_size or len(byte_tokenizer())
     configs = recipe.configs(recipe.config_for(DataShape(size, recipe.row_length)))
     for (run, _), config in zip(recipe.chain(lambda name, _: Path(name)), configs, strict=True):
@@ -66,13 +60,14 @@ def list_stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
         yield run.identity, tokens * _flops_per_token(config, run.row_length), section.steps
 
 
-_known: dict[tuple[str, int], float] = {}
-
-
 def _flops_per_token(config: HeadwaterConfig, length: int) -> float:
-    """Of training; the same for every seed, and runs differ mostly in that."""
+    """Count the training FLOPs per token."""
+    # The same for every seed, and runs differ mostly in that.
     settings = {name: value for name, value in config.to_dict().items() if name != "initializer_seed"}
     key = repr(settings), length
-    if key not in _known:
-        _known[key] = training_flops(config, length)
-    return _known[key]
+    if key not in _flops_by_config:
+        _flops_by_config[key] = training_flops(config, length)
+    return _flops_by_config[key]
+
+
+_flops_by_config: dict[tuple[str, int], float] = {}

@@ -19,15 +19,15 @@ from rich.text import Text
 
 from headwater import __version__
 from headwater_lab.comparison.statistics import has_diverged
+from headwater_lab.papers.arms import finished_runs
 from headwater_lab.papers.claims import ClaimVerdict, Judged, judge_claims
-from headwater_lab.papers.computing import COMPUTED, Fact
+from headwater_lab.papers.computing import COMPUTED
 from headwater_lab.papers.measures import Runs, find_incomparable
-from headwater_lab.papers.places import finished_runs
-from headwater_lab.papers.table import Column, Measure, PaperTable, TableCell, cell_measures, find_table
+from headwater_lab.papers.table import Column, Measure, PaperTable, TableCell, find_table, list_measures
 from headwater_lab.papers.work import Work
 from headwater_lab.reports.page import Head, PageCell, PageTable, write_report
 from headwater_lab.reports.words import MANY, counted
-from headwater_lab.training.records import environment
+from headwater_lab.training.records import RunRecord
 from headwater_lab.util.outputs import default_style, write_json
 from headwater_lab.util.terminal import Table, lined
 
@@ -55,16 +55,21 @@ class Ours:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """columns, rows: names as in the paper; cells: (the paper's, ours). A computed table has facts and no claims."""
+    """A table with the paper's figures and ours, and the verdicts on its claims.
+
+    columns, rows: names as in the paper. cells: (the paper's, ours). work: None for a computed table, which has exact
+    claims and may have a figure. machines: what its runs were trained on.
+    """
 
     name: str
     table: PaperTable
     columns: list[str]
     rows: list[str]
     cells: list[list[tuple[str, Ours]]]
-    claims: Sequence[Judged | Fact]
+    claims: Sequence[Judged]
     work: Work | None = None
     figure: Figure | None = None
+    machines: Sequence[str] = ()
 
     @property
     def answer(self) -> str:
@@ -76,17 +81,17 @@ class Reproduction:
 
 
 def compute_table(name: str) -> Reproduction:
-    """A table that needs no training."""
+    """Compute a table that needs no training."""
     table = find_table(name)
     result = COMPUTED[table.computed]()
     cells = [[("", Ours(text)) for text in row[1:]] for row in result.rows]
     rows = [row[0] for row in result.rows]
-    return Reproduction(name, table, result.columns[1:], rows, cells, result.facts, None, result.figure)
+    return Reproduction(name, table, result.columns[1:], rows, cells, result.claims, None, result.figure)
 
 
 def reproduce_table(work: Work, task_files: Path | None = None, device: str = "cpu") -> Reproduction:
-    """A table from the existing runs. Raises `HeadwaterError` if they lack a measure."""
-    runs = Runs(work.table, work.places, work.trials, task_files, device)
+    """Judge a table by its finished runs. Raises `HeadwaterError` if they lack a measure."""
+    runs = Runs(work.table, work.arms, work.trials, task_files, device)
     table = work.table
     cells = [
         [
@@ -96,14 +101,20 @@ def reproduce_table(work: Work, task_files: Path | None = None, device: str = "c
         for row in table.rows
     ]
     columns, rows = [column.name for column in table.columns], [row.label for row in table.rows]
-    claims = [claim.model_copy(update={"says": use_names(claim.says, work.at.words)}) for claim in table.claims]
+    claims = [claim.model_copy(update={"says": use_names(claim.says, work.settings.words)}) for claim in table.claims]
     judged = judge_claims([] if work.cannot_show else claims, runs)
-    judged = [replace(claim, what=use_names(claim.what, work.at.words)) for claim in judged]
-    return Reproduction(work.name, table, columns, rows, cells, judged, work)
+    judged = [replace(claim, what=use_names(claim.what, work.settings.words)) for claim in judged]
+    machines = {describe_machine(run.record) for by_seed in runs.by_arm.values() for run in by_seed.values()}
+    return Reproduction(work.name, table, columns, rows, cells, judged, work, machines=sorted(machines))
+
+
+def describe_machine(record: RunRecord) -> str:
+    """Name the processor or GPU of a run, and its version of PyTorch."""
+    return f"{record.environment.device_name or 'a CPU'}, torch {record.environment.torch}"
 
 
 def use_names(says: str, words: Mapping[str, str]) -> str:
-    """A claim with the names of the scale."""
+    """Rewrite a claim with the names of the scale."""
     if not words:
         return says
     pattern = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
@@ -111,7 +122,7 @@ def use_names(says: str, words: Mapping[str, str]) -> str:
 
 
 def write_paper_figure(cell: TableCell, column: Column) -> str:
-    """The paper's figure with the digits it was printed with, which YAML does not keep."""
+    """Write the paper's figure with the digits it was printed with, which YAML does not keep."""
     if cell.paper is None or isinstance(cell.paper, str):
         return cell.paper or ""
     digits = column.digits if column.paper_digits is None else column.paper_digits
@@ -120,8 +131,8 @@ def write_paper_figure(cell: TableCell, column: Column) -> str:
 
 
 def measure_cell(cell: TableCell, column: Column, runs: Runs) -> Ours:
-    """The measure of the cell's arm, over its seeds; if it is not the paper's measure, only a remark."""
-    if cell.arm is None or not runs.of(cell.arm):
+    """Measure the cell's arm over its seeds; if it is not the paper's measure, the text is only a remark."""
+    if cell.arm is None or not runs.find_seeds(cell.arm):
         return Ours()
     measure = cell.measure or column.measure
     result = _measure_arm(cell, cell.arm, measure, column, runs)
@@ -129,18 +140,18 @@ def measure_cell(cell: TableCell, column: Column, runs: Runs) -> Ours:
 
 
 def _measure_arm(cell: TableCell, arm: str, measure: Measure, column: Column, runs: Runs) -> Ours:
-    runs_by_seed = runs.of(arm)
+    runs_by_seed = runs.find_seeds(arm)
     if measure == "steps":
-        return _write_steps(list(runs.steps(arm).values()))
+        return _write_steps(list(runs.count_steps(arm).values()))
     if measure == "diverged":
-        lost = sum(runs.lost(arm, runs.unlearned).values())
+        lost = sum(runs.find_lost(arm, runs.unlearned).values())
         return Ours(f"{lost} of {len(runs_by_seed)}", float(lost), None, len(runs_by_seed))
     if measure == "saved":
         return _write_saved(arm, column, runs)
-    values = runs.values(measure, arm)
+    values = runs.measure_seeds(measure, arm)
     for against, change in ((cell.minus, float.__sub__), (cell.over, lambda a, b: (a - b) / b)):
         if against is not None:
-            base = runs.values(measure, against)
+            base = runs.measure_seeds(measure, against)
             values = {seed: change(values[seed], base[seed]) for seed in sorted(values.keys() & base.keys())}
     lost = sum(has_diverged(run.record) for run in runs_by_seed.values())
     note = f"diverged {lost} of {len(runs_by_seed)}" if lost else ""
@@ -166,8 +177,8 @@ def _write_steps(steps: Sequence[int | None]) -> Ours:
 
 
 def _write_saved(name: str, column: Column, runs: Runs) -> Ours:
-    """1 - N/N': of an arm with more = N'/N - 1."""
-    equal_and_axis = runs.equal(name)
+    """Write 1 - N/N' of an arm with more = N'/N - 1."""
+    equal_and_axis = runs.find_equal(name)
     if isinstance(equal_and_axis, str) or not math.isfinite(equal_and_axis[0].more.value):
         return Ours()
     equal, _ = equal_and_axis
@@ -187,10 +198,8 @@ def write_number(value: float, digits: int) -> str:
     return f"{value:.3g}" if abs(value) >= HUGE else f"{value:,.{digits}f}"
 
 
-def describe_evidence(claim: Judged | Fact) -> str:
-    """The number that a claim was judged by, in words."""
-    if isinstance(claim, Fact):
-        return claim.evidence
+def describe_evidence(claim: Judged) -> str:
+    """Describe the number that a claim was judged by."""
     if claim.estimate is None and claim.interval is None:
         return claim.why
     why = claim.why
@@ -218,7 +227,7 @@ def _write_amount(value: float, claim: Judged) -> str:
 
 
 def count_verdicts(verdicts: Sequence[ClaimVerdict], where: str = "") -> str:
-    """A sentence on how many claims replicate."""
+    """Write a sentence on how many claims replicate."""
     total, counts = len(verdicts), Counter(verdicts)
     if not total:
         return "No claim is judged."
@@ -231,7 +240,7 @@ def count_verdicts(verdicts: Sequence[ClaimVerdict], where: str = "") -> str:
 
 
 def lay_out_cells(result: Reproduction) -> tuple[list[str], list[list[str]]]:
-    """Column names and rows: the paper's columns only where it has any figures."""
+    """Lay out column names and rows, with the paper's columns only where it has any figures."""
     names, rows = [""], [[label] for label in result.rows]
     for index, name in enumerate(result.columns):
         column = [cells[index] for cells in result.cells]
@@ -243,7 +252,7 @@ def lay_out_cells(result: Reproduction) -> tuple[list[str], list[list[str]]]:
 
 
 def terminal_tables(result: Reproduction) -> list[Table | Text]:
-    """The table and its claims."""
+    """Make the tables of the terminal: the results, and the claims."""
     lines = [f"{result.table.title}: {result.table.source}"]
     lines += describe_setting(result)[1:] if result.work is not None else []
     names, rows = lay_out_cells(result)
@@ -264,23 +273,23 @@ def terminal_tables(result: Reproduction) -> list[Table | Text]:
 
 
 def describe_setting(result: Reproduction) -> list[str]:
-    """The paper's conclusion, the setting, and the remarks on it, which are left out if overrides change it."""
+    """List the paper's conclusion, the setting, and the remarks on it, which are left out if overrides change it."""
     table, work = result.table, result.work
     says = f"{table.source}. The paper: {table.says}"
     if work is None:
         return [says]
-    if not work.own:
-        return [says, f"Scale {work.scale}; how the setting differs: {work.at.setting}", *work.at.remarks]
-    but = f"Scale {work.scale}, and with {shlex.join(work.own)}, which may contradict the following"
-    return [says, f"{but}: {work.at.setting}"]
+    if not work.user_overrides:
+        return [says, f"Scale {work.scale}; how the setting differs: {work.settings.setting}", *work.settings.remarks]
+    but = f"Scale {work.scale}, and with {shlex.join(work.user_overrides)}, which may contradict the following"
+    return [says, f"{but}: {work.settings.setting}"]
 
 
 def page_head(result: Reproduction) -> Head:
-    """The top of the page."""
+    """Make the top of the page."""
     table, work = result.table, result.work
     source, *remarks = describe_setting(result)
     paragraphs = [source, result.answer, *remarks, *table.notes, f"Made by: {reproduce_command(result)}"]
-    if work is not None and compared_names(work):
+    if work is not None and list_compared(work):
         paragraphs.append(
             "Below: the complete comparisons that these runs belong to, as `headwater compare` reports them. They "
             "include all arms and seeds trained so far, use the recipe's deciding metric, and test each arm against "
@@ -303,7 +312,7 @@ def table_caption(result: Reproduction) -> str:
     over = counted(seeds[0]) if len(seeds) == 1 else over
     differs = any(our.text == INCOMPARABLE for row in result.cells for _, our in row)
     otherwise = " Not comparable: measured differently than in the paper." if differs else ""
-    laws = "; by a fitted law with its 95 % interval" if "saved" in cell_measures(result.table) else ""
+    laws = "; by a fitted law with its 95 % interval" if "saved" in list_measures(result.table) else ""
     printed = any(paper for row in result.cells for paper, _ in row)  # a table of the ledger is of no paper
     figures, or_ = ("The paper's figures, and ours", ", or not given") if printed else ("Our figures", "")
     return f"{figures}: mean ± standard deviation over {over}{laws}. Empty: not trained at this scale{or_}.{otherwise}"
@@ -323,7 +332,7 @@ def claims_caption(result: Reproduction) -> str:
 def reproduce_command(result: Reproduction) -> str:
     words = ["headwater", "reproduce", result.name]
     if result.work is not None:
-        words += [*result.work.own, *(["--scale", result.work.scale] if result.work.scale != "cpu" else [])]
+        words += [*result.work.user_overrides, *(["--scale", result.work.scale] if result.work.scale != "cpu" else [])]
     return shlex.join(words)
 
 
@@ -335,29 +344,31 @@ def _encode_png(figure: Figure) -> str:
 
 
 def write_page(result: Reproduction, folder: Path) -> Path:
-    """The page report.html and result.json in `folder`; returns the page's path."""
+    """Write report.html and result.json into `folder`, and return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / RESULT, to_json(result))
-    trials, names = (folder, []) if result.work is None else (result.work.trials, compared_names(result.work))
+    trials, names = (folder, []) if result.work is None else (result.work.trials, list_compared(result.work))
     return write_report(trials, head=page_head(result), only=names, target=folder / "report.html")
 
 
-def compared_names(work: Work) -> list[str]:
-    """The comparisons with a finished run."""
+def list_compared(work: Work) -> list[str]:
+    """List the comparisons with a finished run."""
     names = {
         arm.recipe.name
-        for arm in work.trained
+        for arm in work.trained_arms
         if arm.recipe.compare and any(not has_diverged(run.record) for run in finished_runs(arm, work.trials).values())
     }
     return sorted(names)
 
 
 def to_json(reproduced: Reproduction) -> dict[str, Any]:
-    """The results, with the command that makes them; not what the table's file says of the paper and the setting."""
-    work = reproduced.work
+    """Return the table, its results and the verdicts as data for JSON, with the command that makes them."""
+    work, table = reproduced.work, reproduced.table
+    about = {"paper": reproduced.name.partition("/")[0], "table": reproduced.name, "scale": work and work.scale}
     result: dict[str, Any] = {
         "headwater": __version__,
-        "table": reproduced.name,
+        **about,
+        **table.model_dump(include={"title", "source", "says", "notes"}),
         "answer": reproduced.answer,
         "cannot_show": "" if work is None else work.cannot_show,
         "command": reproduce_command(reproduced),
@@ -366,14 +377,17 @@ def to_json(reproduced: Reproduction) -> dict[str, Any]:
             {"label": label, "cells": [{"paper": paper or None, "ours": asdict(our)} for paper, our in row]}
             for label, row in zip(reproduced.rows, reproduced.cells, strict=True)
         ],
-        "claims": [asdict(claim) | {"evidence": describe_evidence(claim)} for claim in reproduced.claims],
-        "environment": environment("cpu").model_dump(),
+        "claims": [
+            about | {"number": number} | asdict(claim) | {"evidence": describe_evidence(claim)}
+            for number, claim in enumerate(reproduced.claims, 1)
+        ],
     }
     if work is not None:
         result |= {
-            "scale": work.scale,
+            **work.settings.model_dump(include={"setting", "remarks"}),
             "overrides": list(work.overrides),
             "trials": str(work.trials),
-            "runs": {name: sorted(arm.seeds) for name, arm in work.places.items() if arm is not None},
+            "runs": {name: sorted(arm.seeds) for name, arm in work.arms.items() if arm is not None},
+            "machines": list(reproduced.machines),
         }
     return result

@@ -93,8 +93,6 @@ class Pair(Settings):
     measure: Measure = "result"
     than: Than | None = None
     """Makes it a claim about a difference of differences: `arm` and `against`, minus this pair."""
-    said: list[str] = []
-    """What others have said about it in public, for or against: who, where, and their figures, in Markdown."""
 
     @property
     def pairs(self) -> list[tuple[ReferenceText, ReferenceText, Measure]]:
@@ -106,7 +104,7 @@ class Pair(Settings):
         ]
 
     @model_validator(mode="after")
-    def _apart(self) -> Pair:
+    def _check_than(self) -> Pair:
         if self.than is not None and len(set(self.pairs)) == 1:
             raise ValueError("`than` names another arm, against or measure than the claim")
         if self.than is not None and "steps" in {measure for *_, measure in self.pairs}:
@@ -128,7 +126,7 @@ class Alike(Pair):
 
 
 class NotBetter(Pair):
-    """`arm` is not better than `against` by more than `margin`; worse it may be. In steps to the threshold too.
+    """`arm` is not better than `against` by more than `margin`, and may be worse. Also in steps to the threshold.
 
     With `than`: its lead is not larger than the other pair's by more than `margin`.
     """
@@ -165,9 +163,10 @@ class Diverges(Settings):
 
 
 class Gains(Settings):
-    """gains: by the law fitted over sizes, `arm` equals a baseline with more than `more` more of what they differ in.
+    """A claim by the law fitted over sizes.
 
-    loses: it takes itself more than `more` more of that than the baseline that it equals.
+    gains: `arm` equals a baseline with more than `more` more of what they differ in. loses: it takes itself more than
+    `more` more of that than the baseline that it equals.
     """
 
     test: Literal["gains", "loses"]
@@ -193,7 +192,7 @@ Claim = Annotated[
 
 
 class Scale(Settings):
-    """What a table trains at one scale: the recipes' arms that its cells and claims name."""
+    """A table's training at one scale: the recipes' arms that its cells and claims name."""
 
     recipes: list[str] = []
     """Files below recipes/."""
@@ -215,7 +214,7 @@ class Scale(Settings):
     overrides change the runs."""
 
     @model_validator(mode="after")
-    def _one_or_the_other(self) -> Scale:
+    def _check_recipes(self) -> Scale:
         if bool(self.recipes) == bool(self.nothing):
             raise ValueError("a scale has recipes, or says in `nothing` why it has none")
         if self.nothing and self.cannot_show:
@@ -224,7 +223,7 @@ class Scale(Settings):
 
 
 class PaperTable(Settings):
-    """A whole file."""
+    """A table as its file has it."""
 
     title: str
     source: str
@@ -241,7 +240,7 @@ class PaperTable(Settings):
     scales: dict[ScaleName, Scale] = {}
 
     @model_validator(mode="after")
-    def _whole(self) -> PaperTable:
+    def _check_table(self) -> PaperTable:
         for row in self.rows:
             if len(row.cells) != len(self.columns):
                 raise ValueError(f"row {row.label!r} has {len(row.cells)} cells for {len(self.columns)} columns")
@@ -254,7 +253,7 @@ class PaperTable(Settings):
 
 @functools.cache
 def read_tables() -> dict[str, PaperTable]:
-    """All tables by name, "PAPER/TABLE"."""
+    """Read all tables, by name, "PAPER/TABLE"."""
     by_name: dict[str, PaperTable] = {}
     for path in sorted(TABLES.rglob("*.yaml")):
         name = path.relative_to(TABLES).with_suffix("").as_posix()
@@ -268,7 +267,7 @@ def read_tables() -> dict[str, PaperTable]:
 
 
 def find_table(name: str) -> PaperTable:
-    """The table "PAPER/TABLE". Raises `HeadwaterError` for an unknown name."""
+    """Find the table "PAPER/TABLE". Raises `HeadwaterError` for an unknown name."""
     if name not in read_tables():
         if any(table_name.startswith(f"{name}/") for table_name in read_tables()):
             raise HeadwaterError(f"{name!r} is a paper; name one of its tables: `headwater reproduce --list {name}`.")
@@ -278,8 +277,8 @@ def find_table(name: str) -> PaperTable:
     return read_tables()[name]
 
 
-def cell_measures(table: PaperTable) -> list[Measure]:
-    """The measure of every cell that shows an arm."""
+def list_measures(table: PaperTable) -> list[Measure]:
+    """List the measure of every cell that shows an arm."""
     return [
         cell.measure or column.measure
         for row in table.rows
@@ -289,13 +288,13 @@ def cell_measures(table: PaperTable) -> list[Measure]:
 
 
 def counts_steps(table: PaperTable) -> bool:
-    """Whether it asks after how many steps runs reach their recipe's threshold."""
-    return "steps" in cell_measures(table) or any(
+    """Whether the table counts the steps after which runs reach their recipe's threshold."""
+    return "steps" in list_measures(table) or any(
         claim.test in ("sooner", "reaches", "never") or getattr(claim, "measure", "") == "steps"
         for claim in table.claims
     )
 
 
 def reads_models(table: PaperTable) -> bool:
-    """Whether its cells and claims need the models of its runs, and not only their records."""
+    """Whether the table's cells and claims need the models of its runs, and not only their records."""
     return re.search(r'"(?:task|census|scalar|similarity):', table.model_dump_json()) is not None

@@ -1,4 +1,4 @@
-"""Theory you can run: the theorems of the KV shifting paper, checked. arXiv 2411.19574, section 3, appendices A to C.
+"""The theorems of the KV shifting paper as code, checked. arXiv 2411.19574, section 3, appendices A to C.
 
     Theorem 2   one layer and head with KV shifting is the induction-head machine, exactly (eq. 9)
     Theorem 1   two vanilla layers approximate it, with an error of order e^-p, p the first layer's ALiBi slope (eq. 8)
@@ -88,7 +88,7 @@ def shifted_head(
 
 
 def shift_name() -> str:
-    """The name of the paper's mechanism."""
+    """Find the name of the paper's mechanism."""
     return next(name for name in REGISTRY if resolve(name).paper == PAPER)
 
 
@@ -129,7 +129,7 @@ def _attention_head(h: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: 
 def two_layer_bound(
     x: Tensor, first_slope: float, sharpness: float = 1.0, match: Tensor | None = None
 ) -> tuple[float, float]:
-    """What eq. 8 says of `two_layers`: bounds on max_s |y_s - x_{s-1}| and on max_t |IH(x)_t - TF(x)_t| (2-norms).
+    """Bounds of eq. 8 for `two_layers`: on max_s |y_s - x_{s-1}| and on max_t |IH(x)_t - TF(x)_t| (2-norms).
 
     With R = max_s |x_s|, ‖A‖ = |sharpness|·(spectral norm of match), q = e^-p:
 

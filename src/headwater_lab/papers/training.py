@@ -1,4 +1,4 @@
-"""Training what a table needs."""
+"""Training of what a table needs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from headwater.util import extras
 from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.running import list_jobs, run_comparison
+from headwater_lab.papers.arms import RESTORED, finished_runs
 from headwater_lab.papers.kept import check_restored
-from headwater_lab.papers.places import RESTORED, finished_runs
 from headwater_lab.papers.table import reads_models
 from headwater_lab.papers.work import Work
 from headwater_lab.training.records import RECORD
@@ -28,19 +28,19 @@ def train_table(work: Work, workers: int | None, comparing: Comparing, training:
     """
     extras.check_extra("compare")
     outcomes = []
-    for arm in work.trained if reads_models(work.table) else []:
+    for arm in work.trained_arms if reads_models(work.table) else []:
         for run in finished_runs(arm, work.trials).values():
-            if run.restored:  # its model is asked for, and not there
+            if run.is_restored:  # its model is asked for, and not there
                 (run.folder / RECORD).unlink()
                 (run.folder / RESTORED).unlink()
-    missing = {arm.recipe.name for arm, _ in work.missing()}
+    missing = {arm.recipe.name for arm, _ in work.list_missing()}
     if missing:
         check_restored(work)
-    for recipe, only in work.comparisons():
+    for recipe, only in work.list_comparisons():
         if recipe.name in missing:
             steps = sum(job.steps for job in list_jobs(recipe, work.trials, only))
             outcomes += run_comparison(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)
-    for recipe, count in work.chains():
+    for recipe, count in work.list_chains():
         folder = work.trials / recipe.name
         for stage, (plain, stage_folder) in list(zip(recipe.stage_names, chain(recipe, folder), strict=True))[:count]:
             if not is_finished(plain, stage_folder):

@@ -1,4 +1,4 @@
-"""What a table trains at a scale: its runs, their folders, and which are missing."""
+"""The work that a table takes at a scale: its runs, their folders, and which are missing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.budget import match_arms
 from headwater_lab.comparison.trials import make_slug
 from headwater_lab.evaluation.tasks import Tasks
+from headwater_lab.papers.arms import (
+    ASIDE,
+    SizedArm,
+    digest_text,
+    find_arms,
+    finished_runs,
+    list_law_arms,
+    trials_folder,
+)
 from headwater_lab.papers.measures import tasks_of
-from headwater_lab.papers.places import ASIDE, SizedArm, find_arms, finished_runs, law_arms, short_digest, trials_folder
 from headwater_lab.papers.table import (
     Gains,
     PaperTable,
@@ -26,12 +34,11 @@ from headwater_lab.papers.table import (
 from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.shipped import recipes_folder
-from headwater_lab.util.terminal import counted
 
 
 @dataclass(frozen=True)
 class Work:
-    """A table at a scale. overrides: the table's and the user's; trials: the folder of its runs; folder: its page's."""
+    """A table at a scale. overrides: the table's, then the user's. arms: where its cells and claims find each arm."""
 
     name: str
     table: PaperTable
@@ -39,80 +46,81 @@ class Work:
     out: Path
     overrides: tuple[str, ...]
     recipes: list[tuple[Path, Recipe]]
-    places: dict[ReferenceText, SizedArm | None]
+    arms: dict[ReferenceText, SizedArm | None]
 
     @property
-    def at(self) -> Scale:
+    def settings(self) -> Scale:
+        """What the table trains at this scale."""
         return self.table.scales[self.scale]
 
     @property
+    def user_overrides(self) -> tuple[str, ...]:
+        """The overrides that are not the table's."""
+        return self.overrides[len(self.settings.overrides) :]
+
+    @property
     def trials(self) -> Path:
+        """The folder of its runs."""
         tuned = any(recipe.compare is not None and recipe.compare.learning_rates for _, recipe in self.recipes)
         return trials_folder(self.out, self.scale, self.overrides, tuned)
 
     @property
     def folder(self) -> Path:
-        name = make_slug(self.name)
-        return self.out / self.scale / (f"{name}-{short_digest(' '.join(self.own))}" if self.own else name)
-
-    @property
-    def own(self) -> tuple[str, ...]:
-        """The overrides that are not the table's."""
-        return self.overrides[len(self.at.overrides) :]
+        """The folder of its page."""
+        digest = [digest_text(" ".join(self.user_overrides))] if self.user_overrides else []
+        return self.out / self.scale / "-".join([make_slug(self.name), *digest])
 
     @property
     def cannot_show(self) -> str:
         """Why its runs cannot show what the paper claims; "" if they may, or if overrides change the runs."""
-        return "" if any(not override.startswith(ASIDE) for override in self.own) else self.at.cannot_show
+        changed = any(not override.startswith(ASIDE) for override in self.user_overrides)
+        return "" if changed else self.settings.cannot_show
 
     @property
-    def trained(self) -> list[SizedArm]:
-        """Every place once, and those of the baselines and sizes that a law needs."""
-        arms = [arm for arm in self.places.values() if arm is not None]
-        laws = [self.places[f"{claim.arm} @ {claim.size}"] for claim in self.table.claims if isinstance(claim, Gains)]
-        arms += [member for arm in laws if arm is not None for member in law_arms(arm)]
+    def trained_arms(self) -> list[SizedArm]:
+        """Every arm once, and the baselines and sizes that a law needs."""
+        arms = [arm for arm in self.arms.values() if arm is not None]
+        laws = [self.arms[f"{claim.arm} @ {claim.size}"] for claim in self.table.claims if isinstance(claim, Gains)]
+        arms += [member for arm in laws if arm is not None for member in list_law_arms(arm)]
         by_key: dict[tuple[str, str, str | None], SizedArm] = {}
         for arm in arms:
             by_key.setdefault((arm.recipe.name, arm.arm, arm.size), arm)
         return list(by_key.values())
 
-    def missing(self) -> list[tuple[SizedArm, int]]:
-        """The missing runs; also those of which only the record is there, if the table looks into its models."""
+    @property
+    def runs(self) -> int:
+        """How many runs the table takes."""
+        return sum(len(arm.seeds) for arm in self.trained_arms)
+
+    def list_missing(self) -> list[tuple[SizedArm, int]]:
+        """List the missing runs, and those without a model if the table looks into models."""
         inside, missing = reads_models(self.table), []
-        for arm in self.trained:
-            seeds = {seed for seed, run in finished_runs(arm, self.trials).items() if not (inside and run.restored)}
+        for arm in self.trained_arms:
+            seeds = {seed for seed, run in finished_runs(arm, self.trials).items() if not (inside and run.is_restored)}
             missing += [(arm, seed) for seed in sorted(set(arm.seeds) - seeds)]
         return missing
 
-    def commands(self) -> list[str]:
-        """Commands for the missing runs of recipes for several devices, which are not trained from here."""
-        return [arm.command(seed, self.trials, self.overrides) for arm, seed in self.missing() if arm.devices > 1]
-
-    def left(self) -> str:
-        """How many runs `commands` are for, as the beginning of a sentence; "" if none."""
-        runs = len(self.commands())
-        if not runs:
-            return ""
-        devices = max(arm.devices for arm, _ in self.missing())
-        return f"{counted(runs, 'run')} of this table for {devices} devices cannot be trained by this"
+    def list_commands(self) -> list[str]:
+        """List commands for the missing runs of recipes for several devices, which are not trained from here."""
+        return [arm.command(seed, self.trials, self.overrides) for arm, seed in self.list_missing() if arm.devices > 1]
 
     def check_tasks(self, task_files: Path | None) -> None:
         """Raise `HeadwaterError` if benchmarks are not available, before anything is trained."""
         if names := tasks_of(self.table):
             Tasks(names, task_files)
 
-    def comparisons(self) -> list[tuple[Recipe, set[tuple[str, str | None]]]]:
-        """Recipes with a comparison, and the arms to train."""
+    def list_comparisons(self) -> list[tuple[Recipe, set[tuple[str, str | None]]]]:
+        """List the recipes with a comparison, and the arms to train."""
         by_name: dict[str, tuple[Recipe, set[tuple[str, str | None]]]] = {}
-        for arm in self.trained:
+        for arm in self.trained_arms:
             if arm.recipe.compare is not None and arm.devices == 1:
                 by_name.setdefault(arm.recipe.name, (arm.recipe, set()))[1].add((arm.arm, arm.size))
         return list(by_name.values())
 
-    def chains(self) -> list[tuple[Recipe, int]]:
-        """Recipes with only stages, and how many of these to train."""
+    def list_chains(self) -> list[tuple[Recipe, int]]:
+        """List the recipes with only stages, and how many of these to train."""
         by_name: dict[str, tuple[Recipe, int]] = {}
-        for arm in self.trained:
+        for arm in self.trained_arms:
             if arm.recipe.compare is None and arm.devices == 1:
                 count = arm.recipe.stage_names.index(arm.arm) + 1
                 by_name[arm.recipe.name] = arm.recipe, max(count, by_name.get(arm.recipe.name, (None, 0))[1])
@@ -120,7 +128,7 @@ class Work:
 
 
 def prepare_work(name: str, scale: ScaleName, out: Path, overrides: Sequence[str] = ()) -> Work:
-    """A table's work at a scale with training. Raises `HeadwaterError` for unknown names and bad overrides."""
+    """Prepare a table's work at a scale with training. Raises `HeadwaterError` for unknown names and bad overrides."""
     table = find_table(name)
     settings = table.scales[scale]
     if settings.nothing:
@@ -130,14 +138,14 @@ def prepare_work(name: str, scale: ScaleName, out: Path, overrides: Sequence[str
     recipes = [(file, _read_recipe(file, file.stat().st_mtime_ns, changes)) for file in files]
     for _, recipe in recipes:
         if recipe.compare is not None and recipe.compare.sequential:
-            raise HeadwaterError(f"{name} is judged by all seeds of its arms; leave out compare.sequential.")
+            raise HeadwaterError(f"{name} needs all seeds of its arms; leave out compare.sequential.")
     work = Work(name, table, scale, out, changes, recipes, find_arms(table, scale, recipes))
-    if counts_steps(table) and any(arm.threshold is None for arm in work.places.values() if arm is not None):
-        raise HeadwaterError(f"{name} counts the steps to compare.threshold, which has to be a number; pass one.")
+    if counts_steps(table) and any(arm.threshold is None for arm in work.arms.values() if arm is not None):
+        raise HeadwaterError(f"{name} counts the steps to compare.threshold, which must be a number; pass one.")
     return work
 
 
 @functools.lru_cache(maxsize=256)
 def _read_recipe(file: Path, changed: int, overrides: tuple[str, ...]) -> Recipe:
-    """Many tables share a recipe; `changed` identifies a rewritten file."""
+    """Read a recipe, which many tables share. changed: identifies a rewritten file."""
     return match_arms(load_recipe(file, overrides))

@@ -315,4 +315,4 @@ def scaling_drawing(scaling: Scaling, name: str, title: str, arms: Sequence[str]
 
 def law_constants(law: Law) -> np.ndarray:
     """E, log A, a."""
-    return np.array([law.e.value, math.log(max(law.a.value, 1e-300)), law.exponent.value])
+    return np.array([law.e, math.log(max(law.a, 1e-300)), law.exponent])

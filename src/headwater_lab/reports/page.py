@@ -17,7 +17,7 @@ from plotly.offline import get_plotlyjs
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import top_package
-from headwater_lab.comparison.scaling import Estimate, fit_scaling
+from headwater_lab.comparison.scaling import fit_scaling
 from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, group_by_experiment, read_comparisons
 from headwater_lab.reports.figures import Drawing, curves_drawing, differences_drawing, scaling_drawing
@@ -257,23 +257,18 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
         return Section(name, "Scaling", paragraphs=[str(error)])
     if scaling is None:
         return None
-    rows = []
-    for law in scaling.laws:
-        offset = _write_estimate(law.e) if law.e.value else "0, its bound"
-        rows.append([law.arm, offset, _write_estimate(law.a), _write_estimate(law.exponent), f"{law.error:.2g}"])
+    rows = [
+        [law.arm, *(f"{constant:.4g}" for constant in (law.e, law.a, law.exponent)), f"{law.error:.2g}"]
+        for law in scaling.laws
+    ]
     caption = (
-        "Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556). Intervals: 95 %, by the jackknife over the "
-        "seeds. Error: root mean square of the residuals."
+        "Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556). Error: root mean square of the "
+        "residuals. Intervals of the sizes below: 95 %, by the jackknife over the seeds."
         + (" With three sizes it passes through all points, whatever its form." if len(sizes) == 3 else "")
     )
     drawing = scaling_drawing(scaling, f"{name}-figure", sizes[0].title, sizes[0].arms)
     table = PageTable(caption, ["", "E", "A", "a", "error"], rows)
     return Section(name, "Scaling", drawing=drawing, tables=[table], items=scaling.sentences())
-
-
-def _write_estimate(estimate: Estimate) -> str:
-    interval = "" if estimate.interval is None else " [{:.4g}, {:.4g}]".format(*estimate.interval)
-    return f"{estimate.value:.4g}{interval}"
 
 
 def commands_part(sizes: Sequence[Comparison], name: str) -> Section:

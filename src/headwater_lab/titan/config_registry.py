@@ -1,4 +1,4 @@
-"""What `--module headwater_lab.titan --config NAME` finds: NAME is a recipe, its file or its name, or a preset."""
+"""Configs for `--module headwater_lab.titan --config NAME`: NAME is a recipe, its file or its name, or a preset."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ if not hasattr(dist, "set_timeout"):
 
 
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:
-    """The trainer's config for a preset or a recipe, as a function, which is what torchtitan looks up."""
+    """Find the trainer's config for a preset or a recipe, as a function, which torchtitan looks up."""
     if name.startswith("_"):
         raise AttributeError(name)
     return partial(of_preset, name) if name in PRESETS else partial(of_recipe, name)
 
 
 def of_preset(name: str) -> Trainer.Config:
-    """A preset's model, in bf16 with fp32 weights, and torchtitan's own data and defaults for the rest."""
+    """Configure a preset's model, in bf16 with fp32 weights, and torchtitan's own data and defaults for the rest."""
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 
@@ -64,7 +64,7 @@ def of_preset(name: str) -> Trainer.Config:
 
 
 def of_recipe(name: str) -> Trainer.Config:
-    """A recipe's model, data, optimizer and schedule.
+    """Configure a recipe's model, data, optimizer and schedule.
 
     Raises `HeadwaterError` if the recipe cannot be read, or asks for what torchtitan's trainer does not have.
     """
@@ -150,14 +150,14 @@ def check_hooks(config: HeadwaterConfig) -> None:
 
 
 def choose_parallelism() -> ParallelismConfig:
-    """The choices that headwater models need; the degrees are for the command line."""
+    """Choose what headwater models need; the command line sets the degrees."""
     return ParallelismConfig(
         spmd_backend="partial_dtensor", enable_sequence_parallel=False, context_parallel_load_balancer=None
     )
 
 
 def with_attention(config: HeadwaterConfig, name: str | None) -> HeadwaterConfig:
-    """The config with an attention kernel. Raises `HeadwaterError` if the model does not work with it."""
+    """Set the attention kernel of a config. Raises `HeadwaterError` if the model does not work with it."""
     if name is not None:
         with torch.device("meta"):
             model = HeadwaterForCausalLM(config)
@@ -167,7 +167,7 @@ def with_attention(config: HeadwaterConfig, name: str | None) -> HeadwaterConfig
 
 
 def make_optimizer(recipe: Recipe, config: HeadwaterConfig) -> OptimizersContainer.Config:
-    """AdamW with the groups of `headwater train`: weight decay and the scalars' rate."""
+    """Configure AdamW with the groups of `headwater train`: weight decay and the scalars' rate."""
     training = recipe.training
     with torch.device("meta"):
         model = HeadwaterForCausalLM(config)
@@ -192,7 +192,7 @@ def make_optimizer(recipe: Recipe, config: HeadwaterConfig) -> OptimizersContain
 
 
 def match_names(names: list[str]) -> str:
-    """A regular expression for exactly these parameters, as torchtitan names them, checkpointed or not."""
+    """Write a regular expression for exactly these parameters, as torchtitan names them, checkpointed or not."""
     escaped = {re.escape(theirs_of(name)) for name in names}
     patterns = {re.sub(r"^(layers\\\.\d+\\\.)", r"\1(?:_checkpoint_wrapped_module\\.)?", name) for name in escaped}
     return f"^(?:{'|'.join(sorted(patterns))})$"

@@ -1,4 +1,4 @@
-"""A recipe's own rows for torchtitan's trainer, in the same order as `headwater train` reads them."""
+"""The rows of a recipe for torchtitan's trainer, in the same order as `headwater train` reads them."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class RecipeLoader(BaseDataLoader):
                 f"{local_batch_size} rows each; change training.local_batch_size."
             )
         self.share, self.positions = Share(dp_rank, dp_world_size), config.positions
-        self.row = self.part = 0  # the first row of the recipe's batch, and the part of it that comes next
+        self.row = self.batch_index = 0  # first row of the recipe's batch, and its next local batch
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """Pairs of ids, with positions where documents start inside a row, and labels, [rows of this process, T]."""
+        """Yield ids, with positions where documents start inside a row, and labels: [rows of this process, T] each."""
         for batch in self.data.batches(self.seed, self.rows, self.row, self.share):
             if "document_starts" in batch:
                 raise HeadwaterError(
@@ -54,9 +54,9 @@ class RecipeLoader(BaseDataLoader):
                     "mechanisms do not; train this recipe with `headwater train`."
                 )
             batches = self.rows // self.share.world // self.local
-            while self.part < batches:
-                rows = slice(self.part * self.local, (self.part + 1) * self.local)
-                self.part += 1
+            while self.batch_index < batches:
+                rows = slice(self.batch_index * self.local, (self.batch_index + 1) * self.local)
+                self.batch_index += 1
                 ids = batch["input_ids"][rows]
                 inputs = {"input": ids}
                 if "position_ids" in batch:
@@ -64,17 +64,17 @@ class RecipeLoader(BaseDataLoader):
                 elif self.positions:
                     inputs["positions"] = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
                 yield inputs, batch["shift_labels"][rows]
-            self.row, self.part = self.row + self.rows, 0
+            self.row, self.batch_index = self.row + self.rows, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"row": self.row, "part": self.part}
+        return {"row": self.row, "part": self.batch_index}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.row, self.part = state_dict.get("row", 0), state_dict.get("part", 0)
+        self.row, self.batch_index = state_dict.get("row", 0), state_dict.get("part", 0)
 
 
 class NoTokenizer(BaseTokenizer):
-    """In the place of torchtitan's tokenizer: a recipe's rows are tokens already."""
+    """A stand-in for torchtitan's tokenizer: a recipe's rows are already tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -84,10 +84,10 @@ class NoTokenizer(BaseTokenizer):
         super().__init__()
 
     def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-        raise HeadwaterError("A recipe's rows are tokens already, and torchtitan has no tokenizer to encode text with.")
+        raise HeadwaterError("A recipe's rows are already tokens; torchtitan has no tokenizer to encode text.")
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
-        raise HeadwaterError("torchtitan has no tokenizer here; decode tokens with that of the recipe's data.")
+        raise HeadwaterError("torchtitan has no tokenizer here; decode tokens with the tokenizer of the recipe's data.")
 
     def get_vocab_size(self) -> int:
         return 0

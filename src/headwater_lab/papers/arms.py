@@ -1,4 +1,4 @@
-"""Where a table's arms are trained: recipe, size and folder."""
+"""The arms of a table: the recipe, size and folder in which each is trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headwater_lab.training.stages import chain
 
 REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")
 # Marks the folder of a run of which only the record is there; see kept.py.
-RESTORED = ".restored"
+RESTORED = ".is_restored"
 # Overrides of these do not change runs, so tables with and without them share runs; of the threshold, unless it chooses
 # learning rates.
 ASIDE = ("compare.seeds=", "compare.threshold=", "compare.workers=")
@@ -46,7 +46,7 @@ class SizedArm:
 
     @property
     def name(self) -> ReferenceText:
-        """Its name in a table with several recipes."""
+        """The arm's name in a table with several recipes."""
         return f"{self.recipe.name}: {self.arm}" + (f" @ {self.size}" if self.size is not None else "")
 
     @property
@@ -84,24 +84,24 @@ class FinishedRun:
     folder: Path
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoint_folder(self) -> Path:
         return self.folder / self.record.stages[-1].folder if self.record.stages else self.folder
 
     @property
-    def restored(self) -> bool:
-        """Whether only its record is there, from a file of `headwater reproduce --records`."""
-        return (self.folder / RESTORED).exists() and not checkpoints(self.checkpoints)
+    def is_restored(self) -> bool:
+        """Whether only the record exists, from a file of `headwater reproduce --records`."""
+        return (self.folder / RESTORED).exists() and not checkpoints(self.checkpoint_folder)
 
 
-def law_arms(arm: SizedArm) -> list[SizedArm]:
-    """What a law over sizes is fitted to: the arm of a comparison and its baseline, at every size."""
+def list_law_arms(arm: SizedArm) -> list[SizedArm]:
+    """List what a law over sizes is fitted to: an arm of a comparison and its baseline, at every size."""
     section = arm.recipe.compare
     assert section is not None
     return [replace(arm, arm=name, size=size) for name in (arm.arm, section.baseline) for size in section.sizes]
 
 
-def claimed_arms(claim: Claim | Pair) -> list[ReferenceText]:
-    """The arms that a claim names."""
+def list_claimed_arms(claim: Claim | Pair) -> list[ReferenceText]:
+    """List the arms that a claim names."""
     if isinstance(claim, Gains):
         return [f"{claim.arm} @ {claim.size}"]
     if isinstance(claim, Pair):
@@ -110,24 +110,27 @@ def claimed_arms(claim: Claim | Pair) -> list[ReferenceText]:
 
 
 def list_references(table: PaperTable) -> list[ReferenceText]:
-    """Every arm named by a cell or a claim, once each."""
+    """List every arm named by a cell or a claim, once each."""
     arms = [arm for row in table.rows for cell in row.cells for arm in (cell.arm, cell.minus, cell.over) if arm]
     for claim in table.claims:
-        arms += claimed_arms(claim)
+        arms += list_claimed_arms(claim)
     return list(dict.fromkeys(arms))
 
 
 def find_arms(
     table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]]
 ) -> dict[ReferenceText, SizedArm | None]:
-    """Where each arm of the table is trained at a scale; None if it is not."""
+    """Find each arm of the table at a scale; None for one that is not trained there."""
     return {reference: find_arm(table, scale, recipes, reference) for reference in list_references(table)}
 
 
 def find_arm(
     table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]], reference: ReferenceText
 ) -> SizedArm | None:
-    """Raises `HeadwaterError` if no recipe of the scale, or more than one, has the arm."""
+    """Find an arm of the table at a scale; None if it is not trained there.
+
+    Raises `HeadwaterError` if no recipe of the scale, or more than one, has the arm.
+    """
     name = table.scales[scale].arms.get(reference, reference)
     if name is None:
         return None
@@ -142,15 +145,15 @@ def find_arm(
     ]
     if len(candidates) != 1:
         names = ", ".join(recipe.name for _, recipe in recipes)
-        raise HeadwaterError(f"{name!r} is the name of {len(candidates)} arms in {names}; it should be that of one.")
+        raise HeadwaterError(f"{name!r} names {len(candidates)} arms in {names}; it must name exactly one.")
     sizes = candidates[0].recipe.compare.sizes if candidates[0].recipe.compare else {}
     if (size not in sizes) if sizes else size is not None:
-        raise HeadwaterError(f"{name!r} should name one of the sizes {list(sizes)} of {candidates[0].recipe.name!r}.")
+        raise HeadwaterError(f"{name!r} must name one of the sizes {list(sizes)} of {candidates[0].recipe.name!r}.")
     return candidates[0]
 
 
 def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
-    """The existing runs of a place, by seed: finished or diverged, with exactly these settings."""
+    """Read the runs of an arm by seed: finished or diverged, with exactly these settings."""
     runs: dict[int, FinishedRun] = {}
     tuned = arm.recipe.compare is not None and arm.recipe.compare.learning_rates
     rate = find_tuned_rate(arm.recipe, arm.arm, out) if tuned and arm.devices == 1 else None
@@ -173,15 +176,15 @@ def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
 
 
 def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str], tuned: bool = False) -> Path:
-    """The folder of a scale's runs, which tables share; runs with overrides get their own.
+    """Name the folder of a scale's runs, which tables share; runs with overrides get another.
 
     tuned: learning rates are chosen before the comparison.
     """
     aside = tuple(prefix for prefix in ASIDE if not (tuned and prefix == "compare.threshold="))
     deciding = sorted(override for override in overrides if not override.startswith(aside))
-    return out / scale / (f"trials-{short_digest(' '.join(deciding))}" if deciding else "trials")
+    return out / scale / (f"trials-{digest_text(' '.join(deciding))}" if deciding else "trials")
 
 
-def short_digest(text: str) -> str:
-    """A digest of a text, for the name of a folder."""
+def digest_text(text: str) -> str:
+    """Make a short digest of a text, for the name of a folder."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]
