@@ -28,12 +28,12 @@ def relinked(markdown: str, source: Path, page: str) -> str:
         if "://" in target or not target:
             return match[0]
         path = (source.parent / target).resolve()
-        if not path.exists():
+        if not path.exists() and not path.is_relative_to(ROOT / "docs"):  # mkdocs checks links to generated pages
             raise PluginError(f"{source.relative_to(ROOT)} links to {match[2]}, which does not exist")
         up = "../" * page.count("/")
         if path in PAGES:
             return f"[{match[1]}]({up}{PAGES[path]}{hash_}{anchor})"
-        if path.is_relative_to(ROOT / "docs") and path.is_file():
+        if path.is_relative_to(ROOT / "docs") and not path.is_dir():
             return f"[{match[1]}]({up}{path.relative_to(ROOT / 'docs')}{hash_}{anchor})"
         return match[1]
 
@@ -50,5 +50,5 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     uri = page.file.src_uri
-    source = next(path for path, name in PAGES.items() if name == uri)
-    return relinked(markdown, source, uri)
+    source = next((path for path, name in PAGES.items() if name == uri), None)
+    return markdown if source is None else relinked(markdown, source, uri)
