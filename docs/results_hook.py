@@ -2,15 +2,15 @@
 
 A figure of docs/results.md is a placeholder that the build fills:
 
-    {{ claim | TABLE | NUMBER }}                  the difference of a claim, with its interval
-    {{ verdict | TABLE | NUMBER }}                its verdict
-    {{ gpu-claim | TABLE | NUMBER }}              the difference at the scale of a GPU
-    {{ arm | COMPARISON | ARM | WHAT }}           of an arm: mean, difference, parameters or cache (share of the baseline's)
-    {{ cell | FILE | TITLE | ROW | COLUMN }}      a cell of a table in FILE.json, by the beginning of its title and the row's first cell
-    {{ price | EXPERIMENT | ARM }}                training time per token, times that of vanilla
+    {{ claim | TABLE | NUMBER }}                    a claim's difference with its interval
+    {{ gpu-claim | TABLE | NUMBER }}                the same at the scale of a GPU
+    {{ verdict | TABLE | NUMBER }}                  its verdict
+    {{ arm | COMPARISON @ SIZE | ARM | WHAT }}      mean, difference, or share of the baseline's parameters or cache
+    {{ cell | FILE | TITLE | ROW | COLUMN }}        a cell of FILE.json, by the title's beginning and the first cell
+    {{ price | EXPERIMENT | ARM }}                  training time per token, times that of vanilla
     {{ gpu | DEVICE | PHASE | FIELD=VALUE | KEY }}  a figure of a GPU benchmark
-    {{ minutes | DEVICE | FIELD=VALUE }}          minutes for a billion tokens of training on a GPU
-    {{ count | WHAT }}                            a number of claims
+    {{ minutes | DEVICE | FIELD=VALUE }}            minutes for a billion tokens of training on a GPU
+    {{ count | WHAT }}                              a number of claims
 
 In a table of the page, the bars are written `\\|`.
 """
@@ -20,21 +20,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-import pages
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
-from tables import write_value
-from verdicts import MEASURED, find_unknown_sources, judge_everything
+from result_pages import benchmark_pages, pages
+from result_pages.judging import MEASURED, find_unknown_sources, judge_everything
+from result_pages.page_tables import write_value
 
 PLACEHOLDER = re.compile(r"\{\{ *(.*?) *\}\}", re.DOTALL)
 LOG = "results.md"
+FRONT_MATTER = "---\nhide: [toc]\n---\n\n"  # wide tables need the room
 
 
 def on_files(files, config):
     if unknown := find_unknown_sources(judge_everything().claims):
         raise PluginError(f"results/said.yaml has entries for which there is no claim: {'; '.join(unknown)}")
     for page, write in pages.PAGES.items():
-        files.append(File.generated(config, page, content=write()))
+        files.append(File.generated(config, page, content=FRONT_MATTER + write()))
     return files
 
 
@@ -99,7 +100,7 @@ def fill_arm(comparison: str, arm: str, what: str) -> str:
 
 
 def fill_cell(file: str, title: str, row: str, column: str) -> str:
-    items = pages.read_measurements(f"{file}.json")
+    items = benchmark_pages.read_measurements(f"{file}.json")
     item = next(item for item in items if (item.get("title") or item["setting"]).startswith(title))
     values = next(entry for entry in item["rows"] if row == next(iter(entry.values())))
     text = write_value(values[column])
@@ -107,7 +108,7 @@ def fill_cell(file: str, title: str, row: str, column: str) -> str:
 
 
 def fill_price(experiment: str, arm: str) -> str:
-    return f"×{pages.read_prices()[experiment][arm][pages.TRAINING_TIME]:.2f}"
+    return f"×{benchmark_pages.read_prices()[experiment][arm][benchmark_pages.TRAINING_TIME]:.2f}"
 
 
 def fill_gpu(device: str, phase: str, row: str, key: str) -> str:
@@ -121,8 +122,8 @@ def fill_minutes(device: str, row: str) -> str:
 
 def _find_gpu_figure(device: str, phase: str, row: str, key: str) -> float:
     fields = {name: int(value) if value.isdigit() else value for name, value in re.findall(r"(\w+)=([^,]+)", row)}
-    name = next(run["device"] for run in pages.read_gpu_runs()["runs"].values() if device in run["device"])
-    figure = pages.find_gpu_figure(name, phase, fields, key)
+    name = next(run["device"] for run in benchmark_pages.read_gpu_runs()["runs"].values() if device in run["device"])
+    figure = benchmark_pages.find_gpu_figure(name, phase, fields, key)
     if figure is None:
         raise KeyError(row)
     return figure[0]
@@ -135,7 +136,10 @@ def fill_count(what: str) -> str:
         "measured": len(measured),
         "recomputed": sum(claim.recorded for claim in measured),
         "counted or computed": len(claims) - len(measured),
-        **{verdict: sum(claim.verdict == verdict for claim in measured) for verdict in ("replicates", "fails", "inconclusive")},
+        **{
+            verdict: sum(claim.verdict == verdict for claim in measured)
+            for verdict in ("replicates", "fails", "inconclusive")
+        },
     }
     return str(counts[what])
 

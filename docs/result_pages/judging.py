@@ -1,4 +1,4 @@
-"""Judge every table of the papers and of the ledger by the finished runs in results/, with the product's own functions."""
+"""Judge the tables of the papers and of the ledger by the finished runs in results/, with the product's functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RESULTS = ROOT / "results"
 RECORDS = ("ledger.jsonl", "papers.jsonl")
 WITHOUT_RECORDS = "verdicts-without-records.json"
 SCALES: tuple[ScaleName, ...] = ("cpu", "gpu")  # no table has been run at the third
-# What the words of a claim's measure mean: counted in advance, computed without training, or measured in runs.
+# Kinds of claims: measured in runs, counted without a run (parameters, FLOPs, bytes), computed from formulas.
 MEASURED, COUNTED_EXACTLY, COMPUTED = "measured", "counted", "computed"
 
 
@@ -98,9 +98,7 @@ class Verdicts:
 
     def find_claim(self, table: str, number: int, scale: str = "cpu") -> Claim:
         return next(
-            claim
-            for claim in self.claims
-            if (claim.table, claim.number, claim.scale) == (table, number, scale)
+            claim for claim in self.claims if (claim.table, claim.number, claim.scale) == (table, number, scale)
         )
 
     def find_comparison(self, name: str, size: str | None = None) -> Comparison:
@@ -134,9 +132,7 @@ def judge_everything() -> Verdicts:
             if scale == "cpu" or (table.scales and not table.scales[scale].nothing)
         ]
         comparisons = [
-            comparison
-            for trials in sorted(folder.glob("*/trials"))
-            for comparison in read_comparisons(trials)
+            comparison for trials in sorted(folder.glob("*/trials")) for comparison in read_comparisons(trials)
         ]
         for comparison in comparisons:
             comparison.summaries  # noqa: B018  (computed before the folder goes)
@@ -200,7 +196,7 @@ def make_claims(
 ) -> list[Claim]:
     """Make a table's claims with their verdicts: the stored ones, or those that the runs decide.
 
-    Holm's correction is over all claims of a table, so a table of which runs are missing has all of its verdicts stored.
+    Holm's correction is over all claims of a table, so a table with missing runs has all of its verdicts stored.
     """
     by_number = {item["number"]: item for item in stored.get("claims", ())}
     claims = []
@@ -235,7 +231,9 @@ def read_said() -> dict[str, dict[str, list[dict[str, str]]]]:
 def find_unknown_sources(claims: Sequence[Claim]) -> list[str]:
     """List entries of said.yaml that no claim has, as after a claim's arms were renamed."""
     known = {(claim.table, claim.arms) for claim in claims}
-    return [f"{table}: {arms}" for table, entries in read_said().items() for arms in entries if (table, arms) not in known]
+    return [
+        f"{table}: {arms}" for table, entries in read_said().items() for arms in entries if (table, arms) not in known
+    ]
 
 
 def make_anchor(name: str) -> str:

@@ -15,7 +15,13 @@ from headwater_lab.comparison.statistics import arm_of
 from headwater_lab.reports.comparison import Comparison
 
 INK = "#010203"  # stands for the page's text color
-COLORS = {"better": "#2e9e6b", "worse": "#d1495b", "inconclusive": "#8a8f98", "replicates": "#2e9e6b", "fails": "#d1495b"}
+COLORS = {
+    "better": "#2e9e6b",
+    "worse": "#d1495b",
+    "inconclusive": "#8a8f98",
+    "replicates": "#2e9e6b",
+    "fails": "#d1495b",
+}
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "headwater",

@@ -18,6 +18,10 @@ VERDICTS = {
 }
 
 
+GENERATED = "Generated from the files in `results/` each time this site is built.\n"
+LONG = 40  # characters of a cell
+
+
 class Markup(str):
     """A cell that is HTML already."""
 
@@ -57,12 +61,11 @@ class PageTable:
 def render_table(table: PageTable) -> str:
     """Render a table with its caption and, below it, where its figures come from."""
     choices = ",".join(str(table.columns.index(name)) for name in table.choices)
-    numeric = [_is_numeric(column) for column in zip(*table.rows, strict=True)] or [False] * len(table.columns)
+    kinds = [_find_kind(column) for column in zip(*table.rows, strict=True)] or [""] * len(table.columns)
     head = "".join(
-        f'<th scope="col"{_align(is_number)}>{html.escape(name)}</th>'
-        for name, is_number in zip(table.columns, numeric, strict=True)
+        f'<th scope="col"{kind}>{html.escape(name)}</th>' for name, kind in zip(table.columns, kinds, strict=True)
     )
-    body = "\n".join(_render_row(row, numeric) for row in table.rows)
+    body = "\n".join(_render_row(row, kinds) for row in table.rows)
     label = html.escape(f"{table.title}; scrolls sideways", quote=True)
     return (
         f'\n<div class="results">\n<div class="results-scroll" role="region" tabindex="0" aria-label="{label}">\n'
@@ -71,15 +74,19 @@ def render_table(table: PageTable) -> str:
     )
 
 
-def _render_row(row: Sequence[Cell], numeric: Sequence[bool]) -> str:
+def _render_row(row: Sequence[Cell], kinds: Sequence[str]) -> str:
     first, *others = (_render_cell(cell) for cell in row)
-    cells = [f'<th scope="row"{_align(numeric[0])}>{first}</th>']
-    cells += [f"<td{_align(is_number)}>{cell}</td>" for cell, is_number in zip(others, numeric[1:], strict=True)]
+    cells = [f'<th scope="row"{kinds[0]}>{first}</th>']
+    cells += [f"<td{kind}>{cell}</td>" for cell, kind in zip(others, kinds[1:], strict=True)]
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _align(is_number: bool) -> str:
-    return ' class="number"' if is_number else ""
+def _find_kind(cells: Sequence[Cell]) -> str:
+    """The class of a column, as an attribute: numbers, long texts, or neither."""
+    filled = [cell for cell in cells if cell]
+    if filled and all(re.match(r"[+×−-]?\d", cell) is not None and len(cell) < LONG for cell in filled):
+        return ' class="number"'
+    return ' class="long"' if any(len(cell) > LONG and not isinstance(cell, Markup) for cell in filled) else ""
 
 
 def _render_cell(cell: Cell) -> str:
@@ -103,11 +110,6 @@ def render_source(source: Source) -> str:
     parts += [f"from <code>{html.escape(source.file)}</code>"] if source.file else []
     note = f"<br>{render_text(source.note)}" if source.note else ""
     return f'<p class="results-source">{" · ".join(parts)}{note}</p>\n' if parts or note else ""
-
-
-def _is_numeric(cells: Sequence[Cell]) -> bool:
-    filled = [cell for cell in cells if cell]
-    return bool(filled) and all(re.match(r"[+×−-]?\d", cell) is not None and len(cell) < 40 for cell in filled)
 
 
 def write_value(value: object) -> str:

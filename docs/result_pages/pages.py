@@ -1,22 +1,22 @@
-"""The generated pages of results, as Markdown: verdicts and comparisons from runs, benchmarks from JSON files."""
+"""The generated pages of results, as Markdown: all claims, the papers' tables, and the ledger."""
 
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-import pictures
-import yaml
-from tables import Markup, PageTable, Source, render_table, render_text, tabulate, write_value
-from verdicts import (
+from headwater_lab.papers.result import lay_out_cells, table_caption, write_paper_figure
+from headwater_lab.reports.comparison import Comparison
+from headwater_lab.reports.words import result_cells, result_columns
+
+from . import benchmark_pages, svg
+from .benchmark_pages import TRAINING_TIME, read_prices, render_measurements
+from .judging import (
     COMPUTED,
     COUNTED_EXACTLY,
     MEASURED,
-    RESULTS,
     Claim,
     TableResult,
     describe_hardware,
@@ -25,10 +25,7 @@ from verdicts import (
     read_dates,
     read_said,
 )
-
-from headwater_lab.papers.result import lay_out_cells, table_caption, write_paper_figure
-from headwater_lab.reports.comparison import Comparison
-from headwater_lab.reports.words import result_cells, result_columns
+from .page_tables import GENERATED, Markup, PageTable, Source, render_table, render_text
 
 PAPERS = {
     "kv-shifting": "KV shifting attention",
@@ -41,7 +38,6 @@ NAMES = PAPERS | {LEDGER: "The ledger"}
 # Said once, on the page of commentary, in place of under every table.
 SECOND_HAND = re.compile(r"third party's summary")
 REPOSITORY = "in the repository"
-TRAINING_TIME = "training time per token, times vanilla's"
 PROBES = {"ledger-ngram": "3-grams", "ledger-recall": "recall", "ledger-induction": "induction", "ledger-hop": "hops"}
 ARMS = {
     "ledger-text": "English, 1.3M parameters",
@@ -61,7 +57,6 @@ RECIPES = {
     "recommended-gpu": "recommended/gpu",
     "recommended-gpu-subwords": "recommended/gpu-subwords",
 }
-GENERATED = "Generated from the files in `results/` each time this site is built.\n"
 
 
 # Claims
@@ -79,14 +74,14 @@ def group_of(claim: Claim) -> str:
 
 
 def tabulate_counts(claims: Sequence[Claim]) -> PageTable:
-    """Lay out the numbers of claims by paper: measured ones by verdict, and apart from them what is counted or computed."""
+    """Lay out the numbers of claims by paper: measured ones by verdict; counted and computed ones apart."""
     groups: dict[str, list[Claim]] = {}
     for claim in claims:
         groups.setdefault(group_of(claim), []).append(claim)
     rows = [_count_row(name, members) for name, members in groups.items()]
     rows.append(_count_row("all", claims))
     columns = [
-        "", "measured claims", "replicate", "fail", "inconclusive", "recomputed here", "counted (FLOPs, bytes)", "computed",
+        "", "measured claims", "replicate", "fail", "inconclusive", "recomputed here", "counted", "computed",
     ]  # fmt: skip
     return PageTable("Claims by paper", columns, rows)
 
@@ -136,11 +131,12 @@ def write_claims_page() -> str:
     return (
         f"# All claims\n\n{GENERATED}\n"
         "A claim replicates if the interval of its figure lies in the region that the claim states, fails if it lies "
-        "outside, and is inconclusive otherwise. [How claims are judged](../reproduce.md). Claims about numbers of "
-        "parameters, FLOPs or cache bytes are arithmetic, and theorems and cost formulas are computed. Both are counted "
-        "apart. *Recomputed here*: the runs are in `results/`, and this build has judged them again. The other verdicts "
-        f"are those that `headwater reproduce` printed when the runs were made (`results/verdicts-without-records.json`).\n"
-        f"{render_table(tabulate_counts(claims))}{pictures.draw_counts(claims, group_of)}"
+        "outside, and is inconclusive otherwise ([how claims are judged](../reproduce.md#what-a-verdict-means)). "
+        "Claims about numbers of parameters, FLOPs or cache bytes are counted, and theorems and cost formulas are "
+        "computed, both without chance. *Recomputed here*: the runs are in `results/`, and this build has judged them "
+        "again. The other verdicts are those that `headwater reproduce` printed when the runs were made "
+        "(`results/verdicts-without-records.json`).\n"
+        f"{render_table(tabulate_counts(claims))}{svg.draw_counts(claims, group_of)}"
         "\nThe command of a row is `headwater reproduce TABLE`. It trains the table, or resumes.\n"
         f"{render_table(tabulate_claims('Every claim', claims))}"
     )
@@ -156,6 +152,7 @@ def write_paper_page(paper: str) -> str:
     shown = [table for table in tables if table.claims or table.result is not None]
     absent = [table for table in tables if table not in shown]
     parts = [f"# {NAMES[paper]}: the paper's tables\n\n{GENERATED}", render_table(tabulate_counts(claims))]
+    parts += [f"- [{_name_section(table)}](#{make_anchor(table.name)})" for table in shown]
     parts += [write_table_section(table) for table in shown]
     if absent:
         rows = [[table.name, table.table.title, table.reason] for table in absent]
@@ -167,7 +164,7 @@ def write_paper_page(paper: str) -> str:
 def write_table_section(table: TableResult) -> str:
     """Write the section of a table: the paper's figures beside ours, its claims, and remarks."""
     at = table.table.scales.get(table.scale) if table.table.scales else None
-    heading = f"\n## {table.name.partition('/')[2]}: {table.table.title} {{ #{make_anchor(table.name)} }}\n"
+    heading = f"\n## {_name_section(table)} {{ #{make_anchor(table.name)} }}\n"
     lines = [heading, f"{table.table.source}. The paper: {table.table.says}\n"]
     if at is not None:
         lines.append(f"Our setting: {at.setting}\n")
@@ -175,14 +172,20 @@ def write_table_section(table: TableResult) -> str:
         lines.append(f"No verdict at this size: {table.reason}\n")
     lines.append(render_table(_lay_out_figures(table)) if _has_figures(table) else "")
     if table.result is not None and table.result.figure is not None:
-        lines.append(pictures.render_figure(table.result.figure, table.table.title))
+        lines.append(svg.render_figure(table.result.figure, table.table.title))
     if table.claims:
         title = f"Claims of {table.name}"
         claims = tabulate_claims(title, table.claims, with_table=False)
-        lines.append(render_table(PageTable(title, claims.columns, claims.rows, _describe_source(table), claims.choices)))
+        lines.append(
+            render_table(PageTable(title, claims.columns, claims.rows, _describe_source(table), claims.choices))
+        )
     remarks = [*(at.remarks if at is not None else ()), *table.table.notes]
     lines += [f"- {_plain(remark)}" for remark in remarks if not SECOND_HAND.search(remark)]
     return "\n".join(lines)
+
+
+def _name_section(table: TableResult) -> str:
+    return f"{table.name.partition('/')[2]}: {table.table.title}"
 
 
 def _plain(remark: str) -> str:
@@ -198,7 +201,9 @@ def _lay_out_figures(table: TableResult) -> PageTable:
     """Lay out the paper's figures beside ours; without runs, the paper's alone."""
     if table.result is not None:
         names, rows = lay_out_cells(table.result)
-        return PageTable(f"{table.table.title}. {table_caption(table.result)}", _unique(names), rows, _describe_source(table))
+        return PageTable(
+            f"{table.table.title}. {table_caption(table.result)}", _unique(names), rows, _describe_source(table)
+        )
     paper = table.table
     rows = [
         [row.label, *(write_paper_figure(cell, column) for column, cell in zip(paper.columns, row.cells, strict=True))]
@@ -228,16 +233,6 @@ def _describe_source(table: TableResult) -> Source:
 
 
 # The ledger
-
-
-@functools.cache
-def read_prices() -> dict[str, dict[str, Mapping[str, Any]]]:
-    """Measured costs of arms, by experiment and arm."""
-    prices: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for measurement in read_measurements("cpu-prices.json"):
-        if match := re.match(r"experiment ([\w/-]+), against", measurement["setting"]):
-            prices[match[1]] = {row["arm"]: row for row in measurement["rows"]}
-    return prices
 
 
 def _write_time(comparison: Comparison, arm: str) -> str:
@@ -340,12 +335,15 @@ def write_ledger_page() -> str:
     claims = [claim for claim in verdicts.claims if claim.table.startswith(f"{LEDGER}/")]
     text = verdicts.find_comparison("ledger-text")
     parts = [
-        f"# The ledger\n\n{GENERATED}\nEvery source of keys and values against a plain Transformer, *vanilla*, on the same "
-        "data, each arm at its own learning rate. The verdicts are about models of this size on this text. The log of "
-        "[results](../results.md) says what follows from them, and the recipes are in `recipes/ledger`.\n",
+        f"# The ledger\n\n{GENERATED}\n"
+        "Every source of keys and values against a plain Transformer, *vanilla*, on the same data, each arm at its own "
+        "learning rate. The verdicts are about models of this size on this text. The log of [results](../results.md) "
+        "says what follows from them, and the recipes are in `recipes/ledger`.\n",
         render_table(tabulate_counts(claims)),
         "\n## Arms\n",
-        pictures.draw_differences(text, "English, 1.3M parameters: difference from vanilla in bits per byte"),
+        "[The recommendation](#how-the-recommendation-was-chosen) · [probes](#probes) · "
+        "[what others say](#what-others-say) · [what an arm costs](#what-an-arm-costs) · [all claims](#all-claims)\n",
+        svg.draw_differences(text, "English, 1.3M parameters: difference from vanilla in bits per byte"),
     ]
     for name, title in ARMS.items():
         sizes = [comparison for comparison in verdicts.comparisons if comparison.name == name]
@@ -353,17 +351,18 @@ def write_ledger_page() -> str:
             size = "" if comparison.size is None else f", {_name_budget(comparison)}"
             parts.append(render_table(tabulate_arms(comparison, f"{title}{size}")))
         if name == "recommended-test":
-            parts.append(pictures.draw_curves(sizes[-1], f"{title}: training loss, mean over the seeds"))
+            parts.append(svg.draw_curves(sizes[-1], f"{title}: training loss, mean over the seeds"))
     parts += ["\n## Probes\n", render_table(tabulate_probes())]
     parts += ["\n## What others say\n", render_table(tabulate_sources(claims))]
-    parts += ["\n## What an arm costs\n", *_render_measurements("cpu-prices.json", ["What each arm costs"])]
+    parts += ["\n## What an arm costs\n", *render_measurements("cpu-prices.json", ["What each arm costs"])]
     parts += ["\n## How the recommendation was chosen\n"]
-    parts += _render_measurements("cpu-prices.json", ["How it was chosen", "The recommendation"])
-    parts += _render_measurements("comparisons.json", ["recommendation"])
+    parts += render_measurements("cpu-prices.json", ["How it was chosen", "The recommendation"])
+    parts += render_measurements("comparisons.json", ["recommendation"])
     parts += ["\n## All claims\n", render_table(tabulate_claims("Claims of the ledger", claims))]
     runs = [table for table in verdicts.tables if table.name.startswith(f"{LEDGER}/")]
     rows = [
-        [table.name, table.table.title, str(len(table.claims)), *_describe_table(table), table.command] for table in runs
+        [table.name, table.table.title, str(len(table.claims)), *_describe_table(table), table.command]
+        for table in runs
     ]
     columns = ["table", "title", "claims", "runs", "recorded", "hardware", "command"]
     parts.append(render_table(PageTable("The ledger's tables", columns, rows)))
@@ -380,175 +379,16 @@ def _describe_table(table: TableResult) -> list[str]:
     return [_describe_runs(claim), claim.date, claim.hardware]
 
 
-# Benchmarks
-
-
-@functools.cache
-def read_measurements(name: str) -> list[dict[str, Any]]:
-    """The measurements of a JSON file in results/."""
-    return json.loads((RESULTS / name).read_text())["measurements"]
-
-
-def _render_measurements(name: str, topics: Sequence[str]) -> list[str]:
-    return [render_table(make_table(name, item)) for item in read_measurements(name) if item["topic"] in topics]
-
-
-def make_table(name: str, item: Mapping[str, Any]) -> PageTable:
-    """Lay out one measurement of a JSON file, with its command, date and machine."""
-    columns, rows = tabulate(item["rows"])
-    machine = [item.get("cpu"), f"PyTorch {item['torch']}" if item.get("torch") else None]
-    machine += [f"{item['threads']} threads"] if (item.get("threads") or 1) > 1 else []
-    seeds = item.get("seeds")
-    source = Source(
-        item["command"] or "",
-        item["date"] or "",
-        item.get("commit") or "",
-        ", ".join(filter(None, machine)),
-        "" if seeds is None else f"{seeds} seed{'s' * (seeds > 1)}",
-        f"results/{name}",
-        item.get("note") or "",
-    )
-    title = item.get("title") or item["topic"]
-    title += f": {item['setting']}" if item["setting"] else ""
-    return PageTable(title, columns, rows, source)
-
-
-def write_measurements_page(heading: str, name: str, topics: Mapping[str, str], text: str = "") -> str:
-    """Write a page of measurements. topics: those of the file, and their headings; '' leaves one out."""
-    parts = [f"# {heading}\n\n{GENERATED}", text]
-    for topic, title in topics.items():
-        parts += [f"\n## {title}\n"] if title else []
-        parts += _render_measurements(name, [topic])
-    return "\n".join(parts)
-
-
-def write_speed_page() -> str:
-    """Write the page of timings on CPUs."""
-    skipped = {"Demo", "Why preparation is our own code"}
-    topics = {item["topic"]: item["topic"] for item in read_measurements("cpu-speed.json") if item["topic"] not in skipped}
-    text = (
-        "Compared runs are interleaved, so that changes of the machine's speed affect both. A ratio is a median over the "
-        "pairs, with quartiles. Medians vary by 0.02 between runs on an idle machine, and by 0.05 in decoding. Options of "
-        "some commands have other names since, and a few commands are gone.\n"
-    )
-    return write_measurements_page("Speed on CPUs", "cpu-speed.json", topics, text)
-
-
-def read_gpu_runs() -> dict[str, Any]:
-    """What is known of the GPU benchmarks beside their reports."""
-    return yaml.safe_load((RESULTS / "gpu-runs.yaml").read_text())
-
-
-@functools.cache
-def read_gpu_rows(name: str) -> list[tuple[str, dict[str, Any]]]:
-    """(phase, row) of a GPU benchmark's report, without the rows for which there was no time."""
-    phases = json.loads((RESULTS / name).read_text())["phases"]
-    return [
-        (phase, row)
-        for phase, content in phases.items()
-        for row in content["rows"]
-        if "skipped" not in str(row.get("outcome"))
-    ]
-
-
-def find_gpu_figure(device: str, phase: str, row: Mapping[str, Any], key: str) -> tuple[float, str] | None:
-    """A figure of a device's reports, and the report's name: of the last report that has it."""
-    for name, run in reversed(read_gpu_runs()["runs"].items()):
-        if run["device"] != device:
-            continue
-        for found_phase, found in read_gpu_rows(name):
-            if found_phase == phase and key in found and all(found.get(field) == value for field, value in row.items()):
-                return found[key], name
-    return None
-
-
-def tabulate_targets(device: str) -> PageTable:
-    """Lay out what was measured on a GPU beside the targets."""
-    rows = []
-    for target in read_gpu_runs()["targets"]:
-        result = find_gpu_figure(device, target["phase"], target["row"], target["key"])
-        if result is None:
-            continue
-        value, name = result
-        least, most = target.get("at_least"), target.get("at_most")
-        is_met = value >= least if least is not None else value <= most
-        bound = f"at least {least:.2f}" if least is not None else f"at most {most:.2f}"
-        rows.append([target["what"], bound, f"{value:.3f}", "met" if is_met else "missed", f"results/{name}"])
-    return PageTable(f"Targets, {device}", ["what", "target", "measured", "verdict", "report"], rows)
-
-
-def write_gpu_page() -> str:
-    """Write the page of GPU benchmarks: targets, then every report's rows by phase."""
-    runs = read_gpu_runs()["runs"]
-    parts = [f"# Speed and correctness on GPUs\n\n{GENERATED}\nRows for which there was no time are left out.\n"]
-    for device in sorted({run["device"] for run in runs.values()}):
-        parts += [f"\n## {device}\n", render_table(tabulate_targets(device))]
-        reports = {name: run for name, run in runs.items() if run["device"] == device}
-        phases = list(dict.fromkeys(phase for name in reports for phase, _ in read_gpu_rows(name)))
-        for phase in phases:
-            parts.append(f"\n### {device}: {phase}\n")
-            parts += [render_table(table) for name in reports for table in _tabulate_phase(name, phase)]
-    return "\n".join(parts)
-
-
-def _tabulate_phase(name: str, phase: str) -> list[PageTable]:
-    """Lay out a phase of a report, a table for each kind of row."""
-    run = read_gpu_runs()["runs"][name]
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for row_phase, row in read_gpu_rows(name):
-        if row_phase == phase:
-            kinds.setdefault(next(iter(row)), []).append(row)
-    source = Source(run["command"], str(run["date"]), hardware=run["device"], file=f"results/{name}", note=run.get("note", ""))
-    return [PageTable(f"{phase}: {kind}", *tabulate(rows), source) for kind, rows in kinds.items()]
-
-
-def write_growth_page() -> str:
-    """Write the page of growing models."""
-    page = write_measurements_page("Growing models", "comparisons.json", {"growth": ""})
-    images = {
-        "growth-ledger.png": "Held-out bits per byte at 215k parameters, and differences from the model from scratch",
-        "growth-tau-curves.png": "Held-out bits per byte before and after growing, for each treatment of τ",
-    }
-    return page + "".join(f"\n![{text}](../{name})\n" for name, text in images.items())
-
-
-def write_demo_page() -> str:
-    """Write the page of the demo's results."""
-    page = write_measurements_page("The demo", "comparisons.json", {"demo": ""})
-    images = {
-        "demo-induction.png": "Induction: one layer with KV shift against one and two without",
-        "demo-language.png": "Bits per byte on held-out files, and the paired differences",
-    }
-    return page + "".join(f"\n![{text}](../{name})\n" for name, text in images.items())
-
-
-def write_verified_page() -> str:
-    """Write which of transformers' model types decode with a cache as without one."""
-    name = "verify-model-types.json"
-    report = json.loads((RESULTS / name).read_text())
-    rows = [[kind, "same", ""] for kind in report["same"]]
-    rows += [[kind, "differs", write_value(found["ways"]).replace(" – ", ", ")] for kind, found in report["differ"].items()]
-    rows += [[kind, "no verdict", why] for kind, why in report["no_verdict"].items()]
-    versions = ", ".join(f"{package} {version}" for package, version in report["versions"].items())
-    source = Source("headwater verify --model-types", hardware=f"{report['device']}; {versions}", file=f"results/{name}")
-    table = PageTable("transformers' model types: decoding with a cache against one pass without", ["type", "verdict", "where"], sorted(rows), source, ["verdict"])
-    return f"# Models of transformers, verified\n\n{GENERATED}{render_table(table)}"
-
-
 PAGES: dict[str, Callable[[], str]] = {
     "results/claims.md": write_claims_page,
     "results/ledger.md": write_ledger_page,
     **{f"results/{paper}.md": functools.partial(write_paper_page, paper) for paper in PAPERS},
-    "results/growth.md": write_growth_page,
-    "results/conversion.md": functools.partial(
-        write_measurements_page, "Smaller caches for trained models", "comparisons.json", {"conversion": ""}
-    ),
-    "results/images.md": functools.partial(write_measurements_page, "Images", "comparisons.json", {"images": ""}),
-    "results/initialization.md": functools.partial(
-        write_measurements_page, "Initialization", "comparisons.json", {"initialization": ""}
-    ),
-    "results/demo.md": write_demo_page,
-    "results/speed.md": write_speed_page,
-    "results/gpu.md": write_gpu_page,
-    "results/verified.md": write_verified_page,
+    "results/growth.md": benchmark_pages.write_growth_page,
+    "results/conversion.md": benchmark_pages.write_conversion_page,
+    "results/images.md": benchmark_pages.write_images_page,
+    "results/initialization.md": benchmark_pages.write_initialization_page,
+    "results/demo.md": benchmark_pages.write_demo_page,
+    "results/speed.md": benchmark_pages.write_speed_page,
+    "results/gpu.md": benchmark_pages.write_gpu_page,
+    "results/verified.md": benchmark_pages.write_verified_page,
 }
