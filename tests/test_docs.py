@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from headwater_lab.training import records
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SITE = (ROOT / "mkdocs.yml").read_text()
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -59,7 +61,9 @@ def test_there_are_snippets_to_run():
 def test_links_inside_the_repository_lead_somewhere(page):
     for target, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
         file = page.parent / target if target else page
-        assert file.exists(), target
+        if not file.exists():  # a page that the site generates: mkdocs checks its headings
+            assert f": {Path(os.path.normpath(file)).relative_to(ROOT / 'docs')}\n" in SITE, target
+            continue
         assert not heading or file.suffix != ".md" or heading in headings(file), f"{target}#{heading}"
 
 
@@ -90,9 +94,8 @@ def test_what_to_edit_is_there():
 
 
 def test_the_site_has_every_page():
-    site = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").rglob("*.md"):
-        assert f": {page.relative_to(ROOT / 'docs')}\n" in site, page
+        assert f": {page.relative_to(ROOT / 'docs')}\n" in SITE, page
 
 
 API = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
