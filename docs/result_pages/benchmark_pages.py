@@ -67,13 +67,13 @@ def write_measurements_page(heading: str, name: str, topics: Mapping[str, str], 
 
 def write_speed_page() -> str:
     """Write the page of timings on CPUs."""
-    skipped = {"Demo", "Why preparation is our own code"}
+    skipped = {"Demo"}  # its page has it
     topics = {
         item["topic"]: item["topic"] for item in read_measurements("cpu-speed.json") if item["topic"] not in skipped
     }
     text = (
         "Compared runs are interleaved, so that changes of the machine's speed affect both. A ratio is a median over "
-        "the pairs, with quartiles. Medians vary by 0.02 between runs on an idle machine, and by 0.05 in decoding. Some "
+        "the pairs, with quartiles. Medians vary by 0.02 between runs on an idle machine, in decoding by 0.05. Some "
         "options have other names since, and a few commands are gone.\n"
     )
     return write_measurements_page("Speed on CPUs", "cpu-speed.json", topics, text)
@@ -127,11 +127,15 @@ def write_gpu_page() -> str:
     runs = read_gpu_runs()["runs"]
     parts = [f"# Speed and correctness on GPUs\n\n{GENERATED}\nRows for which there was no time are left out.\n"]
     for device in sorted({run["device"] for run in runs.values()}):
-        parts += [f"\n## {device}\n", render_table(tabulate_targets(device))]
+        short = device.removeprefix("NVIDIA ").partition(" ")[0]
         reports = {name: run for name, run in runs.items() if run["device"] == device}
-        phases = list(dict.fromkeys(phase for name in reports for phase, _ in read_gpu_rows(name)))
-        for phase in phases:
-            parts.append(f"\n### {device}: {phase}\n")
+        rows = [
+            [f"results/{name}", run["command"], str(run["date"]), run.get("note", "")] for name, run in reports.items()
+        ]
+        parts += [f"\n## {short}\n", render_table(tabulate_targets(device))]
+        parts.append(render_table(PageTable(f"Reports, {device}", ["report", "command", "date", "note"], rows)))
+        for phase in dict.fromkeys(phase for name in reports for phase, _ in read_gpu_rows(name)):
+            parts.append(f"\n### {short}: {phase}\n")
             parts += [render_table(table) for name in reports for table in _tabulate_phase(name, phase)]
     return "\n".join(parts)
 
@@ -143,9 +147,7 @@ def _tabulate_phase(name: str, phase: str) -> list[PageTable]:
     for row_phase, row in read_gpu_rows(name):
         if row_phase == phase:
             kinds.setdefault(next(iter(row)), []).append(row)
-    source = Source(
-        run["command"], str(run["date"]), hardware=run["device"], file=f"results/{name}", note=run.get("note", "")
-    )
+    source = Source(run["command"], str(run["date"]), hardware=run["device"], file=f"results/{name}")
     return [PageTable(f"{phase}: {kind}", *tabulate(rows), source) for kind, rows in kinds.items()]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ def judge_everything() -> Verdicts:
         stored = json.loads((RESULTS / WITHOUT_RECORDS).read_text())["tables"]
         tables = [
             judge_table(name, table, scale, folder, stored.get(name, {}))
-            for name, table in read_tables().items()
+            for name, table in sorted(read_tables().items(), key=lambda item: make_sort_key(item[0]))
             for scale in SCALES
             if scale == "cpu" or (table.scales and not table.scales[scale].nothing)
         ]
@@ -137,6 +138,11 @@ def judge_everything() -> Verdicts:
         for comparison in comparisons:
             comparison.summaries  # noqa: B018  (computed before the folder goes)
     return Verdicts([table for table in tables if table is not None], comparisons)
+
+
+def make_sort_key(name: str) -> list[str | int]:
+    """Make a key that sorts figure 2 before figure 10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def write_runs(runs: Sequence[KeptRun], folder: Path) -> None:

@@ -79,7 +79,7 @@ def tabulate_counts(claims: Sequence[Claim]) -> PageTable:
     for claim in claims:
         groups.setdefault(group_of(claim), []).append(claim)
     rows = [_count_row(name, members) for name, members in groups.items()]
-    rows.append(_count_row("all", claims))
+    rows += [_count_row("all", claims)] if len(groups) > 1 else []
     columns = [
         "", "measured claims", "replicate", "fail", "inconclusive", "recomputed here", "counted", "computed",
     ]  # fmt: skip
@@ -103,13 +103,15 @@ def _count_others(counts: Mapping[tuple[str, str], int], kind: str) -> str:
 
 def tabulate_claims(title: str, claims: Sequence[Claim], with_table: bool = True) -> PageTable:
     """Lay out claims with their verdicts and what each rests on."""
-    columns = ["claim", "verdict", "seeds", "by", "runs"]
+    columns = ["claim", "verdict", "seeds", "by"]
     rows: list[list[str]] = []
     for claim in claims:
         seeds = "" if claim.seeds is None else str(claim.seeds)
-        rows.append([claim.says, claim.verdict, seeds, claim.evidence, _describe_runs(claim)])
+        rows.append([claim.says, claim.verdict, seeds, claim.evidence])
     if not with_table:
         return PageTable(title, columns, rows, choices=["verdict"])
+    columns += ["runs", "recorded", "machine"]
+    rows = [[*row, _describe_runs(claim), claim.date, claim.hardware] for row, claim in zip(rows, claims, strict=True)]
     names = [[claim.table if claim.scale == "cpu" else f"{claim.table} --scale {claim.scale}"] for claim in claims]
     rows = [name + row for name, row in zip(names, rows, strict=True)]
     papers = [[group_of(claim)] for claim in claims]

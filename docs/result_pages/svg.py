@@ -40,8 +40,8 @@ STYLE = {
 }
 
 
-def render_figure(figure: Figure, description: str) -> str:
-    """Render a figure as SVG with a description for readers who do not see it."""
+def render_figure(figure: Figure, caption: str, details: str = "") -> str:
+    """Render a figure as SVG. details: what to add to the caption for readers who do not see the figure."""
     with mpl.rc_context(STYLE):
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
@@ -49,9 +49,9 @@ def render_figure(figure: Figure, description: str) -> str:
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"\n\s*", "\n", svg)
-    text = html.escape(description, quote=True)
+    text = html.escape(" ".join(filter(None, [caption, details])), quote=True)
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{text}" ', 1)
-    return f'\n<figure class="results-picture">\n{svg}\n<figcaption>{text}</figcaption>\n</figure>\n'
+    return f'\n<figure class="results-picture">\n{svg}\n<figcaption>{html.escape(caption)}</figcaption>\n</figure>\n'
 
 
 def _make_figure(width: float, height: float) -> tuple[Figure, Any]:
@@ -78,7 +78,7 @@ def draw_counts(claims: Sequence[Any], group_of: Callable[[Any], str]) -> str:
         axes.set_xlabel("measured claims")
         axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.2))
         summary = "; ".join(f"{name}: {', '.join(f'{n} {v}' for v, n in groups[name].items() if n)}" for name in groups)
-        return render_figure(figure, f"Measured claims by verdict. {summary}")
+        return render_figure(figure, "Measured claims by verdict.", summary)
 
 
 def draw_differences(comparison: Comparison, title: str) -> str:
