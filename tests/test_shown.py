@@ -300,6 +300,7 @@ def check(command: Command) -> list[str]:
         and option in options
         # Without a text it has nothing to take rows of, and says so.
         and not (name == "retrofit" and option == "--rows" and "--text" not in command.words)
+        and not (option == "--workers" and {"--records", "--list"} & {*command.words})  # which train nothing
         for word in (option, value)
     ]
     recipes = recipes_of(name, values)

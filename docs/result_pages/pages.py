@@ -207,11 +207,9 @@ def _lay_out_figures(table: TableResult) -> PageTable:
             f"{table.table.title}. {table_caption(table.result)}", _unique(names), rows, _describe_source(table)
         )
     paper = table.table
-    rows = [
-        [row.label, *(write_paper_figure(cell, column) for column, cell in zip(paper.columns, row.cells, strict=True))]
-        for row in paper.rows
-    ]
-    return PageTable(f"{paper.title}: the paper's figures", ["", *(column.name for column in paper.columns)], rows)
+    shown = [i for i in range(len(paper.columns)) if any(row.cells[i].paper is not None for row in paper.rows)]
+    rows = [[row.label, *(write_paper_figure(row.cells[i], paper.columns[i]) for i in shown)] for row in paper.rows]
+    return PageTable(f"{paper.title}: the paper's figures", ["", *(paper.columns[i].name for i in shown)], rows)
 
 
 def _unique(names: Sequence[str]) -> list[str]:
