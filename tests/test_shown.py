@@ -159,6 +159,11 @@ def grown(path: Path, run: Run) -> None:
     assert run("train", recipe, "stages=[]", *small, f"start.checkpoint={path}-untrained", "--out", path)[0] == 0
 
 
+def stored_runs(path: Path, run: Run) -> None:
+    path.parent.mkdir(exist_ok=True)
+    shutil.copy(ROOT / path, path)
+
+
 # What a page's commands take for granted: made when a command first names it.
 GIVEN: dict[str, dict[str, Callable[[Path, Run], None]]] = {
     "README.md": {"input.txt": a_text, "runs/llama": llama, "five.png": an_image},
@@ -171,6 +176,7 @@ GIVEN: dict[str, dict[str, Callable[[Path, Run], None]]] = {
     "docs/generation.md": {"CHECKPOINT": a_run, "prompt.txt": a_text, "prompts.jsonl": prompts},
     "docs/gpu.md": {"shakespeare": shakespeare},
     "docs/growth.md": {"llama": llama, "runs/code": grown, "runs/prose": grown},
+    "docs/reproduce.md": {"results/papers.jsonl": stored_runs},
     "docs/retrofit.md": {"runs/llama": llama, "sample.txt": a_text},
     "docs/training.md": {"recipe.yaml": a_recipe},
 }
