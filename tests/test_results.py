@@ -14,9 +14,9 @@ from headwater_lab.papers.table import read_tables
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
-sys.path.insert(0, str(ROOT / "docs"))
+sys.path.insert(0, str(ROOT / "docs" / "build"))
 
-from result_pages import benchmark_pages, judging, page_tables, pages  # noqa: E402  (below docs/, where mkdocs finds it)
+from result_pages import benchmark_pages, judging, page_tables, pages  # noqa: E402  (where mkdocs finds it)
 
 
 def final_losses(experiment: str, arm: str) -> dict[int, float]:

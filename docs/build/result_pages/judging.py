@@ -26,7 +26,7 @@ from headwater_lab.reports import read_comparisons
 from headwater_lab.reports.comparison import Comparison
 from headwater_lab.training.records import RunRecord, write_record
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "results"
 RECORDS = ("ledger.jsonl", "papers.jsonl")
 WITHOUT_RECORDS = "verdicts-without-records.json"
