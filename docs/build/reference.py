@@ -1,0 +1,481 @@
+"""The reference, made from code and types: each function below returns what follows a page's hand-written introduction.
+
+`docs/reference/NAME.md` is the introduction of a page, `docs/build/hooks.py` appends the result of its function in `PAGES`.
+"""
+
+import ast
+import dataclasses
+import functools
+import importlib
+import inspect
+import re
+import textwrap
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from headwater.config.presets import preset
+from headwater.config.text import HeadwaterConfig
+from headwater.config.vision import HeadwaterVisionConfig
+from headwater.cost import counts
+from headwater.plugins.registry import MECHANISMS
+from headwater_lab.api.listing import DESCRIBED
+from headwater_lab.cli import app
+from headwater_lab.data.base import DATA, DataSettings
+from headwater_lab.data.synthetic import SyntheticSettings, list_tasks
+from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, fields_read
+from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.shipped import shipped_recipes
+from headwater_lab.training import records
+from headwater_lab.util.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def link(text: str) -> str:
+    """`text` with links in place of the arXiv numbers and the files of docs/ that it names, but in code blocks."""
+    return "\n".join(line if line.startswith("    ") else link_line(line) for line in text.splitlines())
+
+
+def link_line(line: str) -> str:
+    line = re.sub(r"\barXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", line)
+    return re.sub(r"(?<!/)\bdocs/([\w/-]+\.md)(#[\w-]+)?", lambda match: f"[{Path(match[1]).stem}](../{match[1]}{match[2] or ''})", line)
+
+
+def join_lines(text: str | None) -> str:
+    """A docstring's paragraphs as one line, for the cell of a table."""
+    return " ".join((text or "").split()).replace("|", "\\|")
+
+
+def quote(value: Any) -> str:
+    return f"`{value}`" if value != "" else ""
+
+
+def write_value(value: Any) -> str:
+    """A default as a recipe would have it."""
+    if value is None:
+        return "`null`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if value == {}:
+        return "`{}`"
+    if isinstance(value, tuple | list):
+        return f"`[{', '.join(str(getattr(item, 'value', item)) for item in value)}]`"
+    return quote(getattr(value, "value", value))
+
+
+def write_type(annotation: Any) -> str:
+    """A field's type in words: "`a` or `b`", "int", "list of str", …"""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is typing.Annotated:
+        bounds = [write_bounds(arguments[1:])]
+        return " ".join(filter(None, [write_type(arguments[0]), *bounds]))
+    if origin is Literal:
+        return ", ".join(quote(argument) for argument in arguments)
+    if origin in (typing.Union, type(int | str)):
+        names = [write_type(argument) for argument in arguments if argument is not type(None)]
+        return " or ".join(dict.fromkeys(name for name in names if not (name == "int" and "float" in names)))
+    if origin in (list, tuple):
+        items = [argument for argument in arguments if argument is not Ellipsis]
+        inner = ", ".join(dict.fromkeys(map(write_type, items)))
+        return f"list of {inner}" if origin is list or Ellipsis in arguments else f"[{', '.join(map(write_type, items))}]"
+    if origin is dict or annotation is dict:
+        return "mapping"
+    if isinstance(annotation, type) and hasattr(annotation, "__members__"):
+        return ", ".join(quote(member.value) for member in annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "" if issubclass(annotation, DataSettings) else f"[section](#{anchor(annotation.__name__)})"
+    return "" if annotation is Any else getattr(annotation, "__name__", str(annotation))
+
+
+def write_bounds(metadata: Iterable[Any]) -> str:
+    """The bounds of a number, but the upper ones that no reasonable value comes near."""
+    for entry in metadata:
+        if isinstance(entry, FieldInfo):
+            metadata = (*metadata, *entry.metadata)  # type: ignore[assignment]
+    signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+    bounds = [
+        f"{sign} {bound:g}"
+        for entry in metadata
+        for name, sign in signs.items()
+        if (bound := getattr(entry, name, None)) is not None and not (name in ("lt", "le") and bound >= 1000)
+    ]
+    return f"{', '.join(bounds)}" if bounds else ""
+
+
+def anchor(text: str) -> str:
+    return re.sub(r"[^\w-]+", "-", text.lower()).strip("-")
+
+
+def write_field(section: str, name: str, kind: str, default: str, meaning: str) -> str:
+    """A row of a table of fields, with an anchor: `#training.steps`."""
+    identifier = f"{section}.{name}" if section else name
+    first = f"`{name}`{{ #{identifier} }}" + (f"<br><small>{kind}</small>" if kind else "")
+    return f"| {first} | {default} | {meaning} |"
+
+
+FIELDS_HEAD = ["| field | default | meaning |", "| --- | --- | --- |"]
+
+
+def list_fields(section: str, model: type[BaseModel], names: Iterable[str] | None = None) -> list[str]:
+    """The table of a pydantic model's fields, from their types, defaults and docstrings."""
+    rows = list(FIELDS_HEAD)
+    for name in names or model.model_fields:
+        field = model.model_fields[name]
+        bounds = write_bounds(field.metadata)
+        kind = " ".join(filter(None, [write_type(field.annotation), bounds]))
+        default = "required" if field.is_required() else write_value(field.get_default(call_default_factory=True))
+        if isinstance(field.default, BaseModel):
+            default = ""
+        rows.append(write_field(section, name, kind, default, link(join_lines(field.description))))
+    return rows
+
+
+def find_sections(model: type[BaseModel]) -> Iterator[tuple[str, type[Settings]]]:
+    """The sections of a recipe below `model`, each with the name of its field."""
+    for name, field in model.model_fields.items():
+        for part in list_parts(field.annotation):
+            if isinstance(part, type) and issubclass(part, Settings) and not issubclass(part, DataSettings):
+                yield name, part
+
+
+def list_parts(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for argument in get_args(annotation):
+        yield from list_parts(argument)
+
+
+def build_recipe_page() -> str:
+    lines = ["## Top level", "", *list_fields("", Recipe), ""]
+    done: set[type] = set()
+
+    def add(path: str, section: type[Settings], depth: int) -> None:
+        if section in done:
+            return
+        done.add(section)
+        summary = re.sub(r"^(One of )?`\w+:?`:? ?,? ?(of a recipe: )?", "", first_paragraph(section))
+        summary = summary[:1].upper() + summary[1:]
+        title = path if depth == 2 else section_title(section, path)
+        lines.extend(
+            [f"{'#' * depth} `{title}` {{ #{anchor(section.__name__)} }}", "", link(summary), ""]
+        )
+        lines.extend([*list_fields(path, section), ""])
+        for name, inner in find_sections(section):
+            add(f"{path}.{name}", inner, 3)
+
+    for name, section in find_sections(Recipe):
+        add(name, section, 2)
+    return "\n".join(lines)
+
+
+def section_title(section: type[Settings], path: str) -> str:
+    return path.removeprefix("stages.") if path.startswith("stages.") else path
+
+
+def first_paragraph(thing: Any) -> str:
+    return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
+
+
+def read_arguments(docstring: str) -> Iterator[tuple[str, list[tuple[list[str], str]]]]:
+    """The sections of a docstring and their entries: heading, then (names, text)."""
+    heading, entries = "", []
+    for line in inspect.cleandoc(docstring).splitlines():
+        if match := re.fullmatch(r"    ([a-z_]\w*(?:, [a-z_]\w*)*): (.*)", line):
+            entries.append((match[1].split(", "), match[2]))
+        elif entries and line.startswith("        "):
+            entries[-1] = (entries[-1][0], f"{entries[-1][1]} {line.strip()}")
+        elif re.fullmatch(r"[A-Z][a-z]+", line):
+            if entries:
+                yield heading, entries
+            heading, entries = line, []
+    if entries:
+        yield heading, entries
+
+
+def list_config_fields(kind: type, section: str, depth: str) -> Iterator[str]:
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for heading, entries in read_arguments(kind.__doc__ or ""):
+        yield from ["", f"{depth} {heading}", "", *FIELDS_HEAD]
+        for names, text in entries:
+            meaning = link(join_lines(text))
+            for number, name in enumerate(names):
+                field = fields.get(name)
+                default = "" if field is None or field.default is dataclasses.MISSING else write_value(field.default)
+                kind_of = "" if field is None else write_type(field.type)
+                same = f"with `{names[0]}`" if number else meaning
+                yield write_field(section, name, "" if kind_of == "Union" else kind_of, default, same)
+
+
+def build_config_page() -> str:
+    lines = ["## Text models { #text }", "", "`HeadwaterConfig`", *list_config_fields(HeadwaterConfig, "", "###")]
+    lines += ["", "## Image models { #images }", "", "`HeadwaterVisionConfig` has the fields above that are not of "]
+    lines[-1] += "text alone, with the defaults of ViT-B/16, and:"
+    lines += list_config_fields(HeadwaterVisionConfig, "images", "###")
+    return "\n".join(lines)
+
+
+def read_option_texts(mechanism: type) -> dict[str, str]:
+    """What options mean: the docstrings below them, else what the class says of arguments of the same names."""
+    text = " ".join((inspect.getdoc(mechanism) or "").partition(">>>")[0].split())
+    parts = re.split(r"(?:^|(?<=[ .;]))((?:[a-z_]\w*, )*[a-z_]\w*): ", text)
+    texts = {}
+    for names, meaning in zip(parts[1::2], parts[2::2], strict=True):
+        for name in names.split(", "):
+            texts.setdefault(name, re.split(r" Parameters: | Args ", meaning)[0].strip())
+    tree = ast.parse(textwrap.dedent(inspect.getsource(mechanism)))
+    for options in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "Options"):
+        for field, below in zip(options.body, options.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                texts[ast.unparse(field.target)] = str(below.value.value)
+    return texts
+
+
+def count_costs(mechanisms: dict[str, Any]) -> tuple[int, float, int]:
+    """Parameters, FLOPs a token of a forward pass, and bytes a token of the cache in bf16, of the example model."""
+    config = HeadwaterConfig(vocab_size=50304, max_position_embeddings=2048, mechanisms=mechanisms)
+    flops = counts.training_flops(config, 2048)
+    return sum(counts.parameters(config).values()), flops, counts.cache_bytes_per_token(config, 2)
+
+
+def write_change(after: float, before: float) -> str:
+    change = 100 * (after / before - 1)
+    return "0" if after == before else f"{change:+.2g} %" if abs(change) < 10 else f"{change:+.0f} %"
+
+
+def build_mechanisms_page() -> str:
+    vanilla = count_costs({})
+    lines = ["## What they cost", "", "| mechanism | reads | parameters | FLOPs | cache |", "| --- | --- | ---: | ---: | ---: |"]
+    for name in MECHANISMS.own:
+        mechanism = MECHANISMS.resolve(name)
+        changes = [write_change(*pair) for pair in zip(count_costs({name: {}}), vanilla, strict=True)]
+        lines.append(f"| [`{name}`](#{name}) | {mechanism.source or ''} | {' | '.join(changes)} |")
+    for name in MECHANISMS.own:
+        mechanism = MECHANISMS.resolve(name)
+        title, _, rest = (importlib.import_module(mechanism.__module__).__doc__ or "").partition("\n")
+        lines += ["", f"## {name} {{ #{name} }}", "", link(title), link(rest), ""]
+        texts, options = read_option_texts(mechanism), dataclasses.fields(mechanism.Options)
+        lines += ["| option | default | meaning |", "| --- | --- | --- |"] if options else ["No options."]
+        for field in options:
+            meaning = link(join_lines(texts.get(field.name)))
+            default = write_value(field.default) if field.default is not dataclasses.MISSING else "required"
+            lines.append(write_field(name, field.name, write_type(field.type), default, meaning))
+        lines += ["", f"In Python: [`headwater.mechanisms.{mechanism.__name__}`](python.md#{locate(mechanism)})."]
+    return "\n".join(lines)
+
+
+def build_presets_page() -> str:
+    lines = ["L layers, D width, H query heads, K key/value heads. Tied embeddings count once.", ""]
+    lines += ["| preset | L / D / H / K | context | parameters | paper's figure | form |"]
+    lines += ["| --- | --- | --- | ---: | ---: | --- |"]
+    paper = None
+    for row in DESCRIBED["presets"]():
+        config = preset(row["name"])
+        images = isinstance(config, HeadwaterVisionConfig)
+        context = f"{config.tokens} of an image" if images else config.max_position_embeddings
+        shape = " / ".join(str(row[key]) for key in ("layers", "width", "heads", "kv_heads"))
+        if row["paper"] != paper:
+            paper = row["paper"]
+            lines.append(f"| **{link(paper)}** | | | | | |")
+        lines.append(
+            f"| `{row['name']}`{{ #{row['name']} }} | {shape} | {context} | {row['parameters']:,} | "
+            f"{row['reported'] or ''} | {row['note']} |"
+        )
+    return "\n".join(lines)
+
+
+def walk_commands(command: Any, path: str = "headwater") -> Iterator[tuple[str, Any]]:
+    for name, inner in getattr(command, "commands", {}).items():
+        if not inner.hidden:
+            yield f"{path} {name}", inner
+            yield from walk_commands(inner, f"{path} {name}")
+
+
+def write_parameter(parameter: Any) -> str:
+    argument = parameter.param_type_name == "argument"
+    names = parameter.metavar or parameter.name.upper()
+    if not argument:
+        names = ", ".join((*parameter.opts, *parameter.secondary_opts))
+    kind = "" if argument or getattr(parameter, "is_flag", False) else describe_click_type(parameter)
+    default = parameter.default
+    shown = "" if default in (None, False, ()) or callable(default) else write_value(default)
+    text = link(join_lines(getattr(parameter, "help", "")))
+    return f"| `{names}`{f'<br><small>{kind}</small>' if kind else ''} | {shown} | {text} |"
+
+
+def describe_click_type(parameter: Any) -> str:
+    descriptor = getattr(parameter, "type_descriptor", None)  # since typer 0.27; before, click's own
+    return write_type(descriptor.annotation) if descriptor else str(parameter.type.name).lower()
+
+
+def build_commands_page() -> str:
+    lines: list[str] = []
+    for path, command in walk_commands(typer.main.get_command(app)):
+        words = path.split()
+        group = bool(getattr(command, "commands", None))
+        lines += ["", f"{'#' * min(len(words), 3)} {path} {{ #{anchor(' '.join(words[1:]))} }}", ""]
+        lines += [textwrap.dedent(command.help or "").replace("\b\n", "").replace("\f", ""), ""]
+        parameters = [] if group else [parameter for parameter in command.params if "--help" not in parameter.opts]
+        if parameters:
+            lines += ["| argument or option | default | meaning |", "| --- | --- | --- |"]
+            lines += [write_parameter(parameter) for parameter in parameters]
+    return "\n".join(lines)
+
+
+def build_records_page() -> str:
+    lines = ["## The record", "", *list_fields("", records.RunRecord)]
+    for name, part in vars(records).items():
+        public = isinstance(part, type) and issubclass(part, BaseModel) and part.__module__ == records.__name__
+        if public and not name.startswith("_") and part is not records.RunRecord:
+            lines += ["", f"## {name} {{ #{anchor(name)} }}", "", first_paragraph(part), "", *list_fields(name.lower(), part)]
+    return "\n".join(lines)
+
+
+def list_kinds(synthetic: bool) -> Iterator[tuple[str, type[DataSettings]]]:
+    for name in DATA.own:
+        settings = DATA.resolve(name)
+        if issubclass(settings, SyntheticSettings) is synthetic:
+            yield name, settings
+
+
+def build_data_page() -> str:
+    lines: list[str] = []
+    inner: dict[str, type[Settings]] = {}
+    for name, settings in list_kinds(synthetic=False):
+        module = importlib.import_module(settings.__module__)
+        lines += ["", f"## kind: {name} {{ #{name} }}", "", first_paragraph(module), ""]
+        lines += list_fields(name, settings)
+        inner |= dict(find_sections(settings))
+    for name, section in inner.items():
+        lines += ["", f"## {name} {{ #{anchor(section.__name__)} }}", "", first_paragraph(section), ""]
+        lines += list_fields(name, section)
+    return "\n".join(lines)
+
+
+def build_tasks_page() -> str:
+    rows = DESCRIBED["tasks"]()
+    described = list(zip(list_tasks(), rows, strict=True))
+    lines: list[str] = []
+    for name, settings in list_kinds(synthetic=True):
+        module = importlib.import_module(settings.__module__)
+        data = next(
+            kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__name__ == settings.__name__.replace("Settings", "Data")
+        )
+        title, _, rest = (module.__doc__ or "").partition("\n")
+        lines += ["", f"## kind: {name} {{ #{name} }}", "", link(title), link(rest), ""]
+        lines += [link(inspect.getdoc(data) or ""), "", *list_fields(name, settings), ""]
+        for variant, row in described:
+            if variant.kind == name:
+                form = getattr(variant, "variant", "")
+                lines += ["", f"A held-out row{f' of `variant: {form}`' if form else ''}, labels after the arrows. "]
+                lines[-1] += f"A guess has {row['metric']} {row['guess']:.3f}."
+                lines += ["", *textwrap.indent(textwrap.fill(row["row"], 100), "    ").splitlines()]
+    return "\n".join(lines)
+
+
+def build_optimizers_page() -> str:
+    lines: list[str] = []
+    for title, registry in (("Optimizers", OPTIMIZERS), ("Schedules", SCHEDULES)):
+        what = title.lower().removesuffix("s")
+        lines += ["", f"## {title}", "", f"| `training.{what}` | what it does | fields of `training` that it reads |"]
+        lines += ["| --- | --- | --- |"]
+        for name in registry.own:
+            thing = registry.resolve(name)
+            fields = ", ".join(f"[`{field}`](recipe.md#training.{field})" for field in fields_read(thing))
+            lines.append(f"| `{name}`{{ #{name} }} | {link(join_lines(inspect.getdoc(thing)))} | {fields} |")
+    return "\n".join(lines)
+
+
+def read_head(path: Path) -> tuple[str, str, str]:
+    """What a recipe shows, what it costs, and the command that runs it: the three lines at its top."""
+    lines = [line.removeprefix("#").strip() for line in path.read_text().splitlines()[:3]]
+    return lines[0], lines[1], lines[2]
+
+
+def build_recipes_page() -> str:
+    lines: list[str] = []
+    folder = None
+    for name, path in shipped_recipes().items():
+        parent = name.rpartition("/")[0]
+        if parent != folder:
+            folder = parent
+            lines += ["", f"## {parent or 'Your own text'} {{ #{anchor(parent or 'text')} }}", ""]
+            lines += ["| recipe | shows | costs | run |", "| --- | --- | --- | --- |"]
+        shows, cost, command = (link(join_lines(line)) for line in read_head(path))
+        lines.append(f"| `{name}` | {shows} | {cost} | `{command}` |")
+    return "\n".join(lines)
+
+
+# The modules whose `__all__` is public, with the heading of each.
+PUBLIC = {
+    "headwater": "Models",
+    "headwater_lab": "Experiments",
+    "headwater.mechanisms": "Mechanisms",
+    "headwater.growth": "Growth",
+    "headwater.conversion": "Other families",
+    "headwater.verification": "Verification",
+    "headwater.testing": "Testing a mechanism",
+    "headwater.cost": "Cost",
+    "headwater_lab.evaluation": "Evaluation",
+    "headwater_lab.inspection": "Inspection",
+    "headwater_lab.reports": "Reports",
+    "headwater_lab.data.synthetic": "Synthetic tasks",
+    "headwater.integrations.torchtitan": "torchtitan",
+}
+
+
+def locate(thing: Any) -> str:
+    return f"{thing.__module__}.{thing.__qualname__}"
+
+
+def list_public() -> Iterator[tuple[str, list[str]]]:
+    """The public objects of each module of `PUBLIC`, by the place where they are defined."""
+    listed: set[str] = set()
+    for name in PUBLIC:
+        module = importlib.import_module(name)
+        places = []
+        for public in module.__all__:
+            thing = getattr(module, public)
+            documented = inspect.isclass(thing) or inspect.isroutine(thing)
+            if documented and (place := locate(thing)) not in listed:
+                places.append(place)
+                listed.add(place)
+                returned = inspect.signature(thing).return_annotation if name == "headwater_lab" else None
+                if isinstance(returned, str) and inspect.isclass(getattr(inspect.getmodule(thing), returned, None)):
+                    places.append(f"{thing.__module__}.{returned}")
+        yield name, places
+
+
+def build_python_page() -> str:
+    lines: list[str] = []
+    for name, places in list_public():
+        lines += ["", f"## {PUBLIC[name]}: {name} {{ #{name} }}", ""]
+        for place in places:
+            lines += [f"::: {place}", ""]
+    return "\n".join(lines)
+
+
+# Page -> what makes the part below its introduction.
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/recipe.md": build_recipe_page,
+    "reference/config.md": build_config_page,
+    "reference/mechanisms.md": build_mechanisms_page,
+    "reference/presets.md": build_presets_page,
+    "reference/data.md": build_data_page,
+    "reference/tasks.md": build_tasks_page,
+    "reference/optimizers.md": build_optimizers_page,
+    "reference/recipes.md": build_recipes_page,
+    "reference/commands.md": build_commands_page,
+    "reference/records.md": build_records_page,
+    "reference/python.md": build_python_page,
+}
+
+
+@functools.cache
+def build_page(page: str) -> str:
+    """The generated part of a page of the reference."""
+    return PAGES[page]()
