@@ -37,19 +37,26 @@ from headwater_lab.util.settings import Settings
 ROOT = Path(__file__).parents[2]
 
 
-def link(text: str) -> str:
-    """`text` with links in place of the arXiv numbers and the files of docs/ that it names, but in code blocks."""
-    return "\n".join(line if line.startswith("    ") else link_line(line) for line in text.splitlines())
+def write_prose(text: str) -> str:
+    """A docstring as Markdown: code blocks and code stay, names with _ are no emphasis, [A] is no link."""
+    return "\n".join(line if line.startswith("    ") else write_line(line) for line in text.splitlines())
 
 
-def link_line(line: str) -> str:
-    line = re.sub(r"\barXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", line)
-    return re.sub(r"(?<!/)\bdocs/([\w/-]+\.md)(#[\w-]+)?", lambda match: f"[{Path(match[1]).stem}](../{match[1]}{match[2] or ''})", line)
+def write_line(line: str) -> str:
+    """A line of prose, with links in place of the arXiv numbers and the files of docs/ that it names."""
+    parts = line.split("`")
+    parts[::2] = [re.sub(r"([_*\[|])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
+    line = re.sub(r"\barXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", "`".join(parts))
+    return re.sub(
+        r"(?<!/)\bdocs/([\w/-]+\.md)(#[\w-]+)?",
+        lambda match: f"[{Path(match[1]).stem}](../{match[1]}{match[2] or ''})",
+        line,
+    )
 
 
 def join_lines(text: str | None) -> str:
-    """A docstring's paragraphs as one line, for the cell of a table."""
-    return " ".join((text or "").split()).replace("|", "\\|")
+    """A docstring as one line, for the cell of a table."""
+    return write_line(" ".join((text or "").split()))
 
 
 def quote(value: Any) -> str:
@@ -89,7 +96,7 @@ def write_type(annotation: Any) -> str:
     if isinstance(annotation, type) and hasattr(annotation, "__members__"):
         return ", ".join(quote(member.value) for member in annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "" if issubclass(annotation, DataSettings) else f"[section](#{anchor(annotation.__name__)})"
+        return "" if issubclass(annotation, DataSettings) else f"[fields](#{anchor(annotation.__name__)})"
     return "" if annotation is Any else getattr(annotation, "__name__", str(annotation))
 
 
@@ -119,12 +126,15 @@ def write_field(section: str, name: str, kind: str, default: str, meaning: str) 
     return f"| {first} | {default} | {meaning} |"
 
 
-FIELDS_HEAD = ["| field | default | meaning |", "| --- | --- | --- |"]
+def write_fields(rows: Iterable[str], what: str = "field") -> list[str]:
+    """A table of fields, which a phone shows one below the other (site.css)."""
+    head = [f"| {what} | default | meaning |", "| --- | --- | --- |"]
+    return ['<div class="fields" markdown>', "", *head, *rows, "", "</div>"]
 
 
 def list_fields(section: str, model: type[BaseModel], names: Iterable[str] | None = None) -> list[str]:
     """The table of a pydantic model's fields, from their types, defaults and docstrings."""
-    rows = list(FIELDS_HEAD)
+    rows = []
     for name in names or model.model_fields:
         field = model.model_fields[name]
         bounds = write_bounds(field.metadata)
@@ -132,8 +142,8 @@ def list_fields(section: str, model: type[BaseModel], names: Iterable[str] | Non
         default = "required" if field.is_required() else write_value(field.get_default(call_default_factory=True))
         if isinstance(field.default, BaseModel):
             default = ""
-        rows.append(write_field(section, name, kind, default, link(join_lines(field.description))))
-    return rows
+        rows.append(write_field(section, name, kind, default, join_lines(field.description)))
+    return write_fields(rows)
 
 
 def find_sections(model: type[BaseModel]) -> Iterator[tuple[str, type[Settings]]]:
@@ -162,7 +172,7 @@ def build_recipe_page() -> str:
         summary = summary[:1].upper() + summary[1:]
         title = path if depth == 2 else section_title(section, path)
         lines.extend(
-            [f"{'#' * depth} `{title}` {{ #{anchor(section.__name__)} }}", "", link(summary), ""]
+            [f"{'#' * depth} `{title}` {{ #{anchor(section.__name__)} }}", "", write_prose(summary), ""]
         )
         lines.extend([*list_fields(path, section), ""])
         for name, inner in find_sections(section):
@@ -197,25 +207,26 @@ def read_arguments(docstring: str) -> Iterator[tuple[str, list[tuple[list[str], 
         yield heading, entries
 
 
-def list_config_fields(kind: type, section: str, depth: str) -> Iterator[str]:
+def list_config_fields(kind: type, section: str) -> Iterator[str]:
+    """A table for each section of the docstring of a config."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for heading, entries in read_arguments(kind.__doc__ or ""):
-        yield from ["", f"{depth} {heading}", "", *FIELDS_HEAD]
+        rows = []
         for names, text in entries:
-            meaning = link(join_lines(text))
-            for number, name in enumerate(names):
+            for name in names:
                 field = fields.get(name)
                 default = "" if field is None or field.default is dataclasses.MISSING else write_value(field.default)
-                kind_of = "" if field is None else write_type(field.type)
-                same = f"with `{names[0]}`" if number else meaning
-                yield write_field(section, name, "" if kind_of == "Union" else kind_of, default, same)
+                type_text = "" if field is None else write_type(field.type)
+                meaning = join_lines(text) if name == names[0] else f"see `{names[0]}`"
+                rows.append(write_field(section, name, type_text, default, meaning))
+        yield from ["", f"### {heading} {{ #{anchor(f'{section} {heading}')} }}", "", *write_fields(rows)]
 
 
 def build_config_page() -> str:
-    lines = ["## Text models { #text }", "", "`HeadwaterConfig`", *list_config_fields(HeadwaterConfig, "", "###")]
-    lines += ["", "## Image models { #images }", "", "`HeadwaterVisionConfig` has the fields above that are not of "]
-    lines[-1] += "text alone, with the defaults of ViT-B/16, and:"
-    lines += list_config_fields(HeadwaterVisionConfig, "images", "###")
+    lines = ["## Text models { #text }", "", "`HeadwaterConfig`", *list_config_fields(HeadwaterConfig, "")]
+    lines += ["", "## Image models { #images }", ""]
+    lines += ["`HeadwaterVisionConfig` has the fields above that make sense without text, with ViT-B/16's values, and:"]
+    lines += list_config_fields(HeadwaterVisionConfig, "images")
     return "\n".join(lines)
 
 
@@ -244,28 +255,32 @@ def count_costs(mechanisms: dict[str, Any]) -> tuple[int, float, int]:
 
 def write_change(after: float, before: float) -> str:
     change = 100 * (after / before - 1)
-    return "0" if after == before else f"{change:+.2g} %" if abs(change) < 10 else f"{change:+.0f} %"
+    return "0" if after == before else f"{change:+.1f} %" if abs(change) >= 0.05 else "< 0.1 %"
 
 
 def build_mechanisms_page() -> str:
     vanilla = count_costs({})
-    lines = ["## What they cost", "", "| mechanism | reads | parameters | FLOPs | cache |", "| --- | --- | ---: | ---: | ---: |"]
+    lines = ["## What they cost", "", "| mechanism | reads | parameters | FLOPs | cache |"]
+    lines += ["| --- | --- | ---: | ---: | ---: |"]
     for name in MECHANISMS.own:
-        mechanism = MECHANISMS.resolve(name)
-        changes = [write_change(*pair) for pair in zip(count_costs({name: {}}), vanilla, strict=True)]
-        lines.append(f"| [`{name}`](#{name}) | {mechanism.source or ''} | {' | '.join(changes)} |")
+        costs = count_costs({name: {}})
+        changes = [f"{costs[0] - vanilla[0]:+,}", write_change(costs[1], vanilla[1]), write_change(costs[2], vanilla[2])]
+        lines.append(f"| [`{name}`](#{name}) | {MECHANISMS.resolve(name).source or ''} | {' | '.join(changes)} |")
     for name in MECHANISMS.own:
-        mechanism = MECHANISMS.resolve(name)
-        title, _, rest = (importlib.import_module(mechanism.__module__).__doc__ or "").partition("\n")
-        lines += ["", f"## {name} {{ #{name} }}", "", link(title), link(rest), ""]
-        texts, options = read_option_texts(mechanism), dataclasses.fields(mechanism.Options)
-        lines += ["| option | default | meaning |", "| --- | --- | --- |"] if options else ["No options."]
-        for field in options:
-            meaning = link(join_lines(texts.get(field.name)))
-            default = write_value(field.default) if field.default is not dataclasses.MISSING else "required"
-            lines.append(write_field(name, field.name, write_type(field.type), default, meaning))
-        lines += ["", f"In Python: [`headwater.mechanisms.{mechanism.__name__}`](python.md#{locate(mechanism)})."]
+        lines += describe_mechanism(name, MECHANISMS.resolve(name))
     return "\n".join(lines)
+
+
+def describe_mechanism(name: str, mechanism: Any) -> Iterator[str]:
+    """The section of a mechanism: the head of its file, its options, and its class."""
+    title, _, rest = (importlib.import_module(mechanism.__module__).__doc__ or "").partition("\n")
+    yield from ["", f"## {name} {{ #{name} }}", "", write_line(title), write_prose(rest), ""]
+    texts, rows = read_option_texts(mechanism), []
+    for field in dataclasses.fields(mechanism.Options):
+        default = write_value(field.default) if field.default is not dataclasses.MISSING else "required"
+        rows.append(write_field(name, field.name, write_type(field.type), default, join_lines(texts.get(field.name))))
+    yield from write_fields(rows, "option") if rows else ["No options."]
+    yield from ["", f"In Python: [`headwater.mechanisms.{mechanism.__name__}`](python.md#{locate(mechanism)})."]
 
 
 def build_presets_page() -> str:
@@ -280,7 +295,7 @@ def build_presets_page() -> str:
         shape = " / ".join(str(row[key]) for key in ("layers", "width", "heads", "kv_heads"))
         if row["paper"] != paper:
             paper = row["paper"]
-            lines.append(f"| **{link(paper)}** | | | | | |")
+            lines.append(f"| **{write_line(paper)}** | | | | | |")
         lines.append(
             f"| `{row['name']}`{{ #{row['name']} }} | {shape} | {context} | {row['parameters']:,} | "
             f"{row['reported'] or ''} | {row['note']} |"
@@ -303,7 +318,7 @@ def write_parameter(parameter: Any) -> str:
     kind = "" if argument or getattr(parameter, "is_flag", False) else describe_click_type(parameter)
     default = parameter.default
     shown = "" if default in (None, False, ()) or callable(default) else write_value(default)
-    text = link(join_lines(getattr(parameter, "help", "")))
+    text = join_lines(getattr(parameter, "help", ""))
     return f"| `{names}`{f'<br><small>{kind}</small>' if kind else ''} | {shown} | {text} |"
 
 
@@ -321,8 +336,7 @@ def build_commands_page() -> str:
         lines += [textwrap.dedent(command.help or "").replace("\b\n", "").replace("\f", ""), ""]
         parameters = [] if group else [parameter for parameter in command.params if "--help" not in parameter.opts]
         if parameters:
-            lines += ["| argument or option | default | meaning |", "| --- | --- | --- |"]
-            lines += [write_parameter(parameter) for parameter in parameters]
+            lines += write_fields(map(write_parameter, parameters), "argument")
     return "\n".join(lines)
 
 
@@ -366,8 +380,8 @@ def build_tasks_page() -> str:
             kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__name__ == settings.__name__.replace("Settings", "Data")
         )
         title, _, rest = (module.__doc__ or "").partition("\n")
-        lines += ["", f"## kind: {name} {{ #{name} }}", "", link(title), link(rest), ""]
-        lines += [link(inspect.getdoc(data) or ""), "", *list_fields(name, settings), ""]
+        lines += ["", f"## kind: {name} {{ #{name} }}", "", write_line(title), write_prose(rest), ""]
+        lines += [write_prose(inspect.getdoc(data) or ""), "", *list_fields(name, settings), ""]
         for variant, row in described:
             if variant.kind == name:
                 form = getattr(variant, "variant", "")
@@ -386,7 +400,7 @@ def build_optimizers_page() -> str:
         for name in registry.own:
             thing = registry.resolve(name)
             fields = ", ".join(f"[`{field}`](recipe.md#training.{field})" for field in fields_read(thing))
-            lines.append(f"| `{name}`{{ #{name} }} | {link(join_lines(inspect.getdoc(thing)))} | {fields} |")
+            lines.append(f"| `{name}`{{ #{name} }} | {join_lines(inspect.getdoc(thing))} | {fields} |")
     return "\n".join(lines)
 
 
@@ -405,7 +419,7 @@ def build_recipes_page() -> str:
             folder = parent
             lines += ["", f"## {parent or 'Your own text'} {{ #{anchor(parent or 'text')} }}", ""]
             lines += ["| recipe | shows | costs | run |", "| --- | --- | --- | --- |"]
-        shows, cost, command = (link(join_lines(line)) for line in read_head(path))
+        shows, cost, command = (join_lines(line) for line in read_head(path))
         lines.append(f"| `{name}` | {shows} | {cost} | `{command}` |")
     return "\n".join(lines)
 
