@@ -1,6 +1,7 @@
-"""The reference, made from code and types: each function below returns what follows a page's hand-written introduction.
+"""The reference, made from code and types.
 
-`docs/reference/NAME.md` is the introduction of a page, `docs/build/hooks.py` appends the result of its function in `PAGES`.
+`docs/reference/NAME.md` is the hand-written introduction of a page, to which `docs/build/hooks.py` appends what the
+page's function in `PAGES` returns.
 """
 
 import ast
@@ -8,8 +9,10 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 import re
 import textwrap
+import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,15 +25,15 @@ from pydantic.fields import FieldInfo
 from headwater.config.presets import preset
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.cost import counts
+from headwater.cost import price
+from headwater.mechanisms.capabilities import CAPABILITIES, members_of
 from headwater.plugins.registry import MECHANISMS
 from headwater_lab.api.listing import DESCRIBED
 from headwater_lab.cli import app
 from headwater_lab.data.base import DATA, DataSettings
 from headwater_lab.data.synthetic import SyntheticSettings, list_tasks
-from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, fields_read
+from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.recipe.shipped import shipped_recipes
 from headwater_lab.training import records
 from headwater_lab.util.settings import Settings
 
@@ -80,17 +83,16 @@ def write_type(annotation: Any) -> str:
     """A field's type in words: "`a` or `b`", "int", "list of str", …"""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is typing.Annotated:
-        bounds = [write_bounds(arguments[1:])]
-        return " ".join(filter(None, [write_type(arguments[0]), *bounds]))
+        return f"{write_type(arguments[0])} {write_bounds(arguments[1:])}".strip()
     if origin is Literal:
-        return ", ".join(quote(argument) for argument in arguments)
-    if origin in (typing.Union, type(int | str)):
+        return ", ".join(map(quote, arguments))
+    if origin in (typing.Union, types.UnionType):
         names = [write_type(argument) for argument in arguments if argument is not type(None)]
-        return " or ".join(dict.fromkeys(name for name in names if not (name == "int" and "float" in names)))
-    if origin in (list, tuple):
-        items = [argument for argument in arguments if argument is not Ellipsis]
-        inner = ", ".join(dict.fromkeys(map(write_type, items)))
-        return f"list of {inner}" if origin is list or Ellipsis in arguments else f"[{', '.join(map(write_type, items))}]"
+        return " or ".join(name for name in dict.fromkeys(names) if name != "int" or "float" not in names)
+    if origin is list:
+        return f"list of {write_type(arguments[0])}"
+    if origin is tuple:
+        return f"[{', '.join(write_type(argument) for argument in arguments)}]"
     if origin is dict or annotation is dict:
         return "mapping"
     if isinstance(annotation, type) and hasattr(annotation, "__members__"):
@@ -102,17 +104,15 @@ def write_type(annotation: Any) -> str:
 
 def write_bounds(metadata: Iterable[Any]) -> str:
     """The bounds of a number, but the upper ones that no reasonable value comes near."""
+    bounds = []
     for entry in metadata:
         if isinstance(entry, FieldInfo):
-            metadata = (*metadata, *entry.metadata)  # type: ignore[assignment]
-    signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-    bounds = [
-        f"{sign} {bound:g}"
-        for entry in metadata
-        for name, sign in signs.items()
-        if (bound := getattr(entry, name, None)) is not None and not (name in ("lt", "le") and bound >= 1000)
-    ]
-    return f"{', '.join(bounds)}" if bounds else ""
+            bounds.append(write_bounds(entry.metadata))
+        for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
+            bound = getattr(entry, name, None)
+            if isinstance(bound, int | float) and (sign in ">≥" or bound < 1000):
+                bounds.append(f"{sign} {bound:g}")
+    return ", ".join(filter(None, bounds))
 
 
 def anchor(text: str) -> str:
@@ -126,6 +126,10 @@ def write_field(section: str, name: str, kind: str, default: str, meaning: str) 
     return f"| {first} | {default} | {meaning} |"
 
 
+def write_heading(level: int, title: str, identifier: str) -> list[str]:
+    return ["", f"{'#' * level} {title} {{ #{identifier} }}", ""]
+
+
 def write_fields(rows: Iterable[str], what: str = "field") -> list[str]:
     """A table of fields, which a phone shows one below the other (site.css)."""
     head = [f"| {what} | default | meaning |", "| --- | --- | --- |"]
@@ -137,8 +141,7 @@ def list_fields(section: str, model: type[BaseModel], names: Iterable[str] | Non
     rows = []
     for name in names or model.model_fields:
         field = model.model_fields[name]
-        bounds = write_bounds(field.metadata)
-        kind = " ".join(filter(None, [write_type(field.annotation), bounds]))
+        kind = f"{write_type(field.annotation)} {write_bounds(field.metadata)}".strip()
         default = "required" if field.is_required() else write_value(field.get_default(call_default_factory=True))
         if isinstance(field.default, BaseModel):
             default = ""
@@ -170,21 +173,14 @@ def build_recipe_page() -> str:
         done.add(section)
         summary = re.sub(r"^(One of )?`\w+:?`:? ?,? ?(of a recipe: )?", "", first_paragraph(section))
         summary = summary[:1].upper() + summary[1:]
-        title = path if depth == 2 else section_title(section, path)
-        lines.extend(
-            [f"{'#' * depth} `{title}` {{ #{anchor(section.__name__)} }}", "", write_prose(summary), ""]
-        )
-        lines.extend([*list_fields(path, section), ""])
+        lines.extend([*write_heading(depth, f"`{path}`", anchor(section.__name__)), write_prose(summary), ""])
+        lines.extend(list_fields(path, section))
         for name, inner in find_sections(section):
             add(f"{path}.{name}", inner, 3)
 
     for name, section in find_sections(Recipe):
         add(name, section, 2)
     return "\n".join(lines)
-
-
-def section_title(section: type[Settings], path: str) -> str:
-    return path.removeprefix("stages.") if path.startswith("stages.") else path
 
 
 def first_paragraph(thing: Any) -> str:
@@ -219,12 +215,12 @@ def list_config_fields(kind: type, section: str) -> Iterator[str]:
                 type_text = "" if field is None else write_type(field.type)
                 meaning = join_lines(text) if name == names[0] else f"see `{names[0]}`"
                 rows.append(write_field(section, name, type_text, default, meaning))
-        yield from ["", f"### {heading} {{ #{anchor(f'{section} {heading}')} }}", "", *write_fields(rows)]
+        yield from [*write_heading(3, heading, anchor(f"{section} {heading}")), *write_fields(rows)]
 
 
 def build_config_page() -> str:
-    lines = ["## Text models { #text }", "", "`HeadwaterConfig`", *list_config_fields(HeadwaterConfig, "")]
-    lines += ["", "## Image models { #images }", ""]
+    lines = [*write_heading(2, "Text models", "text"), "`HeadwaterConfig`", *list_config_fields(HeadwaterConfig, "")]
+    lines += write_heading(2, "Image models", "images")
     lines += ["`HeadwaterVisionConfig` has the fields above that make sense without text, with ViT-B/16's values, and:"]
     lines += list_config_fields(HeadwaterVisionConfig, "images")
     return "\n".join(lines)
@@ -241,16 +237,19 @@ def read_option_texts(mechanism: type) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(mechanism)))
     for options in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "Options"):
         for field, below in zip(options.body, options.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
                 texts[ast.unparse(field.target)] = str(below.value.value)
     return texts
 
 
 def count_costs(mechanisms: dict[str, Any]) -> tuple[int, float, int]:
-    """Parameters, FLOPs a token of a forward pass, and bytes a token of the cache in bf16, of the example model."""
-    config = HeadwaterConfig(vocab_size=50304, max_position_embeddings=2048, mechanisms=mechanisms)
-    flops = counts.training_flops(config, 2048)
-    return sum(counts.parameters(config).values()), flops, counts.cache_bytes_per_token(config, 2)
+    """Parameters, training FLOPs and bytes of the bf16 cache, the last two per token, of the introduction's model."""
+    cost = price(HeadwaterConfig(vocab_size=50304, max_position_embeddings=2048, mechanisms=mechanisms))
+    return sum(cost.parameters.values()), cost.at[0].training, cost.cache_bytes_per_token
 
 
 def write_change(after: float, before: float) -> str:
@@ -262,11 +261,15 @@ def build_mechanisms_page() -> str:
     vanilla = count_costs({})
     lines = ["## What they cost", "", "| mechanism | reads | parameters | FLOPs | cache |"]
     lines += ["| --- | --- | ---: | ---: | ---: |"]
-    for name in MECHANISMS.own:
+    for name in MECHANISMS.names:
         costs = count_costs({name: {}})
-        changes = [f"{costs[0] - vanilla[0]:+,}", write_change(costs[1], vanilla[1]), write_change(costs[2], vanilla[2])]
+        changes = [
+            f"{costs[0] - vanilla[0]:+,}",
+            write_change(costs[1], vanilla[1]),
+            write_change(costs[2], vanilla[2]),
+        ]
         lines.append(f"| [`{name}`](#{name}) | {MECHANISMS.resolve(name).source or ''} | {' | '.join(changes)} |")
-    for name in MECHANISMS.own:
+    for name in MECHANISMS.names:
         lines += describe_mechanism(name, MECHANISMS.resolve(name))
     return "\n".join(lines)
 
@@ -274,13 +277,33 @@ def build_mechanisms_page() -> str:
 def describe_mechanism(name: str, mechanism: Any) -> Iterator[str]:
     """The section of a mechanism: the head of its file, its options, and its class."""
     title, _, rest = (importlib.import_module(mechanism.__module__).__doc__ or "").partition("\n")
-    yield from ["", f"## {name} {{ #{name} }}", "", write_line(title), write_prose(rest), ""]
+    yield from [*write_heading(2, name, name), write_line(title), write_prose(rest), ""]
     texts, rows = read_option_texts(mechanism), []
     for field in dataclasses.fields(mechanism.Options):
         default = write_value(field.default) if field.default is not dataclasses.MISSING else "required"
         rows.append(write_field(name, field.name, write_type(field.type), default, join_lines(texts.get(field.name))))
     yield from write_fields(rows, "option") if rows else ["No options."]
     yield from ["", f"In Python: [`headwater.mechanisms.{mechanism.__name__}`](python.md#{locate(mechanism)})."]
+
+
+def build_capabilities_page() -> str:
+    lines: list[str] = []
+    for capability in CAPABILITIES:
+        lines += [
+            *write_heading(2, name := capability.__name__, name),
+            write_prose(inspect.getdoc(capability) or ""),
+            "",
+        ]
+        lines += [describe_member(capability, member) for member in sorted(members_of(capability))]
+    return "\n".join(lines)
+
+
+def describe_member(capability: type, member: str) -> str:
+    method = getattr(capability, member, None)
+    if not inspect.isroutine(method):
+        return f"- `{member}`"
+    names = [name for name in inspect.signature(method).parameters if name != "self"]
+    return f"- `{member}({', '.join(names)})` {join_lines(inspect.getdoc(method))}"
 
 
 def build_presets_page() -> str:
@@ -330,9 +353,9 @@ def describe_click_type(parameter: Any) -> str:
 def build_commands_page() -> str:
     lines: list[str] = []
     for path, command in walk_commands(typer.main.get_command(app)):
-        words = path.split()
+        _, *words = path.split()
         group = bool(getattr(command, "commands", None))
-        lines += ["", f"{'#' * min(len(words), 3)} {path} {{ #{anchor(' '.join(words[1:]))} }}", ""]
+        lines += write_heading(1 + len(words), path, "-".join(words))
         lines += [textwrap.dedent(command.help or "").replace("\b\n", "").replace("\f", ""), ""]
         parameters = [] if group else [parameter for parameter in command.params if "--help" not in parameter.opts]
         if parameters:
@@ -345,12 +368,13 @@ def build_records_page() -> str:
     for name, part in vars(records).items():
         public = isinstance(part, type) and issubclass(part, BaseModel) and part.__module__ == records.__name__
         if public and not name.startswith("_") and part is not records.RunRecord:
-            lines += ["", f"## {name} {{ #{anchor(name)} }}", "", first_paragraph(part), "", *list_fields(name.lower(), part)]
+            lines += [*write_heading(2, name, anchor(name)), first_paragraph(part), ""]
+            lines += list_fields(name.lower(), part)
     return "\n".join(lines)
 
 
 def list_kinds(synthetic: bool) -> Iterator[tuple[str, type[DataSettings]]]:
-    for name in DATA.own:
+    for name in DATA.names:
         settings = DATA.resolve(name)
         if issubclass(settings, SyntheticSettings) is synthetic:
             yield name, settings
@@ -361,11 +385,11 @@ def build_data_page() -> str:
     inner: dict[str, type[Settings]] = {}
     for name, settings in list_kinds(synthetic=False):
         module = importlib.import_module(settings.__module__)
-        lines += ["", f"## kind: {name} {{ #{name} }}", "", first_paragraph(module), ""]
+        lines += [*write_heading(2, f"kind: {name}", name), first_paragraph(module), ""]
         lines += list_fields(name, settings)
         inner |= dict(find_sections(settings))
     for name, section in inner.items():
-        lines += ["", f"## {name} {{ #{anchor(section.__name__)} }}", "", first_paragraph(section), ""]
+        lines += [*write_heading(2, name, anchor(section.__name__)), first_paragraph(section), ""]
         lines += list_fields(name, section)
     return "\n".join(lines)
 
@@ -377,10 +401,12 @@ def build_tasks_page() -> str:
     for name, settings in list_kinds(synthetic=True):
         module = importlib.import_module(settings.__module__)
         data = next(
-            kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__name__ == settings.__name__.replace("Settings", "Data")
+            kind
+            for kind in vars(module).values()
+            if inspect.isclass(kind) and kind.__name__ == settings.__name__.replace("Settings", "Data")
         )
         title, _, rest = (module.__doc__ or "").partition("\n")
-        lines += ["", f"## kind: {name} {{ #{name} }}", "", write_line(title), write_prose(rest), ""]
+        lines += [*write_heading(2, f"kind: {name}", name), write_line(title), write_prose(rest), ""]
         lines += [write_prose(inspect.getdoc(data) or ""), "", *list_fields(name, settings), ""]
         for variant, row in described:
             if variant.kind == name:
@@ -391,37 +417,66 @@ def build_tasks_page() -> str:
     return "\n".join(lines)
 
 
+def list_keywords(function: Any) -> list[str]:
+    """The fields of `training` that an optimizer or a schedule reads: its keyword-only parameters."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+
 def build_optimizers_page() -> str:
     lines: list[str] = []
     for title, registry in (("Optimizers", OPTIMIZERS), ("Schedules", SCHEDULES)):
         what = title.lower().removesuffix("s")
         lines += ["", f"## {title}", "", f"| `training.{what}` | what it does | fields of `training` that it reads |"]
         lines += ["| --- | --- | --- |"]
-        for name in registry.own:
+        for name in registry.names:
             thing = registry.resolve(name)
-            fields = ", ".join(f"[`{field}`](recipe.md#training.{field})" for field in fields_read(thing))
+            fields = ", ".join(f"[`{field}`](recipe.md#training.{field})" for field in list_keywords(thing))
             lines.append(f"| `{name}`{{ #{name} }} | {join_lines(inspect.getdoc(thing))} | {fields} |")
     return "\n".join(lines)
 
 
-def read_head(path: Path) -> tuple[str, str, str]:
-    """What a recipe shows, what it costs, and the command that runs it: the three lines at its top."""
-    lines = [line.removeprefix("#").strip() for line in path.read_text().splitlines()[:3]]
-    return lines[0], lines[1], lines[2]
+def read_head(path: Path) -> tuple[str, str, str, list[str]]:
+    """The head of a recipe: what it shows, what it costs, the command that runs it, and its notes ("Needs: …")."""
+    shows, costs, run, *notes = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    joined: list[str] = []
+    for line in notes:
+        if line.startswith("#   "):
+            joined[-1] += line.removeprefix("#  ")
+        else:
+            joined.append(line.removeprefix("# "))
+    return shows.removeprefix("# "), costs.removeprefix("# Costs "), run.removeprefix("# Run: "), joined
 
 
 def build_recipes_page() -> str:
     lines: list[str] = []
     folder = None
-    for name, path in shipped_recipes().items():
+    for recipe in DESCRIBED["recipes"]():
+        name, path = recipe["name"], Path(recipe["file"])
         parent = name.rpartition("/")[0]
         if parent != folder:
             folder = parent
-            lines += ["", f"## {parent or 'Your own text'} {{ #{anchor(parent or 'text')} }}", ""]
-            lines += ["| recipe | shows | costs | run |", "| --- | --- | --- | --- |"]
-        shows, cost, command = (join_lines(line) for line in read_head(path))
-        lines.append(f"| `{name}` | {shows} | {cost} | `{command}` |")
+            lines += write_heading(2, parent or "Your own text", anchor(parent or "text"))
+        shows, costs, run, notes = read_head(path)
+        lines += [
+            f"**`{name}`**{{ #{anchor(name)} }} {write_line(shows)}",
+            "",
+            f"- Costs {costs}",
+            f"- Run: `{run.partition('   ')[0]}`",
+        ]
+        lines += [f"- {write_note(note)}" for note in notes] + [""]
     return "\n".join(lines)
+
+
+def write_note(note: str) -> str:
+    """A note of a recipe's head, its commands as code."""
+    label, _, text = note.partition(": ")
+    if label != "Needs":
+        return write_line(note)
+    commands = re.compile(r"^(headwater|python|hf|curl|TORCH=)")
+    return f"{label}: " + "; ".join(
+        f"`{part}`" if commands.match(part) else write_line(part) for part in text.split("; ")
+    )
 
 
 # The modules whose `__all__` is public, with the heading of each.
@@ -464,13 +519,27 @@ def list_public() -> Iterator[tuple[str, list[str]]]:
         yield name, places
 
 
+def list_used(listed: set[str]) -> list[str]:
+    """What hand-written pages import in Python and `__all__` does not list."""
+    used: set[str] = set()
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            for module, names in re.findall(r"^from (headwater[\w.]*) import \(?([\w, \n]+)", block, re.MULTILINE):
+                things = (getattr(importlib.import_module(module), name, None) for name in re.findall(r"\w+", names))
+                used |= {locate(thing) for thing in things if inspect.isclass(thing) or inspect.isroutine(thing)}
+    return sorted(name for name in used - listed if name.startswith("headwater"))
+
+
 def build_python_page() -> str:
+    sections = dict(list_public())
+    sections["headwater_lab.data.base"] = ["headwater_lab.data.base.Data"]
+    used = list_used({place for places in sections.values() for place in places})
     lines: list[str] = []
-    for name, places in list_public():
-        lines += ["", f"## {PUBLIC[name]}: {name} {{ #{name} }}", ""]
-        for place in places:
-            lines += [f"::: {place}", ""]
-    return "\n".join(lines)
+    for name, places in sections.items():
+        lines += write_heading(2, f"{PUBLIC.get(name, 'Data')}: {name}", name)
+        lines += [f"::: {place}\n" for place in places]
+    lines += ["", "## Elsewhere", "", "Names that the guides use."]
+    return "\n".join([*lines, *(f"\n::: {place}\n    options: {{show_root_full_path: true}}" for place in used)])
 
 
 # Page -> what makes the part below its introduction.
@@ -478,6 +547,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/recipe.md": build_recipe_page,
     "reference/config.md": build_config_page,
     "reference/mechanisms.md": build_mechanisms_page,
+    "reference/capabilities.md": build_capabilities_page,
     "reference/presets.md": build_presets_page,
     "reference/data.md": build_data_page,
     "reference/tasks.md": build_tasks_page,
