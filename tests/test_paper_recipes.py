@@ -4,14 +4,10 @@ Two steps are trained of each, with everything kept that makes an arm what it is
 at the reduced size but for seed, learning rate or budget are trained once.
 """
 
-import functools
-import itertools
 import json
 import math
 import re
-import shlex
 from pathlib import Path
-from string import Template
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +18,6 @@ from headwater.cost import counts as cost
 from headwater.cost import price
 from headwater.cost.hardware import hardware
 from headwater.growth import grown_config
-from headwater_lab.comparison.trials import list_trials
 from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.loop import train
@@ -369,14 +364,11 @@ def test_every_recipe_of_a_paper_has_its_figures_here():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_the_papers(name):
-    head = comment(name)
     for arm, recipe in LOADED[name].items():
         a_step, steps, total = of(BUDGETS, name, arm)
         assert (tokens_a_step(recipe), recipe.training.steps) == (a_step, steps), arm
         assert a_step * steps == total
         assert recipe.training.batch_size % (recipe.training.devices * recipe.training.nodes) == 0, arm
-        for figure in (a_step, total):
-            assert f"{figure:,}".replace(",", " ") in head, f"{figure} is not in the head"
 
 
 @pytest.mark.parametrize("name", NAMES)
