@@ -128,6 +128,15 @@ def a_recipe(path: Path, run: Run) -> None:
     path.write_text(json.dumps(RECIPE))
 
 
+def digits(path: Path, run: Run) -> None:
+    small = smaller(load_recipe(find_recipe("vision/digits"), []))
+    assert run("train", "vision/digits", *small, "--out", path)[0] == 0
+
+
+def of_the_repository(path: Path, run: Run) -> None:
+    shutil.copy(ROOT / path, path)
+
+
 def a_run(path: Path, run: Run) -> None:
     lab.train(RECIPE, path, overrides=list(smaller(parse(RECIPE, "here"))))
 
@@ -159,26 +168,25 @@ def grown(path: Path, run: Run) -> None:
     assert run("train", recipe, "stages=[]", *small, f"start.checkpoint={path}-untrained", "--out", path)[0] == 0
 
 
-def stored_runs(path: Path, run: Run) -> None:
-    path.parent.mkdir(exist_ok=True)
-    shutil.copy(ROOT / path, path)
-
-
 # What a page's commands take for granted: made when a command first names it.
 GIVEN: dict[str, dict[str, Callable[[Path, Run], None]]] = {
     "README.md": {"input.txt": a_text, "runs/llama": llama, "five.png": an_image},
     "docs/convert.md": {"runs/llama": llama_of_two_heads, "texts/*.txt": a_text, "sample.txt": a_text},
     "docs/data.md": {"web.jsonl": parts},
-    "docs/evaluate.md": dict.fromkeys(
-        ["runs/demo/language/vanilla-0", "runs/demo/language/kv-shift-value-residual-0"], a_run
-    ),
+    "docs/checkpoints.md": {"runs/llama": llama},
+    "docs/devices.md": {"recipe.yaml": a_recipe},
+    "docs/evaluate.md": {"runs/a": a_run, "runs/b": a_run, "texts/*.txt": a_text},
     "docs/extending.md": {"CHECKPOINT": mistral},
-    "docs/generation.md": {"CHECKPOINT": a_run, "prompt.txt": a_text, "prompts.jsonl": prompts},
+    "docs/generation.md": {"CHECKPOINT": a_run, "prompts.jsonl": prompts},
     "docs/gpu.md": {"shakespeare": shakespeare},
-    "docs/growth.md": {"llama": llama, "runs/code": grown, "runs/prose": grown},
-    "docs/reproduce.md": {"results/papers.jsonl": stored_runs},
-    "docs/retrofit.md": {"runs/llama": llama, "sample.txt": a_text},
+    "docs/growth.md": {"runs/mine": a_run, "llama": llama, "runs/code": grown, "runs/prose": grown},
+    "docs/inspect.md": {"runs/digits": digits},
+    "docs/reproduce.md": {"results/papers.jsonl": of_the_repository},
+    "docs/serving.md": {"CHECKPOINT": a_run},
     "docs/training.md": {"recipe.yaml": a_recipe},
+    "docs/tutorials/reproduce.md": {"results/ledger.jsonl": of_the_repository},
+    "docs/verify.md": {"runs/mine": a_run},
+    "docs/vision.md": {"five.png": an_image},
 }
 
 
@@ -372,7 +380,7 @@ def walk(things: Iterable[Command | File | Code], given: dict[str, Callable[[Pat
     assert not left, f"no command names {left.keys()}"
 
 
-QUICK = {"docs/tutorials/retrofit.md", "docs/tutorials/scale.md"}
+QUICK = {"docs/tutorials/own-mechanism.md"}
 
 
 @pytest.mark.parametrize(
