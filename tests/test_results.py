@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 sys.path.insert(0, str(ROOT / "docs" / "build"))
 
-from result_pages import benchmark_pages, judging, page_tables, pages  # noqa: E402  (where mkdocs finds it)
+from result_pages import benchmark_pages, judging, page_tables, pages, placeholders  # noqa: E402  (where mkdocs finds it)
 
 
 def final_losses(experiment: str, arm: str) -> dict[int, float]:
@@ -86,6 +86,19 @@ def test_benchmarks_are_shown_as_measured():
     device = "NVIDIA H100 80GB HBM3"
     figure = benchmark_pages.find_gpu_figure(device, "mechanisms", {"mechanism": "kv_shift"}, "ratio")
     assert figure == (h100["ratio"], "gpu-h100.json")
+
+
+def test_figures_of_the_commentary_are_filled_in():
+    text = (ROOT / "docs" / "results.md").read_text()
+    kinds = {match[1].split(" ")[0]: match[0] for match in placeholders.PLACEHOLDER.finditer(text)}
+    assert kinds.keys() <= placeholders.FILLERS.keys()
+    measured = "cell|gpu|minutes|price"  # the others judge all stored runs first, as the build does
+    for match in placeholders.PLACEHOLDER.finditer(text):
+        if match[1].split(" ")[0] in measured.split("|"):
+            assert "{{" not in placeholders.fill_placeholders(match[0])
+    assert placeholders.fill_placeholders("{{ price | ledger-text | KV shift }}") == "×1.06"
+    with pytest.raises(ValueError, match="nothing is called"):
+        placeholders.fill_placeholders("{{ price | ledger-text | nothing }}")
 
 
 def test_what_others_say_is_about_claims_that_there_are():

@@ -101,9 +101,13 @@ def find_gpu_figure(device: str, phase: str, row: Mapping[str, Any], key: str) -
     for name, run in reversed(read_gpu_runs()["runs"].items()):
         if run["device"] != device:
             continue
-        for found_phase, found in read_gpu_rows(name):
-            if found_phase == phase and key in found and all(found.get(field) == value for field, value in row.items()):
-                return found[key], name
+        for row_phase, candidate in read_gpu_rows(name):
+            if (
+                row_phase == phase
+                and key in candidate
+                and all(candidate.get(field) == value for field, value in row.items())
+            ):
+                return candidate[key], name
     return None
 
 
@@ -192,7 +196,8 @@ def write_verified_page() -> str:
     report = json.loads((RESULTS / name).read_text())
     rows = [[kind, "same", ""] for kind in report["same"]]
     rows += [
-        [kind, "differs", write_value(found["ways"]).replace(" – ", ", ")] for kind, found in report["differ"].items()
+        [kind, "differs", write_value(details["ways"]).replace(" – ", ", ")]
+        for kind, details in report["differ"].items()
     ]
     rows += [[kind, "no verdict", why] for kind, why in report["no_verdict"].items()]
     versions = ", ".join(f"{package} {version}" for package, version in report["versions"].items())

@@ -286,7 +286,7 @@ def _describe_absent(comparison: Comparison) -> str:
 def tabulate_probes() -> PageTable:
     """Lay out how many steps each arm takes to the threshold in the four probes."""
     verdicts = judge_everything()
-    found: dict[str, dict[str, str]] = {}
+    steps_by_arm: dict[str, dict[str, str]] = {}
     sooner = {
         (claim.table.partition("/")[2], claim.arms.partition(" against ")[0]): claim.verdict
         for claim in verdicts.claims
@@ -301,9 +301,9 @@ def tabulate_probes() -> PageTable:
             some = f" in {len(reached)} of {len(steps)}" if reached and len(reached) < len(steps) else ""
             verdict = sooner.get((name.removeprefix("ledger-"), summary.arm), "")
             mark = {"replicates": ", sooner", "fails": ", later"}.get(verdict, "")
-            found.setdefault(summary.arm, {})[probe] = f"{mean}{some}{mark}"
+            steps_by_arm.setdefault(summary.arm, {})[probe] = f"{mean}{some}{mark}"
     columns = ["arm", *PROBES.values()]
-    rows = [[arm, *(cells.get(probe, "") for probe in PROBES.values())] for arm, cells in found.items()]
+    rows = [[arm, *(cells.get(probe, "") for probe in PROBES.values())] for arm, cells in steps_by_arm.items()]
     records = [record for name in PROBES for record in verdicts.find_comparison(name).records]
     source = Source(
         "; ".join(f"headwater compare {RECIPES[name]}" for name in PROBES),
