@@ -96,7 +96,7 @@ def test_figures_of_the_commentary_are_filled_in():
     for match in placeholders.PLACEHOLDER.finditer(text):
         if match[1].split(" ")[0] in measured.split("|"):
             assert "{{" not in placeholders.fill_placeholders(match[0])
-    assert placeholders.fill_placeholders("{{ price | ledger-text | KV shift }}") == "×1.06"
+    assert placeholders.fill_placeholders("{{ price | ledger-text | KV shift }}") == "1.06"
     with pytest.raises(ValueError, match="nothing is called"):
         placeholders.fill_placeholders("{{ price | ledger-text | nothing }}")
 

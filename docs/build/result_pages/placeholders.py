@@ -88,7 +88,7 @@ def fill_cell(file: str, title: str, row: str, column: str) -> str:
 
 
 def fill_price(experiment: str, arm: str) -> str:
-    return f"×{benchmark_pages.read_prices()[experiment][arm][benchmark_pages.TRAINING_TIME]:.2f}"
+    return f"{benchmark_pages.read_prices()[experiment][arm][benchmark_pages.TRAINING_TIME]:.2f}"
 
 
 def fill_gpu(device: str, phase: str, row: str, key: str) -> str:
