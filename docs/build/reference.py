@@ -22,12 +22,14 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from headwater.config.plan import Stage
 from headwater.config.presets import preset
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost import price
+from headwater.mechanisms import Mechanism
 from headwater.mechanisms.capabilities import CAPABILITIES, members_of
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.registry import MECHANISMS, has_own
 from headwater_lab.api.listing import DESCRIBED
 from headwater_lab.cli import app
 from headwater_lab.data.base import DATA, DataSettings
@@ -286,14 +288,21 @@ def describe_mechanism(name: str, mechanism: Any) -> Iterator[str]:
     yield from ["", f"In Python: [`headwater.mechanisms.{mechanism.__name__}`](python.md#{locate(mechanism)})."]
 
 
-def build_capabilities_page() -> str:
-    lines: list[str] = []
-    for capability in CAPABILITIES:
+def build_contract_page() -> str:
+    kinds = {name: MECHANISMS.resolve(name) for name in MECHANISMS.names}
+    lines = [*write_heading(2, "Stages", "stages"), "In the order of the forward pass:", ""]
+    for stage in Stage:
+        users = [f"[`{name}`](mechanisms.md#{name})" for name, kind in kinds.items() if has_own(kind, stage.value)]
         lines += [
-            *write_heading(2, name := capability.__name__, name),
-            write_prose(inspect.getdoc(capability) or ""),
+            f"`{stage.value}`{{ #{stage.value} }}",
             "",
+            write_prose(inspect.getdoc(getattr(Mechanism, stage.value)) or ""),
         ]
+        lines += ["", f"Used by {', '.join(users)}." if users else "", ""]
+    lines += write_heading(2, "Capabilities", "capabilities")
+    for capability in CAPABILITIES:
+        name, text = capability.__name__, inspect.getdoc(capability) or ""
+        lines += [*write_heading(3, name, name), write_prose(text), ""]
         lines += [describe_member(capability, member) for member in sorted(members_of(capability))]
     return "\n".join(lines)
 
@@ -547,7 +556,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/recipe.md": build_recipe_page,
     "reference/config.md": build_config_page,
     "reference/mechanisms.md": build_mechanisms_page,
-    "reference/capabilities.md": build_capabilities_page,
+    "reference/contract.md": build_contract_page,
     "reference/presets.md": build_presets_page,
     "reference/data.md": build_data_page,
     "reference/tasks.md": build_tasks_page,
