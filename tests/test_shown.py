@@ -313,6 +313,8 @@ def check(command: Command) -> list[str]:
         and option in options
         # Without a text it has nothing to take rows of, and says so.
         and not (name == "retrofit" and option == "--rows" and "--text" not in command.words)
+        # Nothing is trained.
+        and not (name == "reproduce" and {"--list", "--records"} & {*command.words})
         for word in (option, value)
     ]
     recipes = recipes_of(name, values)
