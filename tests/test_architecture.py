@@ -104,6 +104,22 @@ def test_the_map_in_the_documentation_has_the_floors_of_the_contracts():
     assert floors == contracts()
 
 
+def test_what_to_edit_is_there():
+    """The files in the table of docs/architecture.md, and the names that are edited in them."""
+    page = (TOP / "docs" / "architecture.md").read_text()
+    rows = page.split("| to add or change |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(rows) > 15
+    for row in rows:
+        for part in re.split(r"[|;]", row):
+            quoted = re.findall(r"`([^` ]+)`", part)
+            names = {name for name in quoted if not re.search(r"[/.]", name)}
+            for file in set(quoted) - names:
+                paths = list(ROOT.glob(f"*/{re.sub('NAME|PAPER|TABLE', '*', file)}"))
+                assert paths, f"{file}: {row}"
+                texts = [path.read_text() for path in paths]
+                assert all(any(re.search(rf"\b{name}\b", text) for text in texts) for name in names), row
+
+
 def mentions(file: Path) -> Iterator[str]:
     """Where a file knows a mechanism: its module, its class, or its name in a text that is no docstring."""
     modules = {path.partition(":")[0].rpartition(".")[2] for path in REGISTRY.values()}

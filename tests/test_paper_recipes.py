@@ -4,14 +4,10 @@ Two steps are trained of each, with everything kept that makes an arm what it is
 at the reduced size but for seed, learning rate or budget are trained once.
 """
 
-import functools
-import itertools
 import json
 import math
 import re
-import shlex
 from pathlib import Path
-from string import Template
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +18,6 @@ from headwater.cost import counts as cost
 from headwater.cost import price
 from headwater.cost.hardware import hardware
 from headwater.growth import grown_config
-from headwater_lab.comparison.trials import list_trials
 from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.loop import train
@@ -369,14 +364,11 @@ def test_every_recipe_of_a_paper_has_its_figures_here():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_the_papers(name):
-    head = comment(name)
     for arm, recipe in LOADED[name].items():
         a_step, steps, total = of(BUDGETS, name, arm)
         assert (tokens_a_step(recipe), recipe.training.steps) == (a_step, steps), arm
         assert a_step * steps == total
         assert recipe.training.batch_size % (recipe.training.devices * recipe.training.nodes) == 0, arm
-        for figure in (a_step, total):
-            assert f"{figure:,}".replace(",", " ") in head, f"{figure} is not in the head"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -455,58 +447,9 @@ def test_induction_models_have_twenty_million_parameters_beside_the_embeddings()
         assert 19.5e6 < rest < 20.5e6
 
 
-def comment(name: str) -> str:
-    """A recipe's head, as one line."""
-    lines = (ROOT / f"{name}.yaml").read_text().splitlines()
-    end = next(index for index, line in enumerate(lines) if not line.startswith("#"))
-    return " ".join(line.removeprefix("#").strip() for line in lines[:end])
-
-
-def commands(name: str) -> list[list[str]]:
-    """The commands in a recipe's head, one for each turn of a loop."""
-    text = (ROOT / f"{name}.yaml").read_text().replace(" \\\n#", "")
-    loops: dict[str, list[str]] = {}
-    found = []
-    for line in [line[1:].strip() for line in text.splitlines() if line.startswith("#     ")]:
-        if line.startswith("done"):
-            loops = {}
-        for variable, values in re.findall(r"for (\w+) in ([^;]+); do", line):
-            loops[variable] = shlex.split(values)
-        if line.startswith("headwater "):
-            for chosen in itertools.product(*loops.values()):
-                named = dict(zip(loops, chosen, strict=True))
-                words = shlex.split(line, comments=True)
-                found.append([Template(word).safe_substitute(named) for word in words])
-    return found
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_head_says_source_figures_cost_and_commands(name):
-    head = comment(name)
-    for word in ("arXiv 24", "**Settings:**", "**Expected:**", "**Cost:**", "**Run:**"):
-        assert word in head, word
-    recipe = load_recipe(ROOT / f"{name}.yaml")
-    arms = recipe.compare.arms if recipe.compare else {}
-    read = functools.cache(lambda *overrides: load_recipe(ROOT / f"{name}.yaml", overrides))
-    reached = set()
-    for _, command, *rest in commands(name):
-        if command not in ("train", "compare"):
-            continue
-        path, *words = rest
-        assert path == f"recipes/{name}.yaml"
-        options = dict(zip(words[::2], words[1::2], strict=False)) if "--arm" in words else {}
-        arm = options.pop("--arm", None)
-        seed = next((word.removeprefix("seed=") for word in words if word.startswith("seed=")), None)
-        changed = read(*[word for word in words if "=" in word])
-        config(changed)
-        if command == "compare":
-            trained = [(trial.experiment.arm, trial.recipe.seed) for trial in list_trials(changed, Path("runs"))]
-        else:
-            assert arm is None or arm in arms
-            trained = [(arm, int(seed or 0))]
-        reached |= set(trained)
-    seeds = recipe.compare.seeds if recipe.compare else [0]
-    assert reached == {(arm, seed) for arm in arms or [None] for seed in seeds}
+def cost_line(name: str) -> str:
+    """The second line of a recipe's head."""
+    return (ROOT / f"{name}.yaml").read_text().splitlines()[1]
 
 
 @pytest.mark.sampled(9)
@@ -527,7 +470,7 @@ def test_the_cost_in_the_head_is_what_plan_says(name):
         assert one.limits is not None
         flops += seeds * one.training * tokens
         hours += seeds * one.limits.device_hours
-    found = re.search(r"\*\*Cost:\*\* (\S+) FLOPs, ([\d. ]+) H100-hours", comment(name))
+    found = re.fullmatch(r"# Costs (\S+) FLOPs, ([\d. ]+) H100-hours at an MFU of 0.4.", cost_line(name))
     assert found is not None
     assert float(found[1]) == pytest.approx(flops, rel=0.01)
     assert float(found[2].replace(" ", "")) == pytest.approx(hours, rel=0.05)
@@ -626,7 +569,7 @@ def test_the_growth_series_is_the_papers(file, series, steps, warmup, growth):
         cost.training_flops(preset(f"{series}{name}"), 1024) * tokens_a_step(run) * run.training.steps
         for name, (run, _) in runs.items()
     ]
-    said = re.search(r"\*\*Cost:\*\* (\S+) \+ (\S+) \+ (\S+) \+ (\S+) FLOPs", comment(f"tokenformer/{file}"))
+    said = re.match(r"# Costs (\S+) \+ (\S+) \+ (\S+) \+ (\S+) FLOPs", cost_line(f"tokenformer/{file}"))
     assert said is not None
     assert [float(number) for number in said.groups()] == pytest.approx(flops, rel=0.01)
 

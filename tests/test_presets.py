@@ -1,4 +1,4 @@
-"""Presets are the papers' models: in size, in what their layers read, and as docs/presets.md lists them."""
+"""Presets are the papers' models, in size and in what their layers read."""
 
 import functools
 import re
@@ -24,7 +24,7 @@ from headwater_lab.recipe.model import MODEL_FIELDS
 from headwater_lab.recipe.overrides import plain
 from headwater_lab.training.models import init_diagnostics, sample_tokens
 
-PAGE = Path(__file__).parents[1] / "docs" / "presets.md"
+ROOT = Path(__file__).parents[1]
 
 GPT2 = ["gpt2-124m", "gpt2-medium-350m", "gpt2-large-774m"]
 KV_SHIFTING = [f"kv-shifting-{size}" for size in ("1.5b", "2.9b", "6.7b", "13b", "19b")]
@@ -116,7 +116,7 @@ def test_every_model_of_the_papers_has_its_name():
 
 def test_headwater_base_is_what_the_ledger_tested():
     """Mechanisms and start are those of the recipe; only the size is larger."""
-    recipe = PAGE.parents[1] / "recipes" / "recommended" / "test.yaml"
+    recipe = ROOT / "recipes" / "recommended" / "test.yaml"
     given = plain(recipe.read_text(), recipe.name)
     arm = given["compare"]["arms"]["recommended"]["model"]["mechanisms"]
     heads = dict(num_attention_heads=2, num_key_value_heads=2)
@@ -439,25 +439,3 @@ def test_what_cannot_be_is_said_in_one_sentence(name, changes, sentence):
 def test_fields_can_stand_in_a_recipe(name):
     known = {"base", "num_labels", *HeadwaterVisionConfig.field_names()} if name in VISION else MODEL_FIELDS
     assert PRESETS[name].fields.keys() <= known
-
-
-def table() -> str:
-    """The table of docs/presets.md."""
-    lines = [
-        "| name | paper | L / D / H / K | context | parameters | paper's figure | form, and why the figures differ |",
-        "| --- | --- | --- | --- | ---: | ---: | --- |",
-    ]
-    for name, found in PRESETS.items():
-        c = preset(name)
-        paper = re.sub(r".*arXiv (\S+)", r"[\1](https://arxiv.org/abs/\1)", found.paper)
-        shape = f"{c.num_hidden_layers} / {c.hidden_size} / {c.num_attention_heads} / {c.num_key_value_heads}"
-        context = f"{c.tokens} of an image" if name in VISION else c.max_position_embeddings
-        number = sum(parameters(c).values())
-        cells = (f"`{name}`", paper, shape, context, f"{number:,}", found.reported, found.note)
-        lines.append(f"| {' | '.join(str('' if cell is None else cell) for cell in cells)} |")
-    return "\n".join(lines)
-
-
-def test_the_page_lists_the_presets_as_they_are():
-    """To renew it: PYTHONPATH=tests python -c "from test_presets import table; print(table())"."""
-    assert PAGE.read_text().rpartition("\n\n")[2] == table() + "\n"

@@ -13,7 +13,6 @@ from headwater_lab.data.base import DATA
 from headwater_lab.data.synthetic.induction import InductionData, InductionSettings
 from headwater_lab.recipe.identity import IDENTITY_VERSION
 from headwater_lab.recipe.loading import load_recipe
-from headwater_lab.recipe.model import MODEL_FIELDS
 from headwater_lab.recipe.recipe import Recipe, parse, sections_of
 from headwater_lab.recipe.synonyms import SYNONYMS
 
@@ -402,27 +401,6 @@ def test_identity_follows_what_decides_the_result_and_nothing_else():
     assert identity(data={"kind": "digits"}) == identity(data={"kind": "digits", "workers": 9})
     assert identity(start={"checkpoint": "x"}) != identity(start={"checkpoint": "y"})
     assert identity(start={"checkpoint": "x", "grow": {}}) != identity(start={"checkpoint": "x"})
-
-
-def test_every_field_is_documented():
-    page = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
-
-    def walk(model):
-        for name, field in model.model_fields.items():
-            assert f"`{name}`" in page, name
-            assert field.description or name in ("kind", "training", "reporting", "compare", "arms"), name
-
-    from headwater_lab.data.prepared import PreparedSettings
-    from headwater_lab.data.text import TextSettings
-    from headwater_lab.recipe.change import Growth, Start, TrainingStage
-    from headwater_lab.recipe.comparison import Compare
-    from headwater_lab.recipe.training import Reporting, Training
-
-    sections = (Training, Reporting, Compare, Start, TrainingStage, Growth)
-    for model in (Recipe, *sections, TextSettings, PreparedSettings, InductionSettings):
-        walk(model)
-    for name in MODEL_FIELDS:
-        assert f"`{name}`" in page, name
 
 
 def test_a_preset_may_be_the_base(tmp_path):

@@ -3,9 +3,7 @@
 import importlib
 import inspect
 import itertools
-import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -404,18 +402,6 @@ def test_rows_without_anything_to_predict_are_one_sentence():
 def test_settings_are_closed():
     with pytest.raises(ValidationError):
         InductionSettings(lenght=3)
-
-
-def test_every_field_is_documented():
-    root = Path(__file__).parents[2]
-    page, tasks = (root / "docs" / "recipes.md").read_text(), (root / "docs" / "tasks.md").read_text()
-    for settings in list_tasks():
-        section = page.split(f"`kind: {settings.kind}`")[1].split("\n`kind:")[0].split("\n## ")[0]
-        for field, info in type(settings).model_fields.items():
-            default = re.escape(str(info.default))
-            assert re.search(rf"\| `{field}` \| *({default})? *\|", section), (settings.kind, field)
-            assert field == "kind" or info.description
-        assert f"`kind: {settings.kind}`" in tasks
 
 
 def test_the_table_of_tasks_shows_each_with_a_guess(monkeypatch):

@@ -15,7 +15,6 @@ from headwater.plugins.registry import REGISTRY, resolve
 from headwater.util.errors import HeadwaterError
 
 SOURCE = Path(headwater.__file__).parents[1]
-GUIDE = Path(__file__).parents[2] / "docs" / "extending.md"
 MOST = 30
 
 
@@ -39,12 +38,10 @@ def test_stages_are_methods_in_the_order_of_the_forward_pass():
 def test_each_capability_is_documented_and_used(capability):
     name, files = capability.__name__, [path.read_text() for path in SOURCE.rglob("*.py")]
     assert any(re.search(rf"isinstance\([^\n]*\b{name}\b", text) for text in files)
-    assert re.search(rf"`{name}`", GUIDE.read_text())
     assert capability.__doc__
     for member in members_of(capability):
         method = vars(capability).get(member)
         assert method is None or method.__doc__, member
-        assert re.search(rf"\b{member}\b", GUIDE.read_text()), member
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -330,7 +330,7 @@ def test_each_small_recipe_names_a_table_that_trains_it():
         for path, names in used.items():
             if path == "cpu/same.yaml":  # no table's
                 continue
-            said = re.search(r"\*\*Run:\*\* headwater reproduce ([\w./-]+)", (recipes_folder() / path).read_text())
+            said = re.search(r"# Run: headwater reproduce ([\w./-]+)", (recipes_folder() / path).read_text())
             assert said is not None, path
             assert said[1] in names, path
 

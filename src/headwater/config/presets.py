@@ -1,6 +1,6 @@
 """The papers' models, some released ones and our own, by name: `preset("kv-shifting-1.5b")` is a `HeadwaterConfig`.
 
-docs/presets.md describes them. How the models were trained is no part of a preset.
+docs/reference/presets.md lists them. How the models were trained is no part of a preset.
 """
 
 import copy

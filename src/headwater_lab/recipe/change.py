@@ -59,7 +59,7 @@ def _by_name(mechanisms: Any) -> Any:
 
 
 class CacheConversion(Settings):
-    """`convert:` the model to one whose cache is smaller."""
+    """`convert:` how to make the model's cache smaller."""
 
     mechanisms: Annotated[dict[str, dict[str, Any]] | None, BeforeValidator(_by_name)] = None
     """Mechanisms by which layers share keys and values: names with their options, or a list of names."""
@@ -107,16 +107,18 @@ class Change(Settings):
 
 
 class Start(Change):
-    """`start:` the trained model that a run starts from, under the recipe's own schedule."""
+    """`start:` the trained model that a run starts from, under the recipe's own schedule. The model is then the
+    checkpoint's: of `model:` only the dropouts apply. If it was last trained on the same data with the same seed,
+    training continues after the rows it has seen. A tokenizer may add tokens to the checkpoint's."""
 
     checkpoint: str
-    """A checkpoint's folder, or a run's (its newest)."""
+    """A checkpoint's folder, or a run's (its newest). A comparison identifies it by its path."""
     previous: str | None = None
     """In a stage: the identity of the previous stage, which identifies the checkpoint."""
 
 
 class TrainingStage(Change):
-    """One of `stages:`, which starts from the previous stage's model."""
+    """One of `stages:`, a run in runs/<name>/stages/ that starts from the previous stage's model."""
 
     name: str = Field(pattern=r"^\w[\w.-]*$", max_length=50)
     """Name in records and folders: letters, digits, dots and dashes."""

@@ -30,12 +30,12 @@ class Compare(Settings):
     the value with which the baseline ends, seed by seed."""
     budget_arms: list[str] = []
     """Arms that are the baseline with other budgets. Report what every other arm's result is worth: the FLOPs for which
-    the baseline would have had it (docs/compare.md#what-a-result-is-worth)."""
+    the baseline would have had it (docs/compare.md)."""
     match: Literal["tokens", "parameters", "flops"] | None = None
     """Make every arm cost the same as the baseline, through its steps (tokens, flops), or the width of its feed-forward
     or the pairs that replace it (parameters, within 1 %); null leaves arms as written."""
     costs: bool = False
-    """Measure after the runs what each arm costs: times of training and of generation (docs/compare.md#prices)."""
+    """Measure after the runs what each arm costs: times of training and of generation (docs/compare.md)."""
     learning_rates: list[Annotated[float, Field(gt=0)]] = []
     """Try each arm at each of these first; the arm gets the best by mean over `tuning_seeds`. With several `sizes`, all
     use the rate found for the first."""

@@ -59,14 +59,17 @@ class Recipe(Settings):
     """Fields of HeadwaterConfig, and `base: llama | gpt2 | a preset` for its defaults; for images, fields of
     HeadwaterVisionConfig, and `base: vit | a preset`. The vocabulary, and images' size and classes, are the data's."""
     data: AnyData
-    """`kind:` text, prepared, images, or another (docs/recipes.md), with the fields of that kind."""
+    """`kind:` text, prepared, images, or another (docs/reference/data.md), with the fields of that kind."""
     training: Training = Training()
+    """Optimization."""
     reporting: Reporting = Reporting()
+    """How often to evaluate, save and log."""
     start: Start | None = None
     """Start from this model; then `model:` is the checkpoint's."""
     stages: list[TrainingStage] = []
     """Stages after the training that the other sections describe: change the model and train on."""
     compare: Compare | None = None
+    """Variants to train side by side."""
 
     @model_validator(mode="after")
     def _has_teacher(self) -> Self:

@@ -74,12 +74,13 @@ class Training(Settings):
     """Learning rate of the mechanisms' scalars, as a multiple of the others'. Raise it for mechanisms added to a
     trained model, which start as the identity and have far to move in few steps."""
     trainable_mechanisms: list[Annotated[str, _known_in(MECHANISMS)]] | None = Field(default=None, min_length=1)
-    """Mechanisms whose parameters are trained; all others stay as they are. null: train everything."""
+    """Mechanisms whose parameters are trained; all others stay as they are. null: train everything. FLOPs
+    are counted as if all were trained."""
     schedule: Annotated[str, _known_in(SCHEDULES)] = "cosine"
     """After the warm-up: cosine, a half cosine to `min_learning_rate_ratio`; constant; or one from outside
     (docs/extending.md)."""
     warmup_steps: int = Field(default=50, ge=0, le=2**31 - 1)
-    """Steps of linear warm-up from zero."""
+    """Steps of linear warm-up from zero; in a shorter run, the rate ends below its peak."""
     min_learning_rate_ratio: Annotated[float, BY_SCHEDULE] = Field(default=0.0, ge=0, le=1000)
     """Where the cosine ends, as a fraction of the peak."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False), BY_OPTIMIZER] = (0.9, 0.95)
@@ -108,7 +109,7 @@ class Training(Settings):
     max_skipped_steps: Count = 10
     """Stop after this many consecutive steps whose loss or gradient is not finite; fewer are skipped and counted."""
     precision: Annotated[Precision, Field(strict=False)] = Precision.FP32
-    """Precision, as named by Lightning Fabric. The mechanisms' scalars always stay in fp32."""
+    """Precision of weights and matmuls, as named by Lightning Fabric. The mechanisms' scalars always stay in fp32."""
     attn_implementation: AttentionKernel | None = None
     """The attention kernel, as named by transformers; or matmul, which is faster in bfloat16 on some CPUs; or varlen,
     which computes packed rows document by document, and other rows as sdpa (`headwater bench train` measures both).

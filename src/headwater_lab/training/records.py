@@ -1,4 +1,4 @@
-"""The record of a run: one JSON file with one schema, the only thing reports read. See docs/records.md."""
+"""The record of a run: one JSON file with one schema, the only thing reports read. See docs/reference/records.md."""
 
 from __future__ import annotations
 
@@ -215,6 +215,7 @@ class RunRecord(_Part):
 
     schema_version: Literal[2] = 2
     name: str
+    """The recipe's."""
     experiment: Experiment | None = None
     """Set by `headwater compare`."""
     origin: Origin | None = None
@@ -222,20 +223,23 @@ class RunRecord(_Part):
     stages: list[StageRecord] = []
     """The stages that this record sums up; its points continue from one to the next."""
     seed: RecordCount
+    """The recipe's."""
     status: Literal["running", "stopped", "finished", "diverged", "failed"]
-    """stopped: on request; diverged: its loss or weights stopped being finite."""
+    """stopped: on request, or given up; diverged: its loss, gradient or weights stopped being finite."""
     error: str | None = None
     """Why it failed or diverged."""
     recipe: dict[str, Any]
     """The resolved recipe, defaults included."""
     identity: str
-    """The recipe's identity. Records of equal identity are the same run."""
+    """A hash of the recipe's fields that decide the result. Records of equal identity are the same run."""
     data: dict[str, Any]
-    """The data's source, hash, sizes, and the Python version for its standard library."""
+    """The data's source, tokenizer, hashes and sizes; of domains, what is left out since it is trained on."""
     metric: str
     """The deciding metric."""
     lower_is_better: bool
+    """Of the deciding metric."""
     parameters: RecordCount
+    """Trainable parameters, tied ones once."""
     embedding_parameters: RecordCount = 0
     """Of these, those of the embedding and of an untied output head."""
     cache_bytes_per_token: RecordCount
@@ -255,9 +259,13 @@ class RunRecord(_Part):
     data_order: str = ""
     """Hash of all training rows in their order: equal for runs that saw the same data, on any number of processes."""
     curve: list[CurvePoint] = []
+    """Points of the training curve, every `reporting.log_every` steps."""
     held_out: list[HeldOutPoint] = []
+    """Evaluations; of a run that starts from a trained model, the first is before its first step."""
     speed: list[SpeedPoint] = []
+    """Points of the training speed."""
     notices: list[Notice] = []
+    """Warnings, such as skipped steps and damaged checkpoints."""
     documents: list[DocumentLoss] = []
     """Held-out loss per document at the end; empty for synthetic tasks."""
     environment: Environment

@@ -1,0 +1,130 @@
+"""The generated pages of results say what the stored runs say, recomputed here without headwater's statistics."""
+
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from scipy import stats
+
+from headwater_lab.papers.table import read_tables
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+sys.path.insert(0, str(ROOT / "docs" / "build"))
+
+from result_pages import benchmark_pages, judging, page_tables, pages, placeholders  # noqa: E402  (where mkdocs finds it)
+
+
+def final_losses(experiment: str, arm: str) -> dict[int, float]:
+    """Final held-out loss of each compared seed, as plain JSON has it."""
+    losses = {}
+    for line in (RESULTS / "ledger.jsonl").read_text().splitlines():
+        record = json.loads(line)["record"]
+        if (record["experiment"]["name"], record["experiment"]["arm"]) != (experiment, arm):
+            continue
+        if record["experiment"]["phase"] == "comparison":
+            losses[record["seed"]] = record["held_out"][-1]["metrics"]["loss"]
+    return losses
+
+
+@pytest.fixture(scope="module")
+def code_table(tmp_path_factory):
+    """The ledger's table of source code, judged as the site judges it, by its own runs alone."""
+    folder = tmp_path_factory.mktemp("runs")
+    lines = (RESULTS / "ledger.jsonl").read_text().splitlines()
+    runs = [
+        judging.KeptRun.model_validate_json(line) for line in lines if '"run":"cpu/trials/ledger-code/' in line[:60]
+    ]
+    judging.write_runs(runs, folder)
+    return judging.judge_table("ledger/code", read_tables()["ledger/code"], "cpu", folder, {})
+
+
+def test_claims_have_the_differences_and_intervals_of_the_stored_runs(code_table):
+    vanilla = final_losses("ledger-code", "vanilla")
+    p_values, means, errors = [], [], []
+    for claim in code_table.claims:
+        arm, _, baseline = claim.arms.partition(" against ")
+        assert baseline == "vanilla"
+        losses = final_losses("ledger-code", arm)
+        differences = [vanilla[seed] - losses[seed] for seed in sorted(vanilla)]
+        means.append(statistics.mean(differences))
+        errors.append(statistics.stdev(differences) / math.sqrt(len(differences)))
+        p_values.append(float(stats.ttest_1samp(differences, 0).pvalue))
+        assert claim.seeds == len(differences) == 4
+    ranks = {index: rank for rank, index in enumerate(sorted(range(4), key=p_values.__getitem__))}
+    for index, claim in enumerate(code_table.claims):
+        level = 0.05 / (4 - ranks[index])  # Holm: all four are rejected, each at its own level
+        assert p_values[index] < level
+        half = stats.t.ppf(1 - level / 2, 3) * errors[index]
+        assert claim.estimate == pytest.approx(means[index])
+        assert claim.interval == pytest.approx((means[index] - half, means[index] + half))
+        assert claim.verdict == "replicates"
+        assert claim.recorded
+        assert f"{means[index]:+.4f}" in claim.evidence
+
+
+def test_the_page_shows_the_means_of_the_stored_runs(code_table):
+    page = pages.write_table_section(code_table)
+    losses = list(final_losses("ledger-code", "vanilla").values())
+    assert f"{statistics.mean(losses):.3f} ± {statistics.stdev(losses):.3f}" in page
+    assert "headwater reproduce ledger/code" in page
+    assert "AMD EPYC" in page
+
+
+def test_benchmarks_are_shown_as_measured():
+    shown = benchmark_pages.write_speed_page()
+    for measurement in json.loads((RESULTS / "cpu-speed.json").read_text())["measurements"]:
+        if measurement["topic"] == "Training steps":
+            for row in measurement["rows"]:
+                assert f">{row['ratio, median']:g}</td>" in shown
+    rows = [row for _, row in benchmark_pages.read_gpu_rows("gpu-h100.json")]
+    (h100,) = (row for row in rows if row.get("mechanism") == "kv_shift")
+    device = "NVIDIA H100 80GB HBM3"
+    figure = benchmark_pages.find_gpu_figure(device, "mechanisms", {"mechanism": "kv_shift"}, "ratio")
+    assert figure == (h100["ratio"], "gpu-h100.json")
+
+
+def test_figures_of_the_commentary_are_filled_in():
+    text = (ROOT / "docs" / "results.md").read_text()
+    kinds = {match[1].split(" ")[0]: match[0] for match in placeholders.PLACEHOLDER.finditer(text)}
+    assert kinds.keys() <= placeholders.FILLERS.keys()
+    measured = "cell|gpu|minutes|price"  # the others judge all stored runs first, as the build does
+    for match in placeholders.PLACEHOLDER.finditer(text):
+        if match[1].split(" ")[0] in measured.split("|"):
+            assert "{{" not in placeholders.fill_placeholders(match[0])
+    assert placeholders.fill_placeholders("{{ price | ledger-text | KV shift }}") == "1.06"
+    with pytest.raises(ValueError, match="nothing is called"):
+        placeholders.fill_placeholders("{{ price | ledger-text | nothing }}")
+
+
+def test_what_others_say_is_about_claims_that_there_are():
+    known = {
+        (name, f"{claim.arm} against {claim.against}")
+        for name, table in read_tables().items()
+        for claim in table.claims
+        if hasattr(claim, "against")
+    }
+    for table, entries in yaml.safe_load((RESULTS / "said.yaml").read_text()).items():
+        for arms, items in entries.items():
+            assert (table, arms) in known
+            assert all(item["url"].startswith("https://") for item in items)
+
+
+def test_stored_verdicts_are_those_of_whole_tables():
+    stored = json.loads((RESULTS / "verdicts-without-records.json").read_text())["tables"]
+    for name, entry in stored.items():
+        numbers = [claim["number"] for claim in entry["claims"]]
+        assert numbers == list(range(1, len(read_tables()[name].claims) + 1))
+
+
+def test_tables_are_for_keyboards_and_screen_readers():
+    table = page_tables.PageTable("Losses", ["arm", "loss"], [["a <b>", "1.5 ± 0.1"], ["b", ""]], choices=["arm"])
+    page = page_tables.render_table(table)
+    assert '<th scope="col">arm</th><th scope="col" class="number">loss</th>' in page
+    assert '<th scope="row">a &lt;b&gt;</th>' in page
+    assert 'tabindex="0"' in page
+    assert 'data-choices="0"' in page
