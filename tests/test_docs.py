@@ -221,7 +221,7 @@ def rows(text: str) -> Iterator[tuple[list[str], str]]:
 
 
 FIELDS = sections((ROOT / "docs" / "recipes.md").read_text())
-OF_DATA = {name: (DATA.resolve(name),) for name in DATA.own}
+OF_DATA = {name: (DATA.resolve(name),) for name in DATA.built_in}
 SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "Top level": (Recipe,),
     "augmentation": (Augmentation,),

@@ -19,7 +19,7 @@ from headwater.mechanisms.contract import KV, Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.nn.cache_name import CACHE
 from headwater.nn.position import for_heads
-from headwater.plugins.registry import MECHANISMS, REGISTRY
+from headwater.plugins.registry import MECHANISMS
 from headwater.testing.naive import attended
 
 
@@ -119,7 +119,7 @@ def combined(seed: int) -> dict | None:
     """A model of a random shape with a random map and up to two other mechanisms; None if it is refused."""
     draw = random.Random(seed)
     depth = draw.randint(2, 5)
-    chosen = draw.sample([name for name in REGISTRY if name != "kv_source"], draw.randint(0, 2))
+    chosen = draw.sample([name for name in MECHANISMS.built_in if name != "kv_source"], draw.randint(0, 2))
     mechanisms: dict = {name: {} for name in chosen}
     keys = a_map(draw, depth)
     mechanisms["kv_source"] = {"keys": keys, "values": keys if draw.random() < 0.5 else a_map(draw, depth)}

@@ -37,6 +37,7 @@ class Backout(KeepsPrecision, Mechanism):
     """
 
     source = "a middle layer's output, taken out at the end"
+    order = 190
 
     class Options:
         weight: float | int = 0.2

@@ -132,6 +132,9 @@ class Mechanism(nn.Module):
     # The arXiv number of its paper; and what attention reads through it, such as "the previous token".
     paper: ClassVar[str] = ""
     source: ClassVar[str] = ""
+    # Where a built-in mechanism comes in the usual order of application. `plugins.registry` reads it from its file's
+    # text.
+    order: ClassVar[int]
     # True if it looks up tokens by id. Then `Context.ids` is set, its shared module (`HasSharedModule`) is called with
     # the ids, and the model raises an error if it is called with `inputs_embeds`.
     needs_input_ids: ClassVar[bool] = False

@@ -38,6 +38,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
     """
 
     source = "averages over depth"
+    order = 160
 
     class Options:
         dilation: int = 1

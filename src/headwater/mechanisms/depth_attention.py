@@ -47,6 +47,7 @@ class DepthAttention(Mechanism):
     """
 
     source = "what earlier layers wrote, chosen by learned queries"
+    order = 140
     paper = "2603.15031"
 
     class Options:

@@ -40,6 +40,7 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
     """
 
     source = "the embedding, mixed into the stream"
+    order = 180
 
     class Options:
         weight: float | int = 0.0

@@ -45,6 +45,7 @@ class Exclusive(KeepsPrecision, Mechanism):
     """
 
     source = "what a head reads, without the token's own value"
+    order = 120
     paper = "2603.09078"
 
     class Options:

@@ -75,6 +75,7 @@ class KVShift(KeepsPrecision, Mechanism):
     """
 
     source = "the previous token"
+    order = 20
     paper = "2411.19574"
 
     class Options:

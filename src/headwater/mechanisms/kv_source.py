@@ -38,6 +38,7 @@ class KVSource(Mechanism):
     """Gives layers the keys and values of other layers, by a map, without a module."""
 
     source = "another layer, by a free map"
+    order = 80
     paper = "2405.12981"
 
     class Options:

@@ -53,6 +53,7 @@ class MUDD(KeepsPrecision, Mechanism):
     """
 
     source = "sums of all hidden states, one each for q, k, v and the stream"
+    order = 150
     paper = "2502.12170"
 
     def __init__(

@@ -44,6 +44,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     """
 
     source = "the difference to the first values"
+    order = 110
 
     class Options:
         weight: float | int = 0.4

@@ -196,6 +196,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
     """
 
     source = "tables read by the last tokens' ids"
+    order = 60
     paper = "2601.07372"
     needs_input_ids = True
 

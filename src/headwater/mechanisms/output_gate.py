@@ -42,6 +42,7 @@ class OutputGate(Mechanism):
     """
 
     source = "what a head reads, times a gate of the layer's input"
+    order = 130
     paper = "2505.06708"
 
     class Options:

@@ -82,6 +82,7 @@ class Pattention(Mechanism):
     """
 
     source = "the parameters, as key/value tokens"
+    order = 10
     embedding_range = 0.2  # chosen in docs/fairness.md; the papers' presets have the published 0.02
 
     class Options:

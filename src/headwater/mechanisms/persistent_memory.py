@@ -45,6 +45,7 @@ class PersistentMemory(Mechanism):
     """
 
     source = "learned pairs beside the tokens'"
+    order = 100
     paper = "1907.01470"
 
     class Options:

@@ -83,6 +83,7 @@ class ShortConv(KeepsPrecision, Mechanism):
     """
 
     source = "the last few tokens, by channel"
+    order = 30
     paper = "2512.17351"
 
     class Options:

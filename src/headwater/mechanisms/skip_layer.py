@@ -30,6 +30,7 @@ class SkipLayer(Mechanism):
     """
 
     source = "an earlier layer, for some heads"
+    order = 90
 
     class Options:
         layers: int | None = None

@@ -42,6 +42,7 @@ class Smear(KeepsPrecision, Mechanism):
     """
 
     source = "the previous token's embedding"
+    order = 170
 
     class Options:
         channels: int = 12

@@ -22,6 +22,7 @@ class SVFormer(Mechanism):
     """Gives all layers one layer's values, without a module. Layers whose values no head reads do not project any."""
 
     source = "the first layer's values, instead of a layer's own"
+    order = 70
 
     class Options:
         share: Literal["values", "keys", "both"] = "values"

@@ -65,6 +65,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     """
 
     source = "a table read by token id"
+    order = 50
     needs_input_ids = True
 
     class Options:

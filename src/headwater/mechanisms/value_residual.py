@@ -67,6 +67,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
     """
 
     source = "the first layer's values (or what `target` names), mixed in"
+    order = 40
 
     class Options:
         mode: Mode | None = None  # learnable; identity for queries, keys and probabilities, constant for hidden

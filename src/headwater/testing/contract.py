@@ -29,7 +29,7 @@ from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import cache_of
 from headwater.plugins.outside import trust_names_in
-from headwater.plugins.registry import MECHANISMS, REGISTRY, resolve
+from headwater.plugins.registry import MECHANISMS, resolve
 from headwater.testing.measures import Operations, kept_per_token, outside_attention, read_halves
 from headwater.testing.models import (
     assert_near,
@@ -235,7 +235,7 @@ class Contract:
         given = cls.mechanism
         name = given if isinstance(given, str) else MECHANISMS.name_of(given)
         alone: list[dict[str, Any]] = [{name: {}}, *({name: options} for options in cls.options)]
-        beside: list[dict[str, Any]] = [{other: {}, name: {}} for other in REGISTRY if other != name]
+        beside: list[dict[str, Any]] = [{other: {}, name: {}} for other in MECHANISMS.built_in if other != name]
         found = Case.of(alone, "llama") + Case.of([{name: {}}], *BASES, *ODD_LAYERS) + Case.of(beside, "llama")
         if not found:
             Case("llama", json.dumps({name: {}})).config()  # which says why

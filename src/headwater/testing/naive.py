@@ -20,7 +20,7 @@ from torch.nn.functional import interpolate
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import Stage
-from headwater.plugins.registry import REGISTRY
+from headwater.plugins.registry import MECHANISMS
 
 ByHead = dict[int, Tensor]
 
@@ -229,7 +229,7 @@ class Reference:
         `stream`, what blocks gave. All are rows [T, …].
     """
 
-    knows: tuple[str, ...] = (*REGISTRY, "blend")
+    knows: tuple[str, ...] = (*MECHANISMS.built_in, "blend")
 
     def __init__(self, config: Any, weights: dict[str, Tensor]) -> None:
         if unknown := set(config.mechanisms) - set(self.knows):

@@ -125,7 +125,7 @@ def compare(
     "running" | "finished" | "failed"); without it, `watch` receives the progress. trust: as in `train`.
     Raises `HeadwaterError`.
     """
-    outside.trust(trust)
+    outside.trust_names(trust)
     extras.check("compare")
     sources = cast("Sequence[AnyRecipe]", recipe if isinstance(recipe, list | tuple) else [recipe])
     recipes = [read_recipe(source, overrides) for source in sources]
