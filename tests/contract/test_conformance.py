@@ -190,8 +190,11 @@ class Naive(Reference):
     def transform_qkv(self, name, layer, q, k, v):
         if name != "mine:Mine" or not v:
             return super().transform_qkv(name, layer, q, k, v)
-        back, weight = self.config.mechanisms[name]["back"], self.of(name, layer, "weight")
-        table, mix = self.of(name, layer, "table.weight"), self.of(name, layer, "mix.weight")[:, 0, 0]
+        back, weight = self.config.mechanisms[name]["back"], self.find_parameter(name, layer, "weight")
+        table, mix = (
+            self.find_parameter(name, layer, "table.weight"),
+            self.find_parameter(name, layer, "mix.weight")[:, 0, 0],
+        )
         begins = {t for t in range(len(self.real)) if t == 0 or not self.real[t - 1]} | set(self.starts)
         made = {}
         for i, (head, row) in enumerate(v.items()):

@@ -6,7 +6,7 @@ import torch
 from conftest import assert_near, build, config, decode, tokens
 from headwater import HeadwaterError
 from headwater.config.plan import Stage
-from headwater.testing.naive import reference
+from references import reference
 
 
 @pytest.mark.parametrize("options", [{}, {"layer": 0, "weight": -0.7}])

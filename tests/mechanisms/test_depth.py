@@ -10,7 +10,7 @@ from headwater.config.planner import plan_layers
 from headwater.cost.counts import cache_bytes as planned_bytes
 from headwater.mechanisms import MUDD, DepthAttention
 from headwater.models.cache import cache_bytes
-from headwater.testing.naive import reference
+from references import reference
 
 
 def stream(*layers: int) -> tuple[Source, ...]:

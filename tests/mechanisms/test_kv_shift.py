@@ -14,7 +14,7 @@ from headwater.mechanisms.kv_shift import KVShift, shift
 from headwater.mechanisms.shift import dynamic_shift
 from headwater.models.cache import HeadwaterLayer
 from headwater.testing import naive
-from headwater.testing.naive import reference
+from references import reference
 
 B, K, T, D = 2, 3, 7, 4
 REACH = torch.tensor([[0, 1, 2, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 0]])

@@ -20,7 +20,7 @@ from headwater.models.cache import cache_bytes
 from headwater.nn.cache_name import CACHE
 from headwater.nn.position import for_heads
 from headwater.plugins.registry import MECHANISMS
-from headwater.testing.naive import attended
+from headwater.testing.naive import find_sources
 
 
 def sources(made: HeadwaterConfig) -> list[tuple[int, int]]:
@@ -47,7 +47,7 @@ def sources(made: HeadwaterConfig) -> list[tuple[int, int]]:
 def test_maps_of_layers(options, keys, values):
     made = config({"kv_source": options}, num_hidden_layers=6)
     assert sources(made) == list(zip(keys, values, strict=True))
-    assert sources(made) == [attended(made, layer, 0) for layer in range(6)]
+    assert sources(made) == [find_sources(made, layer, 0) for layer in range(6)]
     stored = [(len(plan.k_heads), len(plan.v_heads)) for plan in plan_layers(made)]
     assert stored == [(2 * (i in keys), 2 * (i in values)) for i in range(6)]
 
@@ -77,7 +77,7 @@ def test_a_map_and_skip_heads_in_either_order(order):
     made = config({name: {"layers": 1, "heads": 2} if name == "skip_layer" else {} for name in order})
     attends = [[tuple(pair) for pair in plan.attends] for plan in plan_layers(made)]
     assert attends == [[(0, 0)] * 2, [(0, 0)] * 2, [(2, 2), (0, 0)]]
-    assert attends == [[attended(made, layer, head) for head in range(2)] for layer in range(3)]
+    assert attends == [[find_sources(made, layer, head) for head in range(2)] for layer in range(3)]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from headwater.config.plan import Stage
 from headwater.mechanisms import ShortConv
 from headwater.models.cache import HeadwaterLayer
 from headwater.nn.cache_name import CACHE
-from headwater.testing.naive import reference
+from references import reference
 
 PLACES = [
     "queries",

@@ -9,7 +9,7 @@ from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.cost import counts as cost
 from headwater.mechanisms import ValueEmbedding, ValueTables
-from headwater.testing.naive import reference
+from references import reference
 
 
 @pytest.mark.parametrize("rank", [None, 3])

@@ -16,8 +16,8 @@ from headwater.config.layers import layer_config
 from headwater.cost import counts as cost
 from headwater.models.cache import cache_bytes
 from headwater.testing.contract import DOCUMENTS, T, per_document
-from headwater.testing.naive import reference
 from headwater.testing.served import Server, prompts
+from references import reference
 
 HEADS = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
 KINDS = dict(
