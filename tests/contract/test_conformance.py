@@ -58,7 +58,7 @@ class Mine(Mechanism):
         v, length, before = kv.v, kv.v.shape[2], None
         branches = isinstance(context.reach, Ancestors)
         if context.tail is not None:
-            before = context.tail.before(f"{self.registered_name()}.v", v, self.back, everything=branches)
+            before = context.tail.update_tail(f"{self.registered_name()}.v", v, self.back, everything=branches)
         if branches:
             past = context.reach.of(v, before, self.back)
         else:
@@ -72,7 +72,7 @@ class Mine(Mechanism):
 # What is broken, and the tests that are to see it.
 BROKEN = {
     "tail": (
-        'context.tail.before(f"{self.registered_name()}.v", v, self.back, everything=branches)',
+        'context.tail.update_tail(f"{self.registered_name()}.v", v, self.back, everything=branches)',
         "None",
         "test_cached_equals_uncached",
     ),
@@ -155,7 +155,7 @@ class Mine(Mechanism):
         k, v, before, branches = kv.k, kv.v, None, isinstance(context.reach, Ancestors)
         if k.shape[1]:
             if context.tail is not None:
-                before = context.tail.before(f"{self.registered_name()}.k", k, 1, everything=branches)
+                before = context.tail.update_tail(f"{self.registered_name()}.k", k, 1, everything=branches)
             if branches:
                 last = context.reach.of(k, before, 1)
             else:
@@ -263,9 +263,9 @@ def failures(mechanism: str, options: dict, tmp_path, then=lambda: None, tests=Q
     then: called once the model is built.
     """
     from headwater.testing import contract
-    from headwater.testing.models import _built
+    from headwater.testing.models import _build_cached
 
-    _built.cache_clear()
+    _build_cached.cache_clear()
     suite, case = type("Suite", (Contract,), {"reference": Naive})(), Case("llama", json.dumps({mechanism: options}))
     assert case.model.training is False
     then()
@@ -282,7 +282,7 @@ def failures(mechanism: str, options: dict, tmp_path, then=lambda: None, tests=Q
             getattr(suite, name)(case, **more)
         except Exception:
             failed.append(name)
-    _built.cache_clear()
+    _build_cached.cache_clear()
     return failed
 
 

@@ -17,7 +17,7 @@ from transformers import CompileConfig
 from conftest import Wanted, assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.plugins.registry import MECHANISMS, resolve
-from headwater.testing.contract import BASES, ODD_LAYERS, Case, Contract, T, refused
+from headwater.testing.contract import BASES, ODD_LAYERS, Case, Contract, T, is_refused
 
 pytestmark = pytest.mark.sampled(409)
 
@@ -103,7 +103,7 @@ def variants(name: str) -> list[dict]:
     return [
         options
         for options in found + MORE_VARIANTS.get(name, [])
-        if not refused(Case("llama", json.dumps({name: options})))
+        if not is_refused(Case("llama", json.dumps({name: options})))
     ]
 
 
@@ -126,7 +126,7 @@ MIXED = [mixed(names) for names in itertools.combinations(MECHANISMS.built_in, 2
 TRIPLES = [mixed(names) for names in _chance.sample(list(itertools.combinations(MECHANISMS.built_in, 3)), k=160)]
 
 
-of = Case.of
+of = Case.combine
 
 
 def in_turn(mechanisms: list[dict], *bases: str) -> list[Case]:
@@ -135,7 +135,7 @@ def in_turn(mechanisms: list[dict], *bases: str) -> list[Case]:
 
 
 NORMAL = of([{}, *SINGLES], *BASES) + of(VARIANTS + PAIRS, "llama")
-REFUSED = [case for m in PAIRS if refused(case := Case("llama", json.dumps(m)))]
+REFUSED = [case for m in PAIRS if is_refused(case := Case("llama", json.dumps(m)))]
 
 
 @functools.cache

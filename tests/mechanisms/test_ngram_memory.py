@@ -113,7 +113,7 @@ def test_caches_keep_ids_exactly(dtype):
     early.lazy_initialization(*(torch.zeros(1, 2, 0, 8, dtype=dtype) for _ in range(2)))
     for layer in (early, HeadwaterStaticLayer(max_cache_len=20), HeadwaterLayer()):
         for at in range(7):
-            kept = layer.before("ids", ids[:, :, at : at + 1], 2)
+            kept = layer.update_tail("ids", ids[:, :, at : at + 1], 2)
             assert kept.flatten().tolist() == [0, 0, *ids.flatten().tolist()][at : at + 2]
 
 

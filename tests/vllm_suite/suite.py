@@ -399,7 +399,7 @@ def test_as_many_tokens_as_planned(tmp_path, monkeypatch):
 
 
 CONTROLS = {
-    "raw tokens zeroed": (Lookback, "before", lambda old: lambda *given: old(*given) * 0),
+    "raw tokens zeroed": (Lookback, "gather_tokens", lambda old: lambda *given: old(*given) * 0),
     "values swapped": (
         CPUEngine,
         "write",

@@ -37,13 +37,13 @@ class Store(NamedTuple):
 
     heads: int
     width: int
-    first: int
+    offset: int
 
 
 class Room(NamedTuple):
     """The raw tokens of one layer: `size` bytes, from byte `first` of a block on."""
 
-    first: int
+    offset: int
     size: int
 
 
@@ -84,19 +84,19 @@ class Page:
             size = 0
             for kind, length, _ in plan.tails:
                 pieces = len(plan.inputs) if kind == "input" else 1  # each of attention's inputs apart
-                size += pieces * self.raw(length, numbers[kind] // pieces, ID if kind == "id" else self.element)
+                size += pieces * self.tail_bytes(length, numbers[kind] // pieces, ID if kind == "id" else self.element)
             if size:
                 rooms[plan.index] = Room(offset, size)
                 offset += size
         return rooms
 
-    def slots(self, length: int) -> int:
+    def tail_slots(self, length: int) -> int:
         """How many raw tokens a block keeps for a mechanism that looks `length` tokens back."""
         return length + self.spare
 
-    def raw(self, length: int, numbers: int, element: int) -> int:
+    def tail_bytes(self, length: int, numbers: int, element: int) -> int:
         """Bytes of the raw tokens of one tail, of this many numbers each."""
-        return -(-self.slots(length) * numbers * element // ALIGNED) * ALIGNED
+        return -(-self.tail_slots(length) * numbers * element // ALIGNED) * ALIGNED
 
     @cached_property
     def history(self) -> int:

@@ -142,11 +142,11 @@ class Processes(Protocol):
     rank: int
     size: int
 
-    def summed(self, x: Tensor) -> Tensor:
+    def add_up(self, x: Tensor) -> Tensor:
         """The sum of the processes' x."""
         ...
 
-    def joined(self, x: Tensor) -> Tensor:
+    def concatenate(self, x: Tensor) -> Tensor:
         """The processes' x, one after another in the last dimension."""
         ...
 

@@ -63,7 +63,7 @@ class Hidden(NamedTuple):
 class Tail(Protocol):
     """A cache layer that keeps raw tokens, for mechanisms that look back (models/cache.py)."""
 
-    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+    def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         """Return the `length` raw tokens before x [B, heads, T, d], zeros before the first; store the last ones of x.
 
         name: which tail. everything: return all tokens kept, which are more while a cache records its past.

@@ -21,8 +21,8 @@ class PartTail(NamedTuple):
     tail: Tail
     part: Part
 
-    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
-        return self.tail.before(f"{name}.{self.part}", x, length, everything)
+    def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+        return self.tail.update_tail(f"{name}.{self.part}", x, length, everything)
 
 
 class Named(nn.ModuleDict):

@@ -90,7 +90,7 @@ def read_tail(tail: Tail | None, name: str, x: Tensor, length: int, reach: Reach
 
     Where rows branch, all tokens that the cache has.
     """
-    return None if tail is None else tail.before(name, x, length, everything=isinstance(reach, Ancestors))
+    return None if tail is None else tail.update_tail(name, x, length, everything=isinstance(reach, Ancestors))
 
 
 def previous_token(x: Tensor, reach: Reach, tail: Tail | None, name: str) -> Tensor:

@@ -47,7 +47,7 @@ class _TailMixin(CacheLayerMixin):
             self.record_past = False
             self.crop_tails(0)
 
-    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+    def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         """See `headwater.mechanisms.contract.Tail`."""
         if name not in self.tails:
             self.tail_lengths[name] = length
@@ -64,7 +64,7 @@ class _TailMixin(CacheLayerMixin):
         """Store the positions [B or 1, T] of the tokens that come next."""
         if getattr(self, "is_early", False):
             return  # `positions` then returns None
-        self.before(POSITIONS, (position_ids + 1).expand(batch, -1)[:, None, :, None], length)
+        self.update_tail(POSITIONS, (position_ids + 1).expand(batch, -1)[:, None, :, None], length)
 
     def allocated(self, tail: Tensor) -> Tensor:
         return tail
@@ -293,11 +293,11 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
                 held.index_copy_(2, slots, new)
         return history
 
-    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+    def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         if not self.is_early:
-            return super().before(name, x, length, everything)
+            return super().update_tail(name, x, length, everything)
         if not x.is_floating_point():
-            return _number(self.before(name, _digits(x, self.values), length), x.dtype)
+            return _number(self.update_tail(name, _digits(x, self.values), length), x.dtype)
         tail, folds = self.room(name, x, length)
         before = tail.unflatten(2, (folds, length)).flatten(1, 2).to(x.dtype, copy=True)
         tail.copy_(_last(before, x, length).unflatten(1, (tail.shape[1], folds)).flatten(2, 3))

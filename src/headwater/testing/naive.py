@@ -324,10 +324,10 @@ class Reference:
         pairs = [pair for mechanism in c.mechanisms for pair in self.add_key_values(mechanism, layer)]
         keys, values = ([self.join_pairs(layer, kv, h, pairs) for h in q] for kv in (0, 1))
         weights = self.mixed_weights(layer, self.attention_weights(q, keys, len(pairs)), len(pairs))
-        read = [weight @ value for weight, value in zip(weights, values, strict=True)]
+        outputs = [weight @ value for weight, value in zip(weights, values, strict=True)]
         for mechanism in c.mechanisms:
-            read = self.transform_head_outputs(mechanism, layer, read)
-        return self.linear(f"{name}.o_proj", torch.cat(read, dim=1))
+            outputs = self.transform_head_outputs(mechanism, layer, outputs)
+        return self.linear(f"{name}.o_proj", torch.cat(outputs, dim=1))
 
     def norm_heads(self, name: str, x: ByHead) -> ByHead:
         return {head: self.norm(name, row) for head, row in x.items()}
@@ -345,8 +345,8 @@ class Reference:
 
         pairs: how many keys, the first ones, are no tokens' and have no distance.
         """
-        c, seen = self.layer_config, self.find_visible()
-        seen = torch.cat((seen.any(1, keepdim=True).expand(-1, pairs), seen), dim=1)
+        c, visible = self.layer_config, self.find_visible()
+        visible = torch.cat((visible.any(1, keepdim=True).expand(-1, pairs), visible), dim=1)
         distance = torch.nn.functional.pad(self.position[:, None] - self.position, (pairs, 0))
         weights = []
         for h, query in q.items():
@@ -356,7 +356,7 @@ class Reference:
                 scores = c.attention_softcap * (scores / c.attention_softcap).tanh()
             if c.position == "alibi":
                 scores = scores - alibi_slope(h, c.num_attention_heads) * distance
-            weights.append(scores.masked_fill(~seen, UNSEEN).softmax(1) * seen)
+            weights.append(scores.masked_fill(~visible, UNSEEN).softmax(1) * visible)
         self.probabilities.append([weight[:, pairs:] for weight in weights])
         return weights
 
@@ -516,39 +516,39 @@ class Reference:
             return mix(self.find_parameter(name, layer, "alpha", block=True)[: len(terms)], [states[j] for j in terms])
         return x
 
-    def transform_head_outputs(self, name: str, layer: int, read: list[Tensor]) -> list[Tensor]:
+    def transform_head_outputs(self, name: str, layer: int, outputs: list[Tensor]) -> list[Tensor]:
         """What each query head has read."""
         options, groups = (
             self.config.mechanisms[name],
             self.layer_config.num_attention_heads // self.layer_config.num_key_value_heads,
         )
-        sources = [self.find_sources(layer, h // groups)[1] for h in range(len(read))]
+        sources = [self.find_sources(layer, h // groups)[1] for h in range(len(outputs))]
         if name == "neutreno" and layer > 0:
             learned = self.find_parameter(name, layer, "lambdas")
             factor = options["weight"] if learned is None else learned[0]
             pairs = [[self.raw[i]["v"][h // groups] for i in (0, source)] for h, source in enumerate(sources)]
-            return [x + factor * (v0 - v) for x, (v0, v) in zip(read, pairs, strict=True)]
+            return [x + factor * (v0 - v) for x, (v0, v) in zip(outputs, pairs, strict=True)]
         if name == "exclusive" and self.acts_in(options, layer):
             values = [self.final_v[source][h // groups] for h, source in enumerate(sources)]
-            return self.exclude_own_values(self.find_parameter(name, layer, "alpha"), read, values)
-        return self.output_gate(layer, read) if name == "output_gate" and self.acts_in(options, layer) else read
+            return self.exclude_own_values(self.find_parameter(name, layer, "alpha"), outputs, values)
+        return self.output_gate(layer, outputs) if name == "output_gate" and self.acts_in(options, layer) else outputs
 
-    def output_gate(self, layer: int, read: list[Tensor]) -> list[Tensor]:
+    def output_gate(self, layer: int, outputs: list[Tensor]) -> list[Tensor]:
         weight, scale = (
             self.find_parameter("output_gate", layer, "gate.weight"),
             self.config.mechanisms["output_gate"]["scale"],
         )
         gates = scale * (self.inputs[layer][:, : weight.shape[1]] @ weight.T).sigmoid()
-        return [gate * x for gate, x in zip(gates.chunk(len(read), dim=1), read, strict=True)]
+        return [gate * x for gate, x in zip(gates.chunk(len(outputs), dim=1), outputs, strict=True)]
 
-    def exclude_own_values(self, alpha: Tensor | None, read: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+    def exclude_own_values(self, alpha: Tensor | None, outputs: list[Tensor], values: list[Tensor]) -> list[Tensor]:
         """What is left of each head's output without its part along the token's own value."""
-        left = []
-        for h, (y, v) in enumerate(zip(read, values, strict=True)):
+        results = []
+        for h, (y, v) in enumerate(zip(outputs, values, strict=True)):
             strength, square = 1.0 if alpha is None else alpha[h].tanh(), (v * v).sum(1, keepdim=True)
             along = (y * v).sum(1, keepdim=True) / square.clamp(min=ZERO) * v
-            left.append(torch.where(square > ZERO, y - strength * along, y))
-        return left
+            results.append(torch.where(square > ZERO, y - strength * along, y))
+        return results
 
     def list_receivers(self, options: dict[str, Any]) -> list[int]:
         """The layers of a value residual that have something of their own to mix into."""

@@ -4,7 +4,7 @@
 `own` is for headwater's models.
 """
 
-from headwater.verification.own import tiny, verify
+from headwater.verification.own import build_tiny, verify
 from headwater.verification.verdicts import Verified
 from headwater.verification.ways import WAYS, Parting, Way
 
@@ -13,6 +13,6 @@ __all__ = [
     "Parting",
     "Verified",
     "Way",
-    "tiny",
+    "build_tiny",
     "verify",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Collection
 from functools import partial
 
@@ -19,13 +18,13 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater.verification.verdicts import EXACT, Verified, verify_twice
 from headwater.verification.watch import Subject
-from headwater.verification.ways import LONGEST, PROMPT, WAYS, Feed, Probe, Way, packed
+from headwater.verification.ways import LONGEST, PROMPT, WAYS, Feed, Probe, Way, read_packed
 
 # What fp64 differs by at most without a mistake: these models make no constants in fp32.
 OWN_EXACT = 1e-9
 
 
-def tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> HeadwaterForCausalLM | None:
+def build_tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> HeadwaterForCausalLM | None:
     """A small fp64 model with perturbed parameters (zeros and ones would hide bugs); None if the config is invalid."""
     try:
         config = HeadwaterConfig(
@@ -50,7 +49,7 @@ def tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> Headwat
     return model.double().eval()
 
 
-def _materialised(probe: Probe) -> None:
+def _decode_materialised(probe: Probe) -> None:
     """With ordinary keys and values in every layer and a cache that knows nothing of this library."""
     model = probe.subject.model
     config = copy.deepcopy(model.config)
@@ -60,21 +59,21 @@ def _materialised(probe: Probe) -> None:
     probe.subject = Subject(ordinary.eval())
     feed = Feed(probe, range(len(probe.texts.ids)), cache=DynamicCache())
     for tokens in (7, 1, 4):
-        feed.read(tokens)
-    feed.read()
+        feed.read_tokens(tokens)
+    feed.read_tokens()
 
 
-def _bytes(probe: Probe) -> None:
+def _compare_bytes(probe: Probe) -> None:
     feed = Feed(probe, range(len(probe.texts.ids)))
-    feed.read(PROMPT)
+    feed.read_tokens(PROMPT)
     model = probe.subject.model
     planned = cost.cache_bytes(model.config, PROMPT, len(feed.rows), model.dtype.itemsize)
-    probe.tell(0, PROMPT - 1, abs(cache_bytes(feed.cache) - planned) / planned)
+    probe.record_error(0, PROMPT - 1, abs(cache_bytes(feed.cache) - planned) / planned)
 
 
 OWN_WAYS = [
-    Way("materialised", _materialised),
-    Way("cache bytes", _bytes),
+    Way("materialised", _decode_materialised),
+    Way("cache bytes", _compare_bytes),
 ]
 
 
@@ -82,10 +81,8 @@ def ways_of(model: PreTrainedModel) -> list[Way]:
     """All ways of decoding that apply to a class of models."""
     if not isinstance(model, HeadwaterForCausalLM):
         return WAYS
-    promised = [
-        dataclasses.replace(way, run=partial(packed, promised=True)) if way.name == "packing" else way for way in WAYS
-    ]
-    return [*promised, *OWN_WAYS]
+    packing = Way("packing", partial(read_packed, promised=True))
+    return [*(packing if way.name == packing.name else way for way in WAYS), *OWN_WAYS]
 
 
 def verify(

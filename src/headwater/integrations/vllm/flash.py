@@ -27,7 +27,7 @@ def kernel(**arguments: Any) -> Tensor:
 class FlashEngine(PagedEngine):
     """`PagedEngine` with vLLM's FlashAttention. A block's keys are [heads, tokens, d], as for CPUs, read by strides."""
 
-    def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+    def read_heads(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
         batch: Any = self.batch
         metadata = batch.given
         window = attention.sliding_window
