@@ -60,7 +60,7 @@ class Mine(Mechanism):
         if context.tail is not None:
             before = context.tail.update_tail(f"{self.registered_name()}.v", v, self.back, everything=branches)
         if branches:
-            past = context.reach.of(v, before, self.back)
+            past = context.reach.look_back(v, before, self.back)
         else:
             before = v.new_zeros(*v.shape[:2], self.back, v.shape[3]) if before is None else before
             past = torch.cat((before, v), dim=2)[:, :, :length]
@@ -140,7 +140,7 @@ class Mine(Mechanism):
     def build_module(cls, options, config, plan):
         return cls(len(plan.k_heads), len(plan.v_heads), options["begin"])
 
-    def describe_axes(self, parameter, place=None):
+    def describe_axes(self, parameter, replaced=None):
         return (SAME, Dim("k")) if parameter == "taps" else (Dim("v"),)
 
     @classmethod
@@ -157,7 +157,7 @@ class Mine(Mechanism):
             if context.tail is not None:
                 before = context.tail.update_tail(f"{self.registered_name()}.k", k, 1, everything=branches)
             if branches:
-                last = context.reach.of(k, before, 1)
+                last = context.reach.look_back(k, before, 1)
             else:
                 before = k.new_zeros(*k.shape[:2], 1, k.shape[3]) if before is None else before
                 last = torch.cat((before, k), dim=2)[:, :, :-1]

@@ -173,7 +173,7 @@ def test_tau_stays_in_fp32_and_in_the_checkpoint(tmp_path):
 def test_a_tau_that_was_put_is_made_again():
     """Buffers of a model on the meta device are made from `constants()`."""
     scale = Pattention(4, 4, 16).scale
-    scale.put(7.5)
+    scale.set_tau(7.5)
     assert scale().item() == scale.constants()["tau"].item() == 7.5
 
 

@@ -91,8 +91,8 @@ def test_half_precision_keeps_its_dtype():
         ({"channels": 40}, "channels must be from 1 to hidden_size 32"),
         ({"layers": [3]}, "between 0 and 2"),
         ({"scale": 0}, "scale must be above 0"),
-        ({"gate": "scalar", "scale": 9.0}, "scale belongs to gate 'sigmoid'"),
-        ({"gate": "none", "channels": 3}, "channels belongs to gate 'sigmoid'"),
+        ({"gate": "scalar", "scale": 9.0}, "scale is for gate 'sigmoid'"),
+        ({"gate": "none", "channels": 3}, "channels is for gate 'sigmoid'"),
     ],
 )
 def test_contradictory_options(options, message):

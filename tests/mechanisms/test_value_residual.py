@@ -8,6 +8,7 @@ from headwater.config.planner import plan_layers
 from headwater.mechanisms.contract import KV, Context
 from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
 from headwater.testing import naive
+from references import reference
 
 FIRST = Source("raw", "v", 0)
 MODES = ["identity", "learnable"]
@@ -317,7 +318,7 @@ def test_a_source_without_values_of_its_own_is_refused(mechanisms):
 )
 def test_values_that_are_only_partly_there(mechanisms):
     model, ids = build(mechanisms, num_hidden_layers=8, position="none"), tokens(1, 6)
-    assert_near(model(ids, use_cache=False).logits[0], naive.reference(model)(ids[0]), 1e-12)
+    assert_near(model(ids, use_cache=False).logits[0], reference(model)(ids[0]), 1e-12)
 
 
 def test_plus_divides_its_budget_among_those_that_receive():
@@ -367,4 +368,4 @@ def test_what_another_mechanism_reads_is_not_mixed_in():
         "neutreno": {},
     }
     model, ids = build(mechanisms, num_hidden_layers=8, position="none"), tokens(1, 6)
-    assert_near(model(ids, use_cache=False).logits[0], naive.reference(model)(ids[0]), 1e-12)
+    assert_near(model(ids, use_cache=False).logits[0], reference(model)(ids[0]), 1e-12)

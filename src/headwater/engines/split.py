@@ -24,7 +24,7 @@ from headwater.config.planner import groups_of, plan_layers, with_all_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Processes, axes_of, can_split_heads
 from headwater.mechanisms.contract import Mechanism
-from headwater.mechanisms.enlarging import of_heads
+from headwater.mechanisms.enlarging import select_heads
 from headwater.nn.attention import Attention
 from headwater.nn.feed_forward import FeedForward
 from headwater.nn.position import alibi_slopes
@@ -138,7 +138,8 @@ class Portion:
         heads = {"q": queries, "k": plan.k_heads, "v": plan.v_heads, "a": queries}
         chosen = {"q": self.queries, "k": self.heads, "v": self.heads, "a": self.queries}
         return {
-            kind: (len(of), [at for at, head in enumerate(of) if head in chosen[kind]]) for kind, of in heads.items()
+            kind: (len(of_layer), [index for index, head in enumerate(of_layer) if head in chosen[kind]])
+            for kind, of_layer in heads.items()
         }
 
     def build_attention(self, full: Attention, kind: type[AnyAttention]) -> AnyAttention:
@@ -158,7 +159,7 @@ class Portion:
         entries: dict[str, Entries] = {}
         for name, parameter in full.named_parameters():
             shape = parameter.shape
-            entries[name] = of_heads(axes_of(full, name), shape, self.list_positions(plan))
+            entries[name] = select_heads(axes_of(full, name), shape, self.list_positions(plan))
             if (chosen := entries[name]) is not None:
                 shape = torch.Size((*shape[: chosen[0]], len(chosen[1]), *shape[chosen[0] + 1 :]))
             if shapes.pop(name, shape if shape.numel() == 0 else None) != shape:

@@ -62,22 +62,23 @@ class Backout(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def read(cls, options: dict[str, Any], config: HeadwaterConfig) -> Source:
+    def find_source(cls, options: dict[str, Any], config: HeadwaterConfig) -> Source:
         layer = config.num_hidden_layers // 2 if options["layer"] is None else options["layer"]
         return Source("stream", "x", layer)
 
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
-        last, layer = config.num_hidden_layers - 1, cls.read(options, config).layer
-        if not 0 <= layer < last:
+        last_layer, layer = config.num_hidden_layers - 1, cls.find_source(options, config).layer
+        if not 0 <= layer < last_layer:
             raise HeadwaterError(
-                f"Mechanism 'backout' takes the output of an earlier layer out of the last one's, {last}, not that of "
-                f"layer {layer}; change layer, or num_hidden_layers."
+                f"Mechanism 'backout' subtracts the output of a layer before the last one, {last_layer}, so layer "
+                f"cannot be {layer}; change layer, or num_hidden_layers."
             )
 
     @classmethod
     def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
-        return [*plans[:-1], plans[-1].acting(cls, cls.transform_block_output).reading(cls.read(options, config))]
+        source = cls.find_source(options, config)
+        return [*plans[:-1], plans[-1].acting(cls, cls.transform_block_output).reading(source)]
 
     @classmethod
     def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
@@ -85,7 +86,7 @@ class Backout(KeepsPrecision, Mechanism):
 
     @classmethod
     def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        return cls(options["weight"], slot=plan.slot(cls.read(options, config)))
+        return cls(options["weight"], slot=plan.slot(cls.find_source(options, config)))
 
     # Capabilities
 
@@ -93,7 +94,7 @@ class Backout(KeepsPrecision, Mechanism):
     def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
         if not growth.deepens or (options["layer"] is None and not growth.keeps):
             return options
-        return options | {"layer": growth.source(len(growth.layers) - 1, cls.read(options, config).layer)}
+        return options | {"layer": growth.find_source(len(growth.layers) - 1, cls.find_source(options, config).layer)}
 
     describe_axes = fixed_axes(SAME)
 

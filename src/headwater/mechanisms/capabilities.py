@@ -68,7 +68,7 @@ class GrowsOptions(Protocol):
 class DescribesAxes(Protocol):
     """Asked by `headwater grow`, which cannot grow a parameter without it, and where heads are split over processes."""
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str, replaced: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         """What the entries along each dimension belong to; the last covers all that remain, flattened.
 
         place: the inputs and the outputs of the linear layer that the module replaces.
@@ -114,7 +114,7 @@ class ActsInTraining(Protocol):
     def prepare_training(self, step: Step) -> Any:
         """What `prepare_step` needs when a run begins, as JSON values for checkpoints; None: it need not be called."""
 
-    def prepare_step(self, kept: Any, step: Step) -> None:
+    def prepare_step(self, state: Any, step: Step) -> None:
         """Called before each step with what `prepare_training` returned. Only buffers and parameters are saved."""
 
     @classmethod
@@ -184,8 +184,8 @@ class Shown(NamedTuple):
     """
 
     values: Tensor
-    by: Literal["", "kv head", "query head", "layer"] = ""
-    at: tuple[int, ...] = ()
+    owner: Literal["", "kv head", "query head", "layer"] = ""
+    indices: tuple[int, ...] = ()
 
 
 @runtime_checkable
@@ -232,6 +232,6 @@ def can_split_tokens(mechanism: type) -> bool:
     return isinstance(mechanism, SplitsOverProcesses) and mechanism.per_token
 
 
-def axes_of(mechanism: nn.Module, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+def axes_of(mechanism: nn.Module, parameter: str, replaced: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
     """What the entries along each dimension of a parameter belong to, as `DescribesAxes`; () if it is not known."""
-    return mechanism.describe_axes(parameter, place) if isinstance(mechanism, DescribesAxes) else ()
+    return mechanism.describe_axes(parameter, replaced) if isinstance(mechanism, DescribesAxes) else ()

@@ -42,15 +42,15 @@ class AttentionInputs(NamedTuple):
     v: Tensor | None
     stream: Tensor
 
-    def parts(self) -> list[Tensor]:
+    def list_inputs(self) -> list[Tensor]:
         """Of queries, keys and values, in this order, those that the layer projects."""
-        return [part for part in (self.q, self.k, self.v) if part is not None]
+        return [x for x in (self.q, self.k, self.v) if x is not None]
 
-    def having(self, parts: Sequence[Tensor]) -> AttentionInputs:
+    def replace_inputs(self, inputs: Sequence[Tensor]) -> AttentionInputs:
         """The same with other `parts`."""
-        q, *others = parts
-        k = None if self.k is None else others[0]
-        return self._replace(q=q, k=k, v=None if self.v is None else others[-1])
+        q, *keys_values = inputs
+        k = None if self.k is None else keys_values[0]
+        return self._replace(q=q, k=k, v=None if self.v is None else keys_values[-1])
 
 
 class Hidden(NamedTuple):
@@ -80,12 +80,12 @@ class Ancestors(NamedTuple):
 
     slots: Tensor
 
-    def of(self, x: Tensor, before: Tensor | None, back: int) -> Tensor:
+    def look_back(self, x: Tensor, previous: Tensor | None, back: int) -> Tensor:
         """The tokens `back` before those of x [B, heads, T, d], zeros where there are none. before: the whole tail."""
-        parts = (x, x.new_zeros(*x.shape[:2], 1, x.shape[3]))
-        kept = 0 if before is None else before.shape[2]
-        slots = (self.slots[back - 1] + kept)[:, None, :, None]
-        return torch.cat(parts if before is None else (before, *parts), dim=2).gather(2, slots.expand(x.shape))
+        tensors = (x, x.new_zeros(*x.shape[:2], 1, x.shape[3]))
+        count = 0 if previous is None else previous.shape[2]
+        slots = (self.slots[back - 1] + count)[:, None, :, None]
+        return torch.cat(tensors if previous is None else (previous, *tensors), dim=2).gather(2, slots.expand(x.shape))
 
 
 # As `Context.reach`: how many tokens of the document precede each, [B, T]; where rows branch, which; None: all do.

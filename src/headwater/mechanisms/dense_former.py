@@ -51,9 +51,9 @@ class DenseFormer(KeepsPrecision, Mechanism):
         self.reset_parameters()
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
-        last = torch.zeros(self.alpha.shape)
-        last[-1] = 1
-        return last
+        start = torch.zeros(self.alpha.shape)
+        start[-1] = 1
+        return start
 
     def forward(self, *states: Tensor) -> Tensor:
         """`terms` hidden states [B, T, D], the block's own last -> their weighted sum [B, T, D]."""
@@ -74,7 +74,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
             )
 
     @classmethod
-    def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...] | None:
+    def list_sources(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...] | None:
         """The earlier hidden states averaged after block `layer`; None: no average follows it."""
         if (layer + 1) % options["period"]:
             return None
@@ -83,20 +83,20 @@ class DenseFormer(KeepsPrecision, Mechanism):
     @classmethod
     def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
-            sources = cls.read(options, plan.index)
+            sources = cls.list_sources(options, plan.index)
             return plan if sources is None else plan.acting(cls, cls.transform_block_output).reading(*sources)
 
         return [amend(plan) for plan in plans]
 
     @classmethod
     def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-        sources = cls.read(options, plan.index)
+        sources = cls.list_sources(options, plan.index)
         # Autograd keeps the block's own output; the earlier ones are counted where they are made.
         return Cost() if sources is None else Cost(parameters=len(sources) + 1, saved=config.hidden_size)
 
     @classmethod
     def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        sources = cls.read(options, plan.index) or ()
+        sources = cls.list_sources(options, plan.index) or ()
         return cls(len(sources) + 1, sources, tuple(plan.slot(source) for source in sources))
 
     # Capabilities
@@ -110,8 +110,8 @@ class DenseFormer(KeepsPrecision, Mechanism):
             )
         return options
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return (Dim("layers", at=(*(source.layer for source in self.reads), "own")),)
+    def describe_axes(self, parameter: str, replaced: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return (Dim("layers", entries=(*(source.layer for source in self.reads), "own")),)
 
     def find_neutral_value(self, parameter: str) -> Tensor | None:
         return self.initial_value(parameter)

@@ -31,10 +31,10 @@ class Dim(NamedTuple):
     zero: new entries of "same" are zero, and not fresh.
     """
 
-    of: Of = "same"
+    kind: Of = "same"
     reads: bool = False
     normed: bool = False
-    at: tuple[Hashable, ...] = ()
+    entries: tuple[Hashable, ...] = ()
     zero: bool = False
 
 
@@ -45,10 +45,10 @@ READS = Dim("stream", reads=True)
 
 def fixed_axes(*axes: Dim) -> Callable[..., tuple[Dim, ...]]:
     """`describe_axes` of a module all of whose parameters have these axes."""
-    return lambda module, parameter, place=None: axes
+    return lambda module, parameter, replaced=None: axes
 
 
-def of_heads(
+def select_heads(
     axes: Sequence[Dim], shape: Sequence[int], heads: Mapping[str, tuple[int, Sequence[int]]]
 ) -> tuple[int, list[int]] | None:
     """The entries of some heads in a parameter, and along which dimension; None: all of it belongs to each head.
@@ -56,7 +56,7 @@ def of_heads(
     axes, shape: of the parameter. heads: for "q", "k" and "v", how many there are, and which of them are meant.
     """
     for dim, axis in enumerate(axes):
-        count, chosen = heads.get(axis.of, (0, ()))
+        count, chosen = heads.get(axis.kind, (0, ()))
         if count and shape[dim] % count == 0:
             size = shape[dim] // count
             return dim, [head * size + entry for head in chosen for entry in range(size)]
@@ -108,20 +108,20 @@ class Larger:
         return -1 in self.stream
 
     @property
-    def part(self) -> float:
+    def mean_square_ratio(self) -> float:
         """The mean square of the new stream over that of the old one, where its new channels are zero."""
         return sum(source >= 0 for source in self.stream) / len(self.stream) if self.pads else 1.0
 
-    def at(self, layer: int) -> int:
+    def first_copy(self, layer: int) -> int:
         """Where an old layer is in the new model: its first copy. -1, the embedding, stays."""
         return next((new for new, old in enumerate(self.layers) if old == layer and new not in self.silent), -1)
 
-    def copies(self, layers: Iterable[int]) -> list[int]:
+    def list_copies(self, layers: Iterable[int]) -> list[int]:
         """All new layers made from some old ones."""
         chosen = set(layers)
         return [new for new, old in enumerate(self.layers) if old in chosen]
 
-    def source(self, layer: int, old: int) -> int:
+    def find_source(self, layer: int, old: int) -> int:
         """Which new layer gives new layer `layer` what old layer `old` gave the layer that it is made from.
 
         Where the function is kept, the old layer itself; else its nearest copy that does not come later.
@@ -129,12 +129,12 @@ class Larger:
         if old < 0:
             return -1
         if self.keeps:
-            return self.at(old)
-        return max(new for new in self.copies([old]) if new <= layer)
+            return self.first_copy(old)
+        return max(new for new in self.list_copies([old]) if new <= layer)
 
-    def moved(self, layer: int, entry: Hashable) -> Hashable:
-        """An entry of `Dim.at` of the old layer, in new layer `layer`, which is made from it."""
+    def move_entry(self, layer: int, entry: Hashable) -> Hashable:
+        """An entry of `Dim.entries` of the old layer, in new layer `layer`, which is made from it."""
         if isinstance(entry, tuple):
             label, inner = entry
-            return label, self.moved(layer, inner)
-        return self.source(layer, entry) if isinstance(entry, int) else entry
+            return label, self.move_entry(layer, inner)
+        return self.find_source(layer, entry) if isinstance(entry, int) else entry

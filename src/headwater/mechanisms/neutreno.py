@@ -22,7 +22,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism
 from headwater.mechanisms.enlarging import SAME, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import identity_with, keep_options
+from headwater.mechanisms.receivers import identity_with, join_heads, keep_options
 from headwater.util.errors import HeadwaterError
 
 FIRST = Source("raw", "v", 0)
@@ -55,29 +55,28 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         weight: float = 0.4,
         learnable: bool = False,
         *,
-        first: int = 0,
-        own: tuple[tuple[int, Heads], ...] = (),
+        first_slot: int = 0,
+        value_slots: tuple[tuple[int, Heads], ...] = (),
     ) -> None:
         super().__init__()
         self.weight = weight
         # The slot of V_0; the slots of the values attended to, each with which of their heads.
-        self.first, self.own = first, own
+        self.first_slot, self.value_slots = first_slot, value_slots
         self.lambdas = fp32_parameter(1) if learnable else None
         self.reset_parameters()
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.full(self.lambdas.shape, float(self.weight))
 
-    def forward(self, out: Tensor, first: Tensor, own: Tensor) -> Tensor:
+    def forward(self, out: Tensor, first_values: Tensor, values: Tensor) -> Tensor:
         """out [B, T, H, d]; first and own, V_0 and V_l [B, K, T, d] -> [B, T, H, d]."""
         # A 0-d factor does not raise the dtype of what it multiplies.
         weight = self.weight if self.lambdas is None else self.lambdas[0]
-        added = weight * (first - own).transpose(1, 2)
+        added = weight * (first_values - values).transpose(1, 2)
         return out + added.repeat_interleave(out.shape[2] // added.shape[2], dim=2)
 
     def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
-        own = [context.sources[slot] if at is None else context.sources[slot][:, at] for slot, at in self.own]
-        return self(out, context.sources[self.first], own[0] if len(own) == 1 else torch.cat(own, dim=1))
+        return self(out, context.sources[self.first_slot], join_heads(context.sources, self.value_slots))
 
     # In a headwater model
 
@@ -86,8 +85,8 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         def amend(plan: LayerPlan) -> LayerPlan:
             if all(attended.v == 0 for attended in plan.attends):
                 return plan  # V_0 - V_0 is zero
-            others = (Source("raw", "v", group.v) for group in plan.groups if group.v != plan.index)
-            return plan.acting(cls, cls.transform_head_outputs).reading(FIRST, *others)
+            sources = (Source("raw", "v", group.v) for group in plan.groups if group.v != plan.index)
+            return plan.acting(cls, cls.transform_head_outputs).reading(FIRST, *sources)
 
         amended = [amend(plan) for plan in plans]
         if not any(cls.registered_name() in plan.at(Stage.HEAD_OUTPUTS) for plan in amended):
@@ -105,8 +104,8 @@ class NeuTRENO(KeepsPrecision, Mechanism):
 
     @classmethod
     def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        own = tuple((plan.slot(Source("raw", "v", group.v)), group.v_heads) for group in plan.groups)
-        return cls(options["weight"], options["learnable"], first=plan.slot(FIRST), own=own)
+        value_slots = tuple((plan.slot(Source("raw", "v", group.v)), group.v_heads) for group in plan.groups)
+        return cls(options["weight"], options["learnable"], first_slot=plan.slot(FIRST), value_slots=value_slots)
 
     # Capabilities
 

@@ -91,7 +91,7 @@ class OutputGate(Mechanism):
         ]
 
     @classmethod
-    def sizes(cls, options: dict[str, Any], config: HeadwaterConfig) -> tuple[int, int]:
+    def find_sizes(cls, options: dict[str, Any], config: HeadwaterConfig) -> tuple[int, int]:
         """How many channels of x a layer's gate reads, and how many numbers it gives."""
         by_channel = options["granularity"] == "channel"
         return options["channels"] or config.hidden_size, config.num_attention_heads * (
@@ -100,14 +100,14 @@ class OutputGate(Mechanism):
 
     @classmethod
     def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-        channels, outputs = cls.sizes(options, config)
+        channels, outputs = cls.find_sizes(options, config)
         # Autograd keeps the result, for the output projection, and the gate before and after its scale.
-        kept = config.num_attention_heads * config.head_dim + outputs * (1 + (options["scale"] != 1))
-        return Cost(parameters=channels * outputs, flops=2 * channels * outputs, saved=kept)
+        saved = config.num_attention_heads * config.head_dim + outputs * (1 + (options["scale"] != 1))
+        return Cost(parameters=channels * outputs, flops=2 * channels * outputs, saved=saved)
 
     @classmethod
     def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        return cls(*cls.sizes(options, config), options["scale"], options["init"])
+        return cls(*cls.find_sizes(options, config), options["scale"], options["init"])
 
     # Capabilities
 

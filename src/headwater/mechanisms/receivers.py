@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
-from headwater.config.plan import LayerPlan
+import torch
+from torch import Tensor
+
+from headwater.config.plan import Heads, LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import Larger
 from headwater.util.errors import HeadwaterError
 
 
-def receivers(options: dict[str, Any], config: HeadwaterConfig) -> list[int]:
+def list_receivers(options: dict[str, Any], config: HeadwaterConfig) -> list[int]:
     """The receiving layers: those of the option `layers`, by default all after the option `source`."""
     if options["layers"] is None:
         return list(range(options["source"] + 1, config.num_hidden_layers))
@@ -68,6 +71,12 @@ def layers_with_values(name: str, options: dict[str, Any], layers: list[int], pl
     return [layer for layer in layers if layer not in lacking]
 
 
+def join_heads(sources: Sequence[Tensor], slots: Sequence[tuple[int, Heads]]) -> Tensor:
+    """Join heads of several sources, [B, heads, T, d]. slots: of each source its index, and which of its heads."""
+    tensors = [sources[slot] if heads is None else sources[slot][:, heads] for slot, heads in slots]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
+
+
 def check_least(mechanism: type[Mechanism], options: dict[str, Any], **least: int) -> None:
     """Raise `HeadwaterError` where an option that is set is below its least value."""
     for name, number in least.items():
@@ -101,10 +110,10 @@ def identity_with(**identity: Any) -> Any:
     return staticmethod(find_identity_options)
 
 
-def moved_receivers(options: dict[str, Any], layers: list[int], growth: Larger) -> dict[str, Any]:
+def move_receivers(options: dict[str, Any], layers: list[int], growth: Larger) -> dict[str, Any]:
     """The options `source` and `layers` in a larger model, in which all copies of the receiving `layers` receive."""
-    source = growth.at(options["source"])
-    new = [layer for layer in growth.copies(layers) if layer > source]
+    source = growth.first_copy(options["source"])
+    new = [layer for layer in growth.list_copies(layers) if layer > source]
     everything = new == list(range(source + 1, len(growth.layers)))
     return options | {"source": source, "layers": None if options["layers"] is None and everything else new}
 
@@ -112,4 +121,4 @@ def moved_receivers(options: dict[str, Any], layers: list[int], growth: Larger) 
 def move_layers(options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
     """`grow_options` of a mechanism that may act in every layer: it acts in all copies of its `layers`."""
     layers = options["layers"]
-    return options | {"layers": None if layers is None else growth.copies(layers)}
+    return options | {"layers": None if layers is None else growth.list_copies(layers)}

@@ -64,9 +64,9 @@ class Smear(KeepsPrecision, Mechanism):
         """x [B, T, D] -> same. reach: as in `Context`; default: a row is one document. tail: has the tokens before."""
         x = nn.functional.rms_norm(x, x.shape[-1:]) if self.norm == "before" else x
         pieces = x.unflatten(2, (-1, self.width or x.shape[2])).transpose(1, 2)
-        last = previous_token(pieces, reach, tail, self.tail).transpose(1, 2).flatten(2)
+        previous = previous_token(pieces, reach, tail, self.tail).transpose(1, 2).flatten(2)
         gate = self.strength * self.gate(x[..., : self.channels]).sigmoid()
-        y = torch.addcmul(x, last, gate.to(x.dtype))
+        y = torch.addcmul(x, previous, gate.to(x.dtype))
         return nn.functional.rms_norm(y, y.shape[-1:]) if self.norm == "after" else y
 
     def transform_embedding(self, x: Tensor, context: Context) -> Tensor:

@@ -15,7 +15,7 @@ from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.enlarging import Larger
-from headwater.mechanisms.receivers import check_receivers, moved_receivers, receivers
+from headwater.mechanisms.receivers import check_receivers, list_receivers, move_receivers
 
 
 class SVFormer(Mechanism):
@@ -39,7 +39,7 @@ class SVFormer(Mechanism):
     ) -> list[LayerPlan]:
         keys, values = options["share"] != "values", options["share"] != "keys"
         new = list(plans)
-        for layer in receivers(options, config):
+        for layer in list_receivers(options, config):
             source, everything = options["source"], range(len(plans[layer].attends))
             new[layer] = plans[layer].attending(everything, source if keys else None, source if values else None)
         return new
@@ -48,6 +48,6 @@ class SVFormer(Mechanism):
 
     @classmethod
     def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
-        return moved_receivers(options, receivers(options, config), growth)
+        return move_receivers(options, list_receivers(options, config), growth)
 
     per_head = per_token = True

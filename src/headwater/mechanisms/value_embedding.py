@@ -142,10 +142,10 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         check_layers(cls, options, config)
         check_least(cls, options, tables=1, rank=1)
         defaults = {name: getattr(cls.Options, name) for name in ("channels", "scale")}
-        given = [name for name, default in defaults.items() if options[name] != default]
-        if options["gate"] != "sigmoid" and given:
+        unread = [name for name, default in defaults.items() if options[name] != default]
+        if options["gate"] != "sigmoid" and unread:
             raise HeadwaterError(
-                f"Mechanism 'value_embedding': {given[0]} belongs to gate 'sigmoid', not {options['gate']!r}; leave it "
+                f"Mechanism 'value_embedding': {unread[0]} is for gate 'sigmoid', not {options['gate']!r}; leave it "
                 "out."
             )
         if not options["scale"] > 0:
@@ -196,29 +196,29 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def receiving(cls, plans: Sequence[LayerPlan]) -> list[int]:
+    def list_receivers(cls, plans: Sequence[LayerPlan]) -> list[int]:
         """The layers in which it acts."""
         return [plan.index for plan in plans if cls.registered_name() in plan.at(Stage.QKV)]
 
     @classmethod
     def shared_numbers(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
         """Numbers in a row of a shared table: as many as the values of each layer that reads it have."""
-        reader = layer_config(config, cls.receiving(plan_layers(config))[0])
+        reader = layer_config(config, cls.list_receivers(plan_layers(config))[0])
         return options["rank"] or reader.num_key_value_heads * reader.head_dim
 
     @classmethod
     def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        tables, every = options["tables"], range(config.num_key_value_heads)
-        at: tuple[int, int, Heads] = (0, 0, None)
+        tables, all_heads = options["tables"], range(config.num_key_value_heads)
+        shared: tuple[int, int, Heads] = (0, 0, None)
         if tables is not None:
-            heads = None if options["rank"] else choose(plan.v_heads, every)
-            at = plan.slot(SHARED), cls.receiving(plan.all_layers).index(plan.index) % tables, heads
+            heads = None if options["rank"] else choose(plan.v_heads, all_heads)
+            shared = plan.slot(SHARED), cls.list_receivers(plan.all_layers).index(plan.index) % tables, heads
         return cls(
             len(plan.v_heads),
             config.head_dim,
             0 if tables else config.vocab_size,
             std=config.hidden_size**-0.5,
-            shared=at,
+            shared=shared,
             **{name: options[name] for name in ("rank", "gate", "channels", "scale", "init")},
         )
 
@@ -239,8 +239,8 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             return Cost()
         numbers = options["tables"] * cls.shared_numbers(options, config)
         table = config.vocab_size * numbers
-        kept = numbers * (options["gate"] != "none" or options["rank"] is not None)
-        return Cost(parameters=table, saved=kept, looked_up=table)
+        saved = numbers * (options["gate"] != "none" or options["rank"] is not None)
+        return Cost(parameters=table, saved=saved, looked_up=table)
 
     def count_token_tables(self, parameter: str) -> int:
         return int(parameter == "table.weight")
@@ -248,11 +248,11 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     @classmethod
     def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
         # Layers that add nothing at first have no table: which layers share one would change.
-        acting = cls.receiving(plan_layers(config))
-        layers = [growth.at(layer) for layer in acting] if growth.silent else growth.copies(acting)
+        acting = cls.list_receivers(plan_layers(config))
+        layers = [growth.first_copy(layer) for layer in acting] if growth.silent else growth.list_copies(acting)
         return options | {"layers": layers} if growth.deepens else options
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str, replaced: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         values = Dim("v")
         if parameter == "table.weight":
             return (SAME, SAME if self.up is not None else values)
@@ -294,13 +294,13 @@ class ValueTables(Mechanism):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, T] -> [tables, B, T, numbers]."""
-        first = torch.arange(self.tables, device=ids.device) * (self.table.num_embeddings // self.tables)
-        return self.table(ids + first[:, None, None])
+        first_row = torch.arange(self.tables, device=ids.device) * (self.table.num_embeddings // self.tables)
+        return self.table(ids + first_row[:, None, None])
 
     # Capabilities
 
     def count_token_tables(self, parameter: str) -> int:
         return self.tables
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str, replaced: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return SAME, Dim("kv") if self.by_head else SAME

@@ -163,12 +163,12 @@ def _texts_in(values: Any) -> Iterator[str]:
 
 def _leads_out(name: str) -> bool:
     """Whether a name is a path that does not stay below the current folder as it is written, or a hidden one there."""
-    parts = Path(name).parts
-    if not parts or "\0" in name:
+    segments = Path(name).parts
+    if not segments or "\0" in name:
         return False
-    if name.startswith("~") or Path(name).is_absolute() or ".." in parts:
+    if name.startswith("~") or Path(name).is_absolute() or ".." in segments:
         return True
-    return any(segment.startswith(".") for segment in parts) or not _is_below(name, os.curdir)
+    return any(segment.startswith(".") for segment in segments) or not _is_below(name, os.curdir)
 
 
 def _is_trusted_path(path: str) -> bool:
@@ -193,8 +193,8 @@ def _is_path(name: str) -> bool:
 
 
 def _module_is_trusted(module: str) -> bool:
-    parts = module.split(".")
-    return not {".".join(parts[:end]) for end in range(1, len(parts) + 1)}.isdisjoint(_list_trusted())
+    names = module.split(".")
+    return not {".".join(names[:end]) for end in range(1, len(names) + 1)}.isdisjoint(_list_trusted())
 
 
 def _is_defined_in(thing: Any, module: str) -> bool:

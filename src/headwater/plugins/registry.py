@@ -151,12 +151,12 @@ def scan_mechanisms() -> tuple[dict[str, str], dict[str, str]]:
 
     Returns their classes, each with its module, and the mechanisms, name -> "module:Class", sorted by `order`.
     """
-    here, prefix, package = Path(__file__).parent, f"{LIBRARY}_mechanisms_", "."  # in the exported single folder
+    folder, prefix, package = Path(__file__).parent, f"{LIBRARY}_mechanisms_", "."  # in the exported single folder
     if not IS_EXPORTED:
-        here, prefix, package = here.parent / "mechanisms", "", f"{LIBRARY}.mechanisms."
+        folder, prefix, package = folder.parent / "mechanisms", "", f"{LIBRARY}.mechanisms."
     modules: dict[str, str] = {}
     ordered: list[tuple[int, str, str]] = []
-    for path in here.glob(f"{prefix}*.py"):
+    for path in folder.glob(f"{prefix}*.py"):
         classes: list[str] = []
         statements = _STATEMENTS.findall(path.read_text(encoding="utf-8"))
         for class_name, order in statements:

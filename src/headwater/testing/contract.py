@@ -245,7 +245,9 @@ class Contract:
         mechanism = cls.mechanism
         name = mechanism if isinstance(mechanism, str) else MECHANISMS.name_of(mechanism)
         alone: list[dict[str, Any]] = [{name: {}}, *({name: options} for options in cls.options)]
-        pairs = [{other_name: {}, name: {}} for other_name in MECHANISMS.built_in if other_name != name]
+        pairs: list[dict[str, Any]] = [
+            {other_name: {}, name: {}} for other_name in MECHANISMS.built_in if other_name != name
+        ]
         cases = Case.combine(alone, "llama") + Case.combine([{name: {}}], *BASES, *ODD_LAYERS)
         cases += Case.combine(pairs, "llama")
         if not cases:
