@@ -140,7 +140,7 @@ class Mine(Mechanism):
     def build_module(cls, options, config, plan):
         return cls(len(plan.k_heads), len(plan.v_heads), options["begin"])
 
-    def describe_axes(self, parameter, replaced=None):
+    def describe_axes(self, parameter):
         return (SAME, Dim("k")) if parameter == "taps" else (Dim("v"),)
 
     @classmethod

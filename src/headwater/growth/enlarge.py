@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwater.config.capabilities import Map, replaces_linear
+from headwater.config.capabilities import replaces_linear
 from headwater.config.layers import layer_config
 from headwater.config.plan import EMBEDDING, LayerPlan, Source, Stage
 from headwater.config.planner import plan_layers
@@ -30,36 +30,25 @@ from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 
-QUERIES, KEYS, VALUES, UNITS = (Dim(kind) for kind in ("q", "k", "v", "units"))
-# The linear layers of a block, with their outputs and inputs.
-MAPS: dict[Map, tuple[str, Dim, Dim]] = {
-    "query": ("self_attn.q_proj", QUERIES, READS),
-    "key": ("self_attn.k_proj", KEYS, READS),
-    "value": ("self_attn.v_proj", VALUES, READS),
-    "output": ("self_attn.o_proj", WRITES, QUERIES._replace(reads=True)),
-    "feed_forward": ("mlp", WRITES, READS),
-}
-LINEAR = {module: axes for module, *axes in MAPS.values()} | {
-    "mlp.gate_proj": [UNITS, READS],
-    "mlp.up_proj": [UNITS, READS],
-    "mlp.down_proj": [WRITES, UNITS._replace(reads=True)],
-    "embed_tokens": [SAME, WRITES],
-    "embed_positions": [SAME, WRITES],
-    "class_token": [SAME, WRITES],
-    "registers": [SAME, WRITES],
-    "embed_patches": [WRITES, SAME],
-    "lm_head": [SAME, READS],
-    "classifier": [SAME, READS],
-}
-NORMS = {
-    "input_layernorm": "norm",
-    "post_attention_layernorm": "norm",
-    "norm": "norm",
-    "attention_output_norm": "output norm",
-    "feed_forward_output_norm": "output norm",
-    "embedding_norm": "output norm",
-    "self_attn.q_norm": "same",
-    "self_attn.k_norm": "same",
+QUERIES, KEYS, VALUES, UNITS, NORM, OUTPUT_NORM = (
+    Dim(kind) for kind in ("q", "k", "v", "units", "norm", "output norm")
+)
+# The model's own modules: the axes of their parameters, a linear layer's outputs before its inputs.
+AXES: dict[str, tuple[Dim, ...]] = {
+    "self_attn.q_proj": (QUERIES, READS),
+    "self_attn.k_proj": (KEYS, READS),
+    "self_attn.v_proj": (VALUES, READS),
+    "self_attn.o_proj": (WRITES, QUERIES._replace(reads=True)),
+    "mlp": (WRITES, READS),
+    "mlp.gate_proj": (UNITS, READS),
+    "mlp.up_proj": (UNITS, READS),
+    "mlp.down_proj": (WRITES, UNITS._replace(reads=True)),
+    "embed_patches": (WRITES, SAME),
+    **dict.fromkeys(("embed_tokens", "embed_positions", "class_token", "registers"), (SAME, WRITES)),
+    **dict.fromkeys(("lm_head", "classifier"), (SAME, READS)),
+    **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), (NORM,)),
+    **dict.fromkeys(("attention_output_norm", "feed_forward_output_norm", "embedding_norm"), (OUTPUT_NORM,)),
+    **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (SAME,)),
 }
 WRITERS = ("self_attn.o_proj", "mlp.down_proj", "mlp")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
@@ -247,18 +236,16 @@ class Moves:
         module = (name if match is None else match[2]).rpartition(".")[0]
         owner, inner = owner_of(self.model, name)
         if owner is not None:
-            axes_of_map = next(((ins, outs) for where, outs, ins in MAPS.values() if where == module), None)
-            if not (axes := axes_of(owner, inner, axes_of_map)):
+            if not (axes := axes_of(owner, inner)):
                 raise HeadwaterError(
                     f"Mechanism {owner.registered_name()!r} does not say what the entries of its parameter "
                     f"{inner!r} belong to (describe_axes), so it cannot grow; remove it."
                 )
-            return axes
+            outs, ins = AXES.get(module, (SAME, SAME))
+            return tuple({"linear in": ins, "linear out": outs}.get(axis.kind, axis) for axis in axes)
         short = module.removeprefix(f"{self.model.base_model_prefix}.")
-        if short in LINEAR:
-            return tuple(LINEAR[short][: tensor.dim()])
-        if short in NORMS:
-            return (Dim(NORMS[short]),)  # type: ignore[arg-type]
+        if short in AXES:
+            return AXES[short][: tensor.dim()]
         raise HeadwaterError(f"{name} of this model cannot grow; remove what it belongs to.")
 
     def fill_entries(

@@ -26,7 +26,7 @@ from headwater.config.plan import Attends, LayerPlan, Part, Source, Stage
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown, Step
-from headwater.mechanisms.contract import KV, Context, Mechanism
+from headwater.mechanisms.contract import KV, Context, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Larger
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.plugins.registry import MECHANISMS, has_own, in_order
@@ -104,7 +104,7 @@ class Blend(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def goal_config(cls, options: dict[str, Any], config: HeadwaterConfig) -> HeadwaterConfig:
+    def goal_config(cls, options: OptionValues, config: HeadwaterConfig) -> HeadwaterConfig:
         """The config of the cheaper model. Raises `HeadwaterError` if there is no such model."""
         heads, fewer = config.num_key_value_heads, options["num_key_value_heads"]
         goal = cls.remove_blend(config)
@@ -143,12 +143,12 @@ class Blend(KeepsPrecision, Mechanism):
         return plain
 
     @classmethod
-    def count_group(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
+    def count_group(cls, options: OptionValues, config: HeadwaterConfig) -> int:
         """How many key/value heads become one."""
         return config.num_key_value_heads // (options["num_key_value_heads"] or config.num_key_value_heads)
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         if not 0 <= options["weight"] <= 1:
             raise HeadwaterError(f"Mechanism 'blend': weight must be from 0 to 1, not {options['weight']}.")
         if not options["mechanisms"] and options["num_key_value_heads"] is None:
@@ -156,7 +156,7 @@ class Blend(KeepsPrecision, Mechanism):
         cls.goal_config(options, config)
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         cls._check_goal(options, config)
         cls._check_base(config)
         group, goals = cls.count_group(options, config), plan_layers(cls.goal_config(options, config))
@@ -179,7 +179,7 @@ class Blend(KeepsPrecision, Mechanism):
         return new
 
     @classmethod
-    def _check_goal(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def _check_goal(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         """Raise `HeadwaterError` if a mechanism of the goal does more than to share, or nothing for the cache."""
         goals = plan_layers(cls.goal_config(options, config))
         for name in options["mechanisms"] or {}:
@@ -213,7 +213,7 @@ class Blend(KeepsPrecision, Mechanism):
                 )
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         group = cls.count_group(options, config)
         goal = plan_layers(cls.goal_config(options, config))[plan.index]
         attends = goal.attends if plan.at(Stage.ATTENDED_KV) else ()
@@ -228,13 +228,13 @@ class Blend(KeepsPrecision, Mechanism):
     # Capabilities
 
     @classmethod
-    def complete_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> dict[str, Any]:
+    def complete_options(cls, options: OptionValues, config: HeadwaterConfig) -> OptionValues:
         mechanisms = options["mechanisms"] or {}
         parsed = {name: parse_options(MECHANISMS.resolve(name), fields) for name, fields in mechanisms.items()}
         return options | {"mechanisms": parsed or None}
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         raise HeadwaterError(
             "The model is on its way to a smaller cache and cannot grow before; finish the conversion."
         )

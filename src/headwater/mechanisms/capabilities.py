@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
     from headwater.mechanisms.enlarging import Dim, Larger
 
+# A mechanism's parsed options, by name.
+OptionValues = dict[str, Any]
 # The optimizer's parameter groups (headwater_lab.training.optimizers).
 Group = Literal["matrices", "tensors", "embeddings", "vectors", "scalars"]
 
@@ -32,12 +34,12 @@ class HasSharedModule(Protocol):
     """For a module that the model holds once. Layers read what it returns as `Source("shared", name, -1)`."""
 
     @classmethod
-    def build_shared_module(cls, options: dict[str, Any], config: HeadwaterConfig) -> nn.Module | None:
+    def build_shared_module(cls, options: OptionValues, config: HeadwaterConfig) -> nn.Module | None:
         """The module, called once per forward pass, with the new tokens' ids [B, T] if the mechanism
         `needs_input_ids`; None: there is none with these options."""
 
     @classmethod
-    def count_shared_cost(cls, options: dict[str, Any], config: HeadwaterConfig) -> Cost:
+    def count_shared_cost(cls, options: OptionValues, config: HeadwaterConfig) -> Cost:
         """What it costs, once per model."""
 
 
@@ -57,7 +59,7 @@ class GrowsOptions(Protocol):
     """Asked by `headwater grow`, which without it keeps the sizes of a model with the mechanism."""
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         """The options with which it does the same in a larger model. config: the smaller model's.
 
         Raises `HeadwaterError` for growth under which it cannot, or not keep the function though `growth.keeps`.
@@ -68,11 +70,8 @@ class GrowsOptions(Protocol):
 class DescribesAxes(Protocol):
     """Asked by `headwater grow`, which cannot grow a parameter without it, and where heads are split over processes."""
 
-    def describe_axes(self, parameter: str, replaced: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        """What the entries along each dimension belong to; the last covers all that remain, flattened.
-
-        place: the inputs and the outputs of the linear layer that the module replaces.
-        """
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
+        """What the entries along each dimension belong to; the last covers all that remain, flattened."""
 
 
 @runtime_checkable
@@ -88,7 +87,7 @@ class AddsToTrainedModel(Protocol):
     """Asked by `headwater retrofit`, which without it needs --allow-change."""
 
     @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+    def find_identity_options(cls, options: OptionValues) -> OptionValues | None:
         """The user's `options` and others with which it changes nothing in a trained model; None: there are none."""
 
 
@@ -169,7 +168,7 @@ class LimitsSplitting(Protocol):
     """For a mechanism that is `per_head` with some options only. Asked with `SplitsOverProcesses`."""
 
     @classmethod
-    def splits_heads(cls, options: dict[str, Any]) -> bool:
+    def splits_heads(cls, options: OptionValues) -> bool:
         """Whether heads can be split over processes with these options."""
 
 
@@ -220,7 +219,7 @@ def check_capabilities(mechanism: type) -> None:
             )
 
 
-def can_split_heads(mechanism: type, options: dict[str, Any]) -> bool:
+def can_split_heads(mechanism: type, options: OptionValues) -> bool:
     """Whether the heads of a mechanism with these options can be split over processes."""
     if not (isinstance(mechanism, SplitsOverProcesses) and mechanism.per_head):
         return False
@@ -232,6 +231,6 @@ def can_split_tokens(mechanism: type) -> bool:
     return isinstance(mechanism, SplitsOverProcesses) and mechanism.per_token
 
 
-def axes_of(mechanism: nn.Module, parameter: str, replaced: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+def axes_of(mechanism: nn.Module, parameter: str) -> tuple[Dim, ...]:
     """What the entries along each dimension of a parameter belong to, as `DescribesAxes`; () if it is not known."""
-    return mechanism.describe_axes(parameter, replaced) if isinstance(mechanism, DescribesAxes) else ()
+    return mechanism.describe_axes(parameter) if isinstance(mechanism, DescribesAxes) else ()

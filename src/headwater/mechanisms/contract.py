@@ -20,7 +20,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import Cost, LayerPlan
-from headwater.mechanisms.capabilities import check_capabilities
+from headwater.mechanisms.capabilities import OptionValues, check_capabilities
 from headwater.plugins.registry import MECHANISMS
 
 if TYPE_CHECKING:
@@ -155,13 +155,11 @@ class Mechanism(nn.Module):
     # Before any module exists
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         """Raise `HeadwaterError` if the options contradict each other or the config."""
 
     @classmethod
-    def redirect_heads(
-        cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
-    ) -> list[LayerPlan]:
+    def redirect_heads(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         """Redirect the heads that take keys or values from another layer, by `LayerPlan.attending`.
 
         plans: of layers that share nothing, whatever other mechanisms do. A head attends to what the layer that it
@@ -171,7 +169,7 @@ class Mechanism(nn.Module):
         return plans
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         """Return the plans with the stages at which it acts, and what it reads of earlier layers, for example
         `plan.acting(cls, cls.transform_qkv, tails=[("k", 1)]).reading(Source("raw", "v", 0))`.
 
@@ -181,12 +179,12 @@ class Mechanism(nn.Module):
         return plans
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         """The module of one layer in which the mechanism acts."""
         raise NotImplementedError
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         """What that module costs."""
         return Cost()
 

@@ -8,7 +8,7 @@ dilation k only every k-th X_j counts, back from X_i; with period p only every p
 A baseline of the value-residual paper (arXiv 2410.17897). Departures: none.
 """
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from headwater.config.plan import LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import Context, Cost, Mechanism
+from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_least, identity_with
@@ -65,7 +65,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_least(cls, options, dilation=1, period=1)
         if options["period"] > config.num_hidden_layers:
             raise HeadwaterError(
@@ -74,14 +74,14 @@ class DenseFormer(KeepsPrecision, Mechanism):
             )
 
     @classmethod
-    def list_sources(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...] | None:
+    def list_sources(cls, options: OptionValues, layer: int) -> tuple[Source, ...] | None:
         """The earlier hidden states averaged after block `layer`; None: no average follows it."""
         if (layer + 1) % options["period"]:
             return None
         return tuple(Source("stream", "x", j) for j in range(-1, layer) if (layer - j) % options["dilation"] == 0)
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
             sources = cls.list_sources(options, plan.index)
             return plan if sources is None else plan.acting(cls, cls.transform_block_output).reading(*sources)
@@ -89,20 +89,20 @@ class DenseFormer(KeepsPrecision, Mechanism):
         return [amend(plan) for plan in plans]
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         sources = cls.list_sources(options, plan.index)
         # Autograd keeps the block's own output; the earlier ones are counted where they are made.
         return Cost() if sources is None else Cost(parameters=len(sources) + 1, saved=config.hidden_size)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         sources = cls.list_sources(options, plan.index) or ()
         return cls(len(sources) + 1, sources, tuple(plan.slot(source) for source in sources))
 
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         if growth.deepens and growth.keeps and (options["dilation"], options["period"]) != (1, 1):
             raise HeadwaterError(
                 "Mechanism 'dense_former' counts layers by its dilation and period, which new layers between them "
@@ -110,7 +110,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
             )
         return options
 
-    def describe_axes(self, parameter: str, replaced: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         return (Dim("layers", entries=(*(source.layer for source in self.reads), "own")),)
 
     def find_neutral_value(self, parameter: str) -> Tensor | None:

@@ -14,14 +14,14 @@ queries, keys and values with weights of their own, which the projections can ex
 """
 
 from itertools import pairwise
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism
+from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import READS, SAME, Larger, fixed_axes
 from headwater.mechanisms.receivers import check_least, check_receivers, list_receivers
 from headwater.util.errors import HeadwaterError
@@ -113,17 +113,17 @@ class DepthAttention(Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_receivers(cls.registered_name(), options | {"source": 0}, config)
         check_least(cls, options, block=1)
 
     @classmethod
-    def list_sources(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...]:
+    def list_sources(cls, options: OptionValues, layer: int) -> tuple[Source, ...]:
         """The earlier hidden states, at the borders of blocks, besides the one that comes in."""
         return tuple(Source("stream", "x", j) for j in range(-1, layer - 1, options["block"]))
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         new = list(plans)
         for layer in list_receivers(options | {"source": 0}, config):
             method = cls.transform_block_input if options["queries"] == 1 else cls.split_attention_inputs
@@ -131,11 +131,11 @@ class DepthAttention(Mechanism):
         return new
 
     @classmethod
-    def count_queries(cls, options: dict[str, Any], plan: LayerPlan) -> int:
+    def count_queries(cls, options: OptionValues, plan: LayerPlan) -> int:
         return 1 if options["queries"] == 1 else len(plan.inputs)
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         count, width = len(cls.list_sources(options, plan.index)) + 1, config.hidden_size
         numbers = cls.count_queries(options, plan) * width
         # Autograd keeps what is summed, besides hidden states of earlier layers, and per h_j the norm, its inverse, the
@@ -145,7 +145,7 @@ class DepthAttention(Mechanism):
         return Cost(parameters=numbers, flops=2 * numbers * count, saved=summed * width + count * per_state)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         return cls(
             config.hidden_size,
             cls.count_queries(options, plan),
@@ -158,7 +158,7 @@ class DepthAttention(Mechanism):
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         if growth.keeps and growth.deepens:
             raise HeadwaterError(
                 "Mechanism 'depth_attention' chooses among what all layers add by a softmax, in which every new layer "

@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 # What one entry of a dimension belongs to: a channel of the residual stream; a query head; a head whose keys or values
-# the layer stores; a key/value head of the model; a unit of the feed-forward; an earlier layer; or none of these.
-Of = Literal["same", "stream", "q", "k", "v", "kv", "units", "layers", "norm", "output norm", "outputs"]
+# the layer stores; a key/value head of the model; a unit of the feed-forward; an earlier layer; an input or an output of
+# the linear layer that the module replaces; or none of these.
+DimKind = Literal[
+    "same", "stream", "q", "k", "v", "kv", "units", "layers", "norm", "output norm", "outputs",
+    "linear in", "linear out",
+]  # fmt: skip
 # What new channels of the stream hold: zero, the mean of the old ones, or anything.
 Fill = Literal["zero", "mean", "any"]
 
@@ -22,16 +26,16 @@ class Dim(NamedTuple):
     Several entries in a row belong to one head, if there are that many. Where a dimension has as many entries in the
     larger model, they stay as they are: they belong to the first channels, for example.
 
-    of: see `Of`. "norm" is the weight or bias of a norm over the stream, "output norm" that of one whose result is
+    kind: see `DimKind`. "norm" is the weight or bias of a norm over the stream, "output norm" of one whose result is
         added to the stream, "outputs" a factor on each channel of what is added.
     reads: the entries are factors of what is then added up, so that the factors of copies share the old one.
     normed: what is read is first divided by its root mean square, without weights.
-    at: of "layers": the layer of each entry, -1 for the embedding; "own" for what the layer itself is given or makes;
-        or pairs of anything and one of these.
+    entries: of "layers": the layer of each entry, -1 for the embedding; "own" for what the layer itself is given or
+        makes; or pairs of anything and one of these.
     zero: new entries of "same" are zero, and not fresh.
     """
 
-    kind: Of = "same"
+    kind: DimKind = "same"
     reads: bool = False
     normed: bool = False
     entries: tuple[Hashable, ...] = ()
@@ -41,11 +45,12 @@ class Dim(NamedTuple):
 SAME = Dim()
 WRITES = Dim("stream")
 READS = Dim("stream", reads=True)
+LINEAR_IN, LINEAR_OUT = Dim("linear in"), Dim("linear out")
 
 
 def fixed_axes(*axes: Dim) -> Callable[..., tuple[Dim, ...]]:
     """`describe_axes` of a module all of whose parameters have these axes."""
-    return lambda module, parameter, replaced=None: axes
+    return lambda module, parameter: axes
 
 
 def select_heads(

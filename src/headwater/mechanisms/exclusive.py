@@ -10,7 +10,7 @@ Departures: where ‖v_t‖ is zero nothing is removed. A head that attends to a
 SVFormer) takes v_t from that layer; under GQA each query head takes its key/value head's.
 """
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from headwater.config.plan import Heads, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import Context, Cost, Mechanism
+from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Dim, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, identity_with, is_chosen, join_heads, move_layers
@@ -81,7 +81,7 @@ class Exclusive(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_layers(cls, options, config)
         if not config.first_residual and not options["learnable"] and is_chosen(0, options):
             raise HeadwaterError(
@@ -91,7 +91,7 @@ class Exclusive(KeepsPrecision, Mechanism):
             )
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
             sources = (source for source in cls.list_sources(plan) if source.layer != plan.index)
             return plan.acting(cls, cls.transform_head_outputs).reading(*sources)
@@ -104,14 +104,14 @@ class Exclusive(KeepsPrecision, Mechanism):
         return tuple(Source("local", "v", group.v) for group in plan.groups)
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         # Autograd keeps the result, for the output projection, and the numbers per head.
         heads, learned = config.num_attention_heads, config.num_attention_heads * options["learnable"]
         saved = heads * (config.head_dim + 2) + 2 * config.num_key_value_heads + learned
         return Cost(parameters=learned, saved=saved)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         slots = (plan.slot(source) for source in cls.list_sources(plan))
         value_slots = tuple((slot, group.v_heads) for slot, group in zip(slots, plan.groups, strict=True))
         return cls(config.num_attention_heads * options["learnable"], value_slots=value_slots)

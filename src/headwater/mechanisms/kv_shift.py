@@ -20,7 +20,7 @@ as it is, and Zaya fills with its projection's bias if there is one.
 """
 
 from itertools import product
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import LayerPlan, Part, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, Reach, Tail
+from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.shift import read_tail, shift, shift_second
@@ -162,7 +162,7 @@ class KVShift(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         if not (options["keys"] or options["values"] or options["queries"]):
             raise HeadwaterError("Mechanism 'kv_shift' shifts nothing; set keys, values or queries to true.")
         check_form(options["window"], options["variant"], options["init"])
@@ -177,7 +177,7 @@ class KVShift(KeepsPrecision, Mechanism):
                     )
 
     @classmethod
-    def count_shifted(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> dict[Part, int]:
+    def count_shifted(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> dict[Part, int]:
         """What is shifted in a layer ("k", "v", "q"), and in how many heads. config: as the layer sees it."""
         heads: dict[Part, int] = {"k": len(plan.k_heads), "v": len(plan.v_heads), "q": config.num_attention_heads}
         # Nothing is to do where no head of the second half is stored.
@@ -192,7 +192,7 @@ class KVShift(KeepsPrecision, Mechanism):
         return {"k": keys, "v": values, "q": config.num_attention_heads // 2}
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
             shifted = cls.count_shifted(options, layer_config(config, plan.index), plan)
             tails = [(kind, options["window"] - 1) for kind in shifted]
@@ -201,7 +201,7 @@ class KVShift(KeepsPrecision, Mechanism):
         return [amend(plan) for plan in plans]
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         if options["variant"] in HALVES:
             return Cost()
         heads = sum(cls.count_shifted(options, config, plan).values())
@@ -210,7 +210,7 @@ class KVShift(KeepsPrecision, Mechanism):
         return Cost(parameters=heads * taps, saved=heads * config.head_dim)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         heads = cls.count_shifted(options, config, plan)
         form = {name: options[name] for name in ("window", "variant", "init")}
         return cls(*(heads.get(kind, 0) for kind in TAPS), **form, current=cls.first_half(config, plan))
@@ -218,7 +218,7 @@ class KVShift(KeepsPrecision, Mechanism):
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         if options["variant"] == "half_heads":
             for heads in [growth.kv] * (options["keys"] or options["values"]) + [growth.q] * options["queries"]:
                 new, old = len(heads), max(heads) + 1
@@ -229,19 +229,19 @@ class KVShift(KeepsPrecision, Mechanism):
                     )
         return options
 
-    def describe_axes(self, parameter: str, replaced: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         heads = Dim(next(kind for kind, name in TAPS.items() if name == parameter))
         return (SAME, heads) if self.variant == "free" else (heads,)
 
     @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+    def find_identity_options(cls, options: OptionValues) -> OptionValues | None:
         never = options.get("variant") in NEVER_IDENTITY or options.get("init") == "random"
         return None if never else options | {"init": "identity"}
 
     per_head = per_token = True
 
     @classmethod
-    def splits_heads(cls, options: dict[str, Any]) -> bool:
+    def splits_heads(cls, options: OptionValues) -> bool:
         return options["variant"] != "half_heads"  # of all heads: a process with a part does not know which it has
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:

@@ -21,12 +21,12 @@ the latent of multi-head latent attention, which headwater does not have.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import Mechanism
+from headwater.mechanisms.contract import Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Larger
 from headwater.mechanisms.receivers import check_least
 from headwater.util.errors import HeadwaterError
@@ -49,7 +49,7 @@ class KVSource(Mechanism):
         layer_types: list[str] | None = None
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         depth, maps = config.num_hidden_layers, (options["keys"], options["values"])
         check_least(cls, options, group_size=1)
         count = options["num_shared_layers"]
@@ -82,7 +82,7 @@ class KVSource(Mechanism):
                 )
 
     @classmethod
-    def _check_kinds(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def _check_kinds(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         kinds, start = options["layer_types"], cls.find_first(options, config)
         for layer in () if kinds is None else range(start, config.num_hidden_layers):
             if kinds[layer] not in kinds[:start]:
@@ -92,13 +92,13 @@ class KVSource(Mechanism):
                 )
 
     @classmethod
-    def find_first(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
+    def find_first(cls, options: OptionValues, config: HeadwaterConfig) -> int:
         """The first layer that shares in the map "last"."""
         depth = config.num_hidden_layers
         return depth - (depth // 2 if options["num_shared_layers"] is None else options["num_shared_layers"])
 
     @classmethod
-    def list_sources(cls, options: dict[str, Any], config: HeadwaterConfig, kind: str) -> list[int]:
+    def list_sources(cls, options: OptionValues, config: HeadwaterConfig, kind: str) -> list[int]:
         """For each layer, the one whose "keys" or "values" it attends to."""
         layer_map, layers = options[kind], range(config.num_hidden_layers)
         if isinstance(layer_map, list):
@@ -112,16 +112,14 @@ class KVSource(Mechanism):
         return [layer - (layer % options["group_size"] if layer_map == "cross_layer" else 0) for layer in layers]
 
     @classmethod
-    def redirect_heads(
-        cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
-    ) -> list[LayerPlan]:
+    def redirect_heads(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         keys, values = (cls.list_sources(options, config, kind) for kind in ("keys", "values"))
         return [plan.attending(range(len(plan.attends)), k, v) for plan, k, v in zip(plans, keys, values, strict=True)]
 
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         def move_sources(kind: str) -> list[int]:
             sources = cls.list_sources(options, config, kind)
             return [

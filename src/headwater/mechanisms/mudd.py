@@ -23,7 +23,7 @@ from headwater.config.plan import LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels.norm import can_fuse_rms_norm, fused_rms_norm
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism
+from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import READS, SAME, Dim
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import identity_with, keep_options
@@ -120,7 +120,7 @@ class MUDD(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         if config.num_hidden_layers == 1:
             raise HeadwaterError("Mechanism 'mudd' connects layers, and the model has one; add layers, or remove mudd.")
 
@@ -130,7 +130,7 @@ class MUDD(KeepsPrecision, Mechanism):
         return tuple(Source("stream", "x", j) for j in range(-1, layer - 1))
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         new = [
             plan.acting(cls, cls.split_attention_inputs).reading(*cls.list_sources(plan.index)) for plan in plans[1:]
         ]
@@ -145,7 +145,7 @@ class MUDD(KeepsPrecision, Mechanism):
         return [at_start, (plan.index + 2, 1, WIDER)] if is_last else [at_start]
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         width, parameters, flops, saved = config.hidden_size, 0, 0, 0
         for terms, ways, wider in cls.list_sums(plan):
             count, inner = ways * terms, wider * ways * terms
@@ -157,7 +157,7 @@ class MUDD(KeepsPrecision, Mechanism):
         return Cost(parameters=parameters, flops=flops, saved=saved)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         def build_sum(layer: int, terms: int, ways: int, wider: int, **fields: Any) -> Any:
             slots = tuple(plan.slot(source) for source in cls.list_sources(layer))
             return cls(config.hidden_size, terms, ways, wider, config.norm_eps, slots=slots, **fields)
@@ -172,7 +172,7 @@ class MUDD(KeepsPrecision, Mechanism):
 
     grow_options = staticmethod(keep_options)
 
-    def describe_axes(self, parameter: str, replaced: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         states = (*range(-1, self.bias.shape[1] - 2), "own")
         sums = Dim("layers", entries=tuple((label, state) for label in self.labels for state in states))
         return {

@@ -11,7 +11,7 @@ values (skip-layer attention) takes V_l from that layer. Our addition: with `lea
 so that it can be zero when added to a trained model and then be learned.
 """
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from headwater.config.plan import Heads, LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import Context, Cost, Mechanism
+from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import identity_with, join_heads, keep_options
@@ -81,7 +81,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
             if all(attended.v == 0 for attended in plan.attends):
                 return plan  # V_0 - V_0 is zero
@@ -97,13 +97,13 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         return amended
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         # Autograd keeps the sum, for the output projection, and what a free weight is multiplied with.
         heads = config.num_attention_heads + options["learnable"] * config.num_key_value_heads
         return Cost(parameters=int(options["learnable"]), saved=heads * config.head_dim)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         value_slots = tuple((plan.slot(Source("raw", "v", group.v)), group.v_heads) for group in plan.groups)
         return cls(options["weight"], options["learnable"], first_slot=plan.slot(FIRST), value_slots=value_slots)
 

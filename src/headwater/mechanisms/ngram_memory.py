@@ -25,7 +25,7 @@ has its own. The memory of values is our addition.
 
 from collections.abc import Sequence
 from math import isqrt
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import Kept, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, Reach, Tail
+from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.enlarging import SAME, WRITES, Dim, Larger, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, check_least, identity_with, layers_with_values
@@ -266,7 +266,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_layers(cls, options, config)
         orders = options["orders"]
         if not orders or orders[0] < 2 or orders != sorted(set(orders)):
@@ -281,19 +281,19 @@ class NGramMemory(KeepsPrecision, Mechanism):
             )
 
     @classmethod
-    def list_layers(cls, options: dict[str, Any], config: HeadwaterConfig) -> list[int]:
+    def list_layers(cls, options: OptionValues, config: HeadwaterConfig) -> list[int]:
         """The layers that are to have a memory."""
         if options["layers"] is not None:
             return sorted(set(options["layers"]))
         return [0] if options["target"] == "stream" else list(range(config.num_hidden_layers))
 
     @classmethod
-    def count_channels(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> int:
+    def count_channels(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> int:
         """The numbers that a layer's memory adds to a token."""
         return config.hidden_size if options["target"] == "stream" else len(plan.v_heads) * config.head_dim
 
     @classmethod
-    def count_numbers(cls, options: dict[str, Any], width: int) -> int:
+    def count_numbers(cls, options: OptionValues, width: int) -> int:
         """In a row of the table. Raises `HeadwaterError` if the rows cannot be of one size."""
         width, count = options["rank"] or width, len(options["orders"]) * options["heads"]
         if width % count:
@@ -304,7 +304,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         return width // count
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         chosen = cls.list_layers(options, config)
         tail: tuple[Kept, int] = "id", max(options["orders"]) - 1
         values = options["target"] == "values"
@@ -315,7 +315,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         return new
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         width, match = cls.count_channels(options, config, plan), options["gate"] == "match"
         table_index = cls.list_layers(options, config).index(plan.index)
         form = {name: options[name] for name in ("vocab_size", "orders", "heads", "rows")}
@@ -335,7 +335,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         width = cls.count_channels(options, config, plan)
         table = NGramTable(
             numbers=cls.count_numbers(options, width),
@@ -357,11 +357,11 @@ class NGramMemory(KeepsPrecision, Mechanism):
     # Capabilities
 
     @classmethod
-    def complete_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> dict[str, Any]:
+    def complete_options(cls, options: OptionValues, config: HeadwaterConfig) -> OptionValues:
         return options if options["vocab_size"] is not None else options | {"vocab_size": config.vocab_size}
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         grows = growth.widens if options["target"] == "stream" else growth.extends("kv")
         if grows and options["rank"] is None:
             raise HeadwaterError(
@@ -377,7 +377,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         # The first copies alone: a layer's hash depends on its place among those that have a memory.
         return options | {"layers": [growth.first_copy(layer) for layer in cls.list_layers(options, config)]}
 
-    def describe_axes(self, parameter: str, replaced: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         if parameter == "up.weight":
             return (WRITES if self.head_dim is None else Dim("v"), SAME)
         return (SAME,) if parameter == "scalar" else (SAME, SAME)

@@ -40,8 +40,8 @@ from headwater.config.text import HeadwaterConfig
 from headwater.kernels import can_fuse
 from headwater.kernels.pattention import fused_pattention
 from headwater.mechanisms.capabilities import Group, Shown, Step
-from headwater.mechanisms.contract import Cost, Mechanism
-from headwater.mechanisms.enlarging import SAME, Dim, Larger
+from headwater.mechanisms.contract import Cost, Mechanism, OptionValues
+from headwater.mechanisms.enlarging import LINEAR_IN, LINEAR_OUT, SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.mechanisms.product_keys import ProductKeys, find_largest, take_entries, weighted_rows
 from headwater.mechanisms.receivers import check_least
@@ -250,7 +250,7 @@ class Pattention(Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         cls._validate_pairs(options, config)
         cls._validate_maps(options)
         if options["score"] == "softmax" and options["tau"] is not None:
@@ -262,14 +262,14 @@ class Pattention(Mechanism):
                 raise HeadwaterError(f"Mechanism 'pattention' has no biases; set {name} to false.")
 
     @classmethod
-    def _validate_pairs(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def _validate_pairs(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_least(cls, options, **{name: 1 for name in options if name.endswith("_pairs")})
         for name, count in (options["frozen"] or {}).items():
             if name not in get_args(Map) or not 0 <= count < cls.count_pairs(options, config, name):
                 raise HeadwaterError(f"Mechanism 'pattention': frozen must give fewer pairs than map {name!r} has.")
 
     @staticmethod
-    def _validate_maps(options: dict[str, Any]) -> None:
+    def _validate_maps(options: OptionValues) -> None:
         for name in ("key_init", "value_init", "top_k", "product_keys"):
             maps = options[name] if isinstance(options[name], dict | list) else ()
             if wrong := [which for which in maps if which not in get_args(Map)]:
@@ -286,7 +286,7 @@ class Pattention(Mechanism):
                     )
 
     @classmethod
-    def _validate_reading(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def _validate_reading(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         product_keys, heads = options["product_keys"] or [], options["product_heads"]
         if heads < 1 or (heads > 1 and not product_keys):
             raise HeadwaterError(
@@ -298,18 +298,18 @@ class Pattention(Mechanism):
                 raise HeadwaterError(f"Mechanism 'pattention': map {name!r}: {wrong}.")
 
     @classmethod
-    def top_k_of(cls, options: dict[str, Any], name: Map) -> int | None:
+    def top_k_of(cls, options: OptionValues, name: Map) -> int | None:
         """How many pairs of a map a token reads; None: all."""
         top_k = options["top_k"]
         return top_k.get(name) if isinstance(top_k, dict) else top_k
 
     @classmethod
-    def product_heads_of(cls, options: dict[str, Any], name: Map) -> int:
+    def product_heads_of(cls, options: OptionValues, name: Map) -> int:
         """The heads of a map's product keys; 0: it has none."""
         return options["product_heads"] if name in (options["product_keys"] or []) else 0
 
     @classmethod
-    def count_pairs(cls, options: dict[str, Any], config: HeadwaterConfig, name: Map) -> int:
+    def count_pairs(cls, options: OptionValues, config: HeadwaterConfig, name: Map) -> int:
         """n of one map: its own option, else `attention_pairs`, else the default."""
         if name == "feed_forward":
             pairs = options["ffn_pairs"]
@@ -324,7 +324,7 @@ class Pattention(Mechanism):
         return (4 if name == "feed_forward" else 1) * config.hidden_size
 
     @classmethod
-    def with_pairs(cls, options: dict[str, Any], counts: dict[Map, int]) -> dict[str, Any]:
+    def with_pairs(cls, options: OptionValues, counts: dict[Map, int]) -> OptionValues:
         """The options that give each map counts[map] pairs, in their shortest form: the inverse of `pairs`."""
         fields: dict[str, int | None] = {f"{name}_pairs": n for name, n in counts.items() if name != "feed_forward"}
         fields["attention_pairs"] = None
@@ -334,7 +334,7 @@ class Pattention(Mechanism):
 
     @classmethod
     def find_stds(
-        cls, options: dict[str, Any], config: HeadwaterConfig, name: Map, d_in: int, pairs: int
+        cls, options: OptionValues, config: HeadwaterConfig, name: Map, d_in: int, pairs: int
     ) -> tuple[float, float]:
         """Standard deviations at init of the keys and values of a map from d_in with `pairs` pairs."""
         value_std = 2 / (config.num_hidden_layers * config.hidden_size**0.5)
@@ -346,7 +346,7 @@ class Pattention(Mechanism):
         return key_std, _init_std(options["value_init"], name, pairs, value_std)
 
     @classmethod
-    def _sparse_cost(cls, options: dict[str, Any], name: Map, pairs: int, top_k: int, d_in: int, d_out: int) -> Cost:
+    def _sparse_cost(cls, options: OptionValues, name: Map, pairs: int, top_k: int, d_in: int, d_out: int) -> Cost:
         heads = cls.product_heads_of(options, name)
         keys, lists = 2 * heads * math.isqrt(pairs) or pairs, max(1, heads)
         read_pairs = lists * top_k
@@ -364,7 +364,7 @@ class Pattention(Mechanism):
 
     @classmethod
     def build_linear(
-        cls, options: dict[str, Any], config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
+        cls, options: OptionValues, config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
     ) -> Self:
         pairs, top_k = cls.count_pairs(options, config, name), cls.top_k_of(options, name)
         read_pairs = top_k or pairs
@@ -377,7 +377,7 @@ class Pattention(Mechanism):
 
     @classmethod
     def count_linear_cost(
-        cls, options: dict[str, Any], config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
+        cls, options: OptionValues, config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
     ) -> Cost:
         pairs = cls.count_pairs(options, config, name)
         if top_k := cls.top_k_of(options, name):
@@ -388,7 +388,7 @@ class Pattention(Mechanism):
         return Cost(parameters=numbers, flops=2 * numbers, saved=saved.get(options["score"], 3 * pairs + 3))
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         if growth.keeps and options["score"] == "softmax" and (growth.widens or growth.extends("q")):
             raise HeadwaterError(
                 "Mechanism 'pattention': score=softmax divides by the square root of its input's width, so with "
@@ -397,9 +397,8 @@ class Pattention(Mechanism):
             )
         return cls.with_pairs(options, {name: cls.count_pairs(options, config, name) for name in get_args(Map)})
 
-    def describe_axes(self, parameter: str, replaced: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        ins, outs = (SAME, SAME) if replaced is None else replaced
-        return SAME, ins if parameter.removeprefix("frozen_") == "key" else outs
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
+        return SAME, LINEAR_IN if parameter.removeprefix("frozen_") == "key" else LINEAR_OUT
 
     def prepare_training(self, step: Step) -> tuple[float, float] | None:
         return self.find_tau_path() if step.start.get("tau") == "anneal" else None

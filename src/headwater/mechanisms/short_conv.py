@@ -24,7 +24,7 @@ that is mixed in (value residual) is the convolved one.
 
 from collections.abc import Sequence
 from math import isqrt
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import Kept, LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import KV, Context, Cost, Hidden, Mechanism, Reach, Tail
+from headwater.mechanisms.contract import KV, Context, Cost, Hidden, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.enlarging import READS, SAME, Dim
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, check_least, is_chosen, move_layers
@@ -188,11 +188,11 @@ class ShortConv(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def list_sites(cls, options: dict[str, Any]) -> list[str]:
+    def list_sites(cls, options: OptionValues) -> list[str]:
         return ["keys", "values"] if options["sites"] is None else list(dict.fromkeys(options["sites"]))
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_layers(cls, options, config)
         for site in cls.list_sites(options):
             if site not in get_args(Site):
@@ -210,7 +210,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         check_least(cls, options, window=2)
 
     @classmethod
-    def sizes_of(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> dict[str, tuple[int, int]]:
+    def sizes_of(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> dict[str, tuple[int, int]]:
         """What is convolved in a layer: heads and channels of a head, by name."""
         heads = {"queries": config.num_attention_heads, "keys": len(plan.k_heads), "values": len(plan.v_heads)}
         widths = {}
@@ -227,7 +227,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         return {name: (size // wide, wide) if size % wide == 0 else (1, size) for name, size in widths.items() if size}
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         methods = (
             cls.transform_projections,
             cls.transform_attention_input,
@@ -253,7 +253,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         return amended
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         sizes = cls.sizes_of(options, config, plan)
         channels = sum(heads * width for heads, width in sizes.values())
         numbers = options["window"] * sum(sizes[name][0] for name in options["dynamic"] or [] if name in sizes)
@@ -268,7 +268,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         stages = [stage for stage, name in plan.acts if name == cls.registered_name()]
         sizes = {name: size for name, size in cls.sizes_of(options, config, plan).items() if stage_of(name) in stages}
         dynamic = [name for name in options["dynamic"] or [] if name in sizes]
@@ -278,7 +278,7 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     grow_options = staticmethod(move_layers)
 
-    def describe_axes(self, parameter: str, replaced: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         name, is_map = parameter.removesuffix("_taps"), parameter.endswith("_map.weight")
         kinds = {"gate": "units", "up": "units"} | {**PARTS}
         kinds |= {"attention_output": "outputs", "feed_forward_output": "outputs"}
@@ -286,7 +286,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         return (axis, READS) if is_map else (SAME, axis)
 
     @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+    def find_identity_options(cls, options: OptionValues) -> OptionValues | None:
         scale = 2 * options.get("window", 4) + 1
         rounded = options.get("dynamic") and isqrt(scale) ** 2 != scale  # 1/√(2w + 1) times its inverse is not 1
         return None if rounded or options.get("init") == "random" else options | {"init": "identity"}

@@ -14,11 +14,11 @@ FLOPs and cache bytes, 13/16 of vanilla's cache at ¾ of 12 layers and heads. Ou
 skip head attends to whatever the source layer's head attends to, so that only the first n_l layers store skip heads.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import Mechanism
+from headwater.mechanisms.contract import Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Larger
 from headwater.util.errors import HeadwaterError
 
@@ -38,7 +38,7 @@ class SkipLayer(Mechanism):
         source: Literal["projection", "alias"] = "projection"
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         depth, heads = config.num_hidden_layers, config.num_attention_heads
         groups = heads // config.num_key_value_heads
         distance = cls.find_distance(options, config)
@@ -62,12 +62,12 @@ class SkipLayer(Mechanism):
             )
 
     @classmethod
-    def find_distance(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
+    def find_distance(cls, options: OptionValues, config: HeadwaterConfig) -> int:
         """How many layers back the skip heads attend; by default ¾ of the depth, rounded down."""
         return 3 * config.num_hidden_layers // 4 if options["layers"] is None else options["layers"]
 
     @classmethod
-    def count_skipping(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
+    def count_skipping(cls, options: OptionValues, config: HeadwaterConfig) -> int:
         """How many key/value heads skip; by default ¾ of all heads, rounded down."""
         groups = config.num_attention_heads // config.num_key_value_heads
         heads = options["heads"]
@@ -86,13 +86,11 @@ class SkipLayer(Mechanism):
         return distances.pop() if distance else 0
 
     @classmethod
-    def stops_redirection(cls, options: dict[str, Any]) -> bool:
+    def stops_redirection(cls, options: OptionValues) -> bool:
         return options["source"] != "alias"
 
     @classmethod
-    def redirect_heads(
-        cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
-    ) -> list[LayerPlan]:
+    def redirect_heads(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         distance = cls.find_distance(options, config)
         total = config.num_key_value_heads
         skipping_heads = range(total - cls.count_skipping(options, config), total)
@@ -104,7 +102,7 @@ class SkipLayer(Mechanism):
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         skipping, old = cls.count_skipping(options, config), config.num_key_value_heads
         first_skipping = next((new for new, head in enumerate(growth.kv) if head >= old - skipping), len(growth.kv))
         queries = (len(growth.kv) - first_skipping) * (len(growth.q) // len(growth.kv))

@@ -10,7 +10,7 @@ Departures: the previous token is that of the same document; both take the one b
 linear layers (theirs uniform in [0, 0.02), and at zero). Without `norm` the embedding is not normed.
 """
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from headwater.config.plan import LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import Context, Cost, Mechanism, Reach, Tail
+from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.enlarging import SAME, Larger, fixed_axes
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_channels, identity_with
@@ -77,23 +77,23 @@ class Smear(KeepsPrecision, Mechanism):
     validate_options = classmethod(check_channels)
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         return [plans[0].acting(cls, cls.transform_embedding, [("x", 1)]), *plans[1:]]
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         channels, norms = options["channels"], options["norm"] != "none"
         # Autograd keeps the embedding and the one before; what a norm is given; and the gate.
         return Cost(parameters=channels + 1, flops=2 * channels, saved=(2 + norms) * config.hidden_size + 2)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         return cls(**options, width=config.head_dim if config.hidden_size % config.head_dim == 0 else None)
 
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         if growth.pads and options["norm"] != "none" and growth.fill != "any":
             raise HeadwaterError(
                 "Mechanism 'smear' norms the embedding, which new channels change; multiply hidden_size (hypercloning)."

@@ -9,11 +9,11 @@ Departures: none by default. The paper's ablations are options: another source l
 values.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import Mechanism
+from headwater.mechanisms.contract import Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Larger
 from headwater.mechanisms.receivers import check_receivers, list_receivers, move_receivers
 
@@ -30,13 +30,11 @@ class SVFormer(Mechanism):
         layers: list[int] | None = None
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_receivers(cls.registered_name(), options, config)
 
     @classmethod
-    def redirect_heads(
-        cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
-    ) -> list[LayerPlan]:
+    def redirect_heads(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         keys, values = options["share"] != "values", options["share"] != "keys"
         new = list(plans)
         for layer in list_receivers(options, config):
@@ -47,7 +45,7 @@ class SVFormer(Mechanism):
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         return move_receivers(options, list_receivers(options, config), growth)
 
     per_head = per_token = True

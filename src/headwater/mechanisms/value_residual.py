@@ -29,7 +29,7 @@ from headwater.config.plan import LayerPlan, Source, choose
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import KV, Context, Cost, Mechanism
+from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_receivers, list_receivers, move_receivers
@@ -178,7 +178,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_receivers(cls.registered_name(), options, config)
         mode, target = options["mode"], options["target"]
         check_form(mode, options["weight"], init=options["init"], plus_init=options["plus_init"])
@@ -190,7 +190,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
             )
 
     @classmethod
-    def list_sources(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...]:
+    def list_sources(cls, options: OptionValues, layer: int) -> tuple[Source, ...]:
         """The tensors that layer `layer` mixes in."""
         target, source = options["target"], options["source"]
         if target == "hidden":
@@ -202,7 +202,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return (Source("raw", PARTS[target], source),)
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         target, mode = options["target"], options["mode"]
         chosen = list_receivers(options, config)
         layers = [layer for layer in chosen if cls.list_own_heads(options, plans[layer])]
@@ -235,12 +235,12 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return new
 
     @classmethod
-    def list_own_heads(cls, options: dict[str, Any], plan: LayerPlan) -> tuple[int, ...]:
+    def list_own_heads(cls, options: OptionValues, plan: LayerPlan) -> tuple[int, ...]:
         """The heads that a layer itself has of what is mixed; (0,) where that is not split into heads."""
         return {"v": plan.v_heads, "k": plan.k_heads}.get(PARTS[options["target"]], (0,))
 
     @classmethod
-    def sources_of(cls, options: dict[str, Any], plan: LayerPlan, plans: Sequence[LayerPlan]) -> tuple[Source, ...]:
+    def sources_of(cls, options: OptionValues, plan: LayerPlan, plans: Sequence[LayerPlan]) -> tuple[Source, ...]:
         """The sources that have every head they are mixed into. The dense form skips the others."""
         heads = set(cls.list_own_heads(options, plan))
         return tuple(
@@ -255,7 +255,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return [plan.index for plan in plans if any(name == cls.registered_name() for _, name in plan.acts)]
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         sources = len(cls.sources_of(options, plan, plan.all_layers)) if options["mode"] == "dense" else 1
         count = {"learnable": 2, "learnable_plus": 1, "dense": sources + 1}.get(options["mode"], 0)
         # Autograd keeps what free weights are multiplied with; the earlier layers' tensors are counted there.
@@ -264,7 +264,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return Cost(parameters=count, saved=saved.get(PARTS[options["target"]], 0) if count else 0)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         plans = plan.all_layers
         reads = cls.sources_of(options, plan, plans)
         own_heads = cls.list_own_heads(options, plan)
@@ -286,23 +286,23 @@ class ValueResidual(KeepsPrecision, Mechanism):
     # Capabilities
 
     @classmethod
-    def list_kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
+    def list_kernels(cls, options: OptionValues) -> tuple[str, ...] | None:
         return ("eager",) if options["target"] == "probabilities" else None
 
     @classmethod
-    def build_shared_module(cls, options: dict[str, Any], config: HeadwaterConfig) -> nn.Module | None:
+    def build_shared_module(cls, options: OptionValues, config: HeadwaterConfig) -> nn.Module | None:
         if options["mode"] != "learnable_plus":
             return None
         return PlusWeights(cls.list_receivers(plan_layers(config)), config.num_hidden_layers, options["plus_init"])
 
     @classmethod
-    def count_shared_cost(cls, options: dict[str, Any], config: HeadwaterConfig) -> Cost:
+    def count_shared_cost(cls, options: OptionValues, config: HeadwaterConfig) -> Cost:
         if options["mode"] != "learnable_plus":
             return Cost()
         return Cost(parameters=len(cls.list_receivers(plan_layers(config))) + 1)
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         acting, depth = cls.list_receivers(plan_layers(config)), config.num_hidden_layers
         if options["mode"] == "learnable_plus" and growth.silent:  # layers that add nothing have no part in the budget
             layers = [growth.first_copy(layer) for layer in acting]
@@ -312,13 +312,13 @@ class ValueResidual(KeepsPrecision, Mechanism):
             options = options | {"layers": acting}
         return move_receivers(options, acting, growth) if len(growth.layers) > depth else options
 
-    def describe_axes(self, parameter: str, replaced: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         if self.mode != "dense":
             return (SAME,)
         return (Dim("layers", entries=(*(source.layer for source in self.reads), "own")),)
 
     @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+    def find_identity_options(cls, options: OptionValues) -> OptionValues | None:
         mode = options.get("mode") or "learnable"
         if mode == "dense":
             return dict(options)  # its init is the identity
@@ -385,5 +385,5 @@ class PlusWeights(KeepsPrecision, Mechanism):
 
     # Capabilities
 
-    def describe_axes(self, parameter: str, replaced: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         return (Dim("layers", entries=tuple(self.layers)) if parameter == "logits" else SAME,)
