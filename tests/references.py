@@ -1,6 +1,7 @@
 """The naive reference of any model in the tests, image models included."""
 
 import math
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from headwater.testing import Reference
+from headwater.testing.naive import shift
 
 
 class ImageReference(Reference):
@@ -75,3 +77,12 @@ def reference(model: Any, differentiable: bool = False) -> Reference:
     """The reference with `model`'s weights; `differentiable` gives the model's own parameters to autograd."""
     kind = Reference if model.config.is_causal else ImageReference
     return kind(model.config, dict(model.state_dict(keep_vars=differentiable)))
+
+
+def shift_naively(x: Tensor, weight: Tensor, starts: AbstractSet[tuple[int, int]] = frozenset()) -> Tensor:
+    """y_t = Σ_s w_s·x_{t-s}. x: [B, K, T, d], weight: [window, K]; `starts`: (row, slot) of each document's start."""
+    y = torch.zeros_like(x)
+    for b, heads in enumerate(x):
+        for h, head in enumerate(heads):
+            y[b, h] = shift(head, weight[:, h], {slot for row, slot in starts if row == b})
+    return y

@@ -49,7 +49,7 @@ class FlatBatch:
         return self.position % self.block_size
 
     def find_lookback(self, length: int, slots: int) -> Lookback:
-        """Where the `length` tokens before each are, if a block keeps the last `slots` of its tokens."""
+        """Find the `length` tokens before each, if a block keeps the last `slots` of its tokens."""
         if (length, slots) not in self.lookbacks:
             self.lookbacks[length, slots] = self._make_lookback(length, slots)
         return self.lookbacks[length, slots]
@@ -80,11 +80,12 @@ class FlatBatch:
 
 
 class Lookback(NamedTuple):
-    """How tokens find those before them.
+    """The places of the tokens before each token.
 
-    there: block and slot of what each sequence needs from the cache, [R, length] each. own: whether it is in the block
-    that the sequence's first new token goes into, [R, length, 1]. wanted [N, length]: among the new tokens, those from
-    the cache, and zero. kept: the new tokens that the cache keeps; into: their blocks and slots.
+    cached_slots: block and slot of what each sequence needs from the cache, [R, length] each. is_own_block [R, length, 1]:
+    whether it is in the block that the sequence's first new token goes into. token_index [N, length]: among the new
+    tokens, those from the cache, and zero. stored_tokens: the new tokens that the cache keeps. stored_slots: their
+    blocks and slots.
     """
 
     cached_slots: tuple[Tensor, Tensor]
@@ -115,7 +116,7 @@ class RawTokens:
         self.offsets: dict[str, int] = {}
 
     def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
-        """As `Tail.before`, of x [N, heads, 1, d]."""
+        """Update a tail as `Tail.update_tail`, of x [N, heads, 1, d]."""
         engine, (count, heads, _, width) = self.engine, x.shape
         if engine.memory is None or engine.batch is None or x.numel() == 0:
             return x.new_zeros(count, heads, length, width)
@@ -147,7 +148,7 @@ class PagedEngine(Engine):
     """
 
     def __init__(self, page: Page, slopes: Tensor | None = None) -> None:
-        """slopes: ALiBi's, of each query head, where every layer has only some of them; default: those of all heads."""
+        """Take ALiBi's slopes of each query head, where every layer has only some of them; default: of all heads."""
         self.page, self.slopes = page, slopes
         self.memory: Tensor | None = None
         self.batch: FlatBatch | None = None
@@ -193,7 +194,7 @@ class PagedEngine(Engine):
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).unsqueeze(1)
 
     def slopes_of(self, attention: AttentionLayer, start: int, count: int) -> Tensor | None:
-        """ALiBi's slopes of `count` of a layer's query heads, from `first` on, in fp32; None without ALiBi."""
+        """ALiBi's slopes of `count` of a layer's query heads, from `start` on, in fp32; None without ALiBi."""
         if self.page.config.position != "alibi":
             return None
         slopes = self.slopes
@@ -210,7 +211,7 @@ class PagedEngine(Engine):
 
     @abstractmethod
     def read_heads(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
-        """What each head of q [N, h, d] reads from keys and values [blocks, heads, block_size, d], [N, h, d].
+        """Return what each head of q [N, h, d] reads from keys and values [blocks, heads, block_size, d], [N, h, d].
 
-        first: which of the layer's query heads is the first one.
+        start: which of the layer's query heads is the first one.
         """

@@ -1,4 +1,4 @@
-"""What one block of a server's cache holds, from the plan alone. Pure Python.
+"""The layout of one block of a server's cache, from the plan alone. Pure Python.
 
 A block has room for `block_size` tokens of one sequence: first the keys of each layer that stores any, then the values,
 each head apart; then the raw tokens of mechanisms that look back. A block is laid out by the plan alone: `materialise`
@@ -33,7 +33,7 @@ ALIGNED = 16
 
 
 class Store(NamedTuple):
-    """The keys or values of one layer: `heads` heads of `width` numbers a token, from byte `first` of a block on."""
+    """The keys or values of one layer: `heads` heads of `width` numbers a token, from byte `offset` of a block on."""
 
     heads: int
     width: int
@@ -41,7 +41,7 @@ class Store(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The raw tokens of one layer: `size` bytes, from byte `first` of a block on."""
+    """The raw tokens of one layer: `size` bytes, from byte `offset` of a block on."""
 
     offset: int
     size: int
@@ -64,7 +64,7 @@ class Page:
 
     @cached_property
     def stores(self) -> dict[tuple[int, str], Store]:
-        """By layer and part, "k" or "v"."""
+        """The stores by layer and "k" or "v"."""
         stores: dict[tuple[int, str], Store] = {}
         offset = 0
         for kind in ("k", "v"):
@@ -77,7 +77,7 @@ class Page:
 
     @cached_property
     def rooms(self) -> dict[int, Room]:
-        """By layer, of those with raw tokens."""
+        """The room for raw tokens of each layer that has some."""
         rooms, offset = {}, self.history
         for plan in self.plans:
             numbers = kept_numbers(self.config, plan)
@@ -91,7 +91,7 @@ class Page:
         return rooms
 
     def tail_slots(self, length: int) -> int:
-        """How many raw tokens a block keeps for a mechanism that looks `length` tokens back."""
+        """Count the raw tokens that a block keeps for a mechanism that looks `length` tokens back."""
         return length + self.spare
 
     def tail_bytes(self, length: int, numbers: int, element: int) -> int:

@@ -133,7 +133,7 @@ class Portion:
         return slopes[self.queries.start : self.queries.stop]
 
     def list_positions(self, plan: LayerPlan) -> dict[str, tuple[int, list[int]]]:
-        """How many heads' queries ("q"), keys, values and attention weights ("a") a layer makes; which are these."""
+        """Return a layer's number of heads of queries ("q"), keys, values and attention weights ("a"), and these."""
         queries = range(self.config.num_attention_heads)
         heads = {"q": queries, "k": plan.k_heads, "v": plan.v_heads, "a": queries}
         chosen = {"q": self.queries, "k": self.heads, "v": self.heads, "a": self.queries}

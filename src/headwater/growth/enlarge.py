@@ -55,7 +55,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
 
 
 def plan_growth(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger, HeadwaterConfig]:
-    """What each part of the larger model is made from, and its config.
+    """Plan what each part of the larger model is made from, and its config.
 
     Raises `HeadwaterError` for sizes or mechanisms that the method does not fit.
     """
@@ -102,7 +102,7 @@ def _grow_options(name: str, options: dict[str, Any], config: HeadwaterConfig, g
 
 
 def copies_read(config: HeadwaterConfig, growth: Larger) -> int:
-    """How many copies of each channel a tied output head reads, whose weights cannot share the old one."""
+    """Count the copies of each channel that a tied output head reads, whose weights cannot share the old one."""
     tied = config.tie_word_embeddings and isinstance(config.logit_scale, float | int)
     return growth.stream.count(0) if tied and growth.fill != "any" else 1
 
@@ -171,7 +171,7 @@ def carry_state(state: dict[str, Tensor], model: Model, large: Model, options: G
 
 
 class Moves:
-    """How each parameter of a larger model is made of the smaller one's."""
+    """The parameters of a larger model, made from the smaller one's."""
 
     def __init__(self, model: Model, large: Model, growth: Larger) -> None:
         self.model, self.large, self.growth = model, large, growth
@@ -287,7 +287,7 @@ class Moves:
         return torch.where(is_copied, 0.01 * noise, base if is_norm else 0.0).reshape(fresh.shape) - offset
 
     def draw_noise(self, name: str, x: Tensor, dim: int, source: Tensor) -> Tensor:
-        """What differs between copies' factors, over their spread, and adds up to zero over the copies."""
+        """Draw the noise between copies' factors, over their spread, which adds up to zero over the copies."""
         draw = generator(self.model.config.initializer_seed, "grown", name, x.shape[dim])
         drawn = torch.randn(x.shape, generator=draw).to(x) * self.growth.noise
         along = _shape_along(dim, x.dim())
@@ -301,7 +301,7 @@ class Moves:
         return (drawn - means.index_select(dim, sources)) * (correction * (counts > 1))[sources].view(along)
 
     def choose_copies(self, name: str, axis: Dim, old: int, new: int) -> Copied | None:
-        """Where the new entries along an axis come from; None: they are the old ones."""
+        """Choose the origin of the new entries along an axis; None: they are the old ones."""
         growth = self.growth
         if axis.kind == "layers":
             return self.copies_of_layers(name, axis, new)
@@ -317,7 +317,7 @@ class Moves:
         return self.copies_of_channels(name, axis, old, exact)
 
     def copies_of_channels(self, name: str, axis: Dim, old: int, exact: bool) -> Copied:
-        """Where the new channels of the residual stream come from."""
+        """Choose the origin of the new channels of the residual stream."""
         growth = self.growth
         mean = growth.fill == "mean" and growth.pads
         if mean:
@@ -327,7 +327,7 @@ class Moves:
         return Copied(source, zero=writes and exact, mean=mean and writes, factor=self.norm_factor(name, axis, exact))
 
     def norm_factor(self, name: str, axis: Dim, exact: bool) -> float:
-        """What old entries of a norm are multiplied with, because the stream that it divides by has another size."""
+        """Return the factor of a norm's old entries, because the stream that it divides by has another size."""
         growth, config = self.growth, self.model.config
         scales = axis.normed or (axis.kind in ("norm", "output norm") and name.endswith("weight"))
         factor = growth.mean_square_ratio**0.5 if exact and scales else 1.0
@@ -373,8 +373,11 @@ class Moves:
 
 
 class Copied(NamedTuple):
-    """source: of each new entry the old one, -1: none. zero: these are zero, not fresh. mean: the old ones' mean comes
-    after them. factor: of old ones."""
+    """The origin of the new entries along an axis.
+
+    source: the old entry of each new one; -1: none. zero: the latter are zero, not fresh. mean: the old entries' mean
+    comes after them, as one more. factor: of old entries.
+    """
 
     source: list[int]
     zero: bool = False
@@ -403,7 +406,7 @@ def _check_mean(name: str, axis: Dim) -> None:
 
 
 def _scale_copies(axis: Dim, way: Copied, shares: Tensor, power: int) -> Tensor:
-    """What old entries along an axis are multiplied with. shares: one over how many copies each has. power: as in
+    """Return the factors of old entries along an axis. shares: one over the number of copies of each. power: as in
     `Moves.make_tensor`."""
     factor = torch.full_like(shares, way.factor)
     if axis.reads and power == 0:
@@ -452,7 +455,7 @@ def _check_plans(old_plans: Sequence[LayerPlan], new_plans: Sequence[LayerPlan],
 def _find_change(
     old_plans: Sequence[LayerPlan], new_plans: Sequence[LayerPlan], layer: int, growth: Larger
 ) -> str | None:
-    """What the layer that a new one is made from attends to or reads and the new one does not, in words."""
+    """Say what the layer that a new one is made from attends to or reads and the new one does not; None: nothing."""
     source = growth.layers[layer]
     attends = old_plans[source].attends
     # Layers have heads of their own only in models whose heads do not grow.

@@ -50,7 +50,7 @@ def check_whole(name: str, number: object) -> None:
 
 @dataclass(frozen=True)
 class GrowthOptions:
-    """What `grow` is asked for.
+    """The options of `grow`.
 
     num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, num_key_value_heads: the new sizes; None
         keeps one, and key/value heads keep their ratio to the query heads. The width of a head stays.
@@ -122,7 +122,7 @@ def parse_method(method: str) -> tuple[str | None, str | None]:
 
 
 def make_larger(config: HeadwaterConfig, options: GrowthOptions) -> Larger:
-    """What each part of a larger model is made from. Raises `HeadwaterError` for sizes that the method cannot give."""
+    """Choose what each part of a larger model is made from. Raises `HeadwaterError` for sizes it cannot give."""
     method, sizes = options.method, options.sizes
     deeper, wider = parse_method(method)
     _check_larger(config, sizes)
@@ -198,7 +198,7 @@ def _check_multiples(old: dict[str, int], new: dict[str, int], names: set[str]) 
 
 
 def _map_layers(old: int, new: int, way: str | None) -> tuple[tuple[int, ...], frozenset[int]]:
-    """For each new layer the old one, and the new layers that add nothing."""
+    """Map each new layer to the old one, and list the new layers that add nothing."""
     if way == "stack":
         if new % old:
             raise HeadwaterError(
@@ -231,7 +231,7 @@ def _map_stream(old: int, new: int, copies: bool) -> tuple[int, ...]:
 def _map_heads(
     config: HeadwaterConfig, queries: int, heads: int, copies: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """For each key/value head and for each query head the old one. Copies of a head are placed next to it."""
+    """Map each key/value head and each query head to the old one. Copies of a head are placed next to it."""
     assert config.num_key_value_heads is not None
     old, group = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
     if queries % heads:

@@ -129,7 +129,7 @@ def shrink(
 
 @torch.no_grad()
 def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]) -> list[dict[Map, Tensor]]:
-    """How much each pair matters: mean over the sample's tokens of |score| · ‖V‖, by layer and name, [n] each.
+    """Measure how much each pair matters: the mean over tokens of |score|·‖V‖, by layer and name, [n] each.
 
     batches: inputs of the model, at least one. Padding would count like any other token: pass rows without it.
     Raises `HeadwaterError` for a model without Pattention, and without batches.
@@ -139,24 +139,23 @@ def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]
     sums = [dict[Map, Tensor]() for _ in range(model.config.num_hidden_layers)]
     counts = dict.fromkeys(modules, 0)
 
-    def count(module: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> None:
+    def add_norms(module: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> None:
         pattention = cast(Pattention, module)
         layer, name = modules[pattention]
-        weights = pattention.weights(inputs[0]).abs().flatten(0, -2)
-        sums[layer][name] = sums[layer].get(name, torch.zeros(())) + weights.sum(0, dtype=torch.float64).cpu()
-        counts[pattention] += len(weights)
+        norms = pattention.show_firing(inputs[0]).flatten(0, -2)
+        sums[layer][name] = sums[layer].get(name, torch.zeros(())) + norms.sum(0, dtype=torch.float64).cpu()
+        counts[pattention] += len(norms)
 
     with ExitStack() as stack:
         stack.callback(model.train, model.training)
         for module in modules:
-            stack.enter_context(module.register_forward_hook(count))
+            stack.enter_context(module.register_forward_hook(add_norms))
         for batch in batches:
             model.eval()(**batch, use_cache=False)
     if not all(counts.values()):
         raise HeadwaterError("There is no batch on which the pairs could be weighed; pass at least one.")
     for module, (layer, name) in modules.items():
-        size = module.values.to(torch.float64).norm(dim=-1).cpu()
-        sums[layer][name] = sums[layer][name] / counts[module] * size
+        sums[layer][name] /= counts[module]
     return sums
 
 

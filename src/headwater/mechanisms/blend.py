@@ -34,13 +34,13 @@ from headwater.util.errors import HeadwaterError
 
 
 def _list_cached(plans: Sequence[LayerPlan]) -> set[tuple[str, int, int]]:
-    """What is cached: part, layer and head."""
+    """List what is cached: "k" or "v", layer and head."""
     pairs = ((attends._asdict(), head) for plan in plans for head, attends in enumerate(plan.attends))
     return {(kind, layer, head) for heads, head in pairs for kind, layer in heads.items()}
 
 
 class Blend(KeepsPrecision, Mechanism):
-    """Mixes keys and values with others: (1 - w)·own + w·others, exactly own at w = 0 and exactly others at w = 1.
+    """Mixes keys and values with others: (1 - w)·x + w·target, exactly x at w = 0 and exactly target at w = 1.
 
     Args
         group: how many consecutive heads become one; 1: none do. weight: w.
@@ -81,7 +81,7 @@ class Blend(KeepsPrecision, Mechanism):
         return {"weight": torch.full((1,), self.initial)}
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """own, others: [B, K, S, d] -> their mixture."""
+        """Mix x and target, [B, K, S, d] each."""
         return x.lerp(target, self.weight.to(x.dtype))
 
     def pool_groups(self, x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Blend(KeepsPrecision, Mechanism):
 
     @classmethod
     def count_group(cls, options: OptionValues, config: HeadwaterConfig) -> int:
-        """How many key/value heads become one."""
+        """Count the key/value heads that become one."""
         return config.num_key_value_heads // (options["num_key_value_heads"] or config.num_key_value_heads)
 
     @classmethod

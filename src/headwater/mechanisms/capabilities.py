@@ -1,4 +1,4 @@
-"""What some tools ask of a mechanism beyond the contract: a capability is a method that a class has or has not.
+"""Capabilities: what some tools ask of a mechanism beyond the contract, as methods that a class has or has not.
 
 A class, or its module, has a capability if it has all members of a Protocol below, or of one that the config asks for,
 in `headwater.config.capabilities`. Each docstring says which tool asks, by `isinstance`, and what it does without.
@@ -31,7 +31,7 @@ Group = Literal["matrices", "tensors", "embeddings", "vectors", "scalars"]
 
 @runtime_checkable
 class HasSharedModule(Protocol):
-    """For a module that the model holds once. Layers read what it returns as `Source("shared", name, -1)`."""
+    """A module that the model holds once. Layers read what it returns as `Source("shared", name, -1)`."""
 
     @classmethod
     def build_shared_module(cls, options: OptionValues, config: HeadwaterConfig) -> nn.Module | None:
@@ -40,15 +40,15 @@ class HasSharedModule(Protocol):
 
     @classmethod
     def count_shared_cost(cls, options: OptionValues, config: HeadwaterConfig) -> Cost:
-        """What it costs, once per model."""
+        """Count its cost, once per model."""
 
 
 @runtime_checkable
 class HoldsTokenTables(Protocol):
-    """For parameters with a row for each token id. Asked by `resize_token_embeddings`, which else leaves them alone."""
+    """Parameters with a row for each token id. Asked by `resize_token_embeddings`, which without it leaves them."""
 
     def count_token_tables(self, parameter: str) -> int:
-        """How many tables a parameter holds, one after the other along its first axis; 0: it is none."""
+        """Count the tables in a parameter, one after the other along its first axis; 0 if it is no table."""
 
 
 # Growth, retrofit, conversion
@@ -71,12 +71,12 @@ class DescribesAxes(Protocol):
     """Asked by `headwater grow`, which cannot grow a parameter without it, and where heads are split over processes."""
 
     def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
-        """What the entries along each dimension belong to; the last covers all that remain, flattened."""
+        """Name what the entries along each dimension belong to; the last covers all that remain, flattened."""
 
 
 @runtime_checkable
 class PassesThrough(Protocol):
-    """For a mechanism that changes the residual stream itself. Asked for layers that `headwater grow` adds silently."""
+    """A change of the residual stream itself. Asked for layers that `headwater grow` adds silently."""
 
     def find_neutral_value(self, parameter: str) -> Tensor | None:
         """The value of a parameter with which the stream stays as it is; None: any will do."""
@@ -111,7 +111,7 @@ class ActsInTraining(Protocol):
     """Asked by the training loop, which without it does nothing of the mechanism's between steps."""
 
     def prepare_training(self, step: Step) -> Any:
-        """What `prepare_step` needs when a run begins, as JSON values for checkpoints; None: it need not be called."""
+        """Return what `prepare_step` needs, as JSON values for checkpoints, when a run begins; None: do not call it."""
 
     def prepare_step(self, state: Any, step: Step) -> None:
         """Called before each step with what `prepare_training` returned. Only buffers and parameters are saved."""
@@ -165,7 +165,7 @@ class SplitsOverProcesses(Protocol):
 
 @runtime_checkable
 class LimitsSplitting(Protocol):
-    """For a mechanism that is `per_head` with some options only. Asked with `SplitsOverProcesses`."""
+    """`per_head` with some options only. Asked together with `SplitsOverProcesses`."""
 
     @classmethod
     def splits_heads(cls, options: OptionValues) -> bool:
@@ -178,8 +178,8 @@ class LimitsSplitting(Protocol):
 class Shown(NamedTuple):
     """Scalars of a mechanism in one layer, as its forward pass uses them: values [n].
 
-    by: what they belong to; "layer" is the one that a summand comes from (-1: the embedding), "" a single number's.
-    at: the indices of these heads or layers, [n].
+    owner: what they belong to; "layer" is the one that a summand comes from (-1: the embedding), "" a single number's.
+    indices: of these heads or layers, [n].
     """
 
     values: Tensor
@@ -232,5 +232,5 @@ def can_split_tokens(mechanism: type) -> bool:
 
 
 def axes_of(mechanism: nn.Module, parameter: str) -> tuple[Dim, ...]:
-    """What the entries along each dimension of a parameter belong to, as `DescribesAxes`; () if it is not known."""
+    """Describe the axes of a parameter, as `DescribesAxes` does; () if they are not known."""
     return mechanism.describe_axes(parameter) if isinstance(mechanism, DescribesAxes) else ()

@@ -35,7 +35,7 @@ class KV(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """What a block's queries, keys and values (None: it has none) are projected from, and the stream: [B, T, D]."""
+    """The inputs of a block's queries, keys and values (None: it has none), and the residual stream: [B, T, D]."""
 
     q: Tensor
     k: Tensor | None
@@ -43,18 +43,18 @@ class AttentionInputs(NamedTuple):
     stream: Tensor
 
     def list_inputs(self) -> list[Tensor]:
-        """Of queries, keys and values, in this order, those that the layer projects."""
+        """List the inputs of the queries, keys and values that the layer projects, in this order."""
         return [x for x in (self.q, self.k, self.v) if x is not None]
 
     def replace_inputs(self, inputs: Sequence[Tensor]) -> AttentionInputs:
-        """The same with other `parts`."""
+        """Replace what `list_inputs` returns."""
         q, *keys_values = inputs
         k = None if self.k is None else keys_values[0]
         return self._replace(q=q, k=k, v=None if self.v is None else keys_values[-1])
 
 
 class Hidden(NamedTuple):
-    """What goes into the activation of a feed-forward, each [B, T, F]: act(gate)·up; without a gate, act(up)."""
+    """The inputs of a feed-forward's activation, each [B, T, F]: act(gate)·up; without a gate, act(up)."""
 
     gate: Tensor | None
     up: Tensor
@@ -81,7 +81,7 @@ class Ancestors(NamedTuple):
     slots: Tensor
 
     def look_back(self, x: Tensor, previous: Tensor | None, back: int) -> Tensor:
-        """The tokens `back` before those of x [B, heads, T, d], zeros where there are none. before: the whole tail."""
+        """Return the tokens `back` before those of x [B, heads, T, d], zeros for none. previous: the tail."""
         tensors = (x, x.new_zeros(*x.shape[:2], 1, x.shape[3]))
         count = 0 if previous is None else previous.shape[2]
         slots = (self.slots[back - 1] + count)[:, None, :, None]
@@ -93,7 +93,7 @@ Reach = Tensor | Ancestors | None
 
 
 class Context(NamedTuple):
-    """What a stage may read besides its own input.
+    """Everything that a stage may read in addition to its input.
 
     sources: tensors of earlier layers that the plan reads, then this layer's own so far. Index it with
         `LayerPlan.slot(source)`.
@@ -185,7 +185,7 @@ class Mechanism(nn.Module):
 
     @classmethod
     def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-        """What that module costs."""
+        """Count the cost of that module."""
         return Cost()
 
     # Its parameters
@@ -209,48 +209,48 @@ class Mechanism(nn.Module):
     # Stages, in the order of the forward pass
 
     def transform_embedding(self, x: Tensor, context: Context) -> Tensor:
-        """In layer 0 only, before all else: the embedding x [B, T, D] -> same, for all that reads it."""
+        """Transform the embedding x [B, T, D] -> same, in layer 0 only, for everything that reads it."""
         return x
 
     def update_residual(self, x: Tensor, context: Context) -> Tensor:
-        """At the beginning of a block: the residual stream [B, T, D] -> same, for the block and all that follows."""
+        """Update the residual stream [B, T, D] -> same, at the beginning of a block, for it and all that follow."""
         return x
 
     def transform_block_input(self, x: Tensor, context: Context) -> Tensor:
-        """Before the norm and attention of a block: x [B, T, D] -> same. The residual connection keeps the old x."""
+        """Transform x [B, T, D] -> same, before a block's norm and attention. The residual stream keeps the old x."""
         return x
 
     def split_attention_inputs(self, x: AttentionInputs, context: Context) -> AttentionInputs:
-        """Next: what goes into queries, keys and values, which may differ, and the residual stream -> same.
+        """Give queries, keys and values inputs of their own, and change the residual stream. Comes next.
 
         The block's one norm and `transform_attention_input` then apply to each; it adds to the stream given here.
         """
         return x
 
     def transform_attention_input(self, x: Tensor, context: Context) -> Tensor:
-        """After the norm before attention: x [B, T, D] -> same; once for each of `LayerPlan.inputs`."""
+        """Transform x [B, T, D] -> same, after the norm before attention, once for each of `LayerPlan.inputs`."""
         return x
 
     def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        """As `transform_qkv`, before the norms of queries and keys: what other layers read as projected.
+        """Transform projections as `transform_qkv` does, before `qk_norm`: what other layers read as projected.
 
         A layer's own tensors are not in `context.sources` yet.
         """
         return q, kv
 
     def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        """After projection, before RoPE and the cache: q [B, H, T, d], k and v [B, heads, T, d] -> same."""
+        """Transform q [B, H, T, d], k and v [B, heads, T, d] -> same, after projection, before RoPE and the cache."""
         return q, kv
 
     def transform_attended_kv(self, kv: KV, context: Context) -> KV:
-        """After RoPE and the cache: what all K heads attend to, k and v [B, K, S, d], the whole history -> same.
+        """Transform what all K heads attend to, k and v [B, K, S, d] -> same, after RoPE and the cache.
 
         What the cache holds and later layers read stays as it is. All heads then run in one kernel call.
         """
         return kv
 
     def add_key_values(self, context: Context) -> KV:
-        """Keys and values that all tokens attend to beside the tokens': each [K, n, d], for all K key/value heads.
+        """Return keys and values that every token attends to in addition: each [K, n, d], for all K key/value heads.
 
         They share the tokens' softmax, and have no position. Not all kernels can: say so in `LimitsKernels`. A
         decoding step does not join them to the cached history, which would copy it.
@@ -258,29 +258,29 @@ class Mechanism(nn.Module):
         raise NotImplementedError
 
     def transform_attention_weights(self, weights: Tensor, context: Context) -> Tensor:
-        """After the softmax: the tokens' attention weights [B, H, T, S] -> same. Only the eager kernel exposes them."""
+        """Transform the attention weights [B, H, T, S] -> same, after the softmax. Only the eager kernel has them."""
         return weights
 
     def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
-        """Before the output projection: what each head read, [B, T, H, d] -> same."""
+        """Transform what each head read, [B, T, H, d] -> same, before the output projection."""
         return out
 
     def transform_attention_output(self, x: Tensor, context: Context) -> Tensor:
-        """Before what attention gives is added to the residual stream: x [B, T, D] -> same."""
+        """Transform attention's output x [B, T, D] -> same, before it is added to the residual stream."""
         return x
 
     def transform_feed_forward_input(self, x: Tensor, context: Context) -> Tensor:
-        """After the norm before the feed-forward: x [B, T, D] -> same."""
+        """Transform x [B, T, D] -> same, after the norm before the feed-forward."""
         return x
 
     def transform_feed_forward_hidden(self, hidden: Hidden, context: Context) -> Hidden:
-        """Inside the feed-forward, before its activation. Not where another mechanism replaces the feed-forward."""
+        """Transform the feed-forward's `Hidden` before its activation. Not called where a mechanism replaces it."""
         return hidden
 
     def transform_feed_forward_output(self, x: Tensor, context: Context) -> Tensor:
-        """Before what the feed-forward gives is added to the residual stream: x [B, T, D] -> same."""
+        """Transform the feed-forward's output x [B, T, D] -> same, before it is added to the residual stream."""
         return x
 
     def transform_block_output(self, x: Tensor, context: Context) -> Tensor:
-        """After the block: its output x [B, T, D] -> the input of the next block."""
+        """Transform a block's output x [B, T, D] -> the input of the next block."""
         return x

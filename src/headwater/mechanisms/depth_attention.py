@@ -76,8 +76,9 @@ class DepthAttention(Mechanism):
         return torch.zeros(self.query.shape)
 
     def forward(self, x: Tensor, *earlier: Tensor) -> Tensor:
-        """What comes in, x [B, T, D] or one for each query [queries, B, T, D], and earlier hidden states [B, T, D], in
-        order -> [queries, B, T, D]; without the first dimension for one query."""
+        """Attend to x and the earlier hidden states [B, T, D], in order -> [queries, B, T, D]; for one query [B, T, D].
+
+        x: the residual stream [B, T, D], or one input for each query [queries, B, T, D]."""
         states = [*earlier, x]
         written = [states[0], *(new - old for old, new in pairwise(states))]
         width, scores, norms = self.query.shape[1], [], []
@@ -114,7 +115,7 @@ class DepthAttention(Mechanism):
 
     @classmethod
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
-        check_receivers(cls.registered_name(), options | {"source": 0}, config)
+        check_receivers(cls.registered_name(), options, config)
         check_least(cls, options, block=1)
 
     @classmethod
@@ -125,7 +126,7 @@ class DepthAttention(Mechanism):
     @classmethod
     def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         new = list(plans)
-        for layer in list_receivers(options | {"source": 0}, config):
+        for layer in list_receivers(options, config):
             method = cls.transform_block_input if options["queries"] == 1 else cls.split_attention_inputs
             new[layer] = new[layer].acting(cls, method).reading(*cls.list_sources(options, layer))
         return new
@@ -168,7 +169,7 @@ class DepthAttention(Mechanism):
             raise HeadwaterError(
                 "Mechanism 'depth_attention' divides its scores by √hidden_size in variant inkling_2; grow other sizes."
             )
-        layers = [layer for layer in growth.list_copies(list_receivers(options | {"source": 0}, config)) if layer]
+        layers = [layer for layer in growth.list_copies(list_receivers(options, config)) if layer]
         return options | {"layers": None if options["layers"] is None else layers}
 
     describe_axes = fixed_axes(SAME, READS._replace(normed=True))

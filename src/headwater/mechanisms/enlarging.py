@@ -1,4 +1,4 @@
-"""How a larger model comes from a smaller one, as plain data: `Larger`; and what a parameter's entries are: `Dim`.
+"""Plain data of growth: how a larger model comes from a smaller one (`Larger`), and a parameter's axes (`Dim`).
 
 `headwater.growth` makes a `Larger`; each mechanism answers with `GrowsOptions` and `DescribesAxes`.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 # What one entry of a dimension belongs to: a channel of the residual stream; a query head; a head whose keys or values
-# the layer stores; a key/value head of the model; a unit of the feed-forward; an earlier layer; an input or an output of
-# the linear layer that the module replaces; or none of these.
+# the layer stores; a key/value head of the model; a unit of the feed-forward; an earlier layer; an input or output of a
+# linear layer that the module replaces; or none of these.
 DimKind = Literal[
     "same", "stream", "q", "k", "v", "kv", "units", "layers", "norm", "output norm", "outputs",
     "linear in", "linear out",
@@ -21,7 +21,7 @@ Fill = Literal["zero", "mean", "any"]
 
 
 class Dim(NamedTuple):
-    """What the entries along one dimension of a parameter belong to.
+    """One dimension of a parameter, by what its entries belong to.
 
     Several entries in a row belong to one head, if there are that many. Where a dimension has as many entries in the
     larger model, they stay as they are: they belong to the first channels, for example.
@@ -118,16 +118,16 @@ class Larger:
         return sum(source >= 0 for source in self.stream) / len(self.stream) if self.pads else 1.0
 
     def first_copy(self, layer: int) -> int:
-        """Where an old layer is in the new model: its first copy. -1, the embedding, stays."""
+        """Find an old layer's first copy in the new model. -1, the embedding, stays."""
         return next((new for new, old in enumerate(self.layers) if old == layer and new not in self.silent), -1)
 
     def list_copies(self, layers: Iterable[int]) -> list[int]:
-        """All new layers made from some old ones."""
+        """List all new layers made from some old ones."""
         chosen = set(layers)
         return [new for new, old in enumerate(self.layers) if old in chosen]
 
     def find_source(self, layer: int, old: int) -> int:
-        """Which new layer gives new layer `layer` what old layer `old` gave the layer that it is made from.
+        """Find the new layer that gives `layer` what `old` gave the old layer from which `layer` is made.
 
         Where the function is kept, the old layer itself; else its nearest copy that does not come later.
         """
@@ -138,7 +138,7 @@ class Larger:
         return max(new for new in self.list_copies([old]) if new <= layer)
 
     def move_entry(self, layer: int, entry: Hashable) -> Hashable:
-        """An entry of `Dim.entries` of the old layer, in new layer `layer`, which is made from it."""
+        """Translate an entry of an old layer's `Dim.entries` for new layer `layer`, which is made from that layer."""
         if isinstance(entry, tuple):
             label, inner = entry
             return label, self.move_entry(layer, inner)

@@ -63,7 +63,7 @@ class Exclusive(KeepsPrecision, Mechanism):
         return torch.zeros(self.alpha.shape)
 
     def forward(self, out: Tensor, values: Tensor) -> Tensor:
-        """out [B, T, H, d]; own, the tokens' own values, [B, K, T, d] -> [B, T, H, d]."""
+        """Return out [B, T, H, d] without its part along the tokens' own values [B, K, T, d]."""
         v = values.transpose(1, 2).unsqueeze(3)
         y = out.unflatten(2, (v.shape[2], -1))
         # float16 cannot hold the squares of large values.

@@ -178,7 +178,7 @@ class KVShift(KeepsPrecision, Mechanism):
 
     @classmethod
     def count_shifted(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> dict[Part, int]:
-        """What is shifted in a layer ("k", "v", "q"), and in how many heads. config: as the layer sees it."""
+        """Count the heads that are shifted in a layer, by "k", "v" and "q". config: as the layer sees it."""
         heads: dict[Part, int] = {"k": len(plan.k_heads), "v": len(plan.v_heads), "q": config.num_attention_heads}
         # Nothing is to do where no head of the second half is stored.
         least = cls.first_half(config, plan) if options["variant"] == "half_heads" else dict.fromkeys(heads, 0)
@@ -186,7 +186,7 @@ class KVShift(KeepsPrecision, Mechanism):
 
     @classmethod
     def first_half(cls, config: HeadwaterConfig, plan: LayerPlan) -> dict[Part, int]:
-        """How many of the heads that a layer stores are in the first half of all its heads."""
+        """Count the heads that a layer stores in the first half of all its heads."""
         half = config.num_key_value_heads // 2
         keys, values = (sum(head < half for head in heads) for heads in (plan.k_heads, plan.v_heads))
         return {"k": keys, "v": values, "q": config.num_attention_heads // 2}

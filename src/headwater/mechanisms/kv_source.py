@@ -99,7 +99,7 @@ class KVSource(Mechanism):
 
     @classmethod
     def list_sources(cls, options: OptionValues, config: HeadwaterConfig, kind: str) -> list[int]:
-        """For each layer, the one whose "keys" or "values" it attends to."""
+        """List for each layer the one whose "keys" or "values" it attends to."""
         layer_map, layers = options[kind], range(config.num_hidden_layers)
         if isinstance(layer_map, list):
             return layer_map

@@ -92,7 +92,7 @@ class MUDD(KeepsPrecision, Mechanism):
     def forward(self, x: Tensor, *earlier: Tensor, summands: Tensor | None = None) -> Tensor:
         """x, the last hidden state, and those before it, in order, [B, T, D] -> the sums, [ways, B, T, D].
 
-        own: [ways, B, T, D], what each way sums in place of x; default: x itself.
+        summands: [ways, B, T, D], what each way sums in place of x; default: x itself.
         """
         *weights, own_weight = self.weights(x)
         y = own_weight * (x if summands is None else summands)

@@ -69,7 +69,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         return torch.full(self.lambdas.shape, float(self.weight))
 
     def forward(self, out: Tensor, first_values: Tensor, values: Tensor) -> Tensor:
-        """out [B, T, H, d]; first and own, V_0 and V_l [B, K, T, d] -> [B, T, H, d]."""
+        """Add λ·(first_values - values), V_0 and V_l [B, K, T, d], to out [B, T, H, d]."""
         # A 0-d factor does not raise the dtype of what it multiplies.
         weight = self.weight if self.lambdas is None else self.lambdas[0]
         added = weight * (first_values - values).transpose(1, 2)

@@ -58,13 +58,13 @@ def split_mix(state: int) -> int:
 
 
 def draw_multipliers(count: int, vocab_size: int, seed: int = 0, table_index: int = 0) -> list[int]:
-    """a_0, a_1, …: odd numbers whose products with ids up to `vocab_size` are below 2^63. place: the table's."""
+    """Draw a_0, a_1, …: odd numbers whose products with ids up to `vocab_size` are below 2^63."""
     half = max(1, LARGEST // vocab_size // 2)
     return [2 * (split_mix((seed + LAYER * table_index + GAMMA * s) % 2**64) % half) + 1 for s in range(1, count + 1)]
 
 
 def list_primes(start: int, skipped: int, count: int) -> list[int]:
-    """`count` primes, the smallest from `first` on but for `skipped` of them."""
+    """List `count` primes, the smallest from `start` on after `skipped` of them."""
     numbers: list[int] = []
     number = max(2, start)
     while len(numbers) < skipped + count:
@@ -83,8 +83,8 @@ class NGramTable(KeepsPrecision, Mechanism):
         rows: each head has at least this many rows, a prime number of them; default the vocabulary's size.
         end_of_text: an id after which n-grams restart, and which replaces missing tokens; default: none does, and
             the id `vocab_size` stands for them.
-        seed: of the multipliers. place: the table's number among the model's, from 0: each has other multipliers and
-            primes. zero: the table starts at zero.
+        seed: of the multipliers. table_index: the table's number among the model's, from 0: each has other multipliers
+            and primes. zero: the table starts at zero.
 
     Parameters: `table.weight` [Σ p_nj, numbers], order after order, and in each head after head.
 
@@ -126,7 +126,7 @@ class NGramTable(KeepsPrecision, Mechanism):
 
     @staticmethod
     def heads_rows(vocab_size: int, orders: Sequence[int], heads: int, rows: int | None, table_index: int) -> list[int]:
-        """p_nj: how many rows each order and head has."""
+        """Choose p_nj, the number of rows of each order and head."""
         count = len(orders) * heads
         return list_primes(vocab_size if rows is None else rows, table_index * count, count)
 
@@ -294,7 +294,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
 
     @classmethod
     def count_numbers(cls, options: OptionValues, width: int) -> int:
-        """In a row of the table. Raises `HeadwaterError` if the rows cannot be of one size."""
+        """Count the numbers in a row of the table. Raises `HeadwaterError` if the rows cannot be of one size."""
         width, count = options["rank"] or width, len(options["orders"]) * options["heads"]
         if width % count:
             raise HeadwaterError(

@@ -92,7 +92,7 @@ class OutputGate(Mechanism):
 
     @classmethod
     def find_sizes(cls, options: OptionValues, config: HeadwaterConfig) -> tuple[int, int]:
-        """How many channels of x a layer's gate reads, and how many numbers it gives."""
+        """Return the number of channels of x that a layer's gate reads, and of numbers that it gives."""
         by_channel = options["granularity"] == "channel"
         return options["channels"] or config.hidden_size, config.num_attention_heads * (
             config.head_dim if by_channel else 1

@@ -138,7 +138,7 @@ class Pattention(Mechanism):
     def initial_value(
         self, parameter: str, generator: torch.Generator | None = None, rows: int | None = None
     ) -> Tensor:
-        """As `Mechanism.initial_value`; rows: draw only this many rows."""
+        """Draw as `Mechanism.initial_value`. rows: draw only this many rows."""
         # Two rows of product keys make a key.
         key_std = self.key_std if self.product is None else self.key_std / 2**0.5
         std = {"key": key_std, "value": self.value_std}[parameter.removeprefix("frozen_")]
@@ -237,7 +237,7 @@ class Pattention(Mechanism):
 
     @property
     def qconfig(self) -> Any:
-        """What torch.ao.quantization sets in each module that it passes; none, since it would leave the pairs."""
+        """The attribute that torch.ao.quantization sets in every module; refused, since it would leave the pairs."""
         raise AttributeError("qconfig")
 
     @qconfig.setter
@@ -299,7 +299,7 @@ class Pattention(Mechanism):
 
     @classmethod
     def top_k_of(cls, options: OptionValues, name: Map) -> int | None:
-        """How many pairs of a map a token reads; None: all."""
+        """Return the number of pairs of a map that a token reads; None: all."""
         top_k = options["top_k"]
         return top_k.get(name) if isinstance(top_k, dict) else top_k
 
@@ -469,7 +469,7 @@ def check_form(score: str, gelu: str, tau: float | None) -> None:
 
 
 def find_problem(pairs: int, top_k: int | None, product: bool, frozen: int) -> str | None:
-    """What is wrong with reading `top_k` of this many pairs, and freezing some; None if nothing is."""
+    """Say what is wrong with reading `top_k` of this many pairs, and freezing some; None if nothing is."""
     if pairs < 1:
         return f"there must be at least one pair, not {pairs}"
     if not 0 <= frozen < pairs:
@@ -493,7 +493,7 @@ def _init_std(option: float | str | dict[str, Any] | None, name: Map, inputs: in
 
 
 def _join_rows(frozen: Tensor | None, trained: Tensor) -> Tensor:
-    """All rows as an ordinary tensor, where a quantizer has replaced one by its own class."""
+    """Join all rows as an ordinary tensor, where a quantizer has replaced one by its own class."""
     rows = [
         x if type(x).dequantize is Tensor.dequantize else x.dequantize() for x in (frozen, trained) if x is not None
     ]

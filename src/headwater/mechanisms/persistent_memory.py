@@ -65,7 +65,7 @@ class PersistentMemory(Mechanism):
 
     @property
     def factors(self) -> dict[str, float]:
-        """What the parameters are multiplied with: so they learn at a rate that does not depend on d and n."""
+        """Factors of the parameters, which then learn at a rate that does not depend on d and n."""
         return {"key": sqrt(self.key.shape[2]), "value": sqrt(self.key.shape[1])}
 
     def forward(self) -> KV:

@@ -8,7 +8,7 @@ from headwater.mechanisms.precision import KeepsPrecision
 
 
 class ProductKeys(KeepsPrecision):
-    """Which k pairs (i, j) have the largest sums a_i + b_j of s numbers each. arXiv 1907.05242, section 3.1.
+    """The k pairs (i, j) with the largest sums a_i + b_j of s numbers each. arXiv 1907.05242, section 3.1.
 
     They are among the k largest a and b. The i-th largest with the j-th is the least of i·j pairs, so that those with
     i·j ≤ k will do: about k·ln k of k². side: s. top_k: k. Buffer: `ranks` [2, about k·ln k], these i and j, from 0.
@@ -43,7 +43,7 @@ class ProductKeys(KeepsPrecision):
 
 
 def find_largest(a: Tensor, k: int) -> Tensor:
-    """Where the k largest numbers of each row are, in order, of equal ones the first: [..., n] -> [..., k]."""
+    """Find the k largest numbers of each row, in order, of equal ones the first, as indices: [..., n] -> [..., k]."""
     if a.dtype != torch.float32:
         return a.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     # PyTorch's topk leaves open which of equal numbers it takes, and sorting takes longer. So no two are equal here:

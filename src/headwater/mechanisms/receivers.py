@@ -1,4 +1,4 @@
-"""What mechanisms share: the options `source`, `layers` (which receive, or act) and `channels`, and capabilities."""
+"""Shared by mechanisms: the options `source`, `layers` (which receive, or act) and `channels`, and capabilities."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +14,15 @@ from headwater.util.errors import HeadwaterError
 
 
 def list_receivers(options: OptionValues, config: HeadwaterConfig) -> list[int]:
-    """The receiving layers: those of the option `layers`, by default all after the option `source`."""
+    """List the receiving layers: those of the option `layers`, by default all after the option `source` (else 0)."""
     if options["layers"] is None:
-        return list(range(options["source"] + 1, config.num_hidden_layers))
+        return list(range(options.get("source", 0) + 1, config.num_hidden_layers))
     return sorted(set(options["layers"]))
 
 
 def check_receivers(name: str, options: OptionValues, config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` unless the source and the receiving layers exist, and come in this order."""
-    depth, source, layers = config.num_hidden_layers, options["source"], options["layers"]
+    depth, source, layers = config.num_hidden_layers, options.get("source", 0), options["layers"]
     if not 0 <= source < depth:
         raise HeadwaterError(f"Mechanism {name!r}: source must be a layer from 0 to {depth - 1}, not {source}.")
     if layers is not None and not layers:
@@ -58,7 +58,7 @@ def check_layers(mechanism: type[Mechanism], options: OptionValues, config: Head
 
 
 def layers_with_values(name: str, options: OptionValues, layers: list[int], plans: Sequence[LayerPlan]) -> list[int]:
-    """Those of `layers` that have values of their own.
+    """List those of `layers` that have values of their own.
 
     Raises `HeadwaterError` if none has, or if one that the option `layers` names lacks them.
     """

@@ -18,9 +18,9 @@ def shift(
     """y_t = Σ_s weight[s]·x_{t-s}, per head or channel, with zeros before the first token.
 
     x, y: [B, K, T, d]; weight: [window, K], or [window, K, d].
-    before: the window - 1 tokens before x, [B, K, window - 1, d]; default zeros.
+    previous: the window - 1 tokens before x, [B, K, window - 1, d]; default zeros.
     reach: [B, T]; where it is below s, the token s back belongs to another document and counts as zero. `Ancestors`
-        name the token s back themselves; `before` may then be longer.
+        name the token s back themselves; `previous` may then be longer.
     residual: whether x_t itself is added.
     """
     window, length = weight.shape[0], x.shape[2]
@@ -28,8 +28,6 @@ def shift(
         return _shift_step(x, weight, previous, residual)
     if residual:
         weight = torch.cat((weight[:1] + 1, weight[1:]))
-    if previous is not None and not isinstance(reach, Ancestors):
-        return _shift_after(x, weight, reach, previous)
     if previous is None and reach is None and can_fuse(x, weight, needs_grad=False, cpu_only=True):
         return fused_shift(x, weight)
     if previous is None and not isinstance(reach, Ancestors) and can_fuse_traced():
@@ -48,20 +46,6 @@ def _shift_step(x: Tensor, weight: Tensor, previous: Tensor, residual: bool) -> 
     return (y + x if residual else y).to(x.dtype)
 
 
-def _shift_after(x: Tensor, weight: Tensor, reach: Tensor | None, previous: Tensor) -> Tensor:
-    """The sum over x and the tokens `before`."""
-    window, length = weight.shape[0], x.shape[2]
-    taps = weight.view(window, x.shape[1], 1, -1).unbind()
-    y = taps[0] * x
-    # A decoding step looks back at nothing in x itself.
-    past = torch.cat((previous, x), dim=2) if length > 1 else previous
-    for steps in range(1, window):
-        tap = taps[steps] if reach is None else taps[steps] * (reach >= steps)[:, None, :, None]
-        start = window - 1 - steps
-        y = torch.addcmul(y, tap, past if past.shape[2] == length == 1 else past.narrow(2, start, length))
-    return y.to(x.dtype)
-
-
 def shift_second(x: Tensor, dim: int, size: int, reach: Reach = None, previous: Tensor | None = None) -> Tensor:
     """x [B, heads, T, d], all but its first `size` heads (dim 1) or channels (dim 3) those of the previous token."""
     late, earlier_late = (y if y is None else y.narrow(dim, size, x.shape[dim] - size) for y in (x, previous))
@@ -77,7 +61,7 @@ def dynamic_shift(
     reach: Reach = None,
     previous: Tensor | None = None,
 ) -> Tensor:
-    """y_t = Σ_s (weight[s] + more[s]_t)·x_{t-s}: as `shift`, with weights of the token, more [window, B, K, T, 1]."""
+    """y_t = Σ_s (weight[s] + more[s]_t)·x_{t-s}: as `shift`, with token_weights [window, B, K, T, 1]."""
     taps = weight.view(len(weight), x.shape[1], 1, -1)
     y = (taps[0] + token_weights[0]) * x
     for steps in range(1, len(taps)):
@@ -99,7 +83,7 @@ def previous_token(x: Tensor, reach: Reach, tail: Tail | None, name: str) -> Ten
 
 
 def earlier(x: Tensor, steps: int, reach: Reach = None, previous: Tensor | None = None) -> Tensor:
-    """x_{t-steps} of x [B, K, T, d], or 0 where the document has no such token; reach, before: as in `shift`."""
+    """Return x_{t-steps} of x [B, K, T, d], or 0 where the document has none. reach, previous: as in `shift`."""
     if isinstance(reach, Ancestors):
         return reach.look_back(x, previous, steps)
     if previous is None:

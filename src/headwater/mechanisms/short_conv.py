@@ -57,7 +57,7 @@ HIDDEN: dict[str, Kept] = {"gate": "gate", "up": "up"}
 
 
 def stage_of(name: str) -> Stage:
-    """Where a tensor is convolved."""
+    """Find the stage at which a tensor is convolved."""
     if name in PARTS:
         return Stage.PROJECTIONS
     return Stage.FEED_FORWARD_HIDDEN if name in HIDDEN else Stage[name.upper()]
@@ -126,11 +126,11 @@ class ShortConv(KeepsPrecision, Mechanism):
         return taps
 
     def scale(self, name: str) -> float:
-        """What the sum of all terms is multiplied with."""
+        """Return the factor of the sum of all terms."""
         return (2 * self.window + 1) ** -0.5 if name in self.dynamic else 1.0
 
     def taps(self, name: str) -> Tensor:
-        """What the token and those before it are multiplied with, whatever the token: [window, heads, channels]."""
+        """Return the taps that do not depend on the token, [window, heads, channels]."""
         raw_taps = self.get_parameter(f"{name}_taps")
         taps = torch.cat((raw_taps[:1] + 1, raw_taps[1:])) if self.residual else raw_taps
         return taps * self.scale(name) if name in self.dynamic else taps
@@ -145,7 +145,7 @@ class ShortConv(KeepsPrecision, Mechanism):
     ) -> Tensor:
         """x [B, heads, T, channels of a head] -> the same, convolved with the taps of `name`.
 
-        given: [B, T, width], what dynamic taps depend on. reach, tail: as in `Context`.
+        attention_input: [B, T, width], what dynamic taps depend on. reach, tail: as in `Context`.
         """
         previous = read_tail(tail, self.tails[name], x, self.window - 1, reach)
         if name not in self.dynamic:
@@ -211,7 +211,7 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     @classmethod
     def sizes_of(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> dict[str, tuple[int, int]]:
-        """What is convolved in a layer: heads and channels of a head, by name."""
+        """Return what is convolved in a layer: heads and channels of a head, by name."""
         heads = {"queries": config.num_attention_heads, "keys": len(plan.k_heads), "values": len(plan.v_heads)}
         widths = {}
         for site in cls.list_sites(options):
@@ -298,19 +298,13 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         heads = {"k": plan.k_heads, "v": plan.v_heads}
-        means = {
-            f"mean {name} {tap}": Shown(weight.view(1))
-            for name in self.tails
-            if name not in PARTS
-            for tap, weight in enumerate(self.taps(name).mean((1, 2)), 1)
-        }
-        return means | {
-            f"mean {kind}{tap}": Shown(
-                weights,
-                "query head" if kind == "q" else "kv head",
-                heads.get(kind, tuple(range(len(weights)))),
-            )
-            for site, kind in PARTS.items()
-            if site in self.tails
-            for tap, weights in enumerate(self.taps(site).mean(2), 1)
-        }
+        shown = {}
+        for name in self.tails:
+            kind = PARTS.get(name)
+            for tap, weights in enumerate(self.taps(name), 1):
+                if kind is None:
+                    shown[f"mean {name} {tap}"] = Shown(weights.mean().view(1))
+                else:
+                    owner, indices = ("query head" if kind == "q" else "kv head"), range(len(weights))
+                    shown[f"mean {kind}{tap}"] = Shown(weights.mean(1), owner, heads.get(kind, tuple(indices)))
+        return shown

@@ -63,12 +63,12 @@ class SkipLayer(Mechanism):
 
     @classmethod
     def find_distance(cls, options: OptionValues, config: HeadwaterConfig) -> int:
-        """How many layers back the skip heads attend; by default ¾ of the depth, rounded down."""
+        """Return how many layers back the skip heads attend; by default ¾ of the depth, rounded down."""
         return 3 * config.num_hidden_layers // 4 if options["layers"] is None else options["layers"]
 
     @classmethod
     def count_skipping(cls, options: OptionValues, config: HeadwaterConfig) -> int:
-        """How many key/value heads skip; by default ¾ of all heads, rounded down."""
+        """Count the key/value heads that skip; by default ¾ of all heads, rounded down."""
         groups = config.num_attention_heads // config.num_key_value_heads
         heads = options["heads"]
         return (3 * config.num_attention_heads // 4 if heads is None else heads) // groups

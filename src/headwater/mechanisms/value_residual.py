@@ -133,7 +133,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return start
 
     def forward(self, x: Tensor, *sources: Tensor, weight: Tensor | None = None) -> Tensor:
-        """own and each source, tensors of one shape -> their weighted sum. weight: 0-d, λ1 in learnable_plus."""
+        """Sum x and each source, tensors of one shape, by their weights. weight: 0-d, λ1 in learnable_plus."""
         if len(sources) != self.sources:
             raise HeadwaterError(f"This value residual mixes {self.sources} sources; {len(sources)} were given.")
         if (weight is None) == (self.mode == "learnable_plus"):
@@ -155,7 +155,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return self.lambdas if weight is None else torch.cat((weight[None], self.lambdas))
 
     def mix(self, x: Tensor, context: Context) -> Tensor:
-        """`own`, mixed with the sources that the plan gives this layer."""
+        """Mix x with the sources that the plan gives this layer."""
         sources = [context.sources[slot] for slot in self.slots]
         sources = [x if heads is None else x[:, heads] for x, heads in zip(sources, self.chosen, strict=True)]
         plus = self.mode == "learnable_plus"

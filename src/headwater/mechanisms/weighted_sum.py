@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def weighted_sum(weights: Tensor, *tensors: Tensor) -> Tensor:
-    """weights: [n]; tensors: n of one shape and dtype -> their weighted sum, in that dtype."""
+    """Sum n tensors of one shape and dtype, weighted by weights [n], in that dtype."""
     # 0-d factors do not raise the dtype of what they multiply.
     (weight, x), *terms = zip(weights.unbind(), tensors, strict=True)
     y = weight * x

@@ -116,8 +116,8 @@ def import_trusted(name: str, kind: str, base: str | None = None) -> Any:
 
 
 def find_loaded(name: str, base: str) -> Any:
-    """What a name means in a module that is imported already, if it derives from headwater's class `base` or is an
-    instance of it; else None. No code runs: not even a module's `__getattr__`.
+    """Find what a name means in a module that is imported already, if it derives from headwater's class `base` or is
+    an instance of it; else None. No code runs: not even a module's `__getattr__`.
     """
     module, _, attribute = name.partition(":")
     thing: Any = sys.modules.get(module)
@@ -215,7 +215,7 @@ def _make_refusal(name: str, kind: str, base: str | None) -> NotTrusted:
 
 @contextmanager
 def _search_current_folder(module: str) -> Iterator[None]:
-    """Within this context the current folder is on Python's path too, if the module is not elsewhere.
+    """Put the current folder on Python's path too in this context, if the module is not elsewhere.
 
     It is last there, so that it hides nothing installed, and taken away again, so that nobody else's import finds a
     file in it.

@@ -38,7 +38,7 @@ class Registry:
         base: str | None = None,
         temporary: dict[str, str] | None = None,
     ) -> None:
-        """kind: in words, for messages. group: of its entry points. built_in: name -> "module:attribute".
+        """Name a kind, in words for messages. group: of its entry points. built_in: name -> "module:attribute".
 
         base: the name of the class that these objects are, or are instances of; None: anything callable.
         temporary: like built_in, for what a model has only for a time. Users cannot choose it, and `names` omits it.

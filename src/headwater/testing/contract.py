@@ -172,7 +172,7 @@ class Case:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of the base."""
+        """The config's fields of the base."""
         return (BASES | ODD_LAYERS)[self.base]
 
     @property
@@ -209,7 +209,7 @@ def is_refused(case: Case) -> bool:
 
 
 class Contract:
-    """What every mechanism must satisfy, alone and with every other, on every base.
+    """The contract that every mechanism must satisfy, alone and with every other, on every base.
 
     A subclass whose name begins with Test names the mechanism, and pytest runs these tests:
 
@@ -419,7 +419,7 @@ class Contract:
         assert cache_bytes(cache) == cost.cache_bytes(model.config, T, batch_size=2, element_size=8)
 
     def test_served_from_a_paged_cache_as_alone(self, case):
-        """In a server's flat batches: chunks, shared blocks, rows that begin anew, tokens that are taken back."""
+        """Flat batches of a server: chunks, shared blocks, rows that begin anew, tokens that are taken back."""
         try:
             check_servable(case.config())
         except HeadwaterError:
@@ -484,7 +484,7 @@ class Contract:
         assert operations[0] == operations[1], f"operations in rows of {T} and of {3 * T} tokens: {operations}"
 
     def test_starts_are_drawn_by_name(self, case):
-        """Whatever was drawn before, and whatever other mechanisms are in the model."""
+        """Parameters start the same whatever was drawn before, and whatever other mechanisms the model has."""
         torch.manual_seed(7)
         parameters = dict(HeadwaterForCausalLM(case.config()).named_parameters())
         torch.manual_seed(8)
@@ -544,8 +544,8 @@ class Contract:
         assert_near(new(ids, use_cache=False).logits, old(ids, use_cache=False).logits)
 
     def test_heads_and_tokens_are_computed_alone(self, case):
-        """If `per_head` says so: halves of the heads, run without the other, read what they do in the model; and if
-        `per_token` says so: with the same attention, a token changes no other."""
+        """Halves of the heads, run alone, read what they read in the model, if `per_head` says so; and with the same
+        attention a token changes no other, if `per_token` says so."""
         model, ids = case.model, tokens(2, T)
         names = model.config.mechanisms
         if {"num_attention_heads", "num_key_value_heads", "head_dim"} & (model.config.sliding_fields or {}).keys():
@@ -571,7 +571,7 @@ class Contract:
             assert_near(decode(model, ids, chunks), uncached, tolerance=1e-4)
 
     def test_half_precision_equals_full(self, case):
-        """In bf16 with a cache, to its precision."""
+        """Logits in bf16, with and without a cache, are right to its precision."""
         model, ids = case.copy, tokens(2, T)
         expected = model(ids, use_cache=False).logits
         half = model.bfloat16()
@@ -591,7 +591,7 @@ class Contract:
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
     def test_more_tokens(self, case):
-        """With a larger vocabulary old tokens give what they gave, and new ones what the equations say."""
+        """Old tokens give the same logits with a larger vocabulary, and new ones what the equations say."""
         model, ids = case.copy, tokens(2, T)
         old_logits, size = model(ids, use_cache=False).logits, model.config.vocab_size
         model.resize_token_embeddings(size + 7)

@@ -1,4 +1,4 @@
-"""What a model does, measured: what autograd keeps, how many operations run, what halves of the heads read."""
+"""Measurements of a model: what autograd keeps, how many operations run, what halves of the heads read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def kept_by_autograd(
     checkpointing: bool = False,
     **inputs: Any,
 ) -> int:
-    """Bytes that autograd keeps of a forward pass, each storage once, parameters left out. given: further inputs."""
+    """Count the bytes that autograd keeps of a forward pass, each storage once, without parameters."""
     model = HeadwaterForCausalLM(config).to(precision.weights).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -75,7 +75,7 @@ class OnlyProcess:
 
 
 def read_halves(model: HeadwaterForCausalLM, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """What the query heads of each half of the key/value heads read, [B, T, h·d], by layer: in the model, and alone.
+    """Yield what each half of the heads reads in each layer, [B, T, h·d]: in the model, and alone.
 
     Raises `HeadwaterError` if a mechanism has other parameters then than `describe_axes` says.
     """

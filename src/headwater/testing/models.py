@@ -57,7 +57,7 @@ def _build_cached(description: str) -> HeadwaterForCausalLM:
 
 
 def shared(mechanisms: dict | None = None, **changes: Any) -> HeadwaterForCausalLM:
-    """The same model as `build`, built once per process. Not to be changed."""
+    """Build a model as `build` does, once per process. Do not change it."""
     return _build_cached(json.dumps([mechanisms or {}, changes]))
 
 

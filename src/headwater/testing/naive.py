@@ -1,8 +1,7 @@
 """Reference implementations, written from the equations: one row, one head and one mechanism at a time.
 
-Nothing here is fast, caches anything, or takes more from headwater than names. A row of T tokens is a matrix [T, D];
-`ByHead` are matrices [T, d] by the number of the head. A whole model is run on one document at a time. A mechanism from
-outside is a subclass of `Reference` that adds to `knows` and says at its stage what its equation says.
+Nothing here is fast or caches anything. A row of T tokens is a matrix [T, D]; `ByHead` are matrices [T, d] by the number
+of the head. An outside mechanism's reference is a subclass of `Reference`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def mix(weights: Any, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def look_back(x: Tensor, steps: int, starts: AbstractSet[int]) -> Tensor:
-    """x_{t-steps} of x [T, d]; zero before the row and before the document. starts: the slots of documents' starts."""
+    """Return x_{t-steps} of x [T, d], zero before the document. starts: the slots where documents start."""
     reached = [t >= steps and not any(t - s in starts for s in range(steps)) for t in range(len(x))]
     return torch.stack([x[t - steps] if reached[t] else torch.zeros_like(x[t]) for t in range(len(x))])
 
@@ -48,15 +47,6 @@ def look_back(x: Tensor, steps: int, starts: AbstractSet[int]) -> Tensor:
 def shift(x: Tensor, taps: Any, starts: AbstractSet[int]) -> Tensor:
     """y_t = Σ_s taps[s]·x_{t-s} of x [T, d]; a tap is a number, one for each channel, or one for each token [T, 1]."""
     return mix(taps, [look_back(x, steps, starts) for steps in range(len(taps))])
-
-
-def kv_shift(x: Tensor, weight: Tensor, starts: AbstractSet[tuple[int, int]] = frozenset()) -> Tensor:
-    """y_t = Σ_s w_s·x_{t-s}. x: [B, K, T, d], weight: [window, K]; `starts`: (row, slot) of each document's start."""
-    y = torch.zeros_like(x)
-    for b, heads in enumerate(x):
-        for h, head in enumerate(heads):
-            y[b, h] = shift(head, weight[:, h], {slot for row, slot in starts if row == b})
-    return y
 
 
 def pattention(
@@ -157,14 +147,14 @@ ACTIVATIONS = {
 
 
 def find_sources(config: Any, layer: int, head: int) -> tuple[int, int]:
-    """The layers whose keys and whose values key/value head `head` of layer `layer` attends to."""
+    """Find the layers whose keys and values key/value head `head` of layer `layer` attends to."""
     return find_origin(config, layer, head, 0), find_origin(config, layer, head, 1)
 
 
 def find_origin(config: Any, layer: int, head: int, kv: int, without: str = "") -> int:
-    """The layer whose keys or values a head attends to: those of its source, if it has one, and of the source's source.
+    """Find the layer whose keys or values a head attends to: its source's, if it has one, and so on.
 
-    without: a mechanism that is left out of account in this layer.
+    without: a mechanism that does not count in this layer.
     """
     for name in reversed(config.mechanisms):
         source = source_of(config, name, layer, head, kv)
@@ -175,7 +165,7 @@ def find_origin(config: Any, layer: int, head: int, kv: int, without: str = "") 
 
 
 def source_of(config: Any, name: str, layer: int, head: int, kv: int) -> int:
-    """The layer from which a mechanism lets a head of `layer` take its keys or values."""
+    """Find the layer from which a mechanism lets a head of `layer` take its keys or values."""
     depth, options, option = config.num_hidden_layers, config.mechanisms[name], ("keys", "values")[kv]
     if name == "skip_layer":
         groups = config.num_attention_heads // config.num_key_value_heads
@@ -197,7 +187,7 @@ def layer_map(options: dict[str, Any], sources: Any, depth: int) -> list[int]:
     kinds = options["layer_types"] or ["alike"] * depth
 
     def of_its_kind(layer: int) -> int:
-        """The layer itself, or going down from the last layer of its own, the first of its kind."""
+        """Find the layer itself, or the last layer of its kind that shares nothing."""
         source = layer if layer < depth - sharing else depth - sharing - 1
         while kinds[source] != kinds[layer]:
             source -= 1
@@ -218,14 +208,13 @@ def layer_map(options: dict[str, Any], sources: Any, depth: int) -> list[int]:
 
 
 class Reference:
-    """The model with the given config and weights (by their names in the state dict), on one row at a time.
+    """The model with this config and these weights (named as in the state dict), on one row at a time.
 
-    knows: the mechanisms it has the equations of, by their names in the config; raises `NotImplementedError` for
-        others. A subclass for one more adds its name, and overrides the method of its stage, which has the name of the
-        mechanism's, or `outer` (other stages of the block), `linear` or `attended`. What there is to read:
-        `config`, and `own` as the layer that is being computed sees it; `weights`; the row's tokens `ids`, their
-        `position`, which are `real`; `inputs` of attention's queries by layer; `raw` q, k, v by layer, kind and head;
-        `stream`, what blocks gave. All are rows [T, …].
+    A subclass adds its mechanism's name to `knows`, and overrides the method of its stage, which has the name of the
+    mechanism's, or `transform_stage` (other stages of the block), `linear` or `find_sources`. It can read, for rows
+    [T, …]: `config`; `layer_config`, as the current layer sees it; `weights`; the row's tokens `ids`, their `position`,
+    and which are `real`; by layer the `inputs` of queries, `raw` q, k and v by kind and head; `stream`, what blocks gave.
+    Raises `NotImplementedError` for a mechanism that it does not know.
     """
 
     knows: tuple[str, ...] = (*MECHANISMS.built_in, "blend")
@@ -233,11 +222,11 @@ class Reference:
     def __init__(self, config: Any, weights: dict[str, Tensor]) -> None:
         if unknown := set(config.mechanisms) - set(self.knows):
             raise NotImplementedError(f"There is no naive reference for {', '.join(sorted(unknown))}; write one.")
-        self.config = self.layer_config = config  # own: as the layer sees it that is being computed
+        self.config = self.layer_config = config
         self.weights = weights
 
     def find_parameter(self, name: str, layer: int, parameter: str, block: bool = False) -> Any:
-        """A parameter of a mechanism in a layer, or None; block: it acts at the block, not inside attention."""
+        """Find a mechanism's parameter in a layer, or None. block: it acts at the block, not inside attention."""
         module = f"model.layers.{layer}{'' if block else '.self_attn'}.mechanisms"
         return self.weights.get(f"{module}.{name.replace('.', '_').replace(':', '_')}.{parameter}")
 
@@ -288,7 +277,7 @@ class Reference:
         return x
 
     def attention_inputs(self, layer: int, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The stream, and what queries, keys and values are projected from."""
+        """Return the stream, and what queries, keys and values are projected from."""
         entered = x
         for mechanism in self.config.mechanisms:
             entered = self.transform_block_input(mechanism, layer, entered)
@@ -336,15 +325,12 @@ class Reference:
         return {head: rotate(row, self.compute_angles()) for head, row in x.items()}
 
     def join_pairs(self, layer: int, kv: int, head: int, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """The keys or values that a query head sees: those beside the tokens', then the tokens' [T, d]."""
+        """Join the keys or values that a query head sees: the added ones, then the tokens' [T, d]."""
         head = head * self.layer_config.num_key_value_heads // self.layer_config.num_attention_heads
         return torch.stack([*(pair[kv][head] for pair in pairs), *self.find_attended(layer, kv, head)])
 
     def attention_weights(self, q: ByHead, keys: list[Tensor], pairs: int) -> list[Tensor]:
-        """softmax(q·k / √d - slope·distance) over the slots that each sees, which later layers may read.
-
-        pairs: how many keys, the first ones, are no tokens' and have no distance.
-        """
+        """Compute softmax(q·k / √d - slope·distance) over the visible slots. pairs: the number of added keys, without distance."""
         c, visible = self.layer_config, self.find_visible()
         visible = torch.cat((visible.any(1, keepdim=True).expand(-1, pairs), visible), dim=1)
         distance = torch.nn.functional.pad(self.position[:, None] - self.position, (pairs, 0))
@@ -361,7 +347,7 @@ class Reference:
         return weights
 
     def mixed_weights(self, layer: int, weights: list[Tensor], pairs: int) -> list[Tensor]:
-        """Attention weights after a value residual of probabilities, whose pairs beside the tokens' stay."""
+        """Mix attention weights by a value residual of probabilities; the weights of added pairs stay."""
         options = self.config.mechanisms.get("value_residual", {})
         if options.get("target") != "probabilities" or layer not in self.list_receivers(options):
             return weights
@@ -374,22 +360,22 @@ class Reference:
     # Mechanisms
 
     def list_borders(self) -> set[int]:
-        """The slots before which no mechanism may look: the first, and where a document or real tokens start."""
+        """List the slots before which no mechanism may look: the first, and where a document or real tokens start."""
         return {0} | {t for t in range(1, len(self.real)) if not self.real[t - 1]} | set(self.starts)
 
     def find_visible(self) -> Tensor:
-        """Whether slot t attends to slot j, [T, T]: to the real ones up to it, of which a window counts slots."""
+        """Find whether slot t attends to slot j, [T, T]: to the real ones up to it, within the window."""
         slots = torch.arange(len(self.real))
         back = slots[:, None] - slots
         window = len(slots) if self.layer_config.sliding_window is None else self.layer_config.sliding_window
         return (back >= 0) & (back < window) & torch.tensor(self.real)
 
     def find_sources(self, layer: int, head: int) -> tuple[int, int]:
-        """The layers whose keys and whose values key/value head `head` of layer `layer` attends to."""
+        """Find the layers whose keys and values key/value head `head` of layer `layer` attends to."""
         return find_sources(self.config, layer, head)
 
     def find_attended(self, layer: int, kv: int, head: int) -> Tensor:
-        """The keys or values that key/value head `head` of `layer` attends to."""
+        """Find the keys or values that key/value head `head` of `layer` attends to."""
         x = self.bank[self.find_sources(layer, head)[kv]][kv][head]
         if "blend" not in self.config.mechanisms:
             return x
@@ -397,7 +383,7 @@ class Reference:
         return mix((1 - weight, weight), (x, self.bank[find_sources(goal, layer, head // group)[kv]][kv][head]))
 
     def find_goal(self) -> tuple[Any, float, int]:
-        """What a blended model goes over to, how far it has come, and how many of its heads become one."""
+        """Return what a blended model goes over to, how far it has come, and how many of its heads become one."""
         c, options = self.config, self.config.mechanisms["blend"]
         heads = options["num_key_value_heads"] or c.num_key_value_heads
         goal = copy.copy(c)
@@ -405,7 +391,7 @@ class Reference:
         return goal, options["weight"], c.num_key_value_heads // heads
 
     def list_stored_heads(self, layer: int, kv: int) -> list[int]:
-        """The heads whose keys or values of `layer` somebody attends to."""
+        """List the heads of `layer` whose keys or values some layer attends to."""
         layers = range(self.config.num_hidden_layers)
         heads = [layer_config(self.config, i).num_key_value_heads for i in layers]
         return [
@@ -413,7 +399,7 @@ class Reference:
         ]
 
     def transform_block_input(self, name: str, layer: int, x: Tensor) -> Tensor:
-        """What goes into a block's attention."""
+        """Return the input of a block's attention."""
         if name == "depth_attention" and self.list_queries(layer, 1):
             return self.depth_attention(layer, self.list_queries(layer, 1)[0], x)
         options = self.config.mechanisms[name]
@@ -422,7 +408,7 @@ class Reference:
         return x
 
     def split_attention_inputs(self, name: str, layer: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What goes into queries "q", keys "k" and values "v", and the residual "stream"."""
+        """Return the inputs of queries "q", keys "k" and values "v", and the residual "stream"."""
         ways = ["q", *(kind for kv, kind in enumerate("kv") if self.list_stored_heads(layer, kv))]
         if name == "depth_attention":
             queries = zip(ways, self.list_queries(layer, 3), strict=False)
@@ -435,12 +421,12 @@ class Reference:
         return inputs
 
     def list_queries(self, layer: int, count: int) -> list[Tensor]:
-        """Those of attention over depth in a layer, if it is set to so many."""
+        """List the queries of attention over depth in a layer, if it is set to so many."""
         queries = self.find_parameter("depth_attention", layer, "query", block=True)
         return [] if queries is None or self.config.mechanisms["depth_attention"]["queries"] != count else list(queries)
 
     def depth_attention(self, layer: int, query: Tensor, x: Tensor) -> Tensor:
-        """What a query reads of the hidden states of earlier layers and of x."""
+        """Return what a query reads of the hidden states of earlier layers and of x."""
         options = self.config.mechanisms["depth_attention"]
         states = [*self.stream[: layer : options["block"]], x]
         written = [states[0], *(b - a for a, b in pairwise(states))]
@@ -453,7 +439,7 @@ class Reference:
     def sum_states(
         self, layer: int, prefix: str, states: list[Tensor], x: Tensor, summands: Sequence[Tensor]
     ) -> list[Tensor]:
-        """For each way, Σ_j a_j(x)·X_j over earlier hidden states and its own summand."""
+        """Return Σ_j a_j(x)·X_j over earlier hidden states and a summand, for each of the summands."""
         up, down, bias = (
             self.find_parameter("mudd", layer, prefix + name, block=True)
             for name in ("up.weight", "down.weight", "bias")
@@ -463,7 +449,7 @@ class Reference:
         return [mix(weights[:, way].T[..., None], [*states, y]) for way, y in enumerate(summands)]
 
     def add_key_values(self, name: str, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values beside the tokens', each by key/value head: [K, d]."""
+        """Return added keys and values, each by key/value head: [K, d]."""
         options = self.config.mechanisms[name]
         if name != "persistent_memory" or not self.acts_in(options, layer):
             return []
@@ -478,7 +464,7 @@ class Reference:
         return x
 
     def transform_stage(self, stage: Stage, name: str, layer: int, x: Tensor) -> Tensor:
-        """The stages around attention and feed-forward but for those with a method here."""
+        """Transform x at a stage around attention or feed-forward that has no method of its own here."""
         options = self.config.mechanisms[name]
         if name == "embedding_residual" and stage is Stage.RESIDUAL and self.acts_in(options, layer):
             return mix(self.find_parameter(name, layer, "lambdas", block=True), (self.stream[0], x))
@@ -489,7 +475,7 @@ class Reference:
         return self.convolve_stream(layer, stage.name.lower(), x) if name == "short_conv" else x
 
     def smear_embedding(self, options: dict[str, Any], x: Tensor) -> Tensor:
-        """To each token's embedding, the one before it in the document."""
+        """Add to each token's embedding the one before it in the document."""
         strength, gate = (
             self.find_parameter("smear", 0, parameter, block=True)[0] for parameter in ("strength", "gate.weight")
         )
@@ -503,7 +489,7 @@ class Reference:
         return options["layers"] is None or layer in options["layers"]
 
     def transform_block_output(self, name: str, layer: int, x: Tensor) -> Tensor:
-        """What the next block is given."""
+        """Return the input of the next block."""
         options, is_last = self.config.mechanisms[name], layer == self.config.num_hidden_layers - 1
         states = [*self.stream[: layer + 1], x]
         if name == "mudd" and is_last:
@@ -517,7 +503,7 @@ class Reference:
         return x
 
     def transform_head_outputs(self, name: str, layer: int, outputs: list[Tensor]) -> list[Tensor]:
-        """What each query head has read."""
+        """Return what each query head has read."""
         options, groups = (
             self.config.mechanisms[name],
             self.layer_config.num_attention_heads // self.layer_config.num_key_value_heads,
@@ -542,7 +528,7 @@ class Reference:
         return [gate * x for gate, x in zip(gates.chunk(len(outputs), dim=1), outputs, strict=True)]
 
     def exclude_own_values(self, alpha: Tensor | None, outputs: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-        """What is left of each head's output without its part along the token's own value."""
+        """Remove from each head's output its part along the token's own value."""
         results = []
         for h, (y, v) in enumerate(zip(outputs, values, strict=True)):
             strength, square = 1.0 if alpha is None else alpha[h].tanh(), (v * v).sum(1, keepdim=True)
@@ -551,7 +537,7 @@ class Reference:
         return results
 
     def list_receivers(self, options: dict[str, Any]) -> list[int]:
-        """The layers of a value residual that have something of their own to mix into."""
+        """List the layers of a value residual that have something to mix into."""
         depth, kv = self.config.num_hidden_layers, {"keys": 0, "values": 1}.get(options["target"])
         layers = range(options["source"] + 1, depth) if options["layers"] is None else options["layers"]
         layers = [layer for layer in layers if kv is None or self.list_stored_heads(layer, kv)]
@@ -560,7 +546,7 @@ class Reference:
         return layers
 
     def two_weights(self, layer: int, options: dict[str, Any]) -> tuple[Any, Any]:
-        """λ1 and λ2 of a value residual from one source."""
+        """Return λ1 and λ2 of a value residual from one source."""
         mode, fixed = options["mode"], {"constant": 2.0, "sparse": 5.0}
         lambdas = self.find_parameter("value_residual", layer, "lambdas", block=options["target"] == "hidden")
         if mode == "identity":
@@ -646,7 +632,7 @@ class Reference:
         )
 
     def shift_heads(self, layer: int, x: ByHead, parameter: str) -> ByHead:
-        """ByHead whose tokens are mixed with those before them, with the taps of KV shift that `parameter` holds."""
+        """Mix each head's tokens with those before them, with the taps of KV shift that `parameter` holds."""
         taps, variant = self.find_parameter("kv_shift", layer, parameter), self.config.mechanisms["kv_shift"]["variant"]
         if taps is None:
             return x
@@ -656,7 +642,7 @@ class Reference:
         return {head: shift(row, taps[:, i], self.list_borders()) for i, (head, row) in enumerate(x.items())}
 
     def shift_halves(self, x: ByHead, total: int) -> ByHead:
-        """The second half of all `total` heads, or of the channels of each, from the token before."""
+        """Take the second half of all `total` heads, or of the channels of each, from the token before."""
         by_head = self.config.mechanisms["kv_shift"]["variant"] == "half_heads"
         halved = {}
         for head, row in x.items():
@@ -666,7 +652,7 @@ class Reference:
         return halved
 
     def value_residual(self, layer: int, heads: dict[str, ByHead]) -> tuple[ByHead, ByHead, ByHead]:
-        """Queries, keys and values, of which one are mixed with those of earlier layers."""
+        """Mix queries, keys or values with those of earlier layers."""
         options = self.config.mechanisms["value_residual"]
         receiving = heads.get(options["target"])
         if receiving:
@@ -698,14 +684,14 @@ class Reference:
         return {head: x + opened[i] * added[head] for i, (head, x) in enumerate(v.items())}
 
     def list_memories(self, options: dict[str, Any], target: str) -> Sequence[int]:
-        """The layers whose stream or values an n-gram memory is added to."""
+        """List the layers to whose stream or values an n-gram memory is added."""
         if options["target"] != target:
             return ()
         default = range(1 if target == "stream" else self.config.num_hidden_layers)
         return default if options["layers"] is None else sorted(set(options["layers"]))
 
     def ngram_memory(self, layer: int, x: Tensor, block: bool) -> Tensor:
-        """What is added to each token. x: what the gate reads."""
+        """Return what is added to each token. x: the gate's input."""
         c, options = self.config, self.config.mechanisms["ngram_memory"]
         orders, heads = options["orders"], options["heads"]
         names = ("table.table.weight", "up.weight", "key.weight", "scalar")
@@ -733,7 +719,7 @@ class Reference:
         return gate * (rows if up is None else rows @ up.T)
 
     def ngram_tokens(self, t: int) -> list[int]:
-        """The token at t and those before it, as an n-gram memory sees them: `end` beyond a border."""
+        """List the token at t and those before it, as an n-gram memory sees them: `end` beyond a border."""
         options, begins = self.config.mechanisms["ngram_memory"], self.list_borders()
         end = options["end_of_text"]
         past = [int(self.ids[t])]
@@ -745,7 +731,7 @@ class Reference:
     # Parts
 
     def compute_angles(self) -> Tensor:
-        """RoPE's angles [T, turned/2]: position·theta^(-2i/turned) turns channel i against channel i + turned/2."""
+        """Compute RoPE's angles [T, turned/2]: position·theta^(-2i/turned) turns channel i against i + turned/2."""
         rope = self.layer_config.rope_parameters
         turned = int(self.layer_config.head_dim * rope.get("partial_rotary_factor", 1.0))
         rates = [rope["rope_theta"] ** (-2 * i / turned) for i in range(turned // 2)]
@@ -792,7 +778,7 @@ class Reference:
         return self.linear(f"{name}.down_proj", inner * hidden["up"] if len(sides) > 1 else inner)
 
     def transform_feed_forward_hidden(self, name: str, layer: int, hidden: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What goes into the feed-forward's activation, "gate" and "up"."""
+        """Return the inputs of the feed-forward's activation, "gate" and "up"."""
         if name != "short_conv":
             return hidden
         return {side: self.convolve_stream(layer, side, x) for side, x in hidden.items()}

@@ -40,7 +40,7 @@ class Tree:
 
 
 def batch_trees(trees: list[Tree]) -> dict[str, Tensor]:
-    """What a model is called with for trees of one size."""
+    """Return a model's inputs for trees of one size."""
     return {
         "input_ids": torch.stack([tree.ids for tree in trees]),
         "position_ids": torch.stack([tree.positions for tree in trees]),

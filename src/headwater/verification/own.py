@@ -25,32 +25,22 @@ OWN_EXACT = 1e-9
 
 
 def build_tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> HeadwaterForCausalLM | None:
-    """A small fp64 model with perturbed parameters (zeros and ones would hide bugs); None if the config is invalid."""
+    """Build a small fp64 model with perturbed parameters (zeros and ones hide bugs); None for an invalid config."""
+    sizes = dict(vocab_size=97, hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2)
     try:
-        config = HeadwaterConfig(
-            vocab_size=97,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=1024,
-            initializer_seed=seed,
-            mechanisms=mechanisms,
-        )
+        config = HeadwaterConfig(**sizes, initializer_seed=seed, mechanisms=mechanisms)
         plan_layers(config)
     except (HeadwaterError, StrictDataclassError):
         return None
-    model = HeadwaterForCausalLM(config)
+    model = HeadwaterForCausalLM(config).requires_grad_(False)
     draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=draw))
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape, generator=draw))
     return model.double().eval()
 
 
 def _decode_materialised(probe: Probe) -> None:
-    """With ordinary keys and values in every layer and a cache that knows nothing of this library."""
+    """Decode with ordinary keys and values in every layer and a cache that knows nothing of this library."""
     model = probe.subject.model
     config = copy.deepcopy(model.config)
     config.materialise = True
@@ -78,7 +68,7 @@ OWN_WAYS = [
 
 
 def ways_of(model: PreTrainedModel) -> list[Way]:
-    """All ways of decoding that apply to a class of models."""
+    """List the ways of decoding that apply to a class of models."""
     if not isinstance(model, HeadwaterForCausalLM):
         return WAYS
     packing = Way("packing", partial(read_packed, promised=True))

@@ -1,4 +1,4 @@
-"""What verifying a model finds: for each way of decoding, whether it says what the model without a cache says."""
+"""Verdicts on a model: whether each way of decoding gives the logits of the model without a cache."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class _Precision:
 
 
 def _judge_bf16(model: PreTrainedModel, judge: _Precision) -> Verified:
-    """With a cache in bf16, relative to how far bf16 without a cache is from the same model in full precision."""
+    """Judge a cache in bf16, relative to how far bf16 without a cache is from the same model in full precision."""
     try:
         half = Subject(copy.deepcopy(model).to(torch.bfloat16).eval())
         assert judge.subject is not None

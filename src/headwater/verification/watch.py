@@ -42,7 +42,7 @@ class Double(TorchFunctionMode):
 
 @contextlib.contextmanager
 def in_double(active: bool) -> Iterator[None]:
-    """In this context, models compute in fp64 throughout, if `wanted`."""
+    """Let models compute in fp64 throughout in this context, if `active`."""
     if not active:
         yield
         return

@@ -39,7 +39,7 @@ class DoesNotApply(Exception):
 
 @dataclass(frozen=True)
 class Parting:
-    """Where a way first parts from the model without a cache: a token, by its row in the batch (of packed documents,
+    """The first difference from the model without a cache: a token, by its row in the batch (of packed documents,
     the document) and its position in that row's text, and the first layer that writes something else there (None: it
     cannot be seen, or only the logits differ).
     """
@@ -219,7 +219,10 @@ PACKED = ((0, 7), (1, 9), (2, 1), (3, 6))
 
 
 def read_packed(probe: Probe, with_borders: bool = False, promised: bool = False) -> None:
-    """with_borders: with all that says where documents begin. promised: the model says that it keeps them apart."""
+    """Read packed documents.
+
+    with_borders: with all that says where documents begin. promised: the model says that it keeps them apart.
+    """
     if "position_ids" not in probe.subject.takes:
         raise DoesNotApply(f"{type(probe.subject.model).__name__} takes no position_ids")
     if not probe.subject.positions:
@@ -243,7 +246,7 @@ def read_packed(probe: Probe, with_borders: bool = False, promised: bool = False
 
 
 def _border_arguments(probe: Probe) -> dict[str, Any]:
-    """All arguments that say where documents begin and that the model takes."""
+    """List the arguments that say where documents begin and that the model takes."""
     begins = torch.tensor([0, *(tokens for _, tokens in PACKED)]).cumsum(0).int()
     longest = max(tokens for _, tokens in PACKED)
     number = torch.cat([torch.full((tokens,), text, dtype=torch.int32) for text, tokens in PACKED])[None]
@@ -278,7 +281,7 @@ def _in_chunks(
 
 
 def _crop_cache(probe: Probe) -> None:
-    """As assisted decoding does: tokens that turn out wrong are read, and taken back."""
+    """Read tokens that turn out wrong, and take them back, as assisted decoding does."""
     feed = Feed(probe, [0, 1, 2])
     activate = getattr(feed.cache, "activate_past_recording", None)
     if activate is not None:
@@ -306,7 +309,7 @@ def _change_batch(feed: Feed, operation: str, argument: Any, order: Sequence[int
 
 
 def _reorder_rows(probe: Probe) -> None:
-    """As beam search does: the first row's prefix continues in two ways, another row is dropped."""
+    """Continue the first row's prefix in two ways, and drop another row, as beam search does."""
     feed = Feed(probe, [0, 1, 2])
     feed.read_tokens(SHARED - 1)
     feed.read_tokens(1)
@@ -372,7 +375,7 @@ def _reset_cache(probe: Probe) -> None:
 
 @contextlib.contextmanager
 def without_end(model: Any) -> Iterator[None]:
-    """In this context, `generate` ignores the model's stop settings, so all rows have one length."""
+    """Let `generate` ignore the model's stop settings in this context, so that all rows have one length."""
     settings = model.generation_config
     model.generation_config = GenerationConfig(pad_token_id=0)
     try:
@@ -414,14 +417,14 @@ def _check_generated(probe: Probe, output: Any, pads: Sequence[int], prompt: int
 
 
 def _generate_rows(probe: Probe, pads: Sequence[int], copies: int, **options: Any) -> tuple[Any, list[int]]:
-    """What `generate` makes of prompts with this much padding on the left, and the padding of each row made."""
+    """Run `generate` on prompts with this much padding on the left; return its output and each row's padding."""
     mask = (torch.arange(PROMPT) >= torch.tensor(pads)[:, None]).long()
     ids = probe.texts.ids[: len(pads), :PROMPT].masked_fill(mask == 0, probe.texts.pad)
     return _run_generate(probe, ids, mask, **options), [pad for pad in pads for _ in range(copies)]
 
 
 def generate_rows(probe: Probe, padded: bool = False, **options: Any) -> None:
-    """Of each row the most likely tokens, or several continuations as `options` say."""
+    """Generate the most likely tokens of each row, or several continuations as `options` say."""
     pads, copies = PROMPT_PADS if padded else (0, 0, 0), options.get("num_return_sequences", 1)
     _check_generated(probe, *_generate_rows(probe, pads, copies, **options), PROMPT)
 
@@ -437,7 +440,7 @@ def search_beams(probe: Probe, padded: bool = False, **options: Any) -> None:
 
 
 def generate_assisted(probe: Probe, distance: float = 0.05) -> None:
-    """With an assistant whose parameters are off by random numbers; by 0.05, most of its proposals are rejected."""
+    """Generate with an assistant whose parameters are off by random numbers; by 0.05, most proposals are rejected."""
     if getattr(probe.subject.model, "_is_stateful", False):
         raise DoesNotApply(f"{type(probe.subject.model).__name__} is stateful: generate refuses an assistant")
     assistant = copy.deepcopy(probe.subject.model)
