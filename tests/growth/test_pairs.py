@@ -245,7 +245,7 @@ class TestShrinking:
     def test_weights_of_another_model_and_none_are_refused(self):
         model, rows = trained(), [{"input_ids": tokens(1, 5)}]
         for weights in (importance(grow(model, 9), rows), []):
-            with pytest.raises(HeadwaterError, match="not of this model's pairs"):
+            with pytest.raises(HeadwaterError, match="belong to other pairs than this model's"):
                 shrink(model, weights, 5)
         with pytest.raises(HeadwaterError, match="no batch"):
             importance(model, [])

@@ -87,7 +87,7 @@ def test_a_map_and_skip_heads_in_either_order(order):
         ({"values": [0, 2, 2]}, "layer 1 cannot have the values of layer 2; name a layer from 0 to 1"),
         (
             {"keys": [0, 0, 1]},
-            "layer 2 cannot have the keys of layer 1, which itself has those of layer 0; name layer 0",
+            "layer 2 cannot have the keys of layer 1, which itself shares layer 0's; name layer 0",
         ),
         ({"keys": [0, -1, 1]}, "name a layer from 0"),
         ({"group_size": 0}, "group_size must be at least 1"),

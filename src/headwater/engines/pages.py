@@ -119,7 +119,7 @@ def check_servable(config: HeadwaterConfig) -> None:
         if isinstance(mechanism, LimitsKernels) and mechanism.list_kernels(options) is not None:
             raise HeadwaterError(
                 f"Mechanism {name!r} with its options needs masks or attention weights, which a server's attention "
-                "kernels do not give; serve this model with headwater serve, without --engine."
+                "kernels do not provide; serve this model with headwater serve, without --engine."
             )
         if isinstance(mechanism, KeepsState):
             raise HeadwaterError(

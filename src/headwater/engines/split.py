@@ -171,8 +171,8 @@ class Portion:
 
 def _refuse_split(plan: LayerPlan, names: list[str]) -> HeadwaterError:
     return HeadwaterError(
-        f"Layer {plan.index} cannot be split by heads with {', '.join(map(repr, names))} as configured: it has other "
-        "parameters then than describe_axes says; leave its heads in one process."
+        f"Layer {plan.index} cannot be split by heads with {', '.join(map(repr, names))} as configured: its "
+        "parameters would differ from what describe_axes says; keep its heads in one process."
     )
 
 

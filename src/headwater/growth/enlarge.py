@@ -426,7 +426,7 @@ def _check_units(config: HeadwaterConfig) -> None:
         mechanism = resolve(name)
         if all(replaces_linear(mechanism, options, config, layer, "feed_forward", width) for layer in layers):
             raise HeadwaterError(
-                f"Mechanism {name!r} replaces the feed-forwards, which intermediate_size has no part in; leave it out"
+                f"Mechanism {name!r} replaces the feed-forwards, so intermediate_size does nothing; leave it out"
                 f"{', and grow ffn_pairs' if 'ffn_pairs' in options else ''}."
             )
 

@@ -184,7 +184,9 @@ def _check_directions(method: str, deeper: str | None, wider: str | None, grows:
         raise HeadwaterError(f"The method {method!r} makes no model wider; use, for example, {method}+exact.")
     if "+" in method and not {"num_hidden_layers"} < grows:
         only, unread = (deeper, wider) if "num_hidden_layers" in grows else (wider, deeper)
-        raise HeadwaterError(f"It grows in one direction, so {unread!r} would do nothing; use the method {only}.")
+        raise HeadwaterError(
+            f"The model grows in one direction only, and {unread!r} is for the other; use the method {only}."
+        )
 
 
 def _check_multiples(old: dict[str, int], new: dict[str, int], names: set[str]) -> None:
@@ -263,7 +265,7 @@ def _check_exact(config: HeadwaterConfig, growth: Larger) -> None:
         raise HeadwaterError(f"ALiBi's slopes depend on the number of heads; grow other sizes, or {advice}.")
     if growth.widens and config.position == "sincos":
         raise HeadwaterError(
-            f"Fixed sines and cosines are others in a wider residual stream; grow other sizes, or {advice}."
+            f"Fixed sines and cosines differ in a wider residual stream; grow other sizes, or {advice}."
         )
     if not growth.pads:
         return

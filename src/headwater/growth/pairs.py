@@ -108,7 +108,9 @@ def shrink(
     counts = pairs_of(model)
     sizes = [{name: len(matters) for name, matters in layer.items()} for layer in weights]
     if sizes != [counts] * model.config.num_hidden_layers:
-        raise HeadwaterError("These weights are not of this model's pairs; compute them with importance(model, …).")
+        raise HeadwaterError(
+            "These weights belong to other pairs than this model's; compute them with importance(model, …)."
+        )
     new = _replace_counts(counts, attention_pairs, ffn_pairs)
     for name in MAPS:
         if not 1 <= new[name] <= counts[name]:
@@ -153,7 +155,7 @@ def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]
         for batch in batches:
             model.eval()(**batch, use_cache=False)
     if not all(counts.values()):
-        raise HeadwaterError("There is no batch on which the pairs could be weighed; pass at least one.")
+        raise HeadwaterError("Importance is measured on batches, and there are none; pass at least one.")
     for module, (layer, name) in modules.items():
         sums[layer][name] /= counts[module]
     return sums

@@ -235,9 +235,7 @@ class Blend(KeepsPrecision, Mechanism):
 
     @classmethod
     def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
-        raise HeadwaterError(
-            "The model is on its way to a smaller cache and cannot grow before; finish the conversion."
-        )
+        raise HeadwaterError("The model is being converted to a smaller cache; finish the conversion before it grows.")
 
     def prepare_training(self, step: Step) -> float | None:
         return float(self.weight) if (step.start.get("convert") or {}).get("anneal") else None

@@ -162,8 +162,8 @@ class DepthAttention(Mechanism):
     def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         if growth.keeps and growth.deepens:
             raise HeadwaterError(
-                "Mechanism 'depth_attention' chooses among what all layers add by a softmax, in which every new layer "
-                "has a part; use a method that does not keep the function, such as stack."
+                "Mechanism 'depth_attention' weighs what all layers add by a softmax, which every new layer changes; "
+                "use a method that does not keep the function, such as stack."
             )
         if growth.keeps and growth.widens and options["variant"] == "inkling_2":
             raise HeadwaterError(

@@ -144,6 +144,6 @@ def check_sources(kind: str, sources: Sequence[int]) -> None:
             )
         if sources[source] != source:
             raise HeadwaterError(
-                f"Mechanism 'kv_source': layer {layer} cannot have the {kind} of layer {source}, which itself has "
-                f"those of layer {sources[source]}; name layer {sources[source]}."
+                f"Mechanism 'kv_source': layer {layer} cannot have the {kind} of layer {source}, which itself "
+                f"shares layer {sources[source]}'s; name layer {sources[source]}."
             )

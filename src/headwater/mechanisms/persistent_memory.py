@@ -84,7 +84,7 @@ class PersistentMemory(Mechanism):
         if options["init_std"] is not None and not 0 < options["init_std"] < inf:
             raise HeadwaterError(
                 f"Mechanism 'persistent_memory': init_std must be greater than 0, not {options['init_std']}; "
-                "leave it out for that of the tokens' keys and values, or set 1 for the paper's."
+                "leave it out for the spread of the tokens' keys and values, or set 1 as in the paper."
             )
 
     @classmethod

@@ -204,8 +204,8 @@ class ShortConv(KeepsPrecision, Mechanism):
         for site in options["dynamic"] or []:
             if site not in PARTS or site not in cls.list_sites(options):
                 raise HeadwaterError(
-                    f"Mechanism 'short_conv': dynamic cannot contain {site!r}; it may contain only those of queries, "
-                    "keys and values that sites contains too."
+                    f"Mechanism 'short_conv': dynamic cannot contain {site!r}; list only queries, keys or values that "
+                    "are also in sites."
                 )
         check_least(cls, options, window=2)
 

@@ -137,7 +137,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         if len(sources) != self.sources:
             raise HeadwaterError(f"This value residual mixes {self.sources} sources; {len(sources)} were given.")
         if (weight is None) == (self.mode == "learnable_plus"):
-            raise HeadwaterError("A weight is given to a value residual in mode 'learnable_plus', and in no other.")
+            raise HeadwaterError("A value residual takes a weight in mode 'learnable_plus', and in no other mode.")
         if self.lambdas is None:
             source_weight, own_weight = self.fixed
             mixed = torch.add(x, *sources, alpha=source_weight / own_weight)
@@ -227,8 +227,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
             sources = cls.sources_of(options, plans[layer], plans)
             if not sources:
                 raise HeadwaterError(
-                    f"Mechanism 'value_residual': layer {options['source']} has no {target} of its own for all heads "
-                    f"of layer {layer}, because it shares another layer's or has other heads; choose another source."
+                    f"Mechanism 'value_residual': layer {options['source']} does not make {target} for all heads of "
+                    f"layer {layer}, because it shares another layer's or has other heads; choose another source."
                 )
             shared = [SHARED] if mode == "learnable_plus" else []
             new[layer] = plans[layer].acting(cls, method).reading(*sources, *shared)

@@ -1,7 +1,7 @@
 """Reference implementations, written from the equations: one row, one head and one mechanism at a time.
 
-Nothing here is fast or caches anything. A row of T tokens is a matrix [T, D]; `ByHead` are matrices [T, d] by the number
-of the head. An outside mechanism's reference is a subclass of `Reference`.
+Nothing here is fast or caches anything. A row of T tokens is a matrix [T, D]; `ByHead` are matrices [T, d] by the
+number of the head. An outside mechanism's reference is a subclass of `Reference`.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Reference:
     A subclass adds its mechanism's name to `knows`, and overrides the method of its stage, which has the name of the
     mechanism's, or `transform_stage` (other stages of the block), `linear` or `find_sources`. It can read, for rows
     [T, …]: `config`; `layer_config`, as the current layer sees it; `weights`; the row's tokens `ids`, their `position`,
-    and which are `real`; by layer the `inputs` of queries, `raw` q, k and v by kind and head; `stream`, what blocks gave.
+    and which are `real`; by layer the queries' `inputs`, `raw` q, k and v by kind and head; `stream`, what blocks gave.
     Raises `NotImplementedError` for a mechanism that it does not know.
     """
 
@@ -330,7 +330,7 @@ class Reference:
         return torch.stack([*(pair[kv][head] for pair in pairs), *self.find_attended(layer, kv, head)])
 
     def attention_weights(self, q: ByHead, keys: list[Tensor], pairs: int) -> list[Tensor]:
-        """Compute softmax(q·k / √d - slope·distance) over the visible slots. pairs: the number of added keys, without distance."""
+        """Compute softmax(q·k / √d - slope·distance) over visible slots. pairs: how many keys are added."""
         c, visible = self.layer_config, self.find_visible()
         visible = torch.cat((visible.any(1, keepdim=True).expand(-1, pairs), visible), dim=1)
         distance = torch.nn.functional.pad(self.position[:, None] - self.position, (pairs, 0))
