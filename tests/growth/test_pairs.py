@@ -247,7 +247,7 @@ class TestShrinking:
         for weights in (importance(grow(model, 9), rows), []):
             with pytest.raises(HeadwaterError, match="belong to other pairs than this model's"):
                 shrink(model, weights, 5)
-        with pytest.raises(HeadwaterError, match="no batch"):
+        with pytest.raises(HeadwaterError, match="at least one"):
             importance(model, [])
         with pytest.raises(HeadwaterError, match="no parameter tokens"):
             importance(shared(), rows)

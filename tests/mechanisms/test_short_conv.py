@@ -152,7 +152,7 @@ def test_a_stream_that_heads_do_not_divide():
         ({"sites": ["key"]}, "sites cannot contain 'key'; did you mean 'keys'"),
         ({"sites": []}, "sites is empty"),
         ({"dynamic": ["queries"]}, "dynamic cannot contain 'queries'"),
-        ({"sites": ["attention_input"], "dynamic": ["attention_input"]}, "those of queries, keys and values"),
+        ({"sites": ["attention_input"], "dynamic": ["attention_input"]}, "list only queries, keys or values"),
         ({"window": 1}, "window must be at least 2"),
         ({"layers": [4]}, "between 0 and 2"),
     ],

@@ -299,7 +299,7 @@ def test_bf16_model_trains():
     ],
 )
 def test_a_source_without_values_of_its_own_is_refused(mechanisms):
-    with pytest.raises(HeadwaterError, match=r"layer 5 has no .* choose another source"):
+    with pytest.raises(HeadwaterError, match=r"layer 5 does not make .* choose another source"):
         config(mechanisms, num_hidden_layers=8)
 
 

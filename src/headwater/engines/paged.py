@@ -82,10 +82,10 @@ class FlatBatch:
 class Lookback(NamedTuple):
     """The places of the tokens before each token.
 
-    cached_slots: block and slot of what each sequence needs from the cache, [R, length] each. is_own_block
-    [R, length, 1]: whether it is in the block that the sequence's first new token goes into. token_index [N, length]:
-    among the new tokens, those from the cache, and zero. stored_tokens: the new tokens that the cache keeps. stored_slots:
-    their blocks and slots.
+    cached_slots: block and slot of what each sequence needs from the cache, [R, length] each.
+    is_own_block [R, length, 1]: whether it is in the block that the sequence's first new token goes into.
+    token_index [N, length]: among the new tokens, those from the cache, and zero.
+    stored_tokens: the new tokens that the cache keeps. stored_slots: their blocks and slots.
     """
 
     cached_slots: tuple[Tensor, Tensor]
