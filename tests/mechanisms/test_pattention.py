@@ -235,7 +235,7 @@ def test_pairs_decay_and_tau_does_not():
 @pytest.mark.parametrize(
     ("options", "changes", "message"),
     [
-        ({"ffn_pairs": 0}, {}, "ffn_pairs must be at least 1, not 0"),
+        ({"ffn_pairs": 0}, {}, "there must be at least one pair, not 0"),
         ({}, {"qkv_bias": True}, "set qkv_bias to false"),
         ({"score": "relu"}, {}, "score must be 'l2_norm_gelu', 'gelu_l2_norm'"),
         ({"score": "softmax", "tau": "pairs"}, {}, "has no tau"),

@@ -44,7 +44,6 @@ from headwater.mechanisms.contract import Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import LINEAR_IN, LINEAR_OUT, SAME, Dim, Larger
 from headwater.mechanisms.precision import KeepsPrecision
 from headwater.mechanisms.product_keys import ProductKeys, find_largest, take_entries, weighted_rows
-from headwater.mechanisms.receivers import check_least
 from headwater.util.errors import HeadwaterError, nearest
 
 ScoreFunction = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", "exp_l1_norm", "softmax"]
@@ -167,9 +166,12 @@ class Pattention(Mechanism):
 
     def _theta(self, scores: Tensor, tau: Tensor) -> Tensor:
         """Θ of the scores x·K_Pᵀ [..., n], in at least fp32."""
-        if self.score == "softmax":
-            scores = scores / self.key.shape[1] ** 0.5
-        return SCORES[self.score](_wide(scores), tau, GELU[self.gelu])
+        if "gelu" not in self.score:
+            return tau * _wide(scores / self.key.shape[1] ** 0.5 if self.score == "softmax" else scores).softmax(-1)
+        a, order, form = _wide(scores), 2 if "l2" in self.score else 1, GELU[self.gelu]
+        if self.score.startswith("gelu"):
+            return _over_norm(nn.functional.gelu(a, approximate=form), tau, order)
+        return nn.functional.gelu(_over_norm(a, tau, order), approximate=form)
 
     def extra_repr(self) -> str:
         frozen = "" if self.frozen_key is None else f", frozen={len(self.frozen_key)}"
@@ -251,7 +253,6 @@ class Pattention(Mechanism):
 
     @classmethod
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
-        cls._validate_pairs(options, config)
         cls._validate_maps(options)
         if options["score"] == "softmax" and options["tau"] is not None:
             raise HeadwaterError("Mechanism 'pattention': score 'softmax' has no tau; leave it out.")
@@ -261,16 +262,9 @@ class Pattention(Mechanism):
             if getattr(config, name):
                 raise HeadwaterError(f"Mechanism 'pattention' has no biases; set {name} to false.")
 
-    @classmethod
-    def _validate_pairs(cls, options: OptionValues, config: HeadwaterConfig) -> None:
-        check_least(cls, options, **{name: 1 for name in options if name.endswith("_pairs")})
-        for name, count in (options["frozen"] or {}).items():
-            if name not in get_args(Map) or not 0 <= count < cls.count_pairs(options, config, name):
-                raise HeadwaterError(f"Mechanism 'pattention': frozen must give fewer pairs than map {name!r} has.")
-
     @staticmethod
     def _validate_maps(options: OptionValues) -> None:
-        for name in ("key_init", "value_init", "top_k", "product_keys"):
+        for name in ("key_init", "value_init", "frozen", "top_k", "product_keys"):
             maps = options[name] if isinstance(options[name], dict | list) else ()
             if wrong := [which for which in maps if which not in get_args(Map)]:
                 raise HeadwaterError(
@@ -459,7 +453,7 @@ def default_tau(score: ScoreFunction, pairs: int) -> float:
 
 def check_form(score: str, gelu: str, tau: float | None) -> None:
     """Raise `HeadwaterError` for an unknown or contradictory Θ."""
-    for name, value, choices in (("score", score, SCORES), ("gelu", gelu, GELU)):
+    for name, value, choices in (("score", score, get_args(ScoreFunction)), ("gelu", gelu, GELU)):
         if value not in choices:
             raise HeadwaterError(f"Pattention has no {name} {value!r}; {nearest(str(value), choices)}")
     if "gelu" not in score and gelu != "erf":
@@ -513,14 +507,3 @@ def _over_norm(a: Tensor, tau: Tensor, order: int) -> Tensor:
     square = a.square().sum(-1, keepdim=True) if order == 2 else a.abs().sum(-1, keepdim=True).square()
     is_nonzero = square > GUARD
     return a * torch.where(is_nonzero, tau * torch.where(is_nonzero, square, 1.0).rsqrt(), 0.0)
-
-
-# Θ for scores a [..., n] in at least fp32.
-SCORES = {
-    "l2_norm_gelu": lambda a, tau, form: nn.functional.gelu(_over_norm(a, tau, 2), approximate=form),
-    "gelu_l2_norm": lambda a, tau, form: _over_norm(nn.functional.gelu(a, approximate=form), tau, 2),
-    "l1_norm_gelu": lambda a, tau, form: nn.functional.gelu(_over_norm(a, tau, 1), approximate=form),
-    "gelu_l1_norm": lambda a, tau, form: _over_norm(nn.functional.gelu(a, approximate=form), tau, 1),
-    "exp_l1_norm": lambda a, tau, form: tau * a.softmax(-1),
-    "softmax": lambda a, tau, form: tau * a.softmax(-1),
-}

@@ -122,11 +122,16 @@ DOCUMENTS = [[1, 5, 1, 1, 2, 7], [6, 1, 9, 1]]
 BORDERS = {"one_shot": [17], "token_by_token": [1] * 17, "inside": [5, 1, 6, 5], "on_starts": [6, 1, 1, 2, 7]}
 
 
+def run_uncached(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
+    """Return a model's logits without a cache."""
+    return model(input_ids, use_cache=False, **inputs).logits
+
+
 def per_document(model: HeadwaterForCausalLM, ids: Tensor, rows: list[list[int]]) -> Tensor:
     """Logits of packed rows, each document run on its own."""
     return torch.cat(
         [
-            torch.cat([model(document[None], use_cache=False).logits for document in row.split(lengths)], dim=1)
+            torch.cat([run_uncached(model, document[None]) for document in row.split(lengths)], dim=1)
             for row, lengths in zip(ids, rows, strict=True)
         ]
     )
@@ -300,13 +305,13 @@ class Contract:
     def test_forward_equals_naive(self, case):
         model, ids = case.model, tokens(2, 8)
         expected = torch.stack([self.reference_of(model)(row) for row in ids])
-        self.assert_equal(model, lambda m: m(ids, use_cache=False).logits, expected)
+        self.assert_equal(model, lambda m: run_uncached(m, ids), expected)
 
     def test_gradients_equal_naive(self, case):
         model, ids = case.copy, tokens(1, 6)
         weigh = torch.randn(1, 6, 97, dtype=torch.float64)
         parameters = list(model.parameters())
-        actual = torch.autograd.grad((model(ids, use_cache=False).logits * weigh).sum(), parameters)
+        actual = torch.autograd.grad((run_uncached(model, ids) * weigh).sum(), parameters)
         naive = self.reference_of(model, differentiable=True)(ids[0])
         expected = torch.autograd.grad((naive * weigh[0]).sum(), parameters)
         for (name, _), a, e in zip(model.named_parameters(), actual, expected, strict=True):
@@ -318,7 +323,7 @@ class Contract:
         mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 0, 0, 1], [0, 1, 0, 1, 1, 1, 1, 0, 1]])
         real = mask.bool()
         expected = torch.stack([self.reference_of(model)(row, m.tolist()) for row, m in zip(ids, real, strict=True)])
-        self.assert_equal(model, lambda m: m(ids, attention_mask=mask, use_cache=False).logits[real], expected[real])
+        self.assert_equal(model, lambda m: run_uncached(m, ids, attention_mask=mask)[real], expected[real])
 
     def test_contiguous_documents_equal_naive(self, case):
         """Attention crosses document boundaries; mechanisms that look back do not."""
@@ -329,9 +334,7 @@ class Contract:
             self.reference_of(model)(row, starts=set(s.nonzero()[:, 0].tolist()))
             for row, s in zip(ids, starts, strict=True)
         ]
-        self.assert_equal(
-            model, lambda m: m(ids, document_starts=starts, use_cache=False).logits, torch.stack(expected)
-        )
+        self.assert_equal(model, lambda m: run_uncached(m, ids, document_starts=starts), torch.stack(expected))
 
     # Who sees whom
 
@@ -340,7 +343,7 @@ class Contract:
         model, ids = case.model, tokens(2, T)
         changed_ids = ids.clone()
         changed_ids[:, changed] = (changed_ids[:, changed] + 1) % 97
-        logits, changed_logits = (model(x, use_cache=False).logits for x in (ids, changed_ids))
+        logits, changed_logits = (run_uncached(model, x) for x in (ids, changed_ids))
         assert_near(changed_logits[:, :changed], logits[:, :changed], 1e-12)
         assert (changed_logits[:, changed] - logits[:, changed]).abs().max() > 1e-5
 
@@ -348,7 +351,7 @@ class Contract:
         """Position ids of one row, [1, T], stand for all."""
         model, ids = case.model, tokens(2, T)
         for rows in (DOCUMENTS, DOCUMENTS[:1]):
-            packed = model(ids, position_ids=document_positions(rows), use_cache=False).logits
+            packed = run_uncached(model, ids, position_ids=document_positions(rows))
             assert_near(packed, per_document(model, ids, [rows[0], rows[-1]]))
 
     @pytest.mark.parametrize("chunks", BORDERS.values(), ids=BORDERS)
@@ -367,7 +370,7 @@ class Contract:
         left_padded = [torch.nn.functional.pad(x, (pad, 0)) for x in rows[1]]
         padded, position_ids, mask = (torch.stack(pair).long() for pair in zip(right_padded, left_padded, strict=True))
         if chunks is None:
-            actual = model(padded, position_ids=position_ids, attention_mask=mask, use_cache=False).logits
+            actual = run_uncached(model, padded, position_ids=position_ids, attention_mask=mask)
         else:
             actual = decode(model, padded, chunks, attention_mask=mask, position_ids=position_ids)
         assert_near(actual[mask.bool()], per_document(model, ids, DOCUMENTS).flatten(0, 1))
@@ -380,7 +383,7 @@ class Contract:
         trees = [Tree([-1, 0, 1, 2, 3, 4, 4, 5, 5, 6, 9]), Tree([-1, 0, 1, 2, 3, 4, 5, 4, 7, 6, 8], seed=1)]
         inputs, expected = batch_trees(trees), torch.stack([tree.compute_logits(model) for tree in trees])
         size = expected.shape[1]
-        assert_near(model(**inputs, use_cache=False).logits, expected)
+        assert_near(run_uncached(model, **inputs), expected)
         for borders, recording in (((prefix, size), False), ((prefix, 7, 9, size), True)):
             cache = DynamicCache(config=model.config)
             model(inputs["input_ids"][:, :prefix], past_key_values=cache)
@@ -404,14 +407,14 @@ class Contract:
         model, ids = case.model, tokens(3, T)
         mask = torch.ones(3, T, dtype=torch.long)
         mask[0, 1] = mask[1, 4:6] = mask[1, 11] = mask[2, :3] = mask[2, 9] = 0
-        uncached = model(ids, attention_mask=mask, use_cache=False).logits
+        uncached = run_uncached(model, ids, attention_mask=mask)
         assert_near(decode(model, ids, chunks, attention_mask=mask)[mask.bool()], uncached[mask.bool()])
 
     def test_static_cache_of_packed_documents_equals_uncached(self, case):
         model, ids, positions = case.model, tokens(2, T), document_positions(DOCUMENTS)
         cache = StaticCache(config=model.config, max_cache_len=T + 3)
         decoded = decode(model, ids, [6, 1, 1, 9], cache=cache, position_ids=positions)
-        assert_near(decoded, model(ids, use_cache=False, position_ids=positions).logits)
+        assert_near(decoded, run_uncached(model, ids, position_ids=positions))
 
     def test_cache_bytes_follow_the_plan(self, case):
         model, ids = case.model, tokens(2, T)
@@ -426,7 +429,7 @@ class Contract:
             pytest.skip("servers cannot run it")
         rows = make_prompts(case.config().vocab_size)
         with torch.no_grad():
-            alone = [case.model(torch.tensor([row]), use_cache=False).logits[0] for row in rows]
+            alone = [run_uncached(case.model, torch.tensor([row]))[0] for row in rows]
         for row, position, logits in Server(case.model).run_rows(rows):
             assert_near(logits, alone[row][position])
 
@@ -438,8 +441,8 @@ class Contract:
                 case.config(materialise=True)
             return
         ordinary: Any = disturb(HeadwaterForCausalLM(case.config(materialise=True)).double()).eval()
-        uncached = model(ids, use_cache=False).logits
-        assert_near(ordinary(ids, use_cache=False).logits, uncached)
+        uncached = run_uncached(model, ids)
+        assert_near(run_uncached(ordinary, ids), uncached)
         caches = DynamicCache(config=ordinary.config), None, StaticCache(config=ordinary.config, max_cache_len=T + 3)
         for cache in caches if ordinary.config.sliding_layers else (DynamicCache(), *caches):
             assert_near(decode(ordinary, ids, [6, 1, 1, 9], cache=cache), uncached)
@@ -541,7 +544,7 @@ class Contract:
         old = shared(mechanisms, **case.fields)
         new = add_mechanisms(old, {name: chosen}).eval()
         ids = tokens(2, T)
-        assert_near(new(ids, use_cache=False).logits, old(ids, use_cache=False).logits)
+        assert_near(run_uncached(new, ids), run_uncached(old, ids))
 
     def test_heads_and_tokens_are_computed_alone(self, case):
         """Halves of the heads, run alone, read what they read in the model, if `per_head` says so; and with the same
@@ -560,22 +563,22 @@ class Contract:
         changed_ids[:, 6] = (changed_ids[:, 6] + 1) % 97
         logits = outside_attention(model, ids, changed_ids)
         is_unchanged = torch.arange(T) != 6
-        assert_near(logits[:, is_unchanged], model(ids, use_cache=False).logits[:, is_unchanged])
+        assert_near(logits[:, is_unchanged], run_uncached(model, ids)[:, is_unchanged])
 
     # The rest
 
     def test_single_precision_cached_equals_uncached(self, case):
         model, ids = case.copy.float(), tokens(2, T)
-        uncached = model(ids, use_cache=False).logits
+        uncached = run_uncached(model, ids)
         for chunks in CHUNKS.values():
             assert_near(decode(model, ids, chunks), uncached, tolerance=1e-4)
 
     def test_half_precision_equals_full(self, case):
         """Logits in bf16, with and without a cache, are right to its precision."""
         model, ids = case.copy, tokens(2, T)
-        expected = model(ids, use_cache=False).logits
+        expected = run_uncached(model, ids)
         half = model.bfloat16()
-        for logits in (half(ids, use_cache=False).logits, decode(half, ids, CHUNKS["chunked"])):
+        for logits in (run_uncached(half, ids), decode(half, ids, CHUNKS["chunked"])):
             assert logits.dtype == torch.bfloat16
             assert (logits - expected).norm() < 0.3 * expected.norm()
 
@@ -593,11 +596,11 @@ class Contract:
     def test_more_tokens(self, case):
         """Old tokens give the same logits with a larger vocabulary, and new ones what the equations say."""
         model, ids = case.copy, tokens(2, T)
-        old_logits, size = model(ids, use_cache=False).logits, model.config.vocab_size
+        old_logits, size = run_uncached(model, ids), model.config.vocab_size
         model.resize_token_embeddings(size + 7)
-        assert_near(model(ids, use_cache=False).logits[..., :size], old_logits)
+        assert_near(run_uncached(model, ids)[..., :size], old_logits)
         ids = torch.tensor([[3, size, size + 6, 5, size + 1, size]])
-        self.assert_equal(model, lambda m: m(ids, use_cache=False).logits, self.reference_of(model)(ids[0])[None])
+        self.assert_equal(model, lambda m: run_uncached(m, ids), self.reference_of(model)(ids[0])[None])
 
     def test_config_round_trip(self, case):
         original = case.model.config

@@ -21,6 +21,7 @@ from headwater.config.plan import Stage
 from headwater.plugins.registry import MECHANISMS
 
 ByHead = dict[int, Tensor]
+QKV = tuple[ByHead, ByHead, ByHead]
 
 # The square of a length that is taken for zero.
 ZERO = 1e-24
@@ -559,9 +560,7 @@ class Reference:
         share = share[self.list_receivers(options).index(layer)]
         return self.weights["model.mechanisms.value_residual.scale"][0] * share, lambdas[0]
 
-    def transform_projections(
-        self, name: str, layer: int, q: ByHead, k: ByHead, v: ByHead
-    ) -> tuple[ByHead, ByHead, ByHead]:
+    def transform_projections(self, name: str, layer: int, q: ByHead, k: ByHead, v: ByHead) -> QKV:
         """Queries, keys and values before their norms."""
         if name == "blend":
             return q, self.pool_heads(k), self.pool_heads(v)
@@ -603,7 +602,7 @@ class Reference:
         taps = self.find_parameter("short_conv", layer, f"{site}_taps", block=True)
         return x if taps is None else torch.cat([*self.short_conv(layer, site, x.split(taps.shape[2], dim=1))], dim=1)
 
-    def transform_qkv(self, name: str, layer: int, q: ByHead, k: ByHead, v: ByHead) -> tuple[ByHead, ByHead, ByHead]:
+    def transform_qkv(self, name: str, layer: int, q: ByHead, k: ByHead, v: ByHead) -> QKV:
         """Queries, keys and values after the mechanism `name`."""
         options = self.config.mechanisms[name]
         if name == "kv_shift":
@@ -617,7 +616,7 @@ class Reference:
             return self.value_residual(layer, {"queries": q, "keys": k, "values": v})
         return q, k, v
 
-    def kv_shift(self, layer: int, q: ByHead, k: ByHead, v: ByHead) -> tuple[ByHead, ByHead, ByHead]:
+    def kv_shift(self, layer: int, q: ByHead, k: ByHead, v: ByHead) -> QKV:
         options, total = self.config.mechanisms["kv_shift"], self.layer_config.num_key_value_heads
         if not options["variant"].startswith("half"):
             return (
@@ -651,7 +650,7 @@ class Reference:
             halved[head] = torch.cat((row[:, :half], look_back(row, 1, self.list_borders())[:, half:]), dim=1)
         return halved
 
-    def value_residual(self, layer: int, heads: dict[str, ByHead]) -> tuple[ByHead, ByHead, ByHead]:
+    def value_residual(self, layer: int, heads: dict[str, ByHead]) -> QKV:
         """Mix queries, keys or values with those of earlier layers."""
         options = self.config.mechanisms["value_residual"]
         receiving = heads.get(options["target"])
