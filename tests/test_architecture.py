@@ -23,7 +23,7 @@ KNOW_MECHANISMS = (
     "headwater/plugins/registry.py",
     "headwater/mechanisms/",
     "headwater/config/presets.py",
-    "headwater/growth/pairs.py",
+    "headwater/growth/parameter_tokens.py",
     "headwater/conversion/foreign.py",
     "headwater/testing/naive.py",
 )

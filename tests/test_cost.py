@@ -28,7 +28,7 @@ from headwater.cost.counts import (
 from headwater.mechanisms import Cost, Mechanism
 from headwater.models import cache as caches
 from headwater.plugins.registry import MECHANISMS
-from headwater.testing.measures import kept_by_autograd
+from headwater.testing.model_measures import kept_by_autograd
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
 

@@ -19,7 +19,7 @@ from headwater.plugins.registry import MECHANISMS, Registry
 from headwater.util.precision import Precision
 from headwater.verification import WAYS, Parting, Verified, build_tiny, own, verdicts
 from headwater.verification.own import OWN_WAYS
-from headwater.verification.watch import Subject
+from headwater.verification.subject import Subject
 from headwater.verification.ways import Probe, texts_for
 from remade import remade
 

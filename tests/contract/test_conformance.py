@@ -262,8 +262,8 @@ def failures(mechanism: str, options: dict, tmp_path, then=lambda: None, tests=Q
 
     then: called once the model is built.
     """
-    from headwater.testing import contract
-    from headwater.testing.models import _build_cached
+    from headwater.testing import contract_suite
+    from headwater.testing.small_models import _build_cached
 
     _build_cached.cache_clear()
     suite, case = type("Suite", (Contract,), {"reference": Naive})(), Case("llama", json.dumps({mechanism: options}))
@@ -274,8 +274,8 @@ def failures(mechanism: str, options: dict, tmp_path, then=lambda: None, tests=Q
         if not name.startswith("test_") or not any(part in name for part in tests):
             continue
         more = {
-            "test_cached_equals_uncached": {"way": next(way for way in contract.DECODING if way.name == "mixed")},
-            "test_cached_equals_uncached_with_holes_in_the_mask": {"chunks": contract.CHUNKS["chunked"]},
+            "test_cached_equals_uncached": {"way": next(way for way in contract_suite.DECODING if way.name == "mixed")},
+            "test_cached_equals_uncached_with_holes_in_the_mask": {"chunks": contract_suite.CHUNKS["chunked"]},
             "test_save_and_load": {"tmp_path": tmp_path},
         }.get(name, {})
         try:

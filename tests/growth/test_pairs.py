@@ -1,4 +1,5 @@
 import copy
+import typing
 
 import pytest
 import torch
@@ -7,11 +8,12 @@ from torch import nn
 from conftest import assert_near, build, decode, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
 from headwater.growth import grown_config, importance, merge, pairs_of, shrink
-from headwater.growth.pairs import NOT_NEUTRAL, maps_of
-from headwater.mechanisms.pattention import SCORES, default_tau
+from headwater.growth.parameter_tokens import NOT_NEUTRAL, maps_of
+from headwater.mechanisms.pattention import ScoreFunction, default_tau
 from headwater_lab import grow
 
 PAIRS = {"attention_pairs": 7, "ffn_pairs": 13}
+SCORES = typing.get_args(ScoreFunction)
 NEUTRAL = [score for score in SCORES if score not in NOT_NEUTRAL]
 
 

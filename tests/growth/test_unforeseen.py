@@ -5,7 +5,7 @@ import torch
 
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.conversion.add import add_mechanisms
-from headwater.testing.models import build, config, disturb, tokens
+from headwater.testing.small_models import build, config, disturb, tokens
 from headwater_lab import grow
 
 

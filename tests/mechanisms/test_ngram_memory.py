@@ -14,7 +14,7 @@ from headwater.cost import counts as cost
 from headwater.mechanisms import NGramMemory, NGramTable
 from headwater.mechanisms.ngram_memory import draw_multipliers, list_primes
 from headwater.models.cache import HeadwaterLayer, HeadwaterStaticLayer, cache_bytes
-from headwater.testing.models import decode, document_positions
+from headwater.testing.small_models import decode, document_positions
 
 QWEN = "transformers.models.qwen4_exp"
 

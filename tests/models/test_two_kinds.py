@@ -15,7 +15,7 @@ from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
 from headwater.config.layers import layer_config
 from headwater.cost import counts as cost
 from headwater.models.cache import cache_bytes
-from headwater.testing.contract import DOCUMENTS, T, per_document
+from headwater.testing.contract_suite import DOCUMENTS, T, per_document
 from headwater.testing.served import Server, make_prompts
 from references import reference
 

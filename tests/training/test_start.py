@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.growth import pairs_of
-from headwater.growth.pairs import maps_of
+from headwater.growth.parameter_tokens import maps_of
 from headwater.mechanisms import Pattention
 from headwater_lab import grow
 from headwater_lab.training.checkpoints import history_of, newest_checkpoint, optimizer_state, write_model

@@ -49,7 +49,7 @@ from headwater.engines.pages import Page
 from headwater.integrations.vllm import engine, register
 from headwater.integrations.vllm.engine import CPUEngine
 from headwater.integrations.vllm.flash import FlashEngine
-from headwater.testing.models import disturb
+from headwater.testing.small_models import disturb
 from headwater.util.precision import Precision
 from headwater_lab.bench.serving import bench_serving
 from headwater_lab.bench.shapes import ServeShape

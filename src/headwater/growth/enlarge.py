@@ -21,7 +21,7 @@ from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.growth.methods import GrowthOptions, make_larger
-from headwater.growth.pairs import Model
+from headwater.growth.parameter_tokens import Model
 from headwater.mechanisms.capabilities import GrowsOptions, PassesThrough, axes_of
 from headwater.mechanisms.enlarging import READS, SAME, WRITES, Dim, Larger
 from headwater.mechanisms.named import owner_of

@@ -7,7 +7,7 @@ from typing import Any
 from headwater.config.text import HeadwaterConfig
 from headwater.growth.enlarge import enlarge_model, plan_growth
 from headwater.growth.methods import GrowthOptions
-from headwater.growth.pairs import Model, add_pairs, added_config, has_pairs
+from headwater.growth.parameter_tokens import Model, add_pairs, added_config, has_pairs
 from headwater.models.quantization import check_full_precision
 
 

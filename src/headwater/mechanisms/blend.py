@@ -28,7 +28,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown, Step
 from headwater.mechanisms.contract import KV, Context, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Larger
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.plugins.registry import MECHANISMS, has_own, in_order
 from headwater.util.errors import HeadwaterError
 

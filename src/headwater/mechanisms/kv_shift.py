@@ -31,7 +31,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.shift import read_tail, shift, shift_second
 from headwater.util.errors import HeadwaterError, nearest
 

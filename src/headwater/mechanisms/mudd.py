@@ -25,7 +25,7 @@ from headwater.kernels.norm import can_fuse_rms_norm, fused_rms_norm
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import READS, SAME, Dim
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import identity_with, keep_options
 from headwater.util.errors import HeadwaterError
 

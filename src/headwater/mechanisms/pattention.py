@@ -42,7 +42,7 @@ from headwater.kernels.pattention import fused_pattention
 from headwater.mechanisms.capabilities import Group, Shown, Step
 from headwater.mechanisms.contract import Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import LINEAR_IN, LINEAR_OUT, SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.mechanisms.product_keys import ProductKeys, find_largest, take_entries, weighted_rows
 from headwater.util.errors import HeadwaterError, nearest
 

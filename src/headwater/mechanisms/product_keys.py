@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.kernels import can_fuse
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.fp32 import KeepsPrecision
 
 
 class ProductKeys(KeepsPrecision):

@@ -35,7 +35,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import KV, Context, Cost, Hidden, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.enlarging import READS, SAME, Dim
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, check_least, is_chosen, move_layers
 from headwater.mechanisms.shift import dynamic_shift, read_tail, shift
 from headwater.util.errors import HeadwaterError, nearest
@@ -298,13 +298,14 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         heads = {"k": plan.k_heads, "v": plan.v_heads}
-        shown = {}
+        shown: dict[str, Shown] = {}
         for name in self.tails:
             kind = PARTS.get(name)
             for tap, weights in enumerate(self.taps(name), 1):
                 if kind is None:
                     shown[f"mean {name} {tap}"] = Shown(weights.mean().view(1))
+                elif kind == "q":
+                    shown[f"mean q{tap}"] = Shown(weights.mean(1), "query head", tuple(range(len(weights))))
                 else:
-                    owner, indices = ("query head" if kind == "q" else "kv head"), range(len(weights))
-                    shown[f"mean {kind}{tap}"] = Shown(weights.mean(1), owner, heads.get(kind, tuple(indices)))
+                    shown[f"mean {kind}{tap}"] = Shown(weights.mean(1), "kv head", heads[kind])
         return shown

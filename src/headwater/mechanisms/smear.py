@@ -20,7 +20,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.enlarging import SAME, Larger, fixed_axes
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_channels, identity_with
 from headwater.mechanisms.shift import previous_token
 from headwater.util.errors import HeadwaterError

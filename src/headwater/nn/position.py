@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headwater.kernels import can_fuse
 from headwater.kernels.rotary import fused_rotate
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.fp32 import KeepsPrecision
 
 if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.testing.models import tokens
+from headwater.testing.small_models import tokens
 
 
 class Tree:

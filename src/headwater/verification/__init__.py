@@ -1,6 +1,6 @@
 """Whether decoding with a cache says what the model without one says: every way of decoding, of any causal model.
 
-`watch` calls a model and watches its layers, `ways` are the ways of decoding, `verdicts` runs them in each precision;
+`subject` calls a model and watches its layers, `ways` are the ways of decoding, `verdicts` runs them in each precision;
 `own` is for headwater's models.
 """
 

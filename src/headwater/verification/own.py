@@ -16,8 +16,8 @@ from headwater.cost import counts as cost
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
+from headwater.verification.subject import Subject
 from headwater.verification.verdicts import EXACT, Verified, verify_twice
-from headwater.verification.watch import Subject
 from headwater.verification.ways import LONGEST, PROMPT, WAYS, Feed, Probe, Way, read_packed
 
 # What fp64 differs by at most without a mistake: these models make no constants in fp32.

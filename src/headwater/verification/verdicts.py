@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headwater.util.errors import HeadwaterError
-from headwater.verification.watch import Subject
+from headwater.verification.subject import Subject
 from headwater.verification.ways import CAUSAL, WAYS, DoesNotApply, Feed, Parting, Probe, Way, texts_for
 
 # In fp64, constants that a model made in fp32 exceed 1e-9, and only a mistake exceeds `EXACT`; in fp32, the rounding of

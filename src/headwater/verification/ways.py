@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from headwater.nn.cache_name import CACHE, cache_of
-from headwater.verification.watch import CallOutput, Subject, in_double
+from headwater.verification.subject import CallOutput, Subject, in_double
 
 # Texts, their tokens, and how many of them the last text shares with the first.
 ROWS, LENGTH, SHARED = 4, 20, 12
@@ -77,7 +77,7 @@ def texts_for(subject: Subject, seed: int = 0) -> Texts:
 
 
 # (row, slot, text, position, length): slots of a call's rows, and where in the texts the same tokens are.
-Span = tuple[int, int, int, int, int]
+CallSpan = tuple[int, int, int, int, int]
 
 
 class Probe:
@@ -88,7 +88,7 @@ class Probe:
         self.error = 0.0
         self.parting: Parting | None = None
 
-    def compare_call(self, output: CallOutput, spans: Sequence[Span], packed: bool = False) -> None:
+    def compare_call(self, output: CallOutput, spans: Sequence[CallSpan], packed: bool = False) -> None:
         """Compare what a call returned at `spans` with the uncached pass, and keep the first parting."""
         earliest: tuple[int, int, int, int] | None = None
         for row, slot, text, position, length in spans:

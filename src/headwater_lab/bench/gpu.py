@@ -36,7 +36,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.cost.hardware import matmul_flops, peak_of, sheet_of, tf32
 from headwater.kernels.varlen import VARLEN
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_blocks, compile_model
 from headwater.models.decoding import Decoder

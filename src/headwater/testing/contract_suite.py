@@ -30,8 +30,10 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import cache_of
 from headwater.plugins.outside import trust_names_in
 from headwater.plugins.registry import MECHANISMS, resolve
-from headwater.testing.measures import Operations, kept_per_token, outside_attention, read_halves
-from headwater.testing.models import (
+from headwater.testing.model_measures import Operations, kept_per_token, outside_attention, read_halves
+from headwater.testing.naive import Reference
+from headwater.testing.served import Server, make_prompts
+from headwater.testing.small_models import (
     assert_near,
     config,
     decode,
@@ -40,12 +42,10 @@ from headwater.testing.models import (
     shared,
     tokens,
 )
-from headwater.testing.naive import Reference
-from headwater.testing.served import Server, make_prompts
 from headwater.testing.trees import Tree, batch_trees, slice_tokens
 from headwater.util.errors import HeadwaterError
 from headwater.verification.own import OWN_EXACT
-from headwater.verification.watch import Subject
+from headwater.verification.subject import Subject
 from headwater.verification.ways import (
     SAMPLED,
     STATIC,
