@@ -15,7 +15,7 @@ MODES = ["identity", "learnable"]
 
 
 def mechanism(mode: str) -> ValueResidual:
-    module = ValueResidual(mode, reads=(FIRST,), slots=(0,), chosen=(None,)).double()
+    module = ValueResidual(mode, reads=(FIRST,), slots=((0, None),)).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     return module
@@ -98,7 +98,7 @@ def test_receiving_layers():
 
 def test_fewer_values_take_their_own_heads_of_the_first():
     model = HeadwaterForCausalLM(config({"skip_layer": {}, "value_residual": {}}))
-    assert [mix.chosen for mix in mixes(model)] == [(None,), (slice(0, 1),)]
+    assert [[heads for _, heads in mix.slots] for mix in mixes(model)] == [[None], [slice(0, 1)]]
 
 
 def test_fixed_weights():

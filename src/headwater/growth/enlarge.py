@@ -110,7 +110,7 @@ def copies_read(config: HeadwaterConfig, growth: Larger) -> int:
 def enlarge_model(model: Model, options: GrowthOptions) -> Model:
     """A deeper or wider model, in the dtype, on the device and in the mode of the old one, which does not change.
 
-    What is new starts as in a fresh model of the new size, or at zero. Raises `HeadwaterError` as `planned`.
+    What is new starts as in a fresh model of the new size, or at zero. Raises `HeadwaterError` as `plan_growth`.
     """
     growth, config = plan_growth(model.config, options)
     parameter_of_model = next(model.parameters())

@@ -226,7 +226,7 @@ class Pattention(Mechanism):
         return None if math.isclose(*path, rel_tol=1e-6) else path
 
     def anneal(self, path: Sequence[float], done: float) -> None:
-        """Move τ along `way` by the fraction `done`, at most 1."""
+        """Move τ along `path` by the fraction `done`, at most 1."""
         done = min(done, 1.0)
         if done != self.annealed:  # once there, no further writes
             self.annealed = done

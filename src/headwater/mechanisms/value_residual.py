@@ -25,14 +25,14 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from headwater.config.plan import LayerPlan, Source, choose
+from headwater.config.plan import Heads, LayerPlan, Source, choose
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_receivers, list_receivers, move_receivers
+from headwater.mechanisms.receivers import check_receivers, join_heads, list_receivers, move_receivers
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.util.errors import HeadwaterError, nearest
 
@@ -100,8 +100,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         init: LearnableInit | None = None,
         target: Target = "values",
         reads: tuple[Source, ...] = (),
-        slots: tuple[int, ...] = (),
-        chosen: tuple[Any, ...] = (),
+        slots: tuple[tuple[int, Heads], ...] = (),
         plus: int = 0,
         receiver: int = 0,
     ) -> None:
@@ -110,9 +109,9 @@ class ValueResidual(KeepsPrecision, Mechanism):
         if sources != 1 and mode != "dense":
             raise HeadwaterError(f"A value residual's mode {mode!r} mixes one source, not {sources}; use 'dense'.")
         self.mode, self.target, self.reads = mode, target, reads
-        # The slots of the sources and which of their heads to take; for learnable_plus the slot of all weights and the
+        # The slots of the sources, each with which of their heads; for learnable_plus the slot of all weights and the
         # index of this layer's.
-        self.slots, self.chosen, self.plus = slots, chosen, plus
+        self.slots, self.plus = slots, plus
         self.receiver_index = receiver
         if mode == "learnable_plus":  # a tensor: a number would give each layer its own compiled graph
             self.register_buffer("receiver", torch.tensor([receiver]), persistent=False)
@@ -156,8 +155,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     def mix(self, x: Tensor, context: Context) -> Tensor:
         """Mix x with the sources that the plan gives this layer."""
-        sources = [context.sources[slot] for slot in self.slots]
-        sources = [x if heads is None else x[:, heads] for x, heads in zip(sources, self.chosen, strict=True)]
+        sources = [join_heads(context.sources, [slot]) for slot in self.slots]
         plus = self.mode == "learnable_plus"
         weight = context.sources[self.plus].index_select(0, self.receiver)[0] if plus else None
         return self(x, *sources, weight=weight)
@@ -275,9 +273,9 @@ class ValueResidual(KeepsPrecision, Mechanism):
             init=options["init"],
             target=options["target"],
             reads=reads,
-            slots=tuple(plan.slot(source) for source in reads),
-            chosen=tuple(
-                None if s.layer < 0 else choose(own_heads, cls.list_own_heads(options, plans[s.layer])) for s in reads
+            slots=tuple(
+                (plan.slot(s), None if s.layer < 0 else choose(own_heads, cls.list_own_heads(options, plans[s.layer])))
+                for s in reads
             ),
             plus=plan.slot(SHARED) if options["mode"] == "learnable_plus" else 0,
             receiver=cls.list_receivers(plans).index(plan.index),

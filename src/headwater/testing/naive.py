@@ -459,7 +459,7 @@ class Reference:
         return [(math.sqrt(width) * key[:, i], math.sqrt(count) * value[:, i]) for i in range(count)]
 
     def apply_stage(self, stage: Stage, layer: int, x: Tensor) -> Tensor:
-        """`outer` of all mechanisms."""
+        """Apply `transform_stage` of all mechanisms."""
         for mechanism in self.config.mechanisms:
             x = self.transform_stage(stage, mechanism, layer, x)
         return x

@@ -59,7 +59,7 @@ class Request:
 
 
 class Server:
-    """Runs rows to their ends, checking nothing itself: `outputs` gives each token's logits as they are computed.
+    """Runs rows to their ends, checking nothing itself: `run_rows` gives each token's logits as they are computed.
 
     share: the model is this part of one that is split over processes.
     """
