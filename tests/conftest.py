@@ -32,9 +32,9 @@ def __getattr__(name: str) -> Any:
     """What tests import from here."""
     if name.startswith(("_", "pytest")):
         raise AttributeError(name)
-    from headwater.testing import models
+    from headwater.testing import small_models
 
-    return getattr(models, name)
+    return getattr(small_models, name)
 
 
 def random(*shape: int) -> Any:

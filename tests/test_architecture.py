@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import headwater
-from headwater.plugins.registry import REGISTRY
+from headwater.plugins.registry import MECHANISMS
 
 TOP = Path(__file__).parents[1]
 # Both packages lie here.
@@ -23,7 +23,7 @@ KNOW_MECHANISMS = (
     "headwater/plugins/registry.py",
     "headwater/mechanisms/",
     "headwater/config/presets.py",
-    "headwater/growth/pairs.py",
+    "headwater/growth/parameter_tokens.py",
     "headwater/conversion/foreign.py",
     "headwater/testing/naive.py",
 )
@@ -122,9 +122,9 @@ def test_what_to_edit_is_there():
 
 def mentions(file: Path) -> Iterator[str]:
     """Where a file knows a mechanism: its module, its class, or its name in a text that is no docstring."""
-    modules = {path.partition(":")[0].rpartition(".")[2] for path in REGISTRY.values()}
-    classes = {path.partition(":")[2] for path in REGISTRY.values()}
-    said = re.compile(rf"\b({'|'.join(modules | classes | set(REGISTRY))})\b", re.IGNORECASE)
+    modules = {path.partition(":")[0].rpartition(".")[2] for path in MECHANISMS.built_in.values()}
+    classes = {path.partition(":")[2] for path in MECHANISMS.built_in.values()}
+    said = re.compile(rf"\b({'|'.join(modules | classes | set(MECHANISMS.built_in))})\b", re.IGNORECASE)
     for name in imports(file):
         if name.split(".")[0] == "mechanisms" and (modules | classes | {"*"}) & set(name.split(".")[1:]):
             yield f"imports {name}"

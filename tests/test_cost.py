@@ -27,8 +27,8 @@ from headwater.cost.counts import (
 )
 from headwater.mechanisms import Cost, Mechanism
 from headwater.models import cache as caches
-from headwater.plugins.registry import MECHANISMS, REGISTRY
-from headwater.testing.measures import kept_by_autograd
+from headwater.plugins.registry import MECHANISMS
+from headwater.testing.model_measures import kept_by_autograd
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
 
@@ -96,8 +96,8 @@ VARIANTS = {
     "mudd": [{}],
     "dense_former": [{}, {"dilation": 2}, {"period": 2}],
 }
-SINGLE = [{name: options} for name in REGISTRY for options in VARIANTS.get(name, [{}])]
-PAIRS = [{a: {}, b: {}} for a, b in itertools.combinations(REGISTRY, 2)]
+SINGLE = [{name: options} for name in MECHANISMS.built_in for options in VARIANTS.get(name, [{}])]
+PAIRS = [{a: {}, b: {}} for a, b in itertools.combinations(MECHANISMS.built_in, 2)]
 
 
 def config(mechanisms: dict | None = None, gpt2: bool = False, **changes) -> HeadwaterConfig:
@@ -129,7 +129,7 @@ CASES |= {
 
 
 def test_every_mechanism_is_counted():
-    assert VARIANTS.keys() == REGISTRY.keys()
+    assert VARIANTS.keys() == MECHANISMS.built_in.keys()
     refused = [m for m in PAIRS if is_refused(m)]
     assert len(refused) < len(PAIRS) / 5
 
@@ -158,7 +158,7 @@ def test_parameters_and_flops_are_those_of_the_real_model(case):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("mechanisms", [{name: VARIANTS[name][0]} for name in REGISTRY], ids=label)
+@pytest.mark.parametrize("mechanisms", [{name: VARIANTS[name][0]} for name in MECHANISMS.built_in], ids=label)
 def test_each_mechanism_costs_what_the_real_model_does(mechanisms):
     compare_with_the_real_model(config(mechanisms, attn_implementation="eager"), 24)
 

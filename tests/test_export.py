@@ -17,7 +17,7 @@ from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, Hea
 from headwater.config import auto_map
 from headwater.conversion.export import export
 from headwater.models import remote_code
-from headwater.plugins.registry import REGISTRY
+from headwater.plugins.registry import MECHANISMS
 
 BOTH = {"kv_shift": {}, "value_residual": {"mode": "learnable"}}
 MANY = {"pattention": {}, **BOTH, "skip_layer": {}, "neutreno": {}, "dense_former": {}}
@@ -215,7 +215,7 @@ def test_transformers_finds_every_file_and_nothing_else_is_needed(tmp_path: Path
     remote_code.write_code(tmp_path)
     entry = tmp_path / "modeling_headwater.py"
     assert {Path(file).name for file in get_relative_import_files(entry)} | {entry.name} == files(tmp_path).keys()
-    for target in REGISTRY.values():
+    for target in MECHANISMS.built_in.values():
         assert f"{target.partition(':')[0].replace('.', '_')}.py" in files(tmp_path)
     for name, text in files(tmp_path).items():
         for node in ast.walk(ast.parse(text)):
@@ -287,7 +287,7 @@ def test_refusals_say_what_to_do(tmp_path: Path, model: HeadwaterForCausalLM, mo
         HeadwaterForCausalLM.register_for_auto_class()
     with pytest.raises(HeadwaterError, match="is exported for AutoConfig, not for AutoModelForSeq2SeqLM;"):
         HeadwaterConfig.register_for_auto_class(AutoModelForSeq2SeqLM)
-    monkeypatch.setitem(REGISTRY, "kv_shift", f"{__name__}:Elsewhere")
+    monkeypatch.setitem(MECHANISMS.built_in, "kv_shift", f"{__name__}:Elsewhere")
     with pytest.raises(HeadwaterError, match=f"{__name__} imports apart, a neighboring file"):
         export(model, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headwater.testing import Contract
-from headwater.testing.contract import DECODING
+from headwater.testing.contract_suite import DECODING
 from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.training.loop import train
 

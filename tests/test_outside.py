@@ -20,7 +20,7 @@ from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.conversion.export import export
 from headwater.mechanisms import Context, Cost, Mechanism
-from headwater.plugins.outside import VARIABLE, may_read, trust
+from headwater.plugins.outside import VARIABLE, may_read, trust_names
 from headwater.plugins.registry import MECHANISMS, register
 from headwater.util.errors import NotTrusted
 from headwater_lab.optimization.registry import OPTIMIZERS
@@ -103,7 +103,7 @@ def test_what_the_user_trusts_is_imported_from_the_current_folder(here):
     (here / "small.py").write_text(SMALL)
     with pytest.raises(NotTrusted, match="or import its module"):
         config({"small:Twice": {}})
-    trust(["small"])
+    trust_names(["small"])
     made = config({"small:Twice": {"begin": 3.0}})
     assert made.mechanisms == {"small:Twice": {"begin": 3.0}}
     assert [plan.at(Stage.HEAD_OUTPUTS) for plan in plan_layers(made)] == [("small:Twice",)] * 3
@@ -171,7 +171,7 @@ def test_but_data_below_the_current_folder_and_those_that_the_user_trusts(here, 
     given = here / "all"
     with pytest.raises(NotTrusted):
         trained_on({"source": str(given)})
-    trust([str(here)])
+    trust_names([str(here)])
     assert trained_on({"source": str(given)}).vocab_size == 257
 
 
@@ -187,7 +187,7 @@ def test_data_of_the_users_own_recipe_are_trusted(here, private):
 def test_what_is_neither_a_name_nor_a_path_cannot_be_trusted(here):
     for name in ("a b", "a:b:c", "/a,b", ""):
         with pytest.raises(HeadwaterError, match="cannot be trusted"):
-            trust([name])
+            trust_names([name])
 
 
 def test_a_link_out_of_a_models_folder_is_not_followed(here, private):
@@ -198,7 +198,7 @@ def test_a_link_out_of_a_models_folder_is_not_followed(here, private):
     (here / "model" / "chat_template.jinja").symlink_to(private / "1.txt")
     with pytest.raises(NotTrusted, match=rf"is a link to '{private}/1.txt', outside its folder.*--trust {private}"):
         check_regular(here / "model")
-    trust([str(private)])
+    trust_names([str(private)])
     check_regular(here / "model")
     forget()
     cached, blobs = here / "models--a" / "snapshots" / "1", here / "models--a" / "blobs"
@@ -232,7 +232,7 @@ def test_a_link_out_of_a_folder_of_text_is_not_followed(here, private):
     (texts / "below" / "secret.txt").symlink_to(private / "1.txt")
     with pytest.raises(NotTrusted, match=rf"is a link to '{private}/1.txt', outside its folder"):
         read_corpus(str(texts))
-    trust([str(private)])
+    trust_names([str(private)])
     assert len(read_corpus(str(texts)).documents) == 5
 
 
@@ -246,7 +246,7 @@ def test_but_it_has_what_the_user_trusts(here):
         HeadwaterConfig.from_pretrained(folder)
     for wrong in ("small.py:", "./small", "a b", ""):
         with pytest.raises(HeadwaterError, match="cannot be trusted"):
-            trust([wrong])
+            trust_names([wrong])
 
 
 def test_and_what_the_program_has_imported(here, monkeypatch):
@@ -263,7 +263,7 @@ def test_and_what_the_program_has_imported(here, monkeypatch):
 
 def test_a_trusted_module_is_not_a_door_to_what_it_imports(here):
     (here / "small.py").write_text("import os\nfrom os import system\n\ndef mine(*given): ...\n")
-    trust(["small"])
+    trust_names(["small"])
     assert OPTIMIZERS.resolve("small:mine").__name__ == "mine"
     for name in ("small:os.system", "small:system"):
         with pytest.raises(NotTrusted, match=f"--trust {name}"):
@@ -296,7 +296,7 @@ def test_the_module_path_is_as_before(here):
     (here / "beside.py").write_text("")
     (here / "broken.py").write_text("import beside\n1 / 0")
     before = list(sys.path)
-    trust(["small", "broken"])
+    trust_names(["small", "broken"])
     config({"small:Twice": {}})
     with pytest.raises(HeadwaterError, match="ZeroDivisionError"):
         config({"broken:Twice": {}})
@@ -347,7 +347,7 @@ def test_an_absent_module_is_named(here):
 def test_wrong_names_say_what_is_wrong(here, name, said):
     (here / "small.py").write_text(SMALL)
     (here / "broken.py").write_text("1 / 0")
-    trust(["small", "small:nn", "small:HeadwaterError", "smal", "broken"])
+    trust_names(["small", "small:nn", "small:HeadwaterError", "smal", "broken"])
     with pytest.raises(HeadwaterError, match=said):
         config({name: {}})
 
@@ -405,9 +405,9 @@ def installed(here, tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: doubling\nVersion: 1.5\n")
     (info / "entry_points.txt").write_text("[headwater.mechanisms]\ndoubled = doubling:Twice\n")
     monkeypatch.syspath_prepend(place)
-    registry._entry_points.cache_clear()
+    registry._find_entry_points.cache_clear()
     yield place
-    registry._entry_points.cache_clear()
+    registry._find_entry_points.cache_clear()
 
 
 def test_an_entry_point_is_a_name_like_any_other(installed, here):
@@ -440,7 +440,7 @@ def test_export_carries_the_package_along(installed, here):
 def test_what_cannot_come_along_is_refused(here):
     (here / "small.py").write_text(f"from helper import x\n{SMALL}")
     (here / "helper.py").write_text("x = 1\n")
-    trust(["small"])
+    trust_names(["small"])
     model = build({"small:Twice": {}}).float()
     with pytest.raises(HeadwaterError, match="helper, a neighboring file"):
         export(model, here / "exported")
@@ -625,9 +625,9 @@ def brought(request, here, tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(place)
     (place / "small.py").write_text(SMALL)
     (place / "plain.py").write_text(FAMILY)
-    registry._entry_points.cache_clear()
+    registry._find_entry_points.cache_clear()
     yield ("small:Twice", "plain:FAMILY") if place is here else ("halved", "plain_mistral")
-    registry._entry_points.cache_clear()
+    registry._find_entry_points.cache_clear()
 
 
 @pytest.mark.slow

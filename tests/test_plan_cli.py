@@ -242,16 +242,16 @@ def test_everything_is_listed(run):
     assert code == 0
     listed = json.loads(out)
     assert list(listed) == ["recipes", "presets", "mechanisms", "tasks"]
-    assert {one["name"] for one in listed["mechanisms"]} >= set(MECHANISMS.own)
+    assert {one["name"] for one in listed["mechanisms"]} >= set(MECHANISMS.built_in)
     assert all(one["description"] for one in listed["mechanisms"])
     code, out, _ = run("list", "mechanisms")
     assert code == 0
-    assert all(name in out for name in MECHANISMS.own)
+    assert all(name in out for name in MECHANISMS.built_in)
     assert run("list", "optimizers")[0] == 2
 
 
 def test_every_mechanism_says_what_attention_reads_through_it():
-    for name in MECHANISMS.own:
+    for name in MECHANISMS.built_in:
         mechanism = resolve(name)
         assert mechanism.source not in ("", name)
 

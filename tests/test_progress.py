@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from headwater.testing.models import build
+from headwater.testing.small_models import build
 from headwater_lab.cli import progress
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.data.text import TextSettings

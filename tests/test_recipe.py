@@ -371,7 +371,7 @@ def test_a_changed_default_needs_another_version_of_the_identity():
     """
     schema = Recipe.model_json_schema()
     sections = schema["$defs"] | {"Recipe": schema}
-    for kind in map(DATA.resolve, DATA.own):
+    for kind in map(DATA.resolve, DATA.built_in):
         of_kind = kind.model_json_schema()
         sections |= of_kind.get("$defs", {}) | {kind.__name__: of_kind}
     decisive = {

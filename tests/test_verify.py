@@ -17,9 +17,9 @@ from headwater.mechanisms import kv_shift
 from headwater.models import cache, inputs
 from headwater.plugins.registry import MECHANISMS, Registry
 from headwater.util.precision import Precision
-from headwater.verification import WAYS, Parting, Verified, own, tiny, verdicts
+from headwater.verification import WAYS, Parting, Verified, build_tiny, own, verdicts
 from headwater.verification.own import OWN_WAYS
-from headwater.verification.watch import Subject
+from headwater.verification.subject import Subject
 from headwater.verification.ways import Probe, texts_for
 from remade import remade
 
@@ -50,7 +50,7 @@ def failed(model) -> set[str]:
 @pytest.mark.sampled(15)
 @pytest.mark.parametrize("mechanisms", [{}, *ALONE], ids=lambda one: "+".join(one) or "vanilla")
 def test_every_mechanism_verifies(mechanisms):
-    found = verify.verify(tiny(mechanisms, layers=3))
+    found = verify.verify(build_tiny(mechanisms, layers=3))
     assert [one.check for one in found] == [*CHECKS, "bf16"]
     assert not [one for one in found if one.ok is False]
     keeps = {"kv_shift", "smear", "short_conv", "ngram_memory"} & set(mechanisms)  # raw tokens: not to be materialised
@@ -61,7 +61,7 @@ def test_every_mechanism_verifies(mechanisms):
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanisms", [*PAIRS, *TRIPLES], ids="+".join)
 def test_pairs_and_triples_verify(mechanisms):
-    model = tiny(mechanisms)
+    model = build_tiny(mechanisms)
     if model is not None:
         assert not [one for one in verify.verify(model) if one.ok is False]
 
@@ -120,12 +120,12 @@ def test_a_chunk_parts_at_its_first_token(found_in):
 
 
 def test_a_call_parts_in_its_middle():
-    subject = Subject(tiny({}, layers=2))
+    subject = Subject(build_tiny({}, layers=2))
     texts = texts_for(subject)
     changed = texts.ids.clone()
     changed[0, 6] = (changed[0, 6] + 1) % subject.config.vocab_size
     probe = Probe(subject, texts, 1e-9)
-    probe.compare(subject(changed)[0], [(row, 0, row, 0, changed.shape[1]) for row in range(len(changed))])
+    probe.compare_call(subject(changed)[0], [(row, 0, row, 0, changed.shape[1]) for row in range(len(changed))])
     assert probe.parting == Parting(0, 6, "model.embed_tokens")
 
 
@@ -139,7 +139,7 @@ def test_a_tail_that_is_not_reordered_is_seen(monkeypatch):
     monkeypatch.setattr(
         cache._TailMixin, "reorder_cache", lambda self, order: super(cache._TailMixin, self).reorder_cache(order)
     )
-    assert failed(tiny({"kv_shift": {}}, layers=2)) == {"reorder", "beams"}
+    assert failed(build_tiny({"kv_shift": {}}, layers=2)) == {"reorder", "beams"}
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_a_shifted_token_kept_instead_of_the_raw_one_is_seen(monkeypatch):
         return y
 
     monkeypatch.setattr(kv_shift, "shift", shift)
-    assert {"1 by 1", "greedy", "padded, 1 by 1"} <= failed(tiny({"kv_shift": {}}, layers=2))
+    assert {"1 by 1", "greedy", "padded, 1 by 1"} <= failed(build_tiny({"kv_shift": {}}, layers=2))
 
 
 @pytest.mark.slow
@@ -163,19 +163,19 @@ def test_a_forgotten_padding_mask_is_seen(monkeypatch):
         return original(kind, row, None, None)
 
     monkeypatch.setattr(inputs, "make_mask", forgetful)
-    assert failed(tiny({}, layers=2)) == PADDED & SOME | {"packing"}
+    assert failed(build_tiny({}, layers=2)) == PADDED & SOME | {"packing"}
 
 
 @pytest.mark.slow
 def test_a_shift_into_the_padding_is_seen(monkeypatch):
     monkeypatch.setattr(inputs, "find_reach", lambda *args: None)
-    assert failed(tiny({"kv_shift": {}}, layers=2)) == PADDED & SOME | {"packing"}
+    assert failed(build_tiny({"kv_shift": {}}, layers=2)) == PADDED & SOME | {"packing"}
 
 
 @pytest.mark.slow
 def test_a_layer_that_stores_what_it_shares_is_seen(monkeypatch):
     monkeypatch.setattr(own, "cache_bytes", lambda held: cache.cache_bytes(held) + 1)
-    assert failed(tiny({"svformer": {}}, layers=2)) == {"cache bytes"}
+    assert failed(build_tiny({"svformer": {}}, layers=2)) == {"cache bytes"}
 
 
 # Other people's models
@@ -217,7 +217,7 @@ def test_what_differs_once_is_no_verdict(monkeypatch, first, second, expected):
         return [Verified(way.name, way.name not in differing) for way in ways]
 
     monkeypatch.setattr(verdicts, "verify_model", verified)
-    verdict = {one.check: one.ok for one in verdicts.verify_twice(tiny({}, layers=1), 3, WAYS)}
+    verdict = {one.check: one.ok for one in verdicts.verify_twice(build_tiny({}, layers=1), 3, WAYS)}
     assert {name: verdict[name] for name in expected} == expected
 
 
@@ -229,7 +229,7 @@ def test_verify_command(run, monkeypatch):
     wanted = MECHANISMS.names if Wanted.slow else ["skip_layer"]
     monkeypatch.setattr(Registry, "names", wanted)
     if not Wanted.slow:
-        monkeypatch.setattr(verify, "tiny", partial(tiny, layers=2))
+        monkeypatch.setattr(verify, "tiny", partial(build_tiny, layers=2))
     code, out, _ = run("verify")
     assert code == 0
     assert "✗ skip_layer" not in out
@@ -251,7 +251,7 @@ def test_verify_command_on_a_checkpoint(run, tmp_path):
 @pytest.mark.slow
 def test_verify_command_fails(run, monkeypatch, tmp_path):
     monkeypatch.setattr(inputs, "find_reach", lambda *args: None)
-    tiny({"kv_shift": {}}, layers=1).save_pretrained(tmp_path)
+    build_tiny({"kv_shift": {}}, layers=1).save_pretrained(tmp_path)
     code, out, err = run("verify", tmp_path)
     assert code == 1
     assert "✗" in out

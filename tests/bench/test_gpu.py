@@ -1,6 +1,7 @@
 """`headwater bench gpu` on a CPU, at tiny sizes: it is alive, keeps what it has, and says what is wrong."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def rows_of(name, tmp_path) -> list[dict]:
 def few(monkeypatch):
     both = {"kv_shift": {}, "value_residual": {}}
     monkeypatch.setattr(gpu, "combine_mechanisms", lambda: {"together": both})
-    monkeypatch.setattr(gpu, "REGISTRY", ["kv_shift"])
+    monkeypatch.setattr(gpu, "MECHANISMS", SimpleNamespace(built_in=["kv_shift"]))
 
 
 @pytest.mark.slow  # it compiles; that a wrong result is seen, `test_a_wrong_result_is_seen` shows
@@ -93,7 +94,7 @@ def test_the_preset_is_measured_first(tmp_path, monkeypatch):
     gpu.mechanisms(phase)
     named = [names["mechanism"] for names in tried]
     assert named[0] == gpu.RECOMMENDED
-    assert sorted(named) == sorted((*gpu.REGISTRY, gpu.RECOMMENDED))
+    assert sorted(named) == sorted((*gpu.MECHANISMS.built_in, gpu.RECOMMENDED))
     assert named[-1] == "dense_former"  # a graph for each of twelve layers
     tried.clear()
     gpu.decoding(phase)
@@ -139,7 +140,7 @@ def test_a_mechanism_that_does_not_fit_is_a_row_and_the_rest_is_measured(tmp_pat
     )
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
     phase.sizes = phase.sizes._replace(mechanisms=(2, 64, 2))  # with two layers, backout's middle layer is the last
-    monkeypatch.setattr(gpu, "REGISTRY", ["backout", "svformer"])
+    monkeypatch.setattr(gpu, "MECHANISMS", SimpleNamespace(built_in=["backout", "svformer"]))
     gpu.mechanisms(phase)
     rows = {row["mechanism"]: row for row in gpu._read_rows(tmp_path / "rows")}
     assert set(rows) == {"svformer", gpu.RECOMMENDED, "backout"}
@@ -148,7 +149,7 @@ def test_a_mechanism_that_does_not_fit_is_a_row_and_the_rest_is_measured(tmp_pat
 
 def test_all_mechanisms_fit_the_tiny_model():
     layers = gpu.ON_CPU.mechanisms[0]
-    for name in gpu.REGISTRY:
+    for name in gpu.MECHANISMS.built_in:
         assert plan_layers(gpu.HeadwaterConfig(num_hidden_layers=layers, mechanisms={name: {}}))
 
 
@@ -164,7 +165,7 @@ def test_models_of_the_mechanisms_phase_are_drawn_on_the_device(tmp_path, monkey
     monkeypatch.setattr(gpu, "make_twins", seen)
     monkeypatch.setattr(gpu, "_make_steps", lambda phase, model, ids: steps.append(model(ids).logits) or (lambda: None))
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
-    monkeypatch.setattr(gpu, "REGISTRY", ["pattention", "kv_shift"])
+    monkeypatch.setattr(gpu, "MECHANISMS", SimpleNamespace(built_in=["pattention", "kv_shift"]))
     gpu.mechanisms(phase)
     assert gpu.find_problems({"phases": {"mechanisms": {"rows": gpu._read_rows(tmp_path / "rows")}}}) == []
     assert len(made) == len(steps) == 6  # with the preset's

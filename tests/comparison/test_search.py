@@ -8,7 +8,7 @@ import pytest
 import yaml
 from saved import DIVERGES, Here, changed_times, record, tiny
 
-from headwater.plugins.registry import REGISTRY
+from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison import running, search
 from headwater_lab.comparison.running import run_comparison
@@ -55,7 +55,7 @@ def test_all_that_fit_together_are_candidates():
     assert list(refused) == ["value_residual + svformer", "kv_shift + value_residual + svformer"]
     assert all("has none, because it shares another layer's" in why for why in refused.values())
     arms, refused = find_candidates(recipe(), None)
-    names = list(REGISTRY)
+    names = list(MECHANISMS.built_in)
     every = {" + ".join(some) for size in (1, 2) for some in itertools.combinations(names, size)}
     assert set(arms) - {VANILLA} | set(refused) == every
     assert len(arms) - 1 + len(refused) == len(names) * (len(names) + 1) // 2

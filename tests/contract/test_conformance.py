@@ -58,9 +58,9 @@ class Mine(Mechanism):
         v, length, before = kv.v, kv.v.shape[2], None
         branches = isinstance(context.reach, Ancestors)
         if context.tail is not None:
-            before = context.tail.before(f"{self.registered_name()}.v", v, self.back, everything=branches)
+            before = context.tail.update_tail(f"{self.registered_name()}.v", v, self.back, everything=branches)
         if branches:
-            past = context.reach.of(v, before, self.back)
+            past = context.reach.look_back(v, before, self.back)
         else:
             before = v.new_zeros(*v.shape[:2], self.back, v.shape[3]) if before is None else before
             past = torch.cat((before, v), dim=2)[:, :, :length]
@@ -72,7 +72,7 @@ class Mine(Mechanism):
 # What is broken, and the tests that are to see it.
 BROKEN = {
     "tail": (
-        'context.tail.before(f"{self.registered_name()}.v", v, self.back, everything=branches)',
+        'context.tail.update_tail(f"{self.registered_name()}.v", v, self.back, everything=branches)',
         "None",
         "test_cached_equals_uncached",
     ),
@@ -140,7 +140,7 @@ class Mine(Mechanism):
     def build_module(cls, options, config, plan):
         return cls(len(plan.k_heads), len(plan.v_heads), options["begin"])
 
-    def describe_axes(self, parameter, place=None):
+    def describe_axes(self, parameter):
         return (SAME, Dim("k")) if parameter == "taps" else (Dim("v"),)
 
     @classmethod
@@ -155,9 +155,9 @@ class Mine(Mechanism):
         k, v, before, branches = kv.k, kv.v, None, isinstance(context.reach, Ancestors)
         if k.shape[1]:
             if context.tail is not None:
-                before = context.tail.before(f"{self.registered_name()}.k", k, 1, everything=branches)
+                before = context.tail.update_tail(f"{self.registered_name()}.k", k, 1, everything=branches)
             if branches:
-                last = context.reach.of(k, before, 1)
+                last = context.reach.look_back(k, before, 1)
             else:
                 before = k.new_zeros(*k.shape[:2], 1, k.shape[3]) if before is None else before
                 last = torch.cat((before, k), dim=2)[:, :, :-1]
@@ -190,8 +190,11 @@ class Naive(Reference):
     def transform_qkv(self, name, layer, q, k, v):
         if name != "mine:Mine" or not v:
             return super().transform_qkv(name, layer, q, k, v)
-        back, weight = self.config.mechanisms[name]["back"], self.of(name, layer, "weight")
-        table, mix = self.of(name, layer, "table.weight"), self.of(name, layer, "mix.weight")[:, 0, 0]
+        back, weight = self.config.mechanisms[name]["back"], self.find_parameter(name, layer, "weight")
+        table, mix = (
+            self.find_parameter(name, layer, "table.weight"),
+            self.find_parameter(name, layer, "mix.weight")[:, 0, 0],
+        )
         begins = {t for t in range(len(self.real)) if t == 0 or not self.real[t - 1]} | set(self.starts)
         made = {}
         for i, (head, row) in enumerate(v.items()):
@@ -259,10 +262,10 @@ def failures(mechanism: str, options: dict, tmp_path, then=lambda: None, tests=Q
 
     then: called once the model is built.
     """
-    from headwater.testing import contract
-    from headwater.testing.models import _built
+    from headwater.testing import contract_suite
+    from headwater.testing.small_models import _build_cached
 
-    _built.cache_clear()
+    _build_cached.cache_clear()
     suite, case = type("Suite", (Contract,), {"reference": Naive})(), Case("llama", json.dumps({mechanism: options}))
     assert case.model.training is False
     then()
@@ -271,15 +274,15 @@ def failures(mechanism: str, options: dict, tmp_path, then=lambda: None, tests=Q
         if not name.startswith("test_") or not any(part in name for part in tests):
             continue
         more = {
-            "test_cached_equals_uncached": {"way": next(way for way in contract.DECODING if way.name == "mixed")},
-            "test_cached_equals_uncached_with_holes_in_the_mask": {"chunks": contract.CHUNKS["chunked"]},
+            "test_cached_equals_uncached": {"way": next(way for way in contract_suite.DECODING if way.name == "mixed")},
+            "test_cached_equals_uncached_with_holes_in_the_mask": {"chunks": contract_suite.CHUNKS["chunked"]},
             "test_save_and_load": {"tmp_path": tmp_path},
         }.get(name, {})
         try:
             getattr(suite, name)(case, **more)
         except Exception:
             failed.append(name)
-    _built.cache_clear()
+    _build_cached.cache_clear()
     return failed
 
 

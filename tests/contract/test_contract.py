@@ -16,8 +16,8 @@ from transformers import CompileConfig
 
 from conftest import Wanted, assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.plugins.registry import REGISTRY, resolve
-from headwater.testing.contract import BASES, ODD_LAYERS, Case, Contract, T, refused
+from headwater.plugins.registry import MECHANISMS, resolve
+from headwater.testing.contract_suite import BASES, ODD_LAYERS, Case, Contract, T, is_refused
 
 pytestmark = pytest.mark.sampled(409)
 
@@ -103,15 +103,15 @@ def variants(name: str) -> list[dict]:
     return [
         options
         for options in found + MORE_VARIANTS.get(name, [])
-        if not refused(Case("llama", json.dumps({name: options})))
+        if not is_refused(Case("llama", json.dumps({name: options})))
     ]
 
 
-FORMS = {name: variants(name) for name in REGISTRY}
-SINGLES = [{name: {}} for name in REGISTRY]
+FORMS = {name: variants(name) for name in MECHANISMS.built_in}
+SINGLES = [{name: {}} for name in MECHANISMS.built_in]
 VARIANTS = [{name: options} for name, forms in FORMS.items() for options in forms if options]
 # The registry lists mechanisms in the order in which the papers' models would apply them.
-PAIRS = [{name: {} for name in names} for names in itertools.combinations(REGISTRY, 2)]
+PAIRS = [{name: {} for name in names} for names in itertools.combinations(MECHANISMS.built_in, 2)]
 SWAPPED = [dict(reversed(pair.items())) for pair in PAIRS]
 _chance = random.Random(0)
 
@@ -121,12 +121,12 @@ def mixed(names: tuple[str, ...]) -> dict[str, dict]:
     return {name: _chance.choice(FORMS[name]) for name in names}
 
 
-MIXED = [mixed(names) for names in itertools.combinations(REGISTRY, 2)]
+MIXED = [mixed(names) for names in itertools.combinations(MECHANISMS.built_in, 2)]
 # Of the thousand triples, some.
-TRIPLES = [mixed(names) for names in _chance.sample(list(itertools.combinations(REGISTRY, 3)), k=160)]
+TRIPLES = [mixed(names) for names in _chance.sample(list(itertools.combinations(MECHANISMS.built_in, 3)), k=160)]
 
 
-of = Case.of
+of = Case.combine
 
 
 def in_turn(mechanisms: list[dict], *bases: str) -> list[Case]:
@@ -135,7 +135,7 @@ def in_turn(mechanisms: list[dict], *bases: str) -> list[Case]:
 
 
 NORMAL = of([{}, *SINGLES], *BASES) + of(VARIANTS + PAIRS, "llama")
-REFUSED = [case for m in PAIRS if refused(case := Case("llama", json.dumps(m)))]
+REFUSED = [case for m in PAIRS if is_refused(case := Case("llama", json.dumps(m)))]
 
 
 @functools.cache
@@ -157,7 +157,7 @@ def cases() -> list:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", MECHANISMS.built_in)
 def test_every_registered_mechanism_builds_by_default(name):
     assert name == resolve(name).registered_name()
     assert Case("llama", json.dumps({name: {}})) in NORMAL

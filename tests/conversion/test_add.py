@@ -11,7 +11,7 @@ from conftest import build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.conversion import add_mechanisms
 from headwater.mechanisms.capabilities import AddsToTrainedModel
-from headwater.plugins.registry import REGISTRY, resolve
+from headwater.plugins.registry import MECHANISMS, resolve
 from headwater_lab.training.change import measure_change
 
 # Every way to add a mechanism that leaves the function as it is, by what the user says.
@@ -76,7 +76,7 @@ def is_new(name: str) -> bool:
 
 
 def test_every_mechanism_says_whether_it_has_an_identity_start():
-    for name in REGISTRY:
+    for name in MECHANISMS.built_in:
         mechanism = resolve(name)
         adds = isinstance(mechanism, AddsToTrainedModel) and mechanism.find_identity_options({}) is not None
         assert adds == (name in IDENTITIES)

@@ -103,8 +103,8 @@ class TestBlend(Contract):
             {"num_key_value_heads": 1, "weight": 0.625},
             {"num_key_value_heads": 1, "mechanisms": {"svformer": {"share": "both"}}, "weight": 0.25},
         ]
-        found = Case.of([{"blend": one} for one in given], "llama", "gpt2", "partial_rope", "sliding", "two_kinds")
-        found += Case.of([{"kv_shift": {}, "blend": given[0]}, {"value_residual": {}, "blend": given[2]}], "llama")
+        found = Case.combine([{"blend": one} for one in given], "llama", "gpt2", "partial_rope", "sliding", "two_kinds")
+        found += Case.combine([{"kv_shift": {}, "blend": given[0]}, {"value_residual": {}, "blend": given[2]}], "llama")
         return [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in found]
 
 

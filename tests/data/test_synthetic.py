@@ -427,8 +427,8 @@ def test_a_task_is_one_file(tmp_path, monkeypatch):
     monkeypatch.setattr(synthetic, "__path__", [*synthetic.__path__, str(tmp_path)])
     importlib.reload(data_package)
     try:
-        assert "again" in DATA.own
+        assert "again" in DATA.built_in
         assert [task.kind for task in list_tasks()].count("again") == 1
     finally:
-        DATA.own.pop("again")
+        DATA.built_in.pop("again")
         sys.modules.pop(f"{synthetic.__name__}.again")

@@ -40,8 +40,8 @@ from headwater_lab.training.records import write_record
 PACKAGES = ("headwater",)
 COMMAND = ("-m", "headwater_lab")
 
-DATA_KINDS = tuple(DATA.own)
-MECHANISM_NAMES = tuple(MECHANISMS.own)
+DATA_KINDS = tuple(DATA.built_in)
+MECHANISM_NAMES = tuple(MECHANISMS.built_in)
 
 __all__ = [
     "COMMAND",

@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from conftest import assert_near, build, config, decode, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterForImageClassification, HeadwaterVisionConfig
 from headwater.growth import enlarge, methods, pairs_of
-from headwater.growth.enlarge import carried, planned
+from headwater.growth.enlarge import carry_state, plan_growth
 from headwater.growth.methods import GrowthOptions
 from headwater.mechanisms.kv_shift import KVShift
 from headwater.plugins.registry import MECHANISMS
@@ -396,7 +396,7 @@ def test_stacking_copies_layers():
 def test_new_layers_add_nothing_and_stand_evenly():
     model = shared(mlp_bias=True, output_bias=True)
     large = grow(model, num_hidden_layers=5)
-    growth, _ = planned(model.config, GrowthOptions(num_hidden_layers=5))
+    growth, _ = plan_growth(model.config, GrowthOptions(num_hidden_layers=5))
     assert (growth.layers, growth.silent) == ((0, 1, 1, 2, 2), {2, 4})
     for layer, old in enumerate(growth.layers):
         for name, tensor in of_layer(large, layer).items():
@@ -437,7 +437,7 @@ def test_net2net_keeps_the_old_block_and_not_the_function():
     ],
 )
 def test_mechanisms_go_along_by_the_rules_they_state(mechanisms, method, depth, options):
-    _, large = planned(config(mechanisms), GrowthOptions(num_hidden_layers=depth, method=method))
+    _, large = plan_growth(config(mechanisms), GrowthOptions(num_hidden_layers=depth, method=method))
     (made,) = large.mechanisms.values()
     assert {name: made[name] for name in options} == options
 
@@ -469,8 +469,8 @@ def test_averages_of_gradients_move_as_the_gradients_do(method, sizes, monkeypat
     state = {f"optimizer.{name}.exp_avg": p.grad for name, p in model.named_parameters()}
     state |= {f"optimizer.{name}.exp_avg_sq": p.grad.square() for name, p in model.named_parameters()}
     state |= {f"optimizer.{name}.step": torch.ones(1) for name, p in model.named_parameters()}
-    moved = carried(state, model, large, GrowthOptions(**sizes, method=method))
-    growth, _ = planned(model.config, GrowthOptions(**sizes, method=method))
+    moved = carry_state(state, model, large, GrowthOptions(**sizes, method=method))
+    growth, _ = plan_growth(model.config, GrowthOptions(**sizes, method=method))
     for name, parameter in large.named_parameters():
         first = moved[f"optimizer.{name}.exp_avg"]
         known = first != 0
@@ -541,8 +541,8 @@ def test_an_outside_mechanism_has_to_say_how_it_grows(monkeypatch):
         ({}, dict(num_hidden_layers=4, method="stack"), "can be 6 or 9, not 4"),
         ({}, dict(num_hidden_layers=4, key_init="random"), "key_init is about new pairs"),
         ({}, dict(num_hidden_layers=4, tau="recompute"), "tau is about new pairs"),
-        ({}, dict(num_hidden_layers=6, method="stack+lemon"), "'lemon' would do nothing; use the method stack"),
-        ({}, dict(hidden_size=40, method="stack+lemon"), "'stack' would do nothing; use the method lemon"),
+        ({}, dict(num_hidden_layers=6, method="stack+lemon"), "'lemon' is for the other; use the method stack"),
+        ({}, dict(hidden_size=40, method="stack+lemon"), "'stack' is for the other; use the method lemon"),
         ({"mechanisms": MODELS["pattention"]}, dict(attention_pairs=99, method="stack"), "about layers and widths"),
         ({}, dict(hidden_size=40, method="hypercloning"), "can be 64 or 96, not 40"),
         ({"norm_weight": False}, dict(hidden_size=40), "norms without weights"),
@@ -565,4 +565,4 @@ def test_a_wrong_map_does_not_pass_unnoticed(monkeypatch):
     )
     monkeypatch.setitem(MECHANISMS.added, "wrong", kind)
     with pytest.raises(HeadwaterError, match="attends to layers"):
-        planned(config({"wrong": {"source": 1, "layers": [2]}}), GrowthOptions(num_hidden_layers=6))
+        plan_growth(config({"wrong": {"source": 1, "layers": [2]}}), GrowthOptions(num_hidden_layers=6))

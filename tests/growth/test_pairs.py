@@ -1,4 +1,5 @@
 import copy
+import typing
 
 import pytest
 import torch
@@ -7,11 +8,12 @@ from torch import nn
 from conftest import assert_near, build, decode, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
 from headwater.growth import grown_config, importance, merge, pairs_of, shrink
-from headwater.growth.pairs import NOT_NEUTRAL, maps_of
-from headwater.mechanisms.pattention import SCORES, default_tau
+from headwater.growth.parameter_tokens import NOT_NEUTRAL, maps_of
+from headwater.mechanisms.pattention import ScoreFunction, default_tau
 from headwater_lab import grow
 
 PAIRS = {"attention_pairs": 7, "ffn_pairs": 13}
+SCORES = typing.get_args(ScoreFunction)
 NEUTRAL = [score for score in SCORES if score not in NOT_NEUTRAL]
 
 
@@ -245,9 +247,9 @@ class TestShrinking:
     def test_weights_of_another_model_and_none_are_refused(self):
         model, rows = trained(), [{"input_ids": tokens(1, 5)}]
         for weights in (importance(grow(model, 9), rows), []):
-            with pytest.raises(HeadwaterError, match="not of this model's pairs"):
+            with pytest.raises(HeadwaterError, match="belong to other pairs than this model's"):
                 shrink(model, weights, 5)
-        with pytest.raises(HeadwaterError, match="no batch"):
+        with pytest.raises(HeadwaterError, match="at least one"):
             importance(model, [])
         with pytest.raises(HeadwaterError, match="no parameter tokens"):
             importance(shared(), rows)

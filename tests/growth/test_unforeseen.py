@@ -5,7 +5,7 @@ import torch
 
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.conversion.add import add_mechanisms
-from headwater.testing.models import build, config, disturb, tokens
+from headwater.testing.small_models import build, config, disturb, tokens
 from headwater_lab import grow
 
 
@@ -62,7 +62,7 @@ def test_new_channels_of_new_layers_learn_under_output_norms():
 
 def test_a_model_on_its_way_to_a_smaller_cache_is_finished_first():
     old = build({"blend": {"num_key_value_heads": 1}})
-    with pytest.raises(HeadwaterError, match="cannot grow before; finish the conversion"):
+    with pytest.raises(HeadwaterError, match="finish the conversion before it grows"):
         grow(old, num_hidden_layers=6)
     with pytest.raises(HeadwaterError, match="finish the conversion first"):
         add_mechanisms(old, {"kv_shift": {}})

@@ -6,7 +6,7 @@ import torch
 from conftest import assert_near, build, config, decode, tokens
 from headwater import HeadwaterError
 from headwater.config.plan import Stage
-from headwater.testing.naive import reference
+from references import reference
 
 
 @pytest.mark.parametrize("options", [{}, {"layer": 0, "weight": -0.7}])
@@ -29,5 +29,5 @@ def test_only_the_last_layer_has_it():
 
 @pytest.mark.parametrize(("options", "layers"), [({}, 2), ({"layer": 3}, 4), ({"layer": -1}, 4), ({}, 1)])
 def test_the_layer_comes_before_the_last(options, layers):
-    with pytest.raises(HeadwaterError, match="'backout' takes the output of an earlier layer"):
+    with pytest.raises(HeadwaterError, match="'backout' subtracts the output of a layer before"):
         config({"backout": options}, num_hidden_layers=layers)

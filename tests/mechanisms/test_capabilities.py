@@ -11,7 +11,7 @@ import headwater
 from headwater.config.plan import ATTENTION_STAGES, BLOCK_STAGES, Stage
 from headwater.mechanisms import Mechanism
 from headwater.mechanisms.capabilities import CAPABILITIES, GrowsOptions, SplitsOverProcesses, members_of
-from headwater.plugins.registry import REGISTRY, resolve
+from headwater.plugins.registry import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError
 
 SOURCE = Path(headwater.__file__).parents[1]
@@ -44,7 +44,7 @@ def test_each_capability_is_documented_and_used(capability):
         assert method is None or method.__doc__, member
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", MECHANISMS.built_in)
 def test_mechanisms_have_capabilities_with_the_arguments_of_the_protocol(name):
     mechanism = resolve(name)
     for capability in (kind for kind in CAPABILITIES if isinstance(mechanism, kind)):

@@ -10,7 +10,7 @@ from headwater.config.planner import plan_layers
 from headwater.cost.counts import cache_bytes as planned_bytes
 from headwater.mechanisms import MUDD, DepthAttention
 from headwater.models.cache import cache_bytes
-from headwater.testing.naive import reference
+from references import reference
 
 
 def stream(*layers: int) -> tuple[Source, ...]:
@@ -114,7 +114,7 @@ def test_mudd_reads_every_layer():
     assert [plan.acts for plan in plans] == [(), (before,), (before, after)]
     shown = build({"mudd": {}}).model.layers[2].mechanisms["mudd"].show_scalars(plans[2], {})
     assert list(shown) == ["b q", "b k", "b v", "b stream"]
-    assert shown["b q"].at == (-1, 0, 1)
+    assert shown["b q"].indices == (-1, 0, 1)
 
 
 # The inputs of attention

@@ -13,8 +13,7 @@ from headwater.mechanisms.contract import KV, Context
 from headwater.mechanisms.kv_shift import KVShift, shift
 from headwater.mechanisms.shift import dynamic_shift
 from headwater.models.cache import HeadwaterLayer
-from headwater.testing import naive
-from headwater.testing.naive import reference
+from references import reference, shift_naively
 
 B, K, T, D = 2, 3, 7, 4
 REACH = torch.tensor([[0, 1, 2, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 0]])
@@ -45,7 +44,7 @@ def mechanism(heads: int = K, value_heads: int | None = None, **options) -> KVSh
 def test_shift_equals_naive(reach, length, window):
     x, weight = random(B, K, length, D).requires_grad_(), random(window, K).requires_grad_()
     reach = None if reach is None else reach[:, :length]
-    expected = naive.kv_shift(x, weight, frozenset() if reach is None else starts(reach))
+    expected = shift_naively(x, weight, frozenset() if reach is None else starts(reach))
     actual = shift(x, weight, reach)
     assert_near(actual, expected, 1e-12)
     for a, e in zip(gradients(actual, x, weight), gradients(expected, x, weight), strict=True):
@@ -122,8 +121,8 @@ def test_keys_and_values_are_shifted_by_their_own_scalars():
     module, k, v, q = mechanism(), random(B, K, T, D), random(B, K, T, D), random(B, 2 * K, T, D)
     same_q, shifted = module.transform_qkv(q, KV(k, v), Context([]))
     assert same_q is q
-    assert_near(shifted.k, naive.kv_shift(k, module.alpha), 1e-12)
-    assert_near(shifted.v, naive.kv_shift(v, module.beta), 1e-12)
+    assert_near(shifted.k, shift_naively(k, module.alpha), 1e-12)
+    assert_near(shifted.v, shift_naively(v, module.beta), 1e-12)
 
 
 def test_layer_without_values_has_no_beta():
@@ -131,7 +130,7 @@ def test_layer_without_values_has_no_beta():
     assert dict(module.named_parameters()).keys() == {"alpha"}
     _, shifted = module.transform_qkv(k, KV(k, none), Context([]))
     assert shifted.v is none
-    assert_near(shifted.k, naive.kv_shift(k, module.alpha), 1e-12)
+    assert_near(shifted.k, shift_naively(k, module.alpha), 1e-12)
 
 
 @pytest.mark.parametrize("reach", [None, REACH], ids=["whole_rows", "documents"])
@@ -144,8 +143,8 @@ def test_chunks_with_a_tail_equal_one_row(chunks, reach):
         context = Context([], None if reach is None else reach[:, begin:end], tail)
         parts.append(module.transform_qkv(k, KV(k[:, :, begin:end], v[:, :, begin:end]), context)[1])
     border = frozenset() if reach is None else starts(reach)
-    assert_near(torch.cat([part.k for part in parts], 2), naive.kv_shift(k, module.alpha, border), 1e-12)
-    assert_near(torch.cat([part.v for part in parts], 2), naive.kv_shift(v, module.beta, border), 1e-12)
+    assert_near(torch.cat([part.k for part in parts], 2), shift_naively(k, module.alpha, border), 1e-12)
+    assert_near(torch.cat([part.v for part in parts], 2), shift_naively(v, module.beta, border), 1e-12)
 
 
 @pytest.mark.parametrize("window", [2, 4])
@@ -193,7 +192,7 @@ def test_layer_without_heads_of_its_own_is_left_alone():
 def test_form_for_the_compiler_equals_naive(window, reach, length):
     x, weight = random(B, K, length, D).requires_grad_(), random(window, K).requires_grad_()
     reach = None if reach is None else reach[:, :length]
-    expected = naive.kv_shift(x, weight, frozenset() if reach is None else starts(reach.expand(B, -1)))
+    expected = shift_naively(x, weight, frozenset() if reach is None else starts(reach.expand(B, -1)))
     actual = traced_shift(x, weight, reach)
     assert_near(actual, expected, 1e-12)
     for a, e in zip(gradients(actual, x, weight), gradients(expected, x, weight), strict=True):
@@ -250,7 +249,7 @@ def test_longer_windows_pass_gradcheck(window):
 
 def test_window_longer_than_the_row():
     x, weight = random(B, K, 2, D), random(4, K)
-    assert_near(shift(x, weight), naive.kv_shift(x, weight), 1e-12)
+    assert_near(shift(x, weight), shift_naively(x, weight), 1e-12)
 
 
 @pytest.mark.parametrize("variant", ["gate", "clamped"])
@@ -259,12 +258,12 @@ def test_tied_variants(variant):
     with torch.no_grad():
         module.alpha.copy_(torch.tensor([-0.5, 0.25, 1.75]))
     first = module.alpha.sigmoid() if variant == "gate" else torch.tensor([0.0, 0.25, 1.0], dtype=torch.float64)
-    assert_near(module(k, k)[0], naive.kv_shift(k, torch.stack((first, 1 - first))), 1e-12)
+    assert_near(module(k, k)[0], shift_naively(k, torch.stack((first, 1 - first))), 1e-12)
 
 
 def test_queries_are_shifted_by_their_own_scalars():
     module, k, q = mechanism(query_heads=2 * K), random(B, K, T, D), random(B, 2 * K, T, D)
-    assert_near(module(k, k, q)[2], naive.kv_shift(q, module.gamma), 1e-12)
+    assert_near(module(k, k, q)[2], shift_naively(q, module.gamma), 1e-12)
 
 
 # Start

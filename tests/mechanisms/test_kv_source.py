@@ -19,8 +19,8 @@ from headwater.mechanisms.contract import KV, Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.nn.cache_name import CACHE
 from headwater.nn.position import for_heads
-from headwater.plugins.registry import MECHANISMS, REGISTRY
-from headwater.testing.naive import attended
+from headwater.plugins.registry import MECHANISMS
+from headwater.testing.naive import find_sources
 
 
 def sources(made: HeadwaterConfig) -> list[tuple[int, int]]:
@@ -47,7 +47,7 @@ def sources(made: HeadwaterConfig) -> list[tuple[int, int]]:
 def test_maps_of_layers(options, keys, values):
     made = config({"kv_source": options}, num_hidden_layers=6)
     assert sources(made) == list(zip(keys, values, strict=True))
-    assert sources(made) == [attended(made, layer, 0) for layer in range(6)]
+    assert sources(made) == [find_sources(made, layer, 0) for layer in range(6)]
     stored = [(len(plan.k_heads), len(plan.v_heads)) for plan in plan_layers(made)]
     assert stored == [(2 * (i in keys), 2 * (i in values)) for i in range(6)]
 
@@ -77,7 +77,7 @@ def test_a_map_and_skip_heads_in_either_order(order):
     made = config({name: {"layers": 1, "heads": 2} if name == "skip_layer" else {} for name in order})
     attends = [[tuple(pair) for pair in plan.attends] for plan in plan_layers(made)]
     assert attends == [[(0, 0)] * 2, [(0, 0)] * 2, [(2, 2), (0, 0)]]
-    assert attends == [[attended(made, layer, head) for head in range(2)] for layer in range(3)]
+    assert attends == [[find_sources(made, layer, head) for head in range(2)] for layer in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_map_and_skip_heads_in_either_order(order):
         ({"values": [0, 2, 2]}, "layer 1 cannot have the values of layer 2; name a layer from 0 to 1"),
         (
             {"keys": [0, 0, 1]},
-            "layer 2 cannot have the keys of layer 1, which itself has those of layer 0; name layer 0",
+            "layer 2 cannot have the keys of layer 1, which itself shares layer 0's; name layer 0",
         ),
         ({"keys": [0, -1, 1]}, "name a layer from 0"),
         ({"group_size": 0}, "group_size must be at least 1"),
@@ -119,7 +119,7 @@ def combined(seed: int) -> dict | None:
     """A model of a random shape with a random map and up to two other mechanisms; None if it is refused."""
     draw = random.Random(seed)
     depth = draw.randint(2, 5)
-    chosen = draw.sample([name for name in REGISTRY if name != "kv_source"], draw.randint(0, 2))
+    chosen = draw.sample([name for name in MECHANISMS.built_in if name != "kv_source"], draw.randint(0, 2))
     mechanisms: dict = {name: {} for name in chosen}
     keys = a_map(draw, depth)
     mechanisms["kv_source"] = {"keys": keys, "values": keys if draw.random() < 0.5 else a_map(draw, depth)}

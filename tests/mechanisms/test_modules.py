@@ -9,12 +9,12 @@ import textwrap
 import pytest
 
 from conftest import assert_near, build, decode, document_positions, tokens
-from headwater.plugins.registry import REGISTRY, has_own, resolve
+from headwater.plugins.registry import MECHANISMS, has_own, resolve
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", MECHANISMS.built_in)
 def test_examples_in_docstrings_run(name):
-    module = importlib.import_module(REGISTRY[name].partition(":")[0])
+    module = importlib.import_module(MECHANISMS.built_in[name].partition(":")[0])
     finder = doctest.DocTestFinder(exclude_empty=True)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     tests = [t for t in finder.find(module, globs={}) if t.examples]
@@ -24,9 +24,9 @@ def test_examples_in_docstrings_run(name):
         assert runner.run(test).failed == 0, test.name
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", MECHANISMS.built_in)
 def test_docstrings_say_where_it_comes_from(name):
-    module = importlib.import_module(REGISTRY[name].partition(":")[0])
+    module = importlib.import_module(MECHANISMS.built_in[name].partition(":")[0])
     assert "arXiv " in module.__doc__
     assert "Departures" in module.__doc__
 
@@ -54,7 +54,7 @@ def test_a_new_mechanism_is_one_file_and_one_line(tmp_path, monkeypatch):
     """Exact in a cache, in packed rows and beside the others, with half the cache, and nothing else was touched."""
     (tmp_path / "cross_layer.py").write_text(textwrap.dedent(CROSS_LAYER))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(REGISTRY, "cross_layer", "cross_layer:CrossLayer")
+    monkeypatch.setitem(MECHANISMS.built_in, "cross_layer", "cross_layer:CrossLayer")
     monkeypatch.delitem(sys.modules, "cross_layer", raising=False)
     for others in ({}, {"kv_shift": {}}, {"pattention": {}, "value_residual": {"layers": [2]}}, {"dense_former": {}}):
         model, ids = build({"cross_layer": {}, **others}, num_hidden_layers=4), tokens(2, 12)

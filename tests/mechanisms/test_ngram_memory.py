@@ -12,27 +12,27 @@ from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.cost import counts as cost
 from headwater.mechanisms import NGramMemory, NGramTable
-from headwater.mechanisms.ngram_memory import multipliers, primes
+from headwater.mechanisms.ngram_memory import draw_multipliers, list_primes
 from headwater.models.cache import HeadwaterLayer, HeadwaterStaticLayer, cache_bytes
-from headwater.testing.models import decode, document_positions
+from headwater.testing.small_models import decode, document_positions
 
 QWEN = "transformers.models.qwen4_exp"
 
 
 def test_the_hash_never_changes():
     """Numbers of this version: with others, the tables of trained models would be read at other rows."""
-    assert multipliers(3, 50257) == [38575058880125, 170353649319747, 84843994628913]
-    assert multipliers(2, 50257, seed=1, place=2) == [113245953979535, 135456396065209]
-    assert primes(1000, 2, 4) == [1019, 1021, 1031, 1033]
+    assert draw_multipliers(3, 50257) == [38575058880125, 170353649319747, 84843994628913]
+    assert draw_multipliers(2, 50257, seed=1, table_index=2) == [113245953979535, 135456396065209]
+    assert list_primes(1000, 2, 4) == [1019, 1021, 1031, 1033]
     table = NGramTable(1000, 1, heads=2)
-    found = table.found(table.past(torch.tensor([[7, 999, 7]]), None, None))
+    found = table.find_rows(table.list_past(torch.tensor([[7, 999, 7]]), None, None))
     assert found.tolist() == [[[475, 1111, 2443, 3357], [399, 1137, 2203, 3396], [415, 1050, 2023, 3560]]]
 
 
 @pytest.mark.parametrize("vocabulary", [2, 97, 50257, 2**20, 2**31])
 def test_products_fit_into_64_bits(vocabulary):
     for seed in range(20):
-        assert all(factor % 2 and factor * vocabulary < 2**63 for factor in multipliers(4, vocabulary, seed))
+        assert all(factor % 2 and factor * vocabulary < 2**63 for factor in draw_multipliers(4, vocabulary, seed))
 
 
 @pytest.mark.parametrize("chunks", [None, [1, 5, 1, 1, 9]])
@@ -54,7 +54,7 @@ def test_it_is_qwens(chunks):
         theirs = importlib.import_module(f"{QWEN}.modeling_qwen4_exp").Qwen4ExpTextNGramEmbedding(made, 32, 1, 1)
     except ImportError:
         pytest.skip("This version of transformers has no Qwen4Exp.")
-    ours = NGramTable(1000, 8, [2, 3], 2, 50, end_of_text=7, seed=made.seed, place=1)
+    ours = NGramTable(1000, 8, [2, 3], 2, 50, end_of_text=7, seed=made.seed, table_index=1)
     ours.table.weight.data.copy_(theirs.ngram_embedding.weight[: len(ours.table.weight)])
     ids = torch.randint(1000, (2, 17))
     ids[0, 4] = ids[1, 0] = ids[1, 8] = ids[1, 9] = 7
@@ -113,7 +113,7 @@ def test_caches_keep_ids_exactly(dtype):
     early.lazy_initialization(*(torch.zeros(1, 2, 0, 8, dtype=dtype) for _ in range(2)))
     for layer in (early, HeadwaterStaticLayer(max_cache_len=20), HeadwaterLayer()):
         for at in range(7):
-            kept = layer.before("ids", ids[:, :, at : at + 1], 2)
+            kept = layer.update_tail("ids", ids[:, :, at : at + 1], 2)
             assert kept.flatten().tolist() == [0, 0, *ids.flatten().tolist()][at : at + 2]
 
 
@@ -150,7 +150,7 @@ def test_a_table_is_not_read_as_a_whole_to_generate_a_token():
     plain, more = config(), config({"ngram_memory": {"rank": 24, "gate": "match"}})
     added = sum(cost.parameters(more).values()) - sum(cost.parameters(plain).values())
     maps = 24 * 32 * 2
-    assert added == sum(primes(97, 0, 8)) * 3 + maps
+    assert added == sum(list_primes(97, 0, 8)) * 3 + maps
     assert cost.weights_read(more) - cost.weights_read(plain) == maps
 
 

@@ -72,7 +72,7 @@ def test_exclusive_acts_in_the_layers_that_are_named():
         "model.layers.1.self_attn.mechanisms.exclusive.alpha"
     ]
     shown = model.model.layers[1].self_attn.mechanisms["exclusive"].show_scalars(model.plans[1], {})
-    assert shown["α"].by == "query head"
+    assert shown["α"].owner == "query head"
     assert shown["α"].values.abs().max() < 1
     model(tokens(1, 3))
 

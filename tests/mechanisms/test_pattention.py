@@ -173,7 +173,7 @@ def test_tau_stays_in_fp32_and_in_the_checkpoint(tmp_path):
 def test_a_tau_that_was_put_is_made_again():
     """Buffers of a model on the meta device are made from `constants()`."""
     scale = Pattention(4, 4, 16).scale
-    scale.put(7.5)
+    scale.set_tau(7.5)
     assert scale().item() == scale.constants()["tau"].item() == 7.5
 
 
@@ -235,7 +235,7 @@ def test_pairs_decay_and_tau_does_not():
 @pytest.mark.parametrize(
     ("options", "changes", "message"),
     [
-        ({"ffn_pairs": 0}, {}, "ffn_pairs must be at least 1, not 0"),
+        ({"ffn_pairs": 0}, {}, "there must be at least one pair, not 0"),
         ({}, {"qkv_bias": True}, "set qkv_bias to false"),
         ({"score": "relu"}, {}, "score must be 'l2_norm_gelu', 'gelu_l2_norm'"),
         ({"score": "softmax", "tau": "pairs"}, {}, "has no tau"),

@@ -8,8 +8,8 @@ import torch
 
 from conftest import assert_near, build, decode, tokens
 from golden.variants import VARIANTS
-from headwater.testing.naive import reference
 from headwater.util.errors import HeadwaterError
+from references import reference
 
 LENGTH = 11
 

@@ -12,7 +12,8 @@ from headwater.config.planner import plan_layers
 from headwater.mechanisms.contract import Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.plugins.registry import MECHANISMS
-from headwater.testing.naive import Reference, attended, reference
+from headwater.testing.naive import Reference, find_sources
+from references import reference
 
 BIG = dict(num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12, hidden_size=48, head_dim=4)
 
@@ -69,9 +70,9 @@ def test_plan_says_what_the_equations_say():
     ):
         described = config(mechanisms, **BIG)
         for plan in plan_layers(described):
-            assert [tuple(a) for a in plan.attends] == [attended(described, plan.index, h) for h in range(12)]
-            assert list(plan.k_heads) == Reference(described, {}).stored(plan.index, 0)
-            assert list(plan.v_heads) == Reference(described, {}).stored(plan.index, 1)
+            assert [tuple(a) for a in plan.attends] == [find_sources(described, plan.index, h) for h in range(12)]
+            assert list(plan.k_heads) == Reference(described, {}).list_stored_heads(plan.index, 0)
+            assert list(plan.v_heads) == Reference(described, {}).list_stored_heads(plan.index, 1)
 
 
 # What is not built
@@ -232,7 +233,7 @@ def test_a_layer_attends_to_what_its_source_attends_to(mechanisms, expected, tur
 )
 def test_skip_heads_with_shared_layers(mechanisms, second):
     assert attends(mechanisms, 1) == second
-    assert attends(mechanisms, 1) == [attended(config(mechanisms, **DEPTH), layer, 1) for layer in range(4)]
+    assert attends(mechanisms, 1) == [find_sources(config(mechanisms, **DEPTH), layer, 1) for layer in range(4)]
 
 
 def drawn_sharing(seed: int) -> dict:
@@ -266,11 +267,11 @@ def test_any_mechanisms_that_share_as_the_equations_say():
         described = config(drawn_sharing(seed), **sizes)
         for plan in plan_layers(described):
             assert [tuple(pair) for pair in plan.attends] == [
-                attended(described, plan.index, head) for head in range(4)
+                find_sources(described, plan.index, head) for head in range(4)
             ]
             # What is stored is attended to by someone, and nothing is attended to that is not stored.
-            assert list(plan.k_heads) == Reference(described, {}).stored(plan.index, 0)
-            assert list(plan.v_heads) == Reference(described, {}).stored(plan.index, 1)
+            assert list(plan.k_heads) == Reference(described, {}).list_stored_heads(plan.index, 0)
+            assert list(plan.v_heads) == Reference(described, {}).list_stored_heads(plan.index, 1)
 
 
 @pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])

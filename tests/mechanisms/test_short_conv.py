@@ -11,7 +11,7 @@ from headwater.config.plan import Stage
 from headwater.mechanisms import ShortConv
 from headwater.models.cache import HeadwaterLayer
 from headwater.nn.cache_name import CACHE
-from headwater.testing.naive import reference
+from references import reference
 
 PLACES = [
     "queries",
@@ -66,10 +66,10 @@ def test_dynamic_taps_are_inkling_2s():
     cache = HeadwaterLayer()
     their_cache = DynamicCache(config=theirs.Inkling2TextConfig(num_hidden_layers=1))
     chunks = list(zip(x.split([5, 1, 1, 4], 1), given.split([5, 1, 1, 4], 1), strict=True))
-    ours_in_chunks = [ours(split(a, 3), "keys", tail=cache, given=b) for a, b in chunks]
+    ours_in_chunks = [ours(split(a, 3), "keys", tail=cache, attention_input=b) for a, b in chunks]
     theirs_in_chunks = [reference(a, b, **{CACHE: their_cache}) for a, b in chunks]
     assert_near(torch.cat(ours_in_chunks, 2).transpose(1, 2).flatten(2), torch.cat(theirs_in_chunks, 1), 5e-6)
-    assert_near(ours(split(x, 3), "keys", given=given).transpose(1, 2).flatten(2), expected, 5e-6)
+    assert_near(ours(split(x, 3), "keys", attention_input=given).transpose(1, 2).flatten(2), expected, 5e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -116,7 +116,7 @@ def test_dynamic_taps_keep_no_shifted_copy_and_have_their_gradients():
     for off in (False, True):
         x.grad = given.grad = conv.zero_grad()
         with kernels.disable_kernels() if off else torch.enable_grad():
-            y = conv(x, "values", reach, given=given)
+            y = conv(x, "values", reach, attention_input=given)
             (y * torch.arange(6)).sum().backward()
         found.append((y, x.grad, given.grad, *(p.grad.clone() for p in conv.parameters())))
     for fused, plain in zip(*found, strict=True):
@@ -152,7 +152,7 @@ def test_a_stream_that_heads_do_not_divide():
         ({"sites": ["key"]}, "sites cannot contain 'key'; did you mean 'keys'"),
         ({"sites": []}, "sites is empty"),
         ({"dynamic": ["queries"]}, "dynamic cannot contain 'queries'"),
-        ({"sites": ["attention_input"], "dynamic": ["attention_input"]}, "those of queries, keys and values"),
+        ({"sites": ["attention_input"], "dynamic": ["attention_input"]}, "list only queries, keys or values"),
         ({"window": 1}, "window must be at least 2"),
         ({"layers": [4]}, "between 0 and 2"),
     ],

@@ -7,7 +7,7 @@ from conftest import assert_near, build, config, decode, document_positions, tok
 from headwater import HeadwaterError
 from headwater.config.plan import Stage
 from headwater.mechanisms import Smear
-from headwater.testing.naive import reference
+from references import reference
 
 SMEAR = {"smear": {"weight": 0.5}}
 

@@ -59,7 +59,7 @@ def test_all_pairs_are_the_dense_form():
     product = layer(pairs=9, top_k=9, product_heads=1)
     with torch.no_grad():
         first, second = product.key.split(3)
-        dense.put((first[:, None] + second).flatten(0, 1), product.value)
+        dense.set_pairs((first[:, None] + second).flatten(0, 1), product.value)
     assert_near(product(x), dense(x), 1e-12)
 
 
@@ -67,7 +67,7 @@ def test_heads_are_several_modules_of_the_same_values():
     whole, x = layer(pairs=16, top_k=3, product_heads=2), random(5, 6)
     parts = [layer(pairs=16, top_k=3, product_heads=1) for _ in range(2)]
     for part, key in zip(parts, whole.key.chunk(2), strict=True):
-        part.put(key, whole.value)
+        part.set_pairs(key, whole.value)
     assert_near(whole(x), parts[0](x) + parts[1](x), 1e-12)
 
 
@@ -90,7 +90,7 @@ def test_the_memory_of_the_paper():
             expected[token] += scores[i, j].exp() / total * values[i * side + j]
     ours = layer("softmax", pairs=side**2, top_k=top_k, product_heads=heads)
     folded = torch.einsum("hpsw,hpwd->hpsd", keys, queries.unflatten(1, (2, -1)))
-    ours.put(folded.flatten(0, 2) * 6**0.5, values)  # the softmax of equation 15 divides by the root of the width
+    ours.set_pairs(folded.flatten(0, 2) * 6**0.5, values)  # the softmax of equation 15 divides by the root of the width
     assert_near(ours(x), expected, 1e-12)
 
 
@@ -222,7 +222,7 @@ def test_growing_and_shrinking_by_dense_keys_alone():
         grow(model, 9)
     grown = grow(model, 9, key_init="random", tau="recompute")
     assert grown.model.layers[0].self_attn.q_proj.scale.tau.item() == pytest.approx(default_tau("l2_norm_gelu", 5))
-    assert grown.model.layers[0].mlp.way() is None
+    assert grown.model.layers[0].mlp.find_tau_path() is None
     weights = importance(grown, [{"input_ids": ids}])
     small = shrink(grown, weights, 6)
     assert small.model.layers[0].self_attn.q_proj.n == 6

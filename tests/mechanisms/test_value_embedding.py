@@ -9,7 +9,7 @@ from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.cost import counts as cost
 from headwater.mechanisms import ValueEmbedding, ValueTables
-from headwater.testing.naive import reference
+from references import reference
 
 
 @pytest.mark.parametrize("rank", [None, 3])
@@ -91,8 +91,8 @@ def test_half_precision_keeps_its_dtype():
         ({"channels": 40}, "channels must be from 1 to hidden_size 32"),
         ({"layers": [3]}, "between 0 and 2"),
         ({"scale": 0}, "scale must be above 0"),
-        ({"gate": "scalar", "scale": 9.0}, "scale belongs to gate 'sigmoid'"),
-        ({"gate": "none", "channels": 3}, "channels belongs to gate 'sigmoid'"),
+        ({"gate": "scalar", "scale": 9.0}, "scale is for gate 'sigmoid'"),
+        ({"gate": "none", "channels": 3}, "channels is for gate 'sigmoid'"),
     ],
 )
 def test_contradictory_options(options, message):

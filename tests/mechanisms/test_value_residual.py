@@ -8,13 +8,14 @@ from headwater.config.planner import plan_layers
 from headwater.mechanisms.contract import KV, Context
 from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
 from headwater.testing import naive
+from references import reference
 
 FIRST = Source("raw", "v", 0)
 MODES = ["identity", "learnable"]
 
 
 def mechanism(mode: str) -> ValueResidual:
-    module = ValueResidual(mode, reads=(FIRST,), slots=(0,), chosen=(None,)).double()
+    module = ValueResidual(mode, reads=(FIRST,), slots=((0, None),)).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     return module
@@ -97,7 +98,7 @@ def test_receiving_layers():
 
 def test_fewer_values_take_their_own_heads_of_the_first():
     model = HeadwaterForCausalLM(config({"skip_layer": {}, "value_residual": {}}))
-    assert [mix.chosen for mix in mixes(model)] == [(None,), (slice(0, 1),)]
+    assert [[heads for _, heads in mix.slots] for mix in mixes(model)] == [[None], [slice(0, 1)]]
 
 
 def test_fixed_weights():
@@ -298,7 +299,7 @@ def test_bf16_model_trains():
     ],
 )
 def test_a_source_without_values_of_its_own_is_refused(mechanisms):
-    with pytest.raises(HeadwaterError, match=r"layer 5 has no .* choose another source"):
+    with pytest.raises(HeadwaterError, match=r"layer 5 does not make .* choose another source"):
         config(mechanisms, num_hidden_layers=8)
 
 
@@ -317,7 +318,7 @@ def test_a_source_without_values_of_its_own_is_refused(mechanisms):
 )
 def test_values_that_are_only_partly_there(mechanisms):
     model, ids = build(mechanisms, num_hidden_layers=8, position="none"), tokens(1, 6)
-    assert_near(model(ids, use_cache=False).logits[0], naive.reference(model)(ids[0]), 1e-12)
+    assert_near(model(ids, use_cache=False).logits[0], reference(model)(ids[0]), 1e-12)
 
 
 def test_plus_divides_its_budget_among_those_that_receive():
@@ -367,4 +368,4 @@ def test_what_another_mechanism_reads_is_not_mixed_in():
         "neutreno": {},
     }
     model, ids = build(mechanisms, num_hidden_layers=8, position="none"), tokens(1, 6)
-    assert_near(model(ids, use_cache=False).logits[0], naive.reference(model)(ids[0]), 1e-12)
+    assert_near(model(ids, use_cache=False).logits[0], reference(model)(ids[0]), 1e-12)

@@ -12,8 +12,8 @@ from transformers import DynamicCache, StaticCache
 from conftest import assert_near, build, config, document_positions, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.nn.ancestors import find_ancestors
-from headwater.testing.trees import Tree, batch
-from headwater.testing.trees import part as growing_part
+from headwater.testing.trees import Tree, batch_trees
+from headwater.testing.trees import slice_tokens as growing_part
 
 EXACT = 1e-12
 SHIFTS: list[dict] = [
@@ -56,7 +56,7 @@ def test_three_continuations_in_one_row():
     model, rows = shared({"kv_shift": {}}), torch.tensor([[10, 11, 12, x] for x in range(3)])
     tree = Tree([-1, 0, 1, 2, 2, 2])
     tree.ids = torch.tensor([10, 11, 12, 0, 1, 2])
-    logits = model(**batch([tree])).logits[0]
+    logits = model(**batch_trees([tree])).logits[0]
     assert tree.positions.tolist() == [0, 1, 2, 3, 3, 3]
     assert_near(logits[3:], model(rows).logits[:, -1], EXACT)
 
@@ -69,8 +69,8 @@ def test_three_continuations_in_one_row():
 def test_random_trees(mechanisms, kind, kernel):
     model = shared(mechanisms, attn_implementation=kernel)
     trees = [random_tree(12, seed, trunk) for seed, trunk in enumerate((0, 3, 5, 12))]
-    expected = torch.stack([tree.expected(model) for tree in trees])
-    assert_near(model(**as_masked(batch(trees), kind), use_cache=False).logits, expected, EXACT)
+    expected = torch.stack([tree.compute_logits(model) for tree in trees])
+    assert_near(model(**as_masked(batch_trees(trees), kind), use_cache=False).logits, expected, EXACT)
 
 
 @pytest.mark.sampled(2)
@@ -82,12 +82,12 @@ def test_branches_after_a_cached_prefix(mechanisms, static, seed):
     """The prefix plain and in two calls, then a tree on its last token in one call."""
     model, prefix, size = shared(mechanisms), 5, 12
     trees = [random_tree(size, 10 * seed + row, prefix) for row in range(3)]
-    given, slots = batch(trees), 15 if static else None
+    given, slots = batch_trees(trees), 15 if static else None
     cache = StaticCache(config=model.config, max_cache_len=15) if static else DynamicCache(config=model.config)
     model(given["input_ids"][:, :3], past_key_values=cache)
     model(given["input_ids"][:, 3:prefix], past_key_values=cache)
     logits = model(**part(given, prefix, size, slots), past_key_values=cache).logits
-    expected = torch.stack([tree.expected(model)[prefix:] for tree in trees])
+    expected = torch.stack([tree.compute_logits(model)[prefix:] for tree in trees])
     assert_near(logits, expected, EXACT)
 
 
@@ -97,13 +97,13 @@ def test_branches_after_a_cached_prefix(mechanisms, static, seed):
 def test_trees_grow_in_a_cache_that_records_the_past(mechanisms, seed):
     model, borders = shared(mechanisms), (4, 6, 7, 11, 14)
     trees = [random_tree(borders[-1], 20 * seed + row, 4) for row in range(2)]
-    given, cache = batch(trees), DynamicCache(config=model.config)
+    given, cache = batch_trees(trees), DynamicCache(config=model.config)
     model(given["input_ids"][:, :4], past_key_values=cache)
     cache.activate_past_recording()
     logits = [
         model(**part(given, start, end), past_key_values=cache).logits for start, end in itertools.pairwise(borders)
     ]
-    expected = torch.stack([tree.expected(model)[4:] for tree in trees])
+    expected = torch.stack([tree.compute_logits(model)[4:] for tree in trees])
     assert_near(torch.cat(logits, 1), expected, EXACT)
 
 
@@ -111,20 +111,20 @@ def test_trees_grow_in_a_cache_that_records_the_past(mechanisms, seed):
 def test_without_recording_an_old_branch_is_refused_and_nothing_changes(static):
     model = shared({"kv_shift": {}})
     tree = Tree([-1, 0, 0, 0, 1, 3])  # 4 goes on from 1, which is not kept; 5 from 3, which is the last
-    given, slots = batch([tree]), 8 if static else None
+    given, slots = batch_trees([tree]), 8 if static else None
     cache = StaticCache(config=model.config, max_cache_len=8) if static else DynamicCache(config=model.config)
     model(**part(given, 0, 4, slots), past_key_values=cache)
     with pytest.raises(HeadwaterError, match="activate_past_recording"):
         model(**part(given, 4, 5, slots), past_key_values=cache)
     tree = Tree([-1, 0, 0, 0, 3])
-    logits = model(**part(batch([tree]), 4, 5, slots), past_key_values=cache).logits
-    assert_near(logits[0], tree.expected(model)[4:], EXACT)
+    logits = model(**part(batch_trees([tree]), 4, 5, slots), past_key_values=cache).logits
+    assert_near(logits[0], tree.compute_logits(model)[4:], EXACT)
 
 
 def test_a_crop_takes_branches_back():
     model, cache = shared({"kv_shift": {"window": 3}}), DynamicCache(config=config({"kv_shift": {"window": 3}}))
     tree = Tree([-1, 0, 1, 2, 2, 3, 4])
-    given = batch([tree])
+    given = batch_trees([tree])
     model(given["input_ids"][:, :3], past_key_values=cache)
     cache.activate_past_recording()
     model(**part(given, 3, 5), past_key_values=cache)
@@ -132,8 +132,8 @@ def test_a_crop_takes_branches_back():
     cache.activate_past_recording()
     kept = Tree([-1, 0, 1, 2, 3, 3])
     kept.ids = torch.cat((tree.ids[:4], tokens(2, seed=9)))
-    logits = model(**part(batch([kept]), 4, 6), past_key_values=cache).logits
-    assert_near(logits[0], kept.expected(model)[4:], EXACT)
+    logits = model(**part(batch_trees([kept]), 4, 6), past_key_values=cache).logits
+    assert_near(logits[0], kept.compute_logits(model)[4:], EXACT)
 
 
 @shifts
@@ -167,12 +167,12 @@ def test_plain_padded_and_packed_rows_as_masks_for_the_kernel(mechanisms):
 
 def test_one_mask_and_position_ids_for_all_rows():
     model, tree = shared({"kv_shift": {"window": 3}}), random_tree(9, 1, 3)
-    given = batch([tree])
+    given = batch_trees([tree])
     given["input_ids"] = tokens(3, 9)
     expected = []
     for row in given["input_ids"]:
         tree.ids = row
-        expected.append(tree.expected(model))
+        expected.append(tree.compute_logits(model))
     assert_near(model(**given, use_cache=False).logits, torch.stack(expected), EXACT)
 
 
@@ -184,7 +184,7 @@ def test_sliding_windows(window):
     tree.ids = tokens(11)
     expected = model(tree.ids[None], use_cache=False).logits
     slot = torch.arange(11)
-    given = batch([tree])
+    given = batch_trees([tree])
     given["attention_mask"] = given["attention_mask"] & (slot[:, None] - slot < window)
     assert_near(model(**given, use_cache=False).logits, expected, EXACT)
     cache = model(tree.ids[None, :8]).past_key_values
@@ -194,11 +194,11 @@ def test_sliding_windows(window):
 
 
 def changed(**changes: Tensor) -> dict[str, Tensor]:
-    return batch([Tree([-1, 0, 1, 2, 3, 4])]) | changes
+    return batch_trees([Tree([-1, 0, 1, 2, 3, 4])]) | changes
 
 
 def hiding(token: int, slot: int) -> Tensor:
-    mask = Tree([-1, 0, 1, 2, 3, 4]).seen[None, None].clone()
+    mask = Tree([-1, 0, 1, 2, 3, 4]).visible[None, None].clone()
     mask[..., token, slot] = False
     return mask
 
@@ -293,7 +293,7 @@ def test_document_starts():
 def test_flex_attentions_block_masks():
     """Their kernel would have to be compiled first; here what is read from the mask."""
     tree = random_tree(9, 3, 3)
-    position_ids, seen = tree.positions[None], tree.seen
+    position_ids, seen = tree.positions[None], tree.visible
     blocks = create_block_mask(lambda b, h, q, kv: seen[q, kv], 1, 1, 9, 9, device="cpu")
     slots = find_ancestors(position_ids, blocks, tail_lengths=(3, 3, 3)).slots
     assert torch.equal(slots, find_ancestors(position_ids, seen[None, None], tail_lengths=(3, 3, 3)).slots)
@@ -308,8 +308,8 @@ def test_flex_attentions_block_masks():
 def test_gradients(mechanisms):
     model, tree = build(mechanisms), random_tree(7, 2, 2)
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    actual = torch.autograd.grad(model(**batch([tree]), use_cache=False).logits.square().sum(), wanted)
-    expected = torch.autograd.grad(tree.expected(model).square().sum(), wanted)
+    actual = torch.autograd.grad(model(**batch_trees([tree]), use_cache=False).logits.square().sum(), wanted)
+    expected = torch.autograd.grad(tree.compute_logits(model).square().sum(), wanted)
     for a, b in zip(actual, expected, strict=True):
         assert_near(a, b, 1e-9)
 
@@ -320,12 +320,14 @@ def test_compiled_code_asserts_what_it_cannot_look_at():
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        assert_near(compiled(**batch([tree]), use_cache=False).logits[0], tree.expected(model), 1e-9)
+        assert_near(compiled(**batch_trees([tree]), use_cache=False).logits[0], tree.compute_logits(model), 1e-9)
         with pytest.raises((RuntimeError, HeadwaterError), match="exactly one token"):
-            compiled(**batch([tree]) | {"position_ids": tree.positions[None] + 1}, use_cache=False)
+            compiled(**batch_trees([tree]) | {"position_ids": tree.positions[None] + 1}, use_cache=False)
 
 
 def test_half_precision_scalars_stay_wide():
     model = HeadwaterForCausalLM(config({"kv_shift": {}})).to(torch.bfloat16)
     tree = random_tree(9, 3, 3)
-    assert_near(model(**batch([tree]), use_cache=False).logits[0].float(), tree.expected(model).float(), 0.05)
+    assert_near(
+        model(**batch_trees([tree]), use_cache=False).logits[0].float(), tree.compute_logits(model).float(), 0.05
+    )

@@ -36,7 +36,7 @@ def random_kv(length: int, batch: int = B, heads: int = K, value_heads: int | No
 
 
 def extend(layer, name: str, x: Tensor, length: int) -> Tensor:
-    return torch.cat((layer.before(name, x, length), x), dim=2)
+    return torch.cat((layer.update_tail(name, x, length), x), dim=2)
 
 
 def feed(layer, kv: KV, tail: int = 1) -> tuple[KV, KV]:

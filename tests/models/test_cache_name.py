@@ -136,7 +136,7 @@ def test_static_layers_with_raw_tokens_cannot_be_cropped():
         layer = next(layer for layer in cache.layers if isinstance(layer, HeadwaterStaticLayer))
         assert layer.is_croppable == (model is shared and CACHE == "cache")
     layer = HeadwaterStaticLayer(8)
-    layer.before("keys", torch.zeros(1, 1, 3, 2), 1)
+    layer.update_tail("keys", torch.zeros(1, 1, 3, 2), 1)
     with pytest.raises(RuntimeError, match="cannot take tokens back"):
         layer.crop(-1)
 

@@ -24,7 +24,7 @@ from headwater import HeadwaterForCausalLM
 from headwater.models import input_checks
 from headwater.models.decoding import WARM, Arrivals, Decoder, DecodingState
 from headwater.nn import lookback, masks
-from headwater.plugins.registry import REGISTRY
+from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.waits import NoWaits, no_waits
 from waits import CountedWaits
@@ -34,7 +34,7 @@ MANY = {"pattention": {}, "kv_shift": {}, "value_residual": {}, "skip_layer": {}
 SHARED = {"kv_shift": {}, "svformer": {}, "skip_layer": {}}
 MODELS = {
     "vanilla": {},
-    **{name: {name: LEARNING.get(name, {})} for name in sorted(REGISTRY)},
+    **{name: {name: LEARNING.get(name, {})} for name in sorted(MECHANISMS.built_in)},
     "weights": {"value_residual": {"target": "probabilities"}},
     "many": MANY,
     "shared": SHARED,

@@ -17,12 +17,12 @@ from transformers.integrations.executorch import (
 from conftest import Wanted, assert_near, build, tokens
 from headwater import HeadwaterError
 from headwater.nn.cache_name import CACHE, cache_of
-from headwater.plugins.registry import REGISTRY
+from headwater.plugins.registry import MECHANISMS
 
 LONGEST = 16
 MODELS: list[dict] = [
     {},
-    *({name: {"layer": 0} if name == "backout" else {}} for name in REGISTRY),  # of two layers
+    *({name: {"layer": 0} if name == "backout" else {}} for name in MECHANISMS.built_in),  # of two layers
     {"kv_shift": {"window": 4, "queries": True}},
     {"kv_shift": {"keys": False, "values": False, "queries": True}, "skip_layer": {"heads": 4, "layers": 1}},
     {"pattention": {}, "kv_shift": {}, "value_residual": {}, "skip_layer": {}, "dense_former": {}},

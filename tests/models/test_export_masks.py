@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from conftest import document_positions, shared, tokens
 from headwater.nn.lookback import last_marked
-from headwater.plugins.registry import REGISTRY
+from headwater.plugins.registry import MECHANISMS
 
 SHAPES = {0: torch.export.Dim("batch", min=1, max=8), 1: torch.export.Dim("length", min=2, max=64)}
 # Batch and length when exported, and when used.
@@ -63,7 +63,7 @@ second = pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
 
 @pytest.mark.sampled(14)
 @second
-@pytest.mark.parametrize("mechanism", [None, *REGISTRY])
+@pytest.mark.parametrize("mechanism", [None, *MECHANISMS.built_in])
 def test_programs_take_any_batch_and_length(mechanism, name):
     if (mechanism, name) == ("kv_shift", "attention_mask") and torch.__version__.startswith("2.11."):
         pytest.skip("PyTorch 2.11 ties the length to the strides of keys")
@@ -76,7 +76,7 @@ def test_programs_take_any_batch_and_length(mechanism, name):
 @pytest.mark.slow
 @pytest.mark.sampled(6)
 @second
-@pytest.mark.parametrize("mechanism", [None, *REGISTRY])
+@pytest.mark.parametrize("mechanism", [None, *MECHANISMS.built_in])
 def test_onnx_runs_them(mechanism, name, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

@@ -8,7 +8,7 @@ from conftest import assert_near
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
 from headwater.nn.loss import classification_loss
-from headwater.testing.measures import saved_bytes
+from headwater.testing.model_measures import saved_bytes
 from headwater_lab.training.loop import smooth_labels
 
 V, D = 89, 16

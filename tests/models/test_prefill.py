@@ -17,7 +17,7 @@ from headwater.mechanisms.contract import Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import Decoder
 from headwater.nn.masks import LayerKind, find_new_tokens, keep_last_rows
-from headwater.plugins.registry import MECHANISMS, REGISTRY
+from headwater.plugins.registry import MECHANISMS
 
 # Of four layers, the last two attend to what the second stores.
 MAP = {"kv_source": {"keys": "last", "values": "last"}}
@@ -110,7 +110,7 @@ def test_no_layer_is_where_each_stores_or_what_it_reads_cannot_be_cut(monkeypatc
 # The same numbers
 
 OTHERS = [
-    *({name: {}} for name in REGISTRY if name != "kv_source"),
+    *({name: {}} for name in MECHANISMS.built_in if name != "kv_source"),
     *({"value_residual": {"target": target}} for target in ("queries", "probabilities", "hidden")),
     {"neutreno": {}, "dense_former": {}},
 ]

@@ -15,9 +15,9 @@ from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
 from headwater.config.layers import layer_config
 from headwater.cost import counts as cost
 from headwater.models.cache import cache_bytes
-from headwater.testing.contract import DOCUMENTS, T, per_document
-from headwater.testing.naive import reference
-from headwater.testing.served import Server, prompts
+from headwater.testing.contract_suite import DOCUMENTS, T, per_document
+from headwater.testing.served import Server, make_prompts
+from references import reference
 
 HEADS = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
 KINDS = dict(
@@ -80,10 +80,10 @@ def test_a_static_cache_has_room_for_the_heads_of_each_layer():
 def test_the_slopes_of_a_paged_cache_are_those_of_each_layer():
     sizes = KINDS | dict(position="alibi", sliding_fields=dict(num_attention_heads=6))
     model = build(**sizes)
-    rows = prompts(model.config.vocab_size)
+    rows = make_prompts(model.config.vocab_size)
     with torch.no_grad():
         alone = [model(torch.tensor([row])).logits[0] for row in rows]
-        for row, position, logits in Server(model).outputs(rows):
+        for row, position, logits in Server(model).run_rows(rows):
             assert_near(logits, alone[row][position], 1e-6)  # slopes are in fp32
 
 

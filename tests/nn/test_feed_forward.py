@@ -14,7 +14,7 @@ from conftest import assert_near, config
 from headwater import HeadwaterForCausalLM
 from headwater.nn.feed_forward import FeedForward
 from headwater.nn.norm import RMSNorm
-from headwater.testing.measures import saved_bytes
+from headwater.testing.model_measures import saved_bytes
 from headwater.util.precision import Precision
 from headwater_lab.bench.shapes import StepShape
 from headwater_lab.bench.training import stored_by_pair, text_pair

@@ -6,7 +6,7 @@ import torch
 from conftest import assert_near, decode, document_positions, shared, tokens
 from headwater.nn.position import alibi_slopes
 from headwater.testing import naive
-from headwater.testing.naive import reference
+from references import reference
 
 
 @pytest.mark.parametrize("heads", range(1, 33))

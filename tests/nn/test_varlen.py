@@ -14,7 +14,7 @@ from headwater.config.capabilities import LimitsKernels
 from headwater.config.options import parse_options
 from headwater.kernels import varlen
 from headwater.nn.documents import make_cu_seq_lens, restarted_positions
-from headwater.plugins.registry import REGISTRY, resolve
+from headwater.plugins.registry import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.gpu import combine_mechanisms
 from headwater_lab.recipe.recipe import parse
@@ -135,7 +135,7 @@ def limits_kernels(name):
     return isinstance(mechanism, LimitsKernels) and mechanism.list_kernels(parse_options(mechanism, {})) is not None
 
 
-MASKLESS = [name for name in REGISTRY if not limits_kernels(name)]
+MASKLESS = [name for name in MECHANISMS.built_in if not limits_kernels(name)]
 # All of them with grouped queries; the mechanisms as they are by default and in other forms.
 MODELS = {
     **{name: (mechanisms, {}) for name, mechanisms in combine_mechanisms(MASKLESS).items()},

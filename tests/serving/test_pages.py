@@ -12,7 +12,7 @@ from headwater.cost.counts import cache_bytes, cache_bytes_per_token
 from headwater.engines.paged import FlatBatch
 from headwater.engines.pages import Page, check_servable
 from headwater.mechanisms import KVShift
-from headwater.testing.served import NaiveEngine, Server, prompts
+from headwater.testing.served import NaiveEngine, Server, make_prompts
 
 EVERYTHING = {"value_residual": {}, "skip_layer": {}, "kv_shift": {"window": 3}, "smear": {}, "ngram_memory": {}}
 CASES = [
@@ -34,18 +34,18 @@ def test_a_block_has_the_bytes_of_the_plan(mechanisms, changes, element):
     raw = cache_bytes(asked, 0, element_size=element)
     tails = sum(len(plan.inputs) if part == "input" else 1 for plan in plan_layers(asked) for part, *_ in plan.tails)
     assert raw <= page.size - page.history <= raw + 8 * (tails + 1)
-    spans = [(one.first, one.heads * one.width * 16 * element) for one in page.stores.values()]
-    spans = sorted([*spans, *((room.first, room.size) for room in page.rooms.values())])
+    spans = [(one.offset, one.heads * one.width * 16 * element) for one in page.stores.values()]
+    spans = sorted([*spans, *((room.offset, room.size) for room in page.rooms.values())])
     assert [first + size for first, size in spans[:-1]] == [first for first, _ in spans[1:]]
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mechanisms", "changes"), CASES[1:], ids=lambda one: "+".join(one))
 def test_tokens_through_a_server_in_miniature(mechanisms, changes, seed):
-    model, rows = build(mechanisms, **changes), prompts(97, seed)[:6]
+    model, rows = build(mechanisms, **changes), make_prompts(97, seed)[:6]
     with torch.no_grad():
         alone = [model(torch.tensor([row]), use_cache=False).logits[0] for row in rows]
-    for row, position, logits in Server(model, seed=seed).outputs(rows):
+    for row, position, logits in Server(model, seed=seed).run_rows(rows):
         assert_near(logits, alone[row][position])
 
 
@@ -53,7 +53,7 @@ def test_raw_tokens_of_a_shared_block_are_read_in_the_step_that_writes_them():
     """Two sequences, both new, of which the second has its first block from the first."""
     model, row = build({"kv_shift": {}}), list(range(1, 8))
     engine = NaiveEngine(Page(model.config, model.plans, 4, 8))
-    engine.bind(torch.full((4, engine.page.size), 0xFF, dtype=torch.uint8))
+    engine.bind_memory(torch.full((4, engine.page.size), 0xFF, dtype=torch.uint8))
     engine.batch = FlatBatch(torch.tensor([0, 7, 10]), torch.tensor([7, 7]), torch.tensor([[1, 2], [1, 3]]), 4)
     with torch.no_grad():
         hidden = model.model.serve_tokens(torch.tensor([*row, *row[4:]]), engine.batch.position, engine)
@@ -65,20 +65,20 @@ def test_raw_tokens_of_a_shared_block_are_read_in_the_step_that_writes_them():
 def test_layers_with_more_heads_are_served_as_alone(mechanisms):
     more = dict(num_attention_heads=8, num_key_value_heads=4)
     model = build(mechanisms, sliding_window=5, sliding_layers=[1], sliding_fields=more)
-    rows = prompts(model.config.vocab_size)[:3]
+    rows = make_prompts(model.config.vocab_size)[:3]
     with torch.no_grad():
         alone = [model(torch.tensor([row]), use_cache=False).logits[0] for row in rows]
-    for row, position, logits in Server(model).outputs(rows):
+    for row, position, logits in Server(model).run_rows(rows):
         assert_near(logits, alone[row][position])
 
 
 def test_raw_tokens_without_room_are_an_error(monkeypatch):
     model = build({"kv_shift": {}})
     engine = NaiveEngine(Page(model.config, model.plans, 4, 8))
-    engine.bind(torch.zeros(4, engine.page.size, dtype=torch.uint8))
+    engine.bind_memory(torch.zeros(4, engine.page.size, dtype=torch.uint8))
     engine.batch = FlatBatch(torch.tensor([0, 2]), torch.tensor([2]), torch.tensor([[1]]), 4)
     monkeypatch.setattr(
-        KVShift, "transform_qkv", lambda self, q, kv, context: [context.tail.before("x", q, 9), (q, kv)][1]
+        KVShift, "transform_qkv", lambda self, q, kv, context: [context.tail.update_tail("x", q, 9), (q, kv)][1]
     )
     with pytest.raises(HeadwaterError, match="leaves no room; state them as tails"):
         model.model.serve_tokens(torch.tensor([1, 2]), engine.batch.position, engine)

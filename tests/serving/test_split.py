@@ -10,8 +10,8 @@ from conftest import assert_near, build, config
 from headwater import HeadwaterError
 from headwater.cost.counts import cache_bytes_per_token
 from headwater.engines.pages import Page
-from headwater.engines.split import Portion, split
-from headwater.testing.served import Server, prompts
+from headwater.engines.split import Portion, split_model
+from headwater.testing.served import Server, make_prompts
 
 
 class Threads:
@@ -32,10 +32,10 @@ class Threads:
         self.barrier.wait(60)
         return found
 
-    def summed(self, x):
+    def add_up(self, x):
         return sum(self.exchanged(x))
 
-    def joined(self, x):
+    def concatenate(self, x):
         return torch.cat(self.exchanged(x), dim=-1)
 
 
@@ -70,7 +70,7 @@ CASES = [
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mechanisms", "changes"), CASES, ids=lambda one: "+".join(one))
 def test_parts_together_are_the_whole(mechanisms, changes, size):
-    model, rows = build(mechanisms, **changes), prompts(97)[:5]
+    model, rows = build(mechanisms, **changes), make_prompts(97)[:5]
     with torch.no_grad():
         alone = [model(torch.tensor([row]), use_cache=False).logits[0] for row in rows]
     threads, found = Threads(size), [None] * size
@@ -78,8 +78,8 @@ def test_parts_together_are_the_whole(mechanisms, changes, size):
     def run(rank):
         try:
             part, share = copy.deepcopy(model), Portion(model.config, rank, size)
-            split(part, share, threads.seen_by(rank))
-            found[rank] = list(Server(part, share=share).outputs(rows))
+            split_model(part, share, threads.seen_by(rank))
+            found[rank] = list(Server(part, share=share).run_rows(rows))
         except Exception as error:
             found[rank] = error
             threads.barrier.abort()
@@ -100,9 +100,9 @@ def test_a_process_has_its_part_of_cache_and_weights():
     parts = []
     for rank in range(2):
         part, share = copy.deepcopy(model), Portion(model.config, rank, 2)
-        split(part, share, Threads(2).seen_by(rank))
+        split_model(part, share, Threads(2).seen_by(rank))
         sizes = [sum(parameter.numel() for parameter in one.model.layers.parameters()) for one in (part, model)]
-        parts.append((Page(share.narrow, share.plans, 16).history, sizes[0] / sizes[1]))
+        parts.append((Page(share.narrow_config, share.plans, 16).history, sizes[0] / sizes[1]))
     assert [history for history, _ in parts] == [8 * cache_bytes_per_token(model.config)] * 2
     assert all(0.49 < weights < 0.52 for _, weights in parts)
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.kernels import varlen
 from headwater.nn.attention_kernel import supported_kernels
-from headwater.plugins.registry import REGISTRY
+from headwater.plugins.registry import MECHANISMS
 from headwater_lab.bench.waits import NoWaits, WaitError, no_waits
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.loop import TrainingRun, train
@@ -26,7 +26,7 @@ def test_the_mode_refuses():
 @pytest.mark.sampled(79)
 @pytest.mark.parametrize("documents", [None, "position_ids", "document_starts", "cu_seq_lens_q"])
 @pytest.mark.parametrize("position", ["rope", "learned", "alibi", "none"])
-@pytest.mark.parametrize("name", [None, *sorted(REGISTRY)])
+@pytest.mark.parametrize("name", [None, *sorted(MECHANISMS.built_in)])
 def test_no_mechanism_waits(name, position, documents):
     """On fake tensors, which have no numbers to wait for, as on a GPU."""
     mechanisms = {} if name is None else {name: LEARNING.get(name, {})}

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.growth import pairs_of
-from headwater.growth.pairs import maps_of
+from headwater.growth.parameter_tokens import maps_of
 from headwater.mechanisms import Pattention
 from headwater_lab import grow
 from headwater_lab.training.checkpoints import history_of, newest_checkpoint, optimizer_state, write_model
@@ -204,7 +204,7 @@ def test_thawing_leaves_the_optimisers_state_behind(base, pairs_recipe, run, tmp
 def test_a_model_that_was_not_grown_keeps_its_tau(base, pairs_recipe, tmp_path):
     model = HeadwaterForCausalLM.from_pretrained(newest_checkpoint(base))
     for *_, module in maps_of(model):
-        module.scale.put(3.5)
+        module.scale.set_tau(3.5)
     write_model(tmp_path / "other", model, None, history_of(newest_checkpoint(base)))
     train(pairs_recipe(**start(tmp_path / "other")), tmp_path / "more")
     assert weights(tmp_path / "more")["model.layers.1.mlp.scale.tau"].item() == 3.5
@@ -328,7 +328,9 @@ def test_annealing_ends_where_it_goes_and_goes_nowhere_for_a_model_at_home(base)
 
 
 def ways_of(model) -> dict:
-    return {module: way for module in model.modules() if isinstance(module, Pattention) and (way := module.way())}
+    return {
+        module: way for module in model.modules() if isinstance(module, Pattention) and (way := module.find_tau_path())
+    }
 
 
 def word_tokenizer(folder, words=30, added=()) -> PreTrainedTokenizerFast:

@@ -13,12 +13,12 @@ from sources import mixins
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM, HeadwaterModel
-from headwater.plugins.registry import REGISTRY
+from headwater.plugins.registry import MECHANISMS
 
 MIXINS = mixins()
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "vanilla": {},
-    **{name: {name: {}} for name in REGISTRY},
+    **{name: {name: {}} for name in MECHANISMS.built_in},
     "kv_shift+value_residual+skip_layer": {"kv_shift": {}, "value_residual": {}, "skip_layer": {}},
     "pattention+kv_shift+dense_former": {"pattention": {}, "kv_shift": {}, "dense_former": {}},
 }

@@ -12,8 +12,8 @@ from images import image_model, images, vision_config
 
 from conftest import assert_near
 from headwater import HeadwaterError
-from headwater.plugins.registry import REGISTRY, resolve
-from headwater.testing.naive import reference
+from headwater.plugins.registry import MECHANISMS, resolve
+from references import reference
 
 POSITIONS = ("learned", "sincos", "rope", "none")
 POOLING = ("token", "mean")
@@ -63,8 +63,8 @@ def accepted(mechanisms: dict, **changes) -> bool:
     return True
 
 
-ALONE = [{name: options} for name in REGISTRY for options in choices(name)]
-OF_IMAGES = [name for name in REGISTRY if not resolve(name).needs_input_ids]
+ALONE = [{name: options} for name in MECHANISMS.built_in for options in choices(name)]
+OF_IMAGES = [name for name in MECHANISMS.built_in if not resolve(name).needs_input_ids]
 
 
 def drawn(number: int) -> tuple[dict, dict, tuple[int, int]]:

@@ -12,7 +12,7 @@ from headwater import HeadwaterError, HeadwaterForImageClassification
 from headwater.cost import counts as cost
 from headwater.cost import price
 from headwater.cost.hardware import hardware
-from headwater.plugins.registry import REGISTRY, resolve
+from headwater.plugins.registry import MECHANISMS, resolve
 from headwater.util.precision import Precision
 
 BASES = {
@@ -20,7 +20,7 @@ BASES = {
     "mean": dict(pooling="mean", position="sincos", patch_bias=False),
     "registers": dict(register_tokens=3, qk_norm=True, norm="rms_norm"),
     "rope": dict(position="rope", feed_forward="gated", hidden_act="silu", num_key_value_heads=4),
-    **{name: dict(mechanisms={name: {}}) for name in REGISTRY if not resolve(name).needs_input_ids},
+    **{name: dict(mechanisms={name: {}}) for name in MECHANISMS.built_in if not resolve(name).needs_input_ids},
 }
 
 

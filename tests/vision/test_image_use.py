@@ -29,7 +29,7 @@ from headwater import (
 )
 from headwater.conversion.export import export
 from headwater.growth import grow, importance, shrink
-from headwater.growth.pairs import merge
+from headwater.growth.parameter_tokens import merge
 from headwater_lab.data.images import image_processor
 from headwater_lab.serving.prediction import load_for_prediction, predict_images
 from headwater_lab.training.checkpoints import write_model

@@ -4,6 +4,7 @@ Every token must be the one that the model gives without a cache, in fp32, for t
 requests are preempted, in chunks, with shared prefixes, and with tokens that are tried and taken back.
 """
 
+import ast
 import contextlib
 import gc
 import json
@@ -47,7 +48,8 @@ from headwater.engines.paged import Lookback
 from headwater.engines.pages import Page
 from headwater.integrations.vllm import engine, register
 from headwater.integrations.vllm.engine import CPUEngine
-from headwater.testing.models import disturb
+from headwater.integrations.vllm.flash import FlashEngine
+from headwater.testing.small_models import disturb
 from headwater.util.precision import Precision
 from headwater_lab.bench.serving import bench_serving
 from headwater_lab.bench.shapes import ServeShape
@@ -314,6 +316,54 @@ def test_adapters_of_other_layers_are_refused(target, tmp_path):
         continued(llm, prompts(), adapters=LoRARequest("adapter", 1, str(tmp_path / "adapter")))
 
 
+def as_described(q, k, v, cu_seqlens_q, seqused_k, block_table, alibi_slopes, **given):
+    """What vLLM's FlashAttention says that it computes."""
+    out, bounds = torch.empty_like(q), cu_seqlens_q.tolist()
+    assert given["causal"]
+    assert given["max_seqlen_q"] >= cu_seqlens_q.diff().max()
+    assert given["max_seqlen_k"] >= seqused_k.max()
+    for row, (length, first, end) in enumerate(zip(seqused_k.tolist(), bounds, bounds[1:], strict=False)):
+        blocks = block_table[row, : -(-length // k.shape[1])].long()
+        keys, values = (x[blocks].flatten(0, 1)[:length].repeat_interleave(q.shape[1] // x.shape[2], 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[first:end], keys) * given["softmax_scale"]
+        if given["softcap"] > 0:
+            scores = given["softcap"] * torch.tanh(scores / given["softcap"])
+        back = torch.arange(length - (end - first), length)[:, None] - torch.arange(length)
+        if alibi_slopes is not None:
+            scores = scores - alibi_slopes[:, None, None] * back.abs()
+        left, right = given["window_size"] or (length, 0)
+        scores = scores.masked_fill((back < -right) | (back > left), -torch.inf)
+        out[first:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "changes"),
+    [
+        ({}, GQA | ALIBI),
+        ({"value_residual": {}, "kv_shift": {}}, GQA | TWO_KINDS),
+        ({"svformer": {}, "skip_layer": {}}, GQA),
+    ],
+)
+def test_blocks_as_flash_attention_reads_them(mechanisms, changes, tmp_path, monkeypatch):
+    file = Path(vllm.__file__).parent / "vllm_flash_attn" / "flash_attn_interface.py"
+    functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+    (args,) = [one.args for one in functions if one.name == "flash_attn_varlen_func"]
+    calls = []
+
+    def kernel(**given):
+        calls.append({*given, "fa_version"} <= {one.arg for one in (*args.args, *args.kwonlyargs)})
+        return as_described(**given)
+
+    monkeypatch.setattr("headwater.integrations.vllm.flash.kernel", kernel)
+    monkeypatch.setattr("headwater.integrations.vllm.engine.CPUEngine", FlashEngine)
+    model, rows = build(mechanisms, **changes), prompts()
+    model.save_pretrained(tmp_path)
+    assert right(model, rows, continued(start(tmp_path), rows)) == len(rows)
+    assert calls
+    assert all(calls)
+
+
 def test_adapters_need_linear_layers(tmp_path):
     build({"pattention": {}}).save_pretrained(tmp_path)
     with pytest.raises(HeadwaterError, match="no linear layers for LoRA adapters to change"):
@@ -349,7 +399,7 @@ def test_as_many_tokens_as_planned(tmp_path, monkeypatch):
 
 
 CONTROLS = {
-    "raw tokens zeroed": (Lookback, "before", lambda old: lambda *given: old(*given) * 0),
+    "raw tokens zeroed": (Lookback, "gather_tokens", lambda old: lambda *given: old(*given) * 0),
     "values swapped": (
         CPUEngine,
         "write",

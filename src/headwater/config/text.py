@@ -216,7 +216,7 @@ class HeadwaterConfig(PreTrainedConfig):
         `from_pretrained(folder, trust=["package.module"])`.
         Raises `HeadwaterError` for a keyword that looks like a misspelt field.
         """
-        outside.trust(kwargs.pop("trust", None) or ())
+        outside.trust_names(kwargs.pop("trust", None) or ())
         cls._check_kernels(config_dict)
         cls._check_names(name for name in kwargs if name not in config_dict and not hasattr(cls, name))
         return super().from_dict(config_dict | {"model_type": cls.model_type}, **kwargs)
@@ -245,7 +245,7 @@ class HeadwaterConfig(PreTrainedConfig):
     def _check_outside(self) -> None:
         """Raise `HeadwaterError` if a file names an outside mechanism that is missing, or that it may not import."""
         for name in as_mapping(self.mechanisms) or {}:
-            if isinstance(name, str) and not MECHANISMS.has(name):
+            if isinstance(name, str) and not MECHANISMS.is_built_in(name):
                 resolve(name)
 
     def complete_fields(self) -> None:
@@ -434,7 +434,7 @@ def _name_of(name: str) -> str:
     """The one name by which a mechanism is known, for any of its names. Raises `HeadwaterError`."""
     kind = resolve(name)
     # A name added by a test or a notebook takes precedence.
-    registered = name if MECHANISMS.has(name) or name in MECHANISMS.added else MECHANISMS.name_of(kind)
+    registered = name if MECHANISMS.is_built_in(name) or name in MECHANISMS.added else MECHANISMS.name_of(kind)
     if (class_name := kind.registered_name()) != registered:
         raise HeadwaterError(
             f"Mechanism {registered!r} calls itself {class_name!r}; remove registered_name() from its class."

@@ -68,7 +68,7 @@ def finish_config(config: HeadwaterConfig) -> HeadwaterConfig:
         raise HeadwaterError(
             "The model is not being converted, so there is nothing to finish; leave out finish_conversion."
         )
-    return Blend.goal(options, config)
+    return Blend.goal_config(options, config)
 
 
 def blend_model(
@@ -115,7 +115,7 @@ def narrow_config(config: HeadwaterConfig) -> HeadwaterConfig:
     """The config of a blended model's goal as far as its heads are concerned: no layers share."""
     options = way_of(config)
     assert options is not None
-    narrow = Blend.without(config)
+    narrow = Blend.remove_blend(config)
     narrow.num_key_value_heads = options["num_key_value_heads"] or narrow.num_key_value_heads
     narrow.complete_fields()
     return narrow
@@ -123,7 +123,7 @@ def narrow_config(config: HeadwaterConfig) -> HeadwaterConfig:
 
 def group_of(config: HeadwaterConfig) -> int:
     """Number of key/value heads of a blended model that become one."""
-    return Blend.group_of(way_of(config) or {}, config)
+    return Blend.count_group(way_of(config) or {}, config)
 
 
 def pool_tensors(tensors: Mapping[str, Tensor], config: HeadwaterConfig, are_state: bool = False) -> dict[str, Tensor]:

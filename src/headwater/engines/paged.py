@@ -31,37 +31,37 @@ class FlatBatch:
         starts, lengths = starts.long(), lengths.long()
         self.table, self.block_size, self.ends = table.long(), block_size, lengths
         counts = starts.diff()
-        self.first = lengths - counts  # the position of each sequence's first new token
+        self.first_position = lengths - counts  # the position of each sequence's first new token
         self.sequence = torch.repeat_interleave(torch.arange(len(counts), device=starts.device), counts)  # [N]
         self.count = len(self.sequence)
         self.within = torch.arange(self.count, device=starts.device) - starts[self.sequence]  # among its new tokens
-        self.position = self.first[self.sequence] + self.within
-        self.known: dict[tuple[int, int], Lookback] = {}
+        self.position = self.first_position[self.sequence] + self.within
+        self.lookbacks: dict[tuple[int, int], Lookback] = {}
 
     @cached_property
-    def block(self) -> Tensor:
+    def token_blocks(self) -> Tensor:
         """Each token's block, [N]."""
         return self.table[self.sequence, self.position // self.block_size]
 
     @cached_property
-    def offset(self) -> Tensor:
+    def token_offsets(self) -> Tensor:
         """Each token's place in its block, [N]."""
         return self.position % self.block_size
 
-    def lookback(self, length: int, slots: int) -> Lookback:
-        """Where the `length` tokens before each are, if a block keeps the last `slots` of its tokens."""
-        if (length, slots) not in self.known:
-            self.known[length, slots] = self._lookback(length, slots)
-        return self.known[length, slots]
+    def find_lookback(self, length: int, slots: int) -> Lookback:
+        """Find the `length` tokens before each, if a block keeps the last `slots` of its tokens."""
+        if (length, slots) not in self.lookbacks:
+            self.lookbacks[length, slots] = self._make_lookback(length, slots)
+        return self.lookbacks[length, slots]
 
-    def _lookback(self, length: int, slots: int) -> Lookback:
+    def _make_lookback(self, length: int, slots: int) -> Lookback:
         size, device = self.block_size, self.position.device
         back = torch.arange(length, 0, -1, device=device)
         # From the cache: the tokens before each sequence's first new one, oldest first.
-        position = self.first[:, None] - back  # [R, length]
+        position = self.first_position[:, None] - back  # [R, length]
         clamped = position.clamp(min=0)
         block = self.table.gather(1, clamped // size)
-        is_own = clamped // size == (self.first // size)[:, None]
+        is_own = clamped // size == (self.first_position // size)[:, None]
         # Of what each token looks back to: a new token, or one from the cache, or none.
         offsets = self.within[:, None] - back  # [N, length], counted from its sequence's first new token
         cached = self.count + self.sequence[:, None] * length + offsets + length
@@ -75,34 +75,35 @@ class FlatBatch:
             is_own[:, :, None],
             index,
             stored,
-            (self.block[stored], self.offset[stored] % slots),
+            (self.token_blocks[stored], self.token_offsets[stored] % slots),
         )
 
 
 class Lookback(NamedTuple):
-    """How tokens find those before them.
+    """The places of the tokens before each token.
 
-    there: block and slot of what each sequence needs from the cache, [R, length] each. own: whether it is in the block
-    that the sequence's first new token goes into, [R, length, 1]. wanted [N, length]: among the new tokens, those from
-    the cache, and zero. kept: the new tokens that the cache keeps; into: their blocks and slots.
+    cached_slots: block and slot of what each sequence needs from the cache, [R, length] each.
+    is_own_block [R, length, 1]: whether it is in the block that the sequence's first new token goes into.
+    token_index [N, length]: among the new tokens, those from the cache, and zero.
+    stored_tokens: the new tokens that the cache keeps. stored_slots: their blocks and slots.
     """
 
-    there: tuple[Tensor, Tensor]
-    own: Tensor
-    wanted: Tensor
-    kept: Tensor
-    into: tuple[Tensor, Tensor]
+    cached_slots: tuple[Tensor, Tensor]
+    is_own_block: Tensor
+    token_index: Tensor
+    stored_tokens: Tensor
+    stored_slots: tuple[Tensor, Tensor]
 
-    def before(self, x: Tensor, region: Tensor) -> Tensor:
+    def gather_tokens(self, x: Tensor, region: Tensor) -> Tensor:
         """x [N, n] -> the tokens before each, [N, length, n], oldest first; keeps what later steps need.
 
         region: [blocks, slots, n]. A sequence's own block is read before the new tokens overwrite it. Blocks before it
         are full, and sequences with the same prefix share them: the tokens in them may be written in this very step.
         """
-        old = region[self.there]
-        region[self.into] = x[self.kept]
-        earlier = torch.where(self.own, old, region[self.there])
-        return torch.cat((x, earlier.flatten(0, 1), x.new_zeros(1, x.shape[1])))[self.wanted]
+        old = region[self.cached_slots]
+        region[self.stored_slots] = x[self.stored_tokens]
+        earlier = torch.where(self.is_own_block, old, region[self.cached_slots])
+        return torch.cat((x, earlier.flatten(0, 1), x.new_zeros(1, x.shape[1])))[self.token_index]
 
 
 class RawTokens:
@@ -111,32 +112,32 @@ class RawTokens:
     def __init__(self, engine: PagedEngine, layer: int) -> None:
         self.engine = engine
         room = engine.page.rooms.get(layer, Room(0, 0))  # of a process whose heads keep none
-        self.layer, self.free, self.end = layer, room.first, room.first + room.size
-        self.places: dict[str, int] = {}
+        self.layer, self.free, self.end = layer, room.offset, room.offset + room.size
+        self.offsets: dict[str, int] = {}
 
-    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
-        """As `Tail.before`, of x [N, heads, 1, d]."""
+    def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+        """Update a tail as `Tail.update_tail`, of x [N, heads, 1, d]."""
         engine, (count, heads, _, width) = self.engine, x.shape
         if engine.memory is None or engine.batch is None or x.numel() == 0:
             return x.new_zeros(count, heads, length, width)
         flat = x.reshape(count, heads * width)
-        slots = engine.page.slots(length)
-        region = engine.bytes_of(self.place(name, flat, length), slots * heads * width, x.dtype)
-        earlier = engine.batch.lookback(length, slots).before(flat, region.unflatten(1, (slots, -1)))
+        slots = engine.page.tail_slots(length)
+        region = engine.view_bytes(self.find_room(name, flat, length), slots * heads * width, x.dtype)
+        earlier = engine.batch.find_lookback(length, slots).gather_tokens(flat, region.unflatten(1, (slots, -1)))
         return earlier.unflatten(2, (heads, width)).transpose(1, 2)
 
-    def place(self, name: str, x: Tensor, length: int) -> int:
+    def find_room(self, name: str, x: Tensor, length: int) -> int:
         """The first byte of a tail in a block. Raises `HeadwaterError` if the plan has no room for it."""
-        if name not in self.places:
-            size = self.engine.page.raw(length, x.shape[1], x.element_size())
+        if name not in self.offsets:
+            size = self.engine.page.tail_bytes(length, x.shape[1], x.element_size())
             if self.free + size > self.end:
                 raise HeadwaterError(
                     f"The raw tokens {name!r} of layer {self.layer} need {size} bytes in a block, for which the plan "
                     "leaves no room; state them as tails in the mechanism's plan_stages()."
                 )
-            self.places[name] = self.free
+            self.offsets[name] = self.free
             self.free += size
-        return self.places[name]
+        return self.offsets[name]
 
 
 class PagedEngine(Engine):
@@ -147,14 +148,14 @@ class PagedEngine(Engine):
     """
 
     def __init__(self, page: Page, slopes: Tensor | None = None) -> None:
-        """slopes: ALiBi's, of each query head, where every layer has only some of them; default: those of all heads."""
+        """Take ALiBi's slopes of each query head, where every layer has only some of them; default: of all heads."""
         self.page, self.slopes = page, slopes
         self.memory: Tensor | None = None
         self.batch: FlatBatch | None = None
         self.views: dict[tuple[int, str], Tensor] = {}
         self.layers = [RawTokens(self, plan.index) if plan.tails else None for plan in page.plans]
 
-    def bind(self, memory: Tensor) -> None:
+    def bind_memory(self, memory: Tensor) -> None:
         """Use this memory. Raises `HeadwaterError` if its blocks have another size than the page."""
         if memory.shape[1] != self.page.size:
             raise HeadwaterError(f"A block has {self.page.size} bytes, and this cache's blocks have {memory.shape[1]}.")
@@ -162,19 +163,19 @@ class PagedEngine(Engine):
         assert memory.stride(0) % ALIGNED == 0
         self.memory, self.views = memory, {}
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         self.memory, self.batch, self.views = None, None, {}
 
-    def bytes_of(self, first: int, numbers: int, dtype: torch.dtype) -> Tensor:
+    def view_bytes(self, start: int, numbers: int, dtype: torch.dtype) -> Tensor:
         """A part of each block as numbers of a dtype, [blocks, numbers]."""
         assert self.memory is not None
-        return self.memory[:, first : first + numbers * dtype.itemsize].view(dtype)
+        return self.memory[:, start : start + numbers * dtype.itemsize].view(dtype)
 
-    def store(self, layer: int, kind: str, dtype: torch.dtype) -> Tensor:
+    def view_store(self, layer: int, kind: str, dtype: torch.dtype) -> Tensor:
         """The keys or values of one layer, [blocks, heads, block_size, d]."""
         if (layer, kind) not in self.views:
             store, size = self.page.stores[layer, kind], self.page.block_size
-            numbers = self.bytes_of(store.first, store.heads * size * store.width, dtype)
+            numbers = self.view_bytes(store.offset, store.heads * size * store.width, dtype)
             self.views[layer, kind] = numbers.unflatten(1, (store.heads, size, store.width))
         return self.views[layer, kind]
 
@@ -183,34 +184,34 @@ class PagedEngine(Engine):
             return torch.zeros_like(q).transpose(1, 2)
         layer, per_key = attention.layer_idx, attention.num_key_value_groups
         q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
-        self.write(layer, k, v)
+        self.write_tokens(layer, k, v)
         outputs = []
         for group in attention.plan.groups:
             begin, end = group.first * per_key, (group.first + group.size) * per_key
-            keys = select_heads(self.store(group.k, "k", q.dtype), group.k_heads)
-            values = select_heads(self.store(group.v, "v", q.dtype), group.v_heads)
-            outputs.append(self.read(attention, q[:, begin:end], keys, values, begin))
+            keys = select_heads(self.view_store(group.k, "k", q.dtype), group.k_heads)
+            values = select_heads(self.view_store(group.v, "v", q.dtype), group.v_heads)
+            outputs.append(self.read_heads(attention, q[:, begin:end], keys, values, begin))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).unsqueeze(1)
 
-    def slopes_of(self, attention: AttentionLayer, first: int, count: int) -> Tensor | None:
-        """ALiBi's slopes of `count` of a layer's query heads, from `first` on, in fp32; None without ALiBi."""
+    def slopes_of(self, attention: AttentionLayer, start: int, count: int) -> Tensor | None:
+        """ALiBi's slopes of `count` of a layer's query heads, from `start` on, in fp32; None without ALiBi."""
         if self.page.config.position != "alibi":
             return None
         slopes = self.slopes
         if slopes is None:
             slopes = alibi_slopes(len(attention.plan.attends) * attention.num_key_value_groups, torch.float32)
-        return slopes[first : first + count]
+        return slopes[start : start + count]
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def write_tokens(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, [N, heads, d] each; heads: those the layer stores, possibly none."""
         assert self.batch is not None
         for kind, x in (("k", k), ("v", v)):
             if x.shape[1]:
-                self.store(layer, kind, x.dtype)[self.batch.block, :, self.batch.offset] = x
+                self.view_store(layer, kind, x.dtype)[self.batch.token_blocks, :, self.batch.token_offsets] = x
 
     @abstractmethod
-    def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
-        """What each head of q [N, h, d] reads from keys and values [blocks, heads, block_size, d], [N, h, d].
+    def read_heads(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+        """Return what each head of q [N, h, d] reads from keys and values [blocks, heads, block_size, d], [N, h, d].
 
-        first: which of the layer's query heads is the first one.
+        start: which of the layer's query heads is the first one.
         """

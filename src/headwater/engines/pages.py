@@ -1,4 +1,4 @@
-"""What one block of a server's cache holds, from the plan alone. Pure Python.
+"""The layout of one block of a server's cache, from the plan alone. Pure Python.
 
 A block has room for `block_size` tokens of one sequence: first the keys of each layer that stores any, then the values,
 each head apart; then the raw tokens of mechanisms that look back. A block is laid out by the plan alone: `materialise`
@@ -33,17 +33,17 @@ ALIGNED = 16
 
 
 class Store(NamedTuple):
-    """The keys or values of one layer: `heads` heads of `width` numbers a token, from byte `first` of a block on."""
+    """The keys or values of one layer: `heads` heads of `width` numbers a token, from byte `offset` of a block on."""
 
     heads: int
     width: int
-    first: int
+    offset: int
 
 
 class Room(NamedTuple):
-    """The raw tokens of one layer: `size` bytes, from byte `first` of a block on."""
+    """The raw tokens of one layer: `size` bytes, from byte `offset` of a block on."""
 
-    first: int
+    offset: int
     size: int
 
 
@@ -64,7 +64,7 @@ class Page:
 
     @cached_property
     def stores(self) -> dict[tuple[int, str], Store]:
-        """By layer and part, "k" or "v"."""
+        """The stores by layer and "k" or "v"."""
         stores: dict[tuple[int, str], Store] = {}
         offset = 0
         for kind in ("k", "v"):
@@ -77,26 +77,26 @@ class Page:
 
     @cached_property
     def rooms(self) -> dict[int, Room]:
-        """By layer, of those with raw tokens."""
+        """The room for raw tokens of each layer that has some."""
         rooms, offset = {}, self.history
         for plan in self.plans:
             numbers = kept_numbers(self.config, plan)
             size = 0
             for kind, length, _ in plan.tails:
                 pieces = len(plan.inputs) if kind == "input" else 1  # each of attention's inputs apart
-                size += pieces * self.raw(length, numbers[kind] // pieces, ID if kind == "id" else self.element)
+                size += pieces * self.tail_bytes(length, numbers[kind] // pieces, ID if kind == "id" else self.element)
             if size:
                 rooms[plan.index] = Room(offset, size)
                 offset += size
         return rooms
 
-    def slots(self, length: int) -> int:
-        """How many raw tokens a block keeps for a mechanism that looks `length` tokens back."""
+    def tail_slots(self, length: int) -> int:
+        """Count the raw tokens that a block keeps for a mechanism that looks `length` tokens back."""
         return length + self.spare
 
-    def raw(self, length: int, numbers: int, element: int) -> int:
+    def tail_bytes(self, length: int, numbers: int, element: int) -> int:
         """Bytes of the raw tokens of one tail, of this many numbers each."""
-        return -(-self.slots(length) * numbers * element // ALIGNED) * ALIGNED
+        return -(-self.tail_slots(length) * numbers * element // ALIGNED) * ALIGNED
 
     @cached_property
     def history(self) -> int:
@@ -119,7 +119,7 @@ def check_servable(config: HeadwaterConfig) -> None:
         if isinstance(mechanism, LimitsKernels) and mechanism.list_kernels(options) is not None:
             raise HeadwaterError(
                 f"Mechanism {name!r} with its options needs masks or attention weights, which a server's attention "
-                "kernels do not give; serve this model with headwater serve, without --engine."
+                "kernels do not provide; serve this model with headwater serve, without --engine."
             )
         if isinstance(mechanism, KeepsState):
             raise HeadwaterError(

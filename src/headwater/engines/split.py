@@ -24,7 +24,7 @@ from headwater.config.planner import groups_of, plan_layers, with_all_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Processes, axes_of, can_split_heads
 from headwater.mechanisms.contract import Mechanism
-from headwater.mechanisms.enlarging import of_heads
+from headwater.mechanisms.enlarging import select_heads
 from headwater.nn.attention import Attention
 from headwater.nn.feed_forward import FeedForward
 from headwater.nn.position import alibi_slopes
@@ -118,7 +118,7 @@ class Portion:
         return self.model_plans if self.size == 1 else narrow_plans(self.model_plans, self.heads)
 
     @cached_property
-    def narrow(self) -> HeadwaterConfig:
+    def narrow_config(self) -> HeadwaterConfig:
         """The config of a model with these heads only."""
         narrow = copy.copy(self.config)
         narrow.num_attention_heads, narrow.num_key_value_heads = len(self.queries), len(self.heads)
@@ -132,51 +132,52 @@ class Portion:
         slopes = alibi_slopes(self.config.num_attention_heads, torch.float32)
         return slopes[self.queries.start : self.queries.stop]
 
-    def places(self, plan: LayerPlan) -> dict[str, tuple[int, list[int]]]:
-        """How many heads' queries ("q"), keys, values and attention weights ("a") a layer makes; which are these."""
+    def list_positions(self, plan: LayerPlan) -> dict[str, tuple[int, list[int]]]:
+        """Return a layer's number of heads of queries ("q"), keys, values and attention weights ("a"), and these."""
         queries = range(self.config.num_attention_heads)
         heads = {"q": queries, "k": plan.k_heads, "v": plan.v_heads, "a": queries}
         chosen = {"q": self.queries, "k": self.heads, "v": self.heads, "a": self.queries}
         return {
-            kind: (len(of), [at for at, head in enumerate(of) if head in chosen[kind]]) for kind, of in heads.items()
+            kind: (len(of_layer), [index for index, head in enumerate(of_layer) if head in chosen[kind]])
+            for kind, of_layer in heads.items()
         }
 
-    def build_attention(self, whole: Attention, kind: type[AnyAttention]) -> AnyAttention:
+    def build_attention(self, full: Attention, kind: type[AnyAttention]) -> AnyAttention:
         """An attention with these heads on the meta device, in place of a `whole` one."""
         try:
             with torch.device("meta"):
-                return kind(self.narrow, self.plans[whole.plan.index])
+                return kind(self.narrow_config, self.plans[full.plan.index])
         except KeyError as error:  # a tensor of another layer that this process's part of a mechanism would read
-            raise _unsplittable(whole.plan, list(whole.mechanisms.names)) from error
+            raise _refuse_split(full.plan, list(full.mechanisms.names)) from error
 
-    def divide_parameters(self, whole: Mechanism, mine: nn.Module, plan: LayerPlan) -> dict[str, Entries]:
+    def divide_parameters(self, full: Mechanism, portion: nn.Module, plan: LayerPlan) -> dict[str, Entries]:
         """The entries of each parameter of a mechanism that these heads have, by name.
 
         mine: the mechanism as it is built for these heads. Raises `HeadwaterError` if it has other parameters.
         """
-        shapes = {name: parameter.shape for name, parameter in mine.named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in portion.named_parameters()}
         entries: dict[str, Entries] = {}
-        for name, parameter in whole.named_parameters():
+        for name, parameter in full.named_parameters():
             shape = parameter.shape
-            entries[name] = of_heads(axes_of(whole, name), shape, self.places(plan))
+            entries[name] = select_heads(axes_of(full, name), shape, self.list_positions(plan))
             if (chosen := entries[name]) is not None:
                 shape = torch.Size((*shape[: chosen[0]], len(chosen[1]), *shape[chosen[0] + 1 :]))
             if shapes.pop(name, shape if shape.numel() == 0 else None) != shape:
-                raise _unsplittable(plan, [whole.registered_name()])
+                raise _refuse_split(plan, [full.registered_name()])
         if shapes:
-            raise _unsplittable(plan, [whole.registered_name()])
+            raise _refuse_split(plan, [full.registered_name()])
         return entries
 
 
-def _unsplittable(plan: LayerPlan, names: list[str]) -> HeadwaterError:
+def _refuse_split(plan: LayerPlan, names: list[str]) -> HeadwaterError:
     return HeadwaterError(
-        f"Layer {plan.index} cannot be split by heads with {', '.join(map(repr, names))} as configured: it has other "
-        "parameters then than describe_axes says; leave its heads in one process."
+        f"Layer {plan.index} cannot be split by heads with {', '.join(map(repr, names))} as configured: its "
+        "parameters would differ from what describe_axes says; keep its heads in one process."
     )
 
 
 @torch.no_grad()
-def split(model: HeadwaterForCausalLM, share: Portion, processes: Processes) -> None:
+def split_model(model: HeadwaterForCausalLM, share: Portion, processes: Processes) -> None:
     """Leave of a model what this process computes, in place. It then runs with an `Engine` only."""
     for block in model.model.layers if share.size > 1 else ():
         block = cast("Block", block)
@@ -192,39 +193,39 @@ def split(model: HeadwaterForCausalLM, share: Portion, processes: Processes) -> 
             feed_forward.down_proj = SummedLinear(feed_forward.down_proj, chosen, processes)  # type: ignore[assignment]
 
 
-def split_attention(whole: Attention, share: Portion, processes: Processes) -> Attention:
+def split_attention(full: Attention, share: Portion, processes: Processes) -> Attention:
     """An attention with this process's heads."""
-    plan = whole.plan
-    mine = share.build_attention(whole, Attention)
-    mine.q_norm, mine.k_norm = whole.q_norm, whole.k_norm if mine.k_proj is not None else None
-    for name, module in whole.mechanisms.named():
-        _fill_parameters(mine.mechanisms[name], cast(Mechanism, module), share, plan)
+    plan = full.plan
+    portion = share.build_attention(full, Attention)
+    portion.q_norm, portion.k_norm = full.q_norm, full.k_norm if portion.k_proj is not None else None
+    for name, module in full.mechanisms.named():
+        _fill_parameters(portion.mechanisms[name], cast(Mechanism, module), share, plan)
     for kind, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
-        if getattr(mine, name) is not None:
-            channels = list_channels(share.places(plan)[kind][1], mine.head_dim)
-            layer = getattr(whole, name)
+        if getattr(portion, name) is not None:
+            channels = list_channels(share.list_positions(plan)[kind][1], portion.head_dim)
+            layer = getattr(full, name)
             is_linear = isinstance(layer, nn.Linear)
-            setattr(mine, name, select_rows(layer, channels) if is_linear else SomeOutputs(layer, channels))
-    if isinstance(whole.o_proj, nn.Linear):
-        channels = torch.arange(whole.o_proj.in_features).chunk(share.size)[share.rank]
-        mine.o_proj = SummedLinear(whole.o_proj, channels, processes)
+            setattr(portion, name, select_rows(layer, channels) if is_linear else SomeOutputs(layer, channels))
+    if isinstance(full.o_proj, nn.Linear):
+        channels = torch.arange(full.o_proj.in_features).chunk(share.size)[share.rank]
+        portion.o_proj = SummedLinear(full.o_proj, channels, processes)
     else:
-        mine.o_proj = Joined(whole.o_proj, processes)
-    return mine.train(whole.training)
+        portion.o_proj = Joined(full.o_proj, processes)
+    return portion.train(full.training)
 
 
-def _fill_parameters(mine: nn.Module, whole: Mechanism, share: Portion, plan: LayerPlan) -> None:
+def _fill_parameters(portion: nn.Module, full: Mechanism, share: Portion, plan: LayerPlan) -> None:
     """Fill a mechanism's module of this process's heads."""
-    entries = share.divide_parameters(whole, mine, plan)
-    targets = {name for name, _ in (*mine.named_parameters(), *mine.named_buffers())}
-    for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
+    entries = share.divide_parameters(full, portion, plan)
+    targets = {name for name, _ in (*portion.named_parameters(), *portion.named_buffers())}
+    for name, tensor in (*full.named_parameters(), *full.named_buffers()):
         if name not in targets:
             continue
         tensor = tensor.detach()
         if (chosen := entries.get(name)) is not None:
             tensor = tensor.index_select(chosen[0], torch.tensor(chosen[1], dtype=torch.long))
         owner, _, leaf = name.rpartition(".")
-        module = mine.get_submodule(owner)
+        module = portion.get_submodule(owner)
         if leaf in module._parameters:
             module._parameters[leaf] = nn.Parameter(tensor.clone(), requires_grad=False)
         else:
@@ -233,10 +234,10 @@ def _fill_parameters(mine: nn.Module, whole: Mechanism, share: Portion, plan: La
 
 def select_rows(layer: nn.Linear, chosen: Tensor) -> nn.Linear:
     """A linear layer with some of its outputs."""
-    mine = nn.Linear(layer.in_features, len(chosen), layer.bias is not None, device="meta")
+    portion = nn.Linear(layer.in_features, len(chosen), layer.bias is not None, device="meta")
     for name, parameter in layer.named_parameters():
-        setattr(mine, name, nn.Parameter(parameter[chosen], requires_grad=False))
-    return mine
+        setattr(portion, name, nn.Parameter(parameter[chosen], requires_grad=False))
+    return portion
 
 
 class SummedLinear(nn.Module):
@@ -249,7 +250,7 @@ class SummedLinear(nn.Module):
         self.bias, self.processes = layer.bias, processes
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.processes.summed(self.linear(x))
+        y = self.processes.add_up(self.linear(x))
         return y if self.bias is None else y + self.bias
 
 
@@ -261,20 +262,20 @@ def list_channels(heads: Sequence[int], width: int) -> Tensor:
 class SomeOutputs(nn.Module):
     """Some of a module's outputs."""
 
-    def __init__(self, whole: nn.Module, chosen: Tensor) -> None:
+    def __init__(self, full: nn.Module, chosen: Tensor) -> None:
         super().__init__()
-        self.whole, self.chosen = whole, chosen
+        self.full, self.chosen = full, chosen
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.whole(x)[..., self.chosen]
+        return self.full(x)[..., self.chosen]
 
 
 class Joined(nn.Module):
     """A module that reads all processes' inputs."""
 
-    def __init__(self, whole: nn.Module, processes: Processes) -> None:
+    def __init__(self, full: nn.Module, processes: Processes) -> None:
         super().__init__()
-        self.whole, self.processes = whole, processes
+        self.full, self.processes = full, processes
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.whole(self.processes.joined(x))
+        return self.full(self.processes.concatenate(x))

@@ -2,7 +2,7 @@
 
 from headwater.growth.grow import grow, grown_config
 from headwater.growth.methods import GrowthOptions
-from headwater.growth.pairs import importance, merge, pairs_of, shrink
+from headwater.growth.parameter_tokens import importance, merge, pairs_of, shrink
 
 __all__ = [
     "GrowthOptions",

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwater.config.capabilities import Map, replaces_linear
+from headwater.config.capabilities import replaces_linear
 from headwater.config.layers import layer_config
 from headwater.config.plan import EMBEDDING, LayerPlan, Source, Stage
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.growth.methods import GrowthOptions, growth_of
-from headwater.growth.pairs import Model
+from headwater.growth.methods import GrowthOptions, make_larger
+from headwater.growth.parameter_tokens import Model
 from headwater.mechanisms.capabilities import GrowsOptions, PassesThrough, axes_of
 from headwater.mechanisms.enlarging import READS, SAME, WRITES, Dim, Larger
 from headwater.mechanisms.named import owner_of
@@ -30,43 +30,32 @@ from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 
-QUERIES, KEYS, VALUES, UNITS = (Dim(of) for of in ("q", "k", "v", "units"))
-# The linear layers of a block, with their outputs and inputs.
-MAPS: dict[Map, tuple[str, Dim, Dim]] = {
-    "query": ("self_attn.q_proj", QUERIES, READS),
-    "key": ("self_attn.k_proj", KEYS, READS),
-    "value": ("self_attn.v_proj", VALUES, READS),
-    "output": ("self_attn.o_proj", WRITES, QUERIES._replace(reads=True)),
-    "feed_forward": ("mlp", WRITES, READS),
-}
-LINEAR = {place: axes for place, *axes in MAPS.values()} | {
-    "mlp.gate_proj": [UNITS, READS],
-    "mlp.up_proj": [UNITS, READS],
-    "mlp.down_proj": [WRITES, UNITS._replace(reads=True)],
-    "embed_tokens": [SAME, WRITES],
-    "embed_positions": [SAME, WRITES],
-    "class_token": [SAME, WRITES],
-    "registers": [SAME, WRITES],
-    "embed_patches": [WRITES, SAME],
-    "lm_head": [SAME, READS],
-    "classifier": [SAME, READS],
-}
-NORMS = {
-    "input_layernorm": "norm",
-    "post_attention_layernorm": "norm",
-    "norm": "norm",
-    "attention_output_norm": "output norm",
-    "feed_forward_output_norm": "output norm",
-    "embedding_norm": "output norm",
-    "self_attn.q_norm": "same",
-    "self_attn.k_norm": "same",
+QUERIES, KEYS, VALUES, UNITS, NORM, OUTPUT_NORM = (
+    Dim(kind) for kind in ("q", "k", "v", "units", "norm", "output norm")
+)
+# The model's own modules: the axes of their parameters, a linear layer's outputs before its inputs.
+AXES: dict[str, tuple[Dim, ...]] = {
+    "self_attn.q_proj": (QUERIES, READS),
+    "self_attn.k_proj": (KEYS, READS),
+    "self_attn.v_proj": (VALUES, READS),
+    "self_attn.o_proj": (WRITES, QUERIES._replace(reads=True)),
+    "mlp": (WRITES, READS),
+    "mlp.gate_proj": (UNITS, READS),
+    "mlp.up_proj": (UNITS, READS),
+    "mlp.down_proj": (WRITES, UNITS._replace(reads=True)),
+    "embed_patches": (WRITES, SAME),
+    **dict.fromkeys(("embed_tokens", "embed_positions", "class_token", "registers"), (SAME, WRITES)),
+    **dict.fromkeys(("lm_head", "classifier"), (SAME, READS)),
+    **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), (NORM,)),
+    **dict.fromkeys(("attention_output_norm", "feed_forward_output_norm", "embedding_norm"), (OUTPUT_NORM,)),
+    **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (SAME,)),
 }
 WRITERS = ("self_attn.o_proj", "mlp.down_proj", "mlp")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
 
 
-def planned(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger, HeadwaterConfig]:
-    """What each part of the larger model is made from, and its config.
+def plan_growth(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger, HeadwaterConfig]:
+    """Plan what each part of the larger model is made from, and its config.
 
     Raises `HeadwaterError` for sizes or mechanisms that the method does not fit.
     """
@@ -78,7 +67,7 @@ def planned(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger, He
             "Nothing would grow: give more layers (num_hidden_layers), a larger hidden_size or intermediate_size, more "
             "heads (num_attention_heads), or more pairs of a model with parameter tokens."
         )
-    growth = growth_of(config, options)
+    growth = make_larger(config, options)
     if growth.extends("units"):
         _check_units(config)
     new = copy.deepcopy(config)
@@ -86,9 +75,9 @@ def planned(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger, He
     new.num_attention_heads, new.num_key_value_heads = len(growth.q), len(growth.kv)
     new.intermediate_size = len(growth.units)
     if config.sliding_layers is not None:
-        new.sliding_layers = growth.copies(config.sliding_layers)
+        new.sliding_layers = growth.list_copies(config.sliding_layers)
     if growth.fill != "any":
-        new.norm_eps *= growth.part
+        new.norm_eps *= growth.mean_square_ratio
         if not config.final_norm_weight and isinstance(new.logit_scale, float | int):
             new.logit_scale /= copies_read(config, growth)
     new.mechanisms = {
@@ -113,30 +102,30 @@ def _grow_options(name: str, options: dict[str, Any], config: HeadwaterConfig, g
 
 
 def copies_read(config: HeadwaterConfig, growth: Larger) -> int:
-    """How many copies of each channel a tied output head reads, whose weights cannot share the old one."""
+    """Count the copies of each channel that a tied output head reads, whose weights cannot share the old one."""
     tied = config.tie_word_embeddings and isinstance(config.logit_scale, float | int)
     return growth.stream.count(0) if tied and growth.fill != "any" else 1
 
 
-def enlarged(model: Model, options: GrowthOptions) -> Model:
+def enlarge_model(model: Model, options: GrowthOptions) -> Model:
     """A deeper or wider model, in the dtype, on the device and in the mode of the old one, which does not change.
 
-    What is new starts as in a fresh model of the new size, or at zero. Raises `HeadwaterError` as `planned`.
+    What is new starts as in a fresh model of the new size, or at zero. Raises `HeadwaterError` as `plan_growth`.
     """
-    growth, config = planned(model.config, options)
+    growth, config = plan_growth(model.config, options)
     parameter_of_model = next(model.parameters())
     large = type(model)(config).to(parameter_of_model.device, parameter_of_model.dtype)
     moves = Moves(model, large, growth)
     with torch.no_grad():
         for name, parameter in large.named_parameters():
-            moved = moves.of(name, parameter)
+            moved = moves.make_tensor(name, parameter)
             if moved is not None:
                 parameter.copy_(moved)
         buffers = dict(model.named_buffers())
         for name in large.state_dict().keys() & dict(large.named_buffers()).keys():  # such as τ
             if (old := buffers.get(moves.old_name(name))) is not None:
                 large.get_buffer(name).copy_(old)
-    if growth.keeps and (unplaced := moves.names.keys() - moves.used):
+    if growth.keeps and (unplaced := moves.names.keys() - moves.used_names):
         raise HeadwaterError(
             f"{min(unplaced)} of this model has no place in the larger one; remove its mechanism, or use another "
             "method."
@@ -148,14 +137,14 @@ def enlarged(model: Model, options: GrowthOptions) -> Model:
     return large.train(model.training)
 
 
-def carried(state: dict[str, Tensor], model: Model, large: Model, options: GrowthOptions) -> dict[str, Tensor]:
+def carry_state(state: dict[str, Tensor], model: Model, large: Model, options: GrowthOptions) -> dict[str, Tensor]:
     """The optimizer's state of the larger model: averages of gradients as the gradients themselves change.
 
     What copies write has a share of the old gradient, and factors on copies have all of it. New elements have an
     average of zero, and of squares the mean of the old ones: after zeros Adam, which counts steps once per tensor,
     would make large updates. A parameter with no counterpart has been stepped 0 times. state: not empty.
     """
-    growth = growth_of(model.config, options)
+    growth = make_larger(model.config, options)
     moves = Moves(model, large, growth)
     averages: dict[str, Tensor] = {}
     kinds = {name.rpartition(".")[2] for name in state}
@@ -174,7 +163,7 @@ def carried(state: dict[str, Tensor], model: Model, large: Model, options: Growt
                 continue
             squares = kind.endswith("exp_avg_sq")  # AMSGrad's maximum, too
             fresh = torch.full(parameter.shape, float(tensor.mean()) if squares else 0.0, dtype=tensor.dtype)
-            moved = moves.of(name, fresh, tensor, 2 if squares else 1)
+            moved = moves.make_tensor(name, fresh, tensor, 2 if squares else 1)
             if moved is not None:
                 silent = moves.layer_of(name) in growth.silent and not squares
                 averages[key] = torch.zeros_like(moved) if silent else moved.to(tensor.dtype)
@@ -182,12 +171,12 @@ def carried(state: dict[str, Tensor], model: Model, large: Model, options: Growt
 
 
 class Moves:
-    """How each parameter of a larger model is made of the smaller one's."""
+    """The parameters of a larger model, made from the smaller one's."""
 
     def __init__(self, model: Model, large: Model, growth: Larger) -> None:
         self.model, self.large, self.growth = model, large, growth
         self.names = dict(model.named_parameters())
-        self.used: set[str] = set()
+        self.used_names: set[str] = set()
         self.plans = model.plans, large.plans
 
     def layer_of(self, name: str) -> int | None:
@@ -202,7 +191,7 @@ class Moves:
         start, _, inner = name.partition(f"layers.{layer}.")
         return f"{start}layers.{self.growth.layers[layer]}.{inner}"
 
-    def of(self, name: str, fresh: Tensor, old: Tensor | None = None, power: int = 0) -> Tensor | None:
+    def make_tensor(self, name: str, fresh: Tensor, old: Tensor | None = None, power: int = 0) -> Tensor | None:
         """A parameter of the larger model; None: as in a fresh one.
 
         fresh: what new entries are. old: the smaller model's tensor, by default its parameter. power: 1 for a gradient,
@@ -219,14 +208,14 @@ class Moves:
                     "keep the function."
                 )
             return None
-        self.used.add(old_name)
+        self.used_names.add(old_name)
         if layer in self.growth.silent and not power:
             owner, inner = owner_of(self.large, name)
             if isinstance(owner, PassesThrough) and (passing := owner.find_neutral_value(inner)) is not None:
                 return passing
         silenced = layer in self.growth.silent and not power and self.is_silenced(name)
-        axes = self.axes(old_name, counterpart)
-        return self.filled(name, counterpart if old is None else old, fresh, axes, power, silenced)
+        axes = self.find_axes(old_name, counterpart)
+        return self.fill_entries(name, counterpart if old is None else old, fresh, axes, power, silenced)
 
     def is_silenced(self, name: str) -> bool:
         """Whether it is the last thing before the stream that a layer adds to it."""
@@ -239,29 +228,29 @@ class Moves:
         if getattr(norm, "weight", None) is not None or module not in WRITERS:
             return False
         counterpart = self.names[self.old_name(name)]
-        return any(axis == WRITES for axis in self.axes(self.old_name(name), counterpart)[: counterpart.dim()])
+        return any(axis == WRITES for axis in self.find_axes(self.old_name(name), counterpart)[: counterpart.dim()])
 
-    def axes(self, name: str, tensor: Tensor) -> tuple[Dim, ...]:
+    def find_axes(self, name: str, tensor: Tensor) -> tuple[Dim, ...]:
         """The axes of a parameter of the smaller model."""
         match = LAYER.search(name)
         module = (name if match is None else match[2]).rpartition(".")[0]
         owner, inner = owner_of(self.model, name)
         if owner is not None:
-            axes_of_map = next(((ins, outs) for where, outs, ins in MAPS.values() if where == module), None)
-            if not (axes := axes_of(owner, inner, axes_of_map)):
+            if not (axes := axes_of(owner, inner)):
                 raise HeadwaterError(
                     f"Mechanism {owner.registered_name()!r} does not say what the entries of its parameter "
                     f"{inner!r} belong to (describe_axes), so it cannot grow; remove it."
                 )
-            return axes
+            outs, ins = AXES.get(module, (SAME, SAME))
+            return tuple({"linear in": ins, "linear out": outs}.get(axis.kind, axis) for axis in axes)
         short = module.removeprefix(f"{self.model.base_model_prefix}.")
-        if short in LINEAR:
-            return tuple(LINEAR[short][: tensor.dim()])
-        if short in NORMS:
-            return (Dim(NORMS[short]),)  # type: ignore[arg-type]
+        if short in AXES:
+            return AXES[short][: tensor.dim()]
         raise HeadwaterError(f"{name} of this model cannot grow; remove what it belongs to.")
 
-    def filled(self, name: str, old: Tensor, fresh: Tensor, axes: Sequence[Dim], power: int, silenced: bool) -> Tensor:
+    def fill_entries(
+        self, name: str, old: Tensor, fresh: Tensor, axes: Sequence[Dim], power: int, silenced: bool
+    ) -> Tensor:
         wide, dims = torch.promote_types(old.dtype, torch.float32), len(axes)
         x = old.detach().to(fresh.device, wide).reshape(*old.shape[: dims - 1], -1)
         base = fresh.detach().to(wide).reshape(*fresh.shape[: dims - 1], -1)
@@ -271,7 +260,7 @@ class Moves:
         offset = float(isinstance(module, RMSNorm) and module.offset and not power)
         x, base = x + offset, base + offset
         for dim, axis in enumerate(axes):
-            way = self.way(name, axis, x.shape[dim], base.shape[dim])
+            way = self.choose_copies(name, axis, x.shape[dim], base.shape[dim])
             if way is None:
                 continue
             if way.mean:
@@ -287,18 +276,18 @@ class Moves:
             zero |= ((source < 0) & way.zero).view(view)
         noise = torch.zeros_like(x)
         if spread is not None and self.growth.noise:
-            noise = self.noise(name, x, *spread) * _measure_spread(x, base)
+            noise = self.draw_noise(name, x, *spread) * _measure_spread(x, base)
         if not silenced:
             result = torch.where(is_copied, x + noise, torch.where(zero, 0.0, base))
             return result.reshape(fresh.shape) - offset
         # Where a channel's map is zero, its norm is fresh: with both zero, neither would learn.
-        is_norm = axes[-1].of == "output norm" and isinstance(module, RMSNorm) and self.growth.fill == "zero"
+        is_norm = axes[-1].kind == "output norm" and isinstance(module, RMSNorm) and self.growth.fill == "zero"
         # The copies' outputs are equal, so this adds up to zero, and without it they would stay equal forever. It is
         # small, for the rounding of the sum; Adam parts them by the sign of their gradients.
         return torch.where(is_copied, 0.01 * noise, base if is_norm else 0.0).reshape(fresh.shape) - offset
 
-    def noise(self, name: str, x: Tensor, dim: int, source: Tensor) -> Tensor:
-        """What differs between copies' factors, over their spread, and adds up to zero over the copies."""
+    def draw_noise(self, name: str, x: Tensor, dim: int, source: Tensor) -> Tensor:
+        """Draw the noise between copies' factors, over their spread, which adds up to zero over the copies."""
         draw = generator(self.model.config.initializer_seed, "grown", name, x.shape[dim])
         drawn = torch.randn(x.shape, generator=draw).to(x) * self.growth.noise
         along = _shape_along(dim, x.dim())
@@ -311,81 +300,84 @@ class Moves:
         ).sqrt()  # what is left of n independent numbers less their mean
         return (drawn - means.index_select(dim, sources)) * (correction * (counts > 1))[sources].view(along)
 
-    def way(self, name: str, axis: Dim, old: int, new: int) -> Copied | None:
-        """Where the new entries along an axis come from; None: they are the old ones."""
+    def choose_copies(self, name: str, axis: Dim, old: int, new: int) -> Copied | None:
+        """Choose the origin of the new entries along an axis; None: they are the old ones."""
         growth = self.growth
-        if axis.of == "layers":
-            return self.way_of_layers(name, axis, new)
+        if axis.kind == "layers":
+            return self.copies_of_layers(name, axis, new)
         exact = growth.fill != "any"
-        if axis.of in ("k", "v", "kv", "q"):
-            return self.way_of_heads(name, axis, old, new, exact)
+        if axis.kind in ("k", "v", "kv", "q"):
+            return self.copies_of_heads(name, axis, old, new, exact)
         if old == new:
             return None
-        if axis.of == "same":
-            return Copied([at if at < old else -1 for at in range(new)], zero=axis.zero)
-        if axis.of == "units":
+        if axis.kind == "same":
+            return Copied([index if index < old else -1 for index in range(new)], zero=axis.zero)
+        if axis.kind == "units":
             return Copied(list(growth.units), zero=axis.reads and exact)
-        return self.way_of_channels(name, axis, old, exact)
+        return self.copies_of_channels(name, axis, old, exact)
 
-    def way_of_channels(self, name: str, axis: Dim, old: int, exact: bool) -> Copied:
-        """Where the new channels of the residual stream come from."""
+    def copies_of_channels(self, name: str, axis: Dim, old: int, exact: bool) -> Copied:
+        """Choose the origin of the new channels of the residual stream."""
         growth = self.growth
         mean = growth.fill == "mean" and growth.pads
         if mean:
             _check_mean(name, axis)
-        writes = axis.of in ("stream", "outputs") and not axis.reads
-        source = [old if at < 0 and mean and writes else at for at in growth.stream]
+        writes = axis.kind in ("stream", "outputs") and not axis.reads
+        source = [old if channel < 0 and mean and writes else channel for channel in growth.stream]
         return Copied(source, zero=writes and exact, mean=mean and writes, factor=self.norm_factor(name, axis, exact))
 
     def norm_factor(self, name: str, axis: Dim, exact: bool) -> float:
-        """What old entries of a norm are multiplied with, because the stream that it divides by has another size."""
+        """Return the factor of a norm's old entries, because the stream that it divides by has another size."""
         growth, config = self.growth, self.model.config
-        scales = axis.normed or (axis.of in ("norm", "output norm") and name.endswith("weight"))
-        factor = growth.part**0.5 if exact and scales else 1.0
+        scales = axis.normed or (axis.kind in ("norm", "output norm") and name.endswith("weight"))
+        factor = growth.mean_square_ratio**0.5 if exact and scales else 1.0
         if name.startswith(f"{self.model.base_model_prefix}.norm.") and config.final_norm_weight:
             factor /= copies_read(config, growth)  # the head follows the last norm
         return factor
 
-    def way_of_heads(self, name: str, axis: Dim, old: int, new: int, exact: bool) -> Copied | None:
+    def copies_of_heads(self, name: str, axis: Dim, old: int, new: int, exact: bool) -> Copied | None:
         heads, count = self.sources_of_heads(name, axis)
         width = old // max(1, count)
         if old == new and (len(heads) * width != new or heads == list(range(count))):
             return None  # of something else than heads, or of the same
-        source = [head * width + at if head >= 0 else -1 for head in heads for at in range(width)]
+        source = [head * width + entry if head >= 0 else -1 for head in heads for entry in range(width)]
         assert len(source) == new, f"{name}: {len(source)} of {new}"
         return Copied(source, zero=axis.reads and exact)
 
     def sources_of_heads(self, name: str, axis: Dim) -> tuple[list[int], int]:
         """The old head of each new one, -1 for none, and the number of old heads."""
         growth, layer = self.growth, self.layer_of(name)
-        if axis.of == "q":
+        if axis.kind == "q":
             if layer is not None and "num_attention_heads" in (self.model.config.sliding_fields or {}):
                 count = layer_config(self.model.config, growth.layers[layer]).num_attention_heads
                 return list(range(count)), count
             return list(growth.q), max(growth.q) + 1
-        if axis.of == "kv":
+        if axis.kind == "kv":
             return list(growth.kv), max(growth.kv) + 1
         assert layer is not None
         old, new = self.plans[0][growth.layers[layer]], self.plans[1][layer]
-        stored, heads = (old.k_heads, new.k_heads) if axis.of == "k" else (old.v_heads, new.v_heads)
+        stored, heads = (old.k_heads, new.k_heads) if axis.kind == "k" else (old.v_heads, new.v_heads)
         sources = growth.kv if growth.extends("kv") else range(max(heads, default=0) + 1)
         return [stored.index(sources[head]) if sources[head] in stored else -1 for head in heads], len(stored)
 
-    def way_of_layers(self, name: str, axis: Dim, new: int) -> Copied:
+    def copies_of_layers(self, name: str, axis: Dim, new: int) -> Copied:
         layer = self.layer_of(name)
         owner, inner = owner_of(self.large, name)
         assert owner is not None
-        entries = next(dim for dim in axes_of(owner, inner) if dim.of == "layers").at
+        entries = next(dim for dim in axes_of(owner, inner) if dim.kind == "layers").entries
         if layer is None:  # of all layers
             old = [self.growth.layers[int(entry)] for entry in entries]  # type: ignore[call-overload]
-            return Copied([axis.at.index(entry) if entry in axis.at else -1 for entry in old], zero=True)
-        moved = {self.growth.moved(layer, entry): index for index, entry in enumerate(axis.at)}
+            return Copied([axis.entries.index(entry) if entry in axis.entries else -1 for entry in old], zero=True)
+        moved = {self.growth.move_entry(layer, entry): index for index, entry in enumerate(axis.entries)}
         return Copied([moved.get(entry, -1) for entry in entries], zero=True)
 
 
 class Copied(NamedTuple):
-    """source: of each new entry the old one, -1: none. zero: these are zero, not fresh. mean: the old ones' mean comes
-    after them. factor: of old ones."""
+    """The origin of the new entries along an axis.
+
+    source: the old entry of each new one; -1: none. zero: the latter are zero, not fresh. mean: the old entries' mean
+    comes after them, as one more. factor: of old entries.
+    """
 
     source: list[int]
     zero: bool = False
@@ -406,7 +398,7 @@ def _measure_spread(x: Tensor, fresh: Tensor) -> float:
 
 def _check_mean(name: str, axis: Dim) -> None:
     """Raise `HeadwaterError` for entries that the mean of the others cannot take the place of."""
-    if axis.of == "outputs" or axis.normed:
+    if axis.kind == "outputs" or axis.normed:
         raise HeadwaterError(
             f"{name} has an entry per channel, and under LayerNorm new channels hold the mean of the others; "
             "multiply hidden_size (hypercloning), grow other sizes, or use the method net2net."
@@ -414,8 +406,8 @@ def _check_mean(name: str, axis: Dim) -> None:
 
 
 def _scale_copies(axis: Dim, way: Copied, shares: Tensor, power: int) -> Tensor:
-    """What old entries along an axis are multiplied with. shares: one over how many copies each has. power: as in
-    `Moves.of`."""
+    """Return the factors of old entries along an axis. shares: one over the number of copies of each. power: as in
+    `Moves.make_tensor`."""
     factor = torch.full_like(shares, way.factor)
     if axis.reads and power == 0:
         return factor * shares
@@ -423,7 +415,7 @@ def _scale_copies(axis: Dim, way: Copied, shares: Tensor, power: int) -> Tensor:
         return factor.reciprocal() ** power
     if axis.reads or power == 0:
         return factor
-    return (shares if axis.of not in ("same", "layers") else 1.0) ** power / factor**power
+    return (shares if axis.kind not in ("same", "layers") else 1.0) ** power / factor**power
 
 
 def _check_units(config: HeadwaterConfig) -> None:
@@ -434,7 +426,7 @@ def _check_units(config: HeadwaterConfig) -> None:
         mechanism = resolve(name)
         if all(replaces_linear(mechanism, options, config, layer, "feed_forward", width) for layer in layers):
             raise HeadwaterError(
-                f"Mechanism {name!r} replaces the feed-forwards, which intermediate_size has no part in; leave it out"
+                f"Mechanism {name!r} replaces the feed-forwards, so intermediate_size does nothing; leave it out"
                 f"{', and grow ffn_pairs' if 'ffn_pairs' in options else ''}."
             )
 
@@ -448,7 +440,7 @@ def _check_plans(old_plans: Sequence[LayerPlan], new_plans: Sequence[LayerPlan],
     ]
     # What acts at the end of the last layer does so after layers that add nothing, and the rest still before it.
     at_source, at_end = (
-        new_plans[layer].at(Stage.BLOCK_OUTPUT) for layer in (growth.at(growth.depth - 1), len(new_plans) - 1)
+        new_plans[layer].at(Stage.BLOCK_OUTPUT) for layer in (growth.first_copy(growth.depth - 1), len(new_plans) - 1)
     )
     ends = old_plans[-1].at(Stage.BLOCK_OUTPUT)
     if growth.deepens and tuple(dict.fromkeys((*at_source, *at_end))) != ends:
@@ -463,18 +455,18 @@ def _check_plans(old_plans: Sequence[LayerPlan], new_plans: Sequence[LayerPlan],
 def _find_change(
     old_plans: Sequence[LayerPlan], new_plans: Sequence[LayerPlan], layer: int, growth: Larger
 ) -> str | None:
-    """What the layer that a new one is made from attends to or reads and the new one does not, in words."""
+    """Say what the layer that a new one is made from attends to or reads and the new one does not; None: nothing."""
     source = growth.layers[layer]
     attends = old_plans[source].attends
     # Layers have heads of their own only in models whose heads do not grow.
     for head, copied in enumerate(growth.kv if growth.extends("kv") else range(len(attends))):
-        if copied >= 0 and tuple(new_plans[layer].attends[head]) != tuple(map(growth.at, attends[copied])):
+        if copied >= 0 and tuple(new_plans[layer].attends[head]) != tuple(map(growth.first_copy, attends[copied])):
             layers = " and ".join(map(str, dict.fromkeys(attends[copied])))
             return f"Head {copied} of layer {source} attends to layers {layers} in a way"
     # What acts after the last layer does so after its copies that add nothing.
-    alike = [new_plans[new] for new in growth.copies([source]) if new == layer or new in growth.silent]
+    alike = [new_plans[new] for new in growth.list_copies([source]) if new == layer or new in growth.silent]
     for source_read in old_plans[source].reads:
-        is_read = any(_reads(plan, source_read, growth, old_plans) for plan in alike)
+        is_read = any(_still_reads(plan, source_read, growth, old_plans) for plan in alike)
         if source_read.kind in ("raw", "local", "probabilities", "stream") and not is_read:
             return f"Layer {source} reads layer {source_read.layer} in a way"
     return None
@@ -505,11 +497,11 @@ def _check_function(old: Model, new: Model) -> None:
         )
 
 
-def _reads(plan: LayerPlan, source: Source, growth: Larger, old_plans: Sequence[LayerPlan]) -> bool:
+def _still_reads(plan: LayerPlan, source: Source, growth: Larger, old_plans: Sequence[LayerPlan]) -> bool:
     """Whether a layer reads what an old source has become."""
     if source == EMBEDDING:
         return source in plan.reads
-    layer = growth.at(source.layer)
+    layer = growth.first_copy(source.layer)
     if source._replace(layer=layer) in plan.reads:
         return True
     if source.kind != "stream" or old_plans[source.layer].at(Stage.BLOCK_OUTPUT):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from headwater.config.text import HeadwaterConfig
-from headwater.growth.enlarge import enlarged, planned
+from headwater.growth.enlarge import enlarge_model, plan_growth
 from headwater.growth.methods import GrowthOptions
-from headwater.growth.pairs import Model, add_pairs, added_config, has_pairs
+from headwater.growth.parameter_tokens import Model, add_pairs, added_config, has_pairs
 from headwater.models.quantization import check_full_precision
 
 
-def grow(model: Model, attention_pairs: int | None = None, ffn_pairs: int | None = None, **options: Any) -> Model:
+def grow(model: Model, attention_pairs: int | None = None, ffn_pairs: int | None = None, **fields: Any) -> Model:
     """A deeper or wider model, or one with more parameter tokens, made from a trained one.
 
     options: the other fields of `headwater.growth.GrowthOptions`, such as num_hidden_layers, hidden_size and method.
@@ -28,29 +28,29 @@ def grow(model: Model, attention_pairs: int | None = None, ffn_pairs: int | None
         >>> grown.config.num_hidden_layers, grown.config.mechanisms["pattention"]["attention_pairs"]
         (3, 1000)
     """
-    growth = GrowthOptions(attention_pairs, ffn_pairs, **options)
+    options = GrowthOptions(attention_pairs, ffn_pairs, **fields)
     check_full_precision(model)
-    if adds_pairs(model.config, growth):
-        model = add_pairs(model, growth)
-        if not growth.sizes:
+    if adds_pairs(model.config, options):
+        model = add_pairs(model, options)
+        if not options.sizes:
             return model
-    return enlarged(model, growth)
+    return enlarge_model(model, options)
 
 
-def adds_pairs(config: HeadwaterConfig, growth: GrowthOptions) -> bool:
+def adds_pairs(config: HeadwaterConfig, options: GrowthOptions) -> bool:
     """Whether growth begins with parameter tokens: also where nothing is asked for, to say so or to unfreeze."""
-    has_counts = growth.attention_pairs is not None or growth.ffn_pairs is not None
-    return has_counts or (has_pairs(config) and not growth.sizes)
+    has_counts = options.attention_pairs is not None or options.ffn_pairs is not None
+    return has_counts or (has_pairs(config) and not options.sizes)
 
 
 def grown_config(
-    config: HeadwaterConfig, attention_pairs: int | None = None, ffn_pairs: int | None = None, **options: Any
+    config: HeadwaterConfig, attention_pairs: int | None = None, ffn_pairs: int | None = None, **fields: Any
 ) -> HeadwaterConfig:
     """The config that `grow` gives a model with this config, without a model. Raises the same errors, but for those
     that only the model's tensors show."""
-    growth = GrowthOptions(attention_pairs, ffn_pairs, **options)
-    if adds_pairs(config, growth):
-        config = added_config(config, growth)
-        if not growth.sizes:
+    options = GrowthOptions(attention_pairs, ffn_pairs, **fields)
+    if adds_pairs(config, options):
+        config = added_config(config, options)
+        if not options.sizes:
             return config
-    return planned(config, growth)[1]
+    return plan_growth(config, options)[1]

@@ -50,7 +50,7 @@ def check_whole(name: str, number: object) -> None:
 
 @dataclass(frozen=True)
 class GrowthOptions:
-    """What `grow` is asked for.
+    """The options of `grow`.
 
     num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, num_key_value_heads: the new sizes; None
         keeps one, and key/value heads keep their ratio to the query heads. The width of a head stays.
@@ -81,7 +81,7 @@ class GrowthOptions:
     def __post_init__(self) -> None:
         for name, size in self.sizes.items():
             check_whole(name, size)
-        ways(self.method)
+        parse_method(self.method)
         for name, choices in (("key_init", get_args(KeyInit)), ("tau", get_args(TauPolicy))):
             if getattr(self, name) not in choices:
                 raise HeadwaterError(f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}.")
@@ -104,16 +104,16 @@ class GrowthOptions:
         return {name: size for name in SIZES if (size := getattr(self, name)) is not None}
 
 
-def ways(method: str) -> tuple[str | None, str | None]:
+def parse_method(method: str) -> tuple[str | None, str | None]:
     """The ways that a method names to make a model deeper and wider; None where it names none."""
     if not isinstance(method, str):
         raise HeadwaterError(f"method must be a name, such as 'exact', not {method!r}.")
     deeper = wider = None
-    for way in (parts := method.split("+")):
+    for way in (names := method.split("+")):
         if way not in (*DEEPER, *WIDER):
             raise HeadwaterError(f"There is no method {way!r} of growth; {nearest(way, (*DEEPER, *WIDER))}")
         deeper, wider = (way, wider) if way in DEEPER else (deeper, way)
-    if len(parts) > 2 or (len(parts) == 2 and None in (deeper, wider)):
+    if len(names) > 2 or (len(names) == 2 and None in (deeper, wider)):
         raise HeadwaterError(
             f"The method {method!r} must be one way, or one to make a model deeper ({either([*map(repr, DEEPER)])}) "
             f"and one to make it wider ({either([*map(repr, WIDER)])}), joined by '+'."
@@ -121,29 +121,29 @@ def ways(method: str) -> tuple[str | None, str | None]:
     return deeper or BOTH.get(str(wider)), wider
 
 
-def growth_of(config: HeadwaterConfig, options: GrowthOptions) -> Larger:
-    """What each part of a larger model is made from. Raises `HeadwaterError` for sizes that the method cannot give."""
+def make_larger(config: HeadwaterConfig, options: GrowthOptions) -> Larger:
+    """Choose what each part of a larger model is made from. Raises `HeadwaterError` for sizes it cannot give."""
     method, sizes = options.method, options.sizes
-    deeper, wider = ways(method)
+    deeper, wider = parse_method(method)
     _check_larger(config, sizes)
     old = {name: getattr(config, name) for name in SIZES}
     new = old | sizes | _scale_kv_heads(config, sizes)
     grows = {name for name in old if new[name] > old[name]}
     _check_directions(method, deeper, wider, grows)
-    layers, silent = _layers(old["num_hidden_layers"], new["num_hidden_layers"], deeper)
+    layers, silent = _map_layers(old["num_hidden_layers"], new["num_hidden_layers"], deeper)
     if wider == "hypercloning":
         _check_multiples(old, new, grows - {"num_hidden_layers"})
     copies = wider in NOISE
-    kv, q = _heads(config, new["num_attention_heads"], new["num_key_value_heads"], copies)
+    kv, q = _map_heads(config, new["num_attention_heads"], new["num_key_value_heads"], copies)
     layer_norm = config.norm == "layer_norm"
     ways_used = {deeper if "num_hidden_layers" in grows else None, wider if grows - {"num_hidden_layers"} else None}
     growth = Larger(
         layers=layers,
         silent=silent,
-        stream=_stream(old["hidden_size"], new["hidden_size"], copies),
+        stream=_map_stream(old["hidden_size"], new["hidden_size"], copies),
         q=q,
         kv=kv,
-        units=_copied(old["intermediate_size"], new["intermediate_size"], copies),
+        units=_map_copies(old["intermediate_size"], new["intermediate_size"], copies),
         fill="any" if wider == "net2net" else "mean" if layer_norm else "zero",
         keeps=not ways_used & set(CHANGES),
         noise=NOISE.get(str(wider), 0.0),
@@ -184,7 +184,9 @@ def _check_directions(method: str, deeper: str | None, wider: str | None, grows:
         raise HeadwaterError(f"The method {method!r} makes no model wider; use, for example, {method}+exact.")
     if "+" in method and not {"num_hidden_layers"} < grows:
         only, unread = (deeper, wider) if "num_hidden_layers" in grows else (wider, deeper)
-        raise HeadwaterError(f"It grows in one direction, so {unread!r} would do nothing; use the method {only}.")
+        raise HeadwaterError(
+            f"The model grows in one direction only, and {unread!r} is for the other; use the method {only}."
+        )
 
 
 def _check_multiples(old: dict[str, int], new: dict[str, int], names: set[str]) -> None:
@@ -197,8 +199,8 @@ def _check_multiples(old: dict[str, int], new: dict[str, int], names: set[str]) 
             )
 
 
-def _layers(old: int, new: int, way: str | None) -> tuple[tuple[int, ...], frozenset[int]]:
-    """For each new layer the old one, and the new layers that add nothing."""
+def _map_layers(old: int, new: int, way: str | None) -> tuple[tuple[int, ...], frozenset[int]]:
+    """Map each new layer to the old one, and list the new layers that add nothing."""
     if way == "stack":
         if new % old:
             raise HeadwaterError(
@@ -218,18 +220,20 @@ def _layers(old: int, new: int, way: str | None) -> tuple[tuple[int, ...], froze
     return tuple(layers), frozenset(silent)
 
 
-def _copied(old: int, new: int, copies: bool) -> tuple[int, ...]:
+def _map_copies(old: int, new: int, copies: bool) -> tuple[int, ...]:
     return tuple(index % old if copies or index < old else -1 for index in range(new))
 
 
-def _stream(old: int, new: int, copies: bool) -> tuple[int, ...]:
+def _map_stream(old: int, new: int, copies: bool) -> tuple[int, ...]:
     """Whole copies of all channels, one after the other, then new ones: so that the first channels stay the first."""
     copied = new // old * old if copies else old
     return tuple(index % old if index < copied else -1 for index in range(new))
 
 
-def _heads(config: HeadwaterConfig, queries: int, heads: int, copies: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """For each key/value head and for each query head the old one. Copies of a head are placed next to it."""
+def _map_heads(
+    config: HeadwaterConfig, queries: int, heads: int, copies: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Map each key/value head and each query head to the old one. Copies of a head are placed next to it."""
     assert config.num_key_value_heads is not None
     old, group = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
     if queries % heads:
@@ -237,19 +241,19 @@ def _heads(config: HeadwaterConfig, queries: int, heads: int, copies: bool) -> t
             f"num_attention_heads {queries} is not divisible by num_key_value_heads {heads}; change one of them."
         )
     size = queries // heads
-    kv = tuple(at * old // heads if copies else at if at < old else -1 for at in range(heads))
+    kv = tuple(index * old // heads if copies else index if index < old else -1 for index in range(heads))
     q = []
     for head, source in enumerate(kv):
         nth = head - kv.index(source)  # which of its copies
-        for at in range(size):
-            place = nth * size + at if copies else at
-            known = source >= 0 and (copies or place < group)
-            q.append(source * group + place % group if known else -1)
+        for index in range(size):
+            position = nth * size + index if copies else index
+            is_copied = source >= 0 and (copies or position < group)
+            q.append(source * group + position % group if is_copied else -1)
     if set(q) - {-1} != set(range(config.num_attention_heads)):
-        by = "by a whole number" if copies else "only where they are copied, as by the method lemon"
+        how_many = "by a whole number" if copies else "only where they are copied, as by the method lemon"
         raise HeadwaterError(
-            f"Key/value heads can grow without their query heads {by}, so that each query head keeps its own; or grow "
-            "num_attention_heads and num_key_value_heads by the same factor."
+            f"Key/value heads can grow without their query heads {how_many}, so that each query head keeps its own; or "
+            "grow num_attention_heads and num_key_value_heads by the same factor."
         )
     return kv, tuple(q)
 
@@ -261,23 +265,23 @@ def _check_exact(config: HeadwaterConfig, growth: Larger) -> None:
         raise HeadwaterError(f"ALiBi's slopes depend on the number of heads; grow other sizes, or {advice}.")
     if growth.widens and config.position == "sincos":
         raise HeadwaterError(
-            f"Fixed sines and cosines are others in a wider residual stream; grow other sizes, or {advice}."
+            f"Fixed sines and cosines differ in a wider residual stream; grow other sizes, or {advice}."
         )
     if not growth.pads:
         return
-    whole = f"double hidden_size with the method hypercloning, grow other sizes, or {advice}"
+    instead = f"double hidden_size with the method hypercloning, grow other sizes, or {advice}"
     if not (config.norm_weight and config.final_norm_weight):
         raise HeadwaterError(
             f"New channels change what the residual stream is divided by, and norms without weights cannot make up for "
-            f"it; {whole}."
+            f"it; {instead}."
         )
     if config.qk_norm:
         raise HeadwaterError(
             f"New channels of the residual stream need another norm_eps, which the norms of queries and keys (qk_norm) "
-            f"share; {whole}."
+            f"share; {instead}."
         )
     if growth.fill == "mean" and (config.output_norms or config.embedding_norm):
         raise HeadwaterError(
             f"Under LayerNorm new channels hold the mean of the others, which output_norms and embedding_norm would "
-            f"not give them; {whole}."
+            f"not give them; {instead}."
         )

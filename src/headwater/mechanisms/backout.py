@@ -8,7 +8,7 @@ What the middle layer found out, and later ones have read, need not be in what t
 Departures: none.
 """
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from torch import Tensor
 from headwater.config.plan import LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import Context, Cost, Mechanism
+from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, Larger, fixed_axes
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import identity_with
 from headwater.util.errors import HeadwaterError
 
@@ -37,6 +37,7 @@ class Backout(KeepsPrecision, Mechanism):
     """
 
     source = "a middle layer's output, taken out at the end"
+    order = 190
 
     class Options:
         weight: float | int = 0.2
@@ -61,38 +62,39 @@ class Backout(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def read(cls, options: dict[str, Any], config: HeadwaterConfig) -> Source:
+    def find_source(cls, options: OptionValues, config: HeadwaterConfig) -> Source:
         layer = config.num_hidden_layers // 2 if options["layer"] is None else options["layer"]
         return Source("stream", "x", layer)
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
-        last, layer = config.num_hidden_layers - 1, cls.read(options, config).layer
-        if not 0 <= layer < last:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
+        last_layer, layer = config.num_hidden_layers - 1, cls.find_source(options, config).layer
+        if not 0 <= layer < last_layer:
             raise HeadwaterError(
-                f"Mechanism 'backout' takes the output of an earlier layer out of the last one's, {last}, not that of "
-                f"layer {layer}; change layer, or num_hidden_layers."
+                f"Mechanism 'backout' subtracts the output of a layer before the last one, {last_layer}, so layer "
+                f"cannot be {layer}; change layer, or num_hidden_layers."
             )
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
-        return [*plans[:-1], plans[-1].acting(cls, cls.transform_block_output).reading(cls.read(options, config))]
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        source = cls.find_source(options, config)
+        return [*plans[:-1], plans[-1].acting(cls, cls.transform_block_output).reading(source)]
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         return Cost(parameters=1)  # the middle layer's output, which autograd keeps, is counted where it is made
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        return cls(options["weight"], slot=plan.slot(cls.read(options, config)))
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        return cls(options["weight"], slot=plan.slot(cls.find_source(options, config)))
 
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         if not growth.deepens or (options["layer"] is None and not growth.keeps):
             return options
-        return options | {"layer": growth.source(len(growth.layers) - 1, cls.read(options, config).layer)}
+        return options | {"layer": growth.find_source(len(growth.layers) - 1, cls.find_source(options, config).layer)}
 
     describe_axes = fixed_axes(SAME)
 

@@ -27,21 +27,21 @@ from headwater.config.plan import Attends, LayerPlan, Part, Source, Stage
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown, Step
-from headwater.mechanisms.contract import KV, Context, Mechanism
+from headwater.mechanisms.contract import KV, Context, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Larger
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.plugins.registry import MECHANISMS, has_own, in_order
 from headwater.util.errors import HeadwaterError
 
 
-def _kept(plans: Sequence[LayerPlan]) -> set[tuple[str, int, int]]:
-    """What is cached: part, layer and head."""
-    parts = ((attends._asdict(), head) for plan in plans for head, attends in enumerate(plan.attends))
-    return {(part, layer, head) for heads, head in parts for part, layer in heads.items()}
+def _list_cached(plans: Sequence[LayerPlan]) -> set[tuple[str, int, int]]:
+    """List what is cached: "k" or "v", layer and head."""
+    pairs = ((attends._asdict(), head) for plan in plans for head, attends in enumerate(plan.attends))
+    return {(kind, layer, head) for heads, head in pairs for kind, layer in heads.items()}
 
 
 class Blend(KeepsPrecision, Mechanism):
-    """Mixes keys and values with others: (1 - w)·own + w·others, exactly own at w = 0 and exactly others at w = 1.
+    """Mixes keys and values with others: (1 - w)·x + w·target, exactly x at w = 0 and exactly target at w = 1.
 
     Args
         group: how many consecutive heads become one; 1: none do. weight: w.
@@ -81,37 +81,38 @@ class Blend(KeepsPrecision, Mechanism):
     def constants(self) -> dict[str, Tensor]:
         return {"weight": torch.full((1,), self.initial)}
 
-    def forward(self, own: Tensor, others: Tensor) -> Tensor:
-        """own, others: [B, K, S, d] -> their mixture."""
-        return own.lerp(others, self.weight.to(own.dtype))
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """Mix x and target, [B, K, S, d] each."""
+        return x.lerp(target, self.weight.to(x.dtype))
 
-    def pooled(self, x: Tensor) -> Tensor:
+    def pool_groups(self, x: Tensor) -> Tensor:
         """x [B, K, T, d] -> each head mixed with the mean of its group."""
         return self(x, x.unflatten(1, (-1, self.heads_in_one)).mean(2).repeat_interleave(self.heads_in_one, dim=1))
 
     def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        return q, KV(self.pooled(kv.k), self.pooled(kv.v))
+        return q, KV(self.pool_groups(kv.k), self.pool_groups(kv.v))
 
     def transform_attended_kv(self, kv: KV, context: Context) -> KV:
-        return KV(self.mixed(kv.k, self.keys, context.sources), self.mixed(kv.v, self.values, context.sources))
+        keys = self.mix_sources(kv.k, self.keys, context.sources)
+        return KV(keys, self.mix_sources(kv.v, self.values, context.sources))
 
-    def mixed(self, own: Tensor, slots: tuple[int | None, ...], sources: list[Tensor]) -> Tensor:
+    def mix_sources(self, x: Tensor, slots: tuple[int | None, ...], sources: list[Tensor]) -> Tensor:
         if not any(slot is not None for slot in slots):
-            return own
-        others = [(own if slot is None else sources[slot])[:, head] for head, slot in enumerate(slots)]
-        return self(own, torch.stack(others, dim=1))
+            return x
+        targets = [(x if slot is None else sources[slot])[:, head] for head, slot in enumerate(slots)]
+        return self(x, torch.stack(targets, dim=1))
 
     # In a headwater model
 
     @classmethod
-    def goal(cls, options: dict[str, Any], config: HeadwaterConfig) -> HeadwaterConfig:
+    def goal_config(cls, options: OptionValues, config: HeadwaterConfig) -> HeadwaterConfig:
         """The config of the cheaper model. Raises `HeadwaterError` if there is no such model."""
         heads, fewer = config.num_key_value_heads, options["num_key_value_heads"]
-        goal = cls.without(config)
-        kept = goal.mechanisms or {}
-        if both := kept.keys() & (options["mechanisms"] or {}).keys():
-            raise HeadwaterError(f"The model already has mechanism {min(both)!r}; convert it to another.")
-        goal.mechanisms = in_order(kept | (options["mechanisms"] or {}), kept)
+        goal = cls.remove_blend(config)
+        mechanisms = goal.mechanisms or {}
+        if repeated := mechanisms.keys() & (options["mechanisms"] or {}).keys():
+            raise HeadwaterError(f"The model already has mechanism {min(repeated)!r}; convert it to another.")
+        goal.mechanisms = in_order(mechanisms | (options["mechanisms"] or {}), mechanisms)
         if fewer is not None:
             if not 1 <= fewer < heads:
                 raise HeadwaterError(
@@ -135,42 +136,42 @@ class Blend(KeepsPrecision, Mechanism):
         return goal
 
     @classmethod
-    def without(cls, config: HeadwaterConfig) -> HeadwaterConfig:
+    def remove_blend(cls, config: HeadwaterConfig) -> HeadwaterConfig:
         """The config of the model that is converted."""
         plain = copy.deepcopy(config)
-        own = cls.registered_name()
-        plain.mechanisms = {name: options for name, options in (config.mechanisms or {}).items() if name != own}
+        blend = cls.registered_name()
+        plain.mechanisms = {name: options for name, options in (config.mechanisms or {}).items() if name != blend}
         return plain
 
     @classmethod
-    def group_of(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
-        """How many key/value heads become one."""
+    def count_group(cls, options: OptionValues, config: HeadwaterConfig) -> int:
+        """Count the key/value heads that become one."""
         return config.num_key_value_heads // (options["num_key_value_heads"] or config.num_key_value_heads)
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         if not 0 <= options["weight"] <= 1:
             raise HeadwaterError(f"Mechanism 'blend': weight must be from 0 to 1, not {options['weight']}.")
         if not options["mechanisms"] and options["num_key_value_heads"] is None:
             raise HeadwaterError("Mechanism 'blend' needs mechanisms or num_key_value_heads to go over to.")
-        cls.goal(options, config)
+        cls.goal_config(options, config)
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         cls._check_goal(options, config)
         cls._check_base(config)
-        group, goals = cls.group_of(options, config), plan_layers(cls.goal(options, config))
+        group, goals = cls.count_group(options, config), plan_layers(cls.goal_config(options, config))
         new = []
         for plan, goal in zip(plans, goals, strict=True):
             if group > 1:
                 plan = plan.acting(cls, cls.transform_projections)
-            others = [
-                Source("bank", part, layer)
+            sources = [
+                Source("bank", kind, layer)
                 for attends in goal.attends
-                for part, layer in attends._asdict().items()
+                for kind, layer in attends._asdict().items()
                 if layer != plan.index
             ]
-            new.append(plan.reading(*others).acting(cls, cls.transform_attended_kv) if others else plan)
+            new.append(plan.reading(*sources).acting(cls, cls.transform_attended_kv) if sources else plan)
         if new == plans:
             raise HeadwaterError(
                 "Heads would read the keys and values that they read now; choose mechanisms that let layers share, or "
@@ -179,9 +180,9 @@ class Blend(KeepsPrecision, Mechanism):
         return new
 
     @classmethod
-    def _check_goal(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def _check_goal(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         """Raise `HeadwaterError` if a mechanism of the goal does more than to share, or nothing for the cache."""
-        goals = plan_layers(cls.goal(options, config))
+        goals = plan_layers(cls.goal_config(options, config))
         for name in options["mechanisms"] or {}:
             shares = has_own(MECHANISMS.resolve(name), "redirect_heads")
             if not shares or any(name == acting for goal in goals for _, acting in goal.acts):
@@ -189,19 +190,19 @@ class Blend(KeepsPrecision, Mechanism):
                     f"Mechanism {name!r} does not only let layers share keys and values, so the model would not be the "
                     "same when the conversion ends; convert without it, and add it with `headwater retrofit`."
                 )
-            rest = {one: given for one, given in options["mechanisms"].items() if one != name}
-            without = plan_layers(cls.goal(options | {"mechanisms": rest}, config)) if rest else ()
-            if rest and len(_kept(without)) <= len(_kept(goals)):
+            fewer = {other_name: fields for other_name, fields in options["mechanisms"].items() if other_name != name}
+            without = plan_layers(cls.goal_config(options | {"mechanisms": fewer}, config)) if fewer else ()
+            if fewer and len(_list_cached(without)) <= len(_list_cached(goals)):
                 raise HeadwaterError(
-                    f"Mechanism {name!r} makes the cache no smaller than {' and '.join(map(repr, rest))} alone; "
+                    f"Mechanism {name!r} makes the cache no smaller than {' and '.join(map(repr, fewer))} alone; "
                     "leave it out."
                 )
 
     @classmethod
     def _check_base(cls, config: HeadwaterConfig) -> None:
         """Raise `HeadwaterError` if layers of the model share already, or act on what depends on whose values it is."""
-        for plan in plan_layers(cls.without(config)):
-            if any(one != Attends(plan.index, plan.index) for one in plan.attends):
+        for plan in plan_layers(cls.remove_blend(config)):
+            if any(attended != Attends(plan.index, plan.index) for attended in plan.attends):
                 raise HeadwaterError(
                     f"Layer {plan.index} already attends to another layer's keys or values; convert the model before "
                     "layers share."
@@ -213,36 +214,35 @@ class Blend(KeepsPrecision, Mechanism):
                 )
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        group = cls.group_of(options, config)
-        attends = plan_layers(cls.goal(options, config))[plan.index].attends if plan.at(Stage.ATTENDED_KV) else ()
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        group = cls.count_group(options, config)
+        goal = plan_layers(cls.goal_config(options, config))[plan.index]
+        attends = goal.attends if plan.at(Stage.ATTENDED_KV) else ()
 
-        def slots(part: Part) -> tuple[int | None, ...]:
+        def list_slots(kind: Part) -> tuple[int | None, ...]:
             """The slots of the sources of all heads' keys or values."""
-            layers = (getattr(attended, part) for attended in attends for _ in range(group))
-            return tuple(None if layer == plan.index else plan.slot(Source("bank", part, layer)) for layer in layers)
+            layers = (getattr(attended, kind) for attended in attends for _ in range(group))
+            return tuple(None if layer == plan.index else plan.slot(Source("bank", kind, layer)) for layer in layers)
 
-        return cls(group, options["weight"], slots("k"), slots("v"))
+        return cls(group, options["weight"], list_slots("k"), list_slots("v"))
 
     # Capabilities
 
     @classmethod
-    def complete_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> dict[str, Any]:
+    def complete_options(cls, options: OptionValues, config: HeadwaterConfig) -> OptionValues:
         mechanisms = options["mechanisms"] or {}
-        parsed = {name: parse_options(MECHANISMS.resolve(name), given) for name, given in mechanisms.items()}
+        parsed = {name: parse_options(MECHANISMS.resolve(name), fields) for name, fields in mechanisms.items()}
         return options | {"mechanisms": parsed or None}
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
-        raise HeadwaterError(
-            "The model is on its way to a smaller cache and cannot grow before; finish the conversion."
-        )
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+        raise HeadwaterError("The model is being converted to a smaller cache; finish the conversion before it grows.")
 
     def prepare_training(self, step: Step) -> float | None:
         return float(self.weight) if (step.start.get("convert") or {}).get("anneal") else None
 
-    def prepare_step(self, kept: Any, step: Step) -> None:
-        self.weight.fill_(kept + (1 - kept) * (step.number + 1) / step.steps)
+    def prepare_step(self, state: Any, step: Step) -> None:
+        self.weight.fill_(state + (1 - state) * (step.number + 1) / step.steps)
 
     @classmethod
     def describe_training(cls, modules: int, step: Step) -> str:

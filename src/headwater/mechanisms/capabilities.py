@@ -1,4 +1,4 @@
-"""What some tools ask of a mechanism beyond the contract: a capability is a method that a class has or has not.
+"""Capabilities: what some tools ask of a mechanism beyond the contract, as methods that a class has or has not.
 
 A class, or its module, has a capability if it has all members of a Protocol below, or of one that the config asks for,
 in `headwater.config.capabilities`. Each docstring says which tool asks, by `isinstance`, and what it does without.
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
     from headwater.mechanisms.enlarging import Dim, Larger
 
+# A mechanism's parsed options, by name.
+OptionValues = dict[str, Any]
 # The optimizer's parameter groups (headwater_lab.training.optimizers).
 Group = Literal["matrices", "tensors", "embeddings", "vectors", "scalars"]
 
@@ -29,24 +31,24 @@ Group = Literal["matrices", "tensors", "embeddings", "vectors", "scalars"]
 
 @runtime_checkable
 class HasSharedModule(Protocol):
-    """For a module that the model holds once. Layers read what it returns as `Source("shared", name, -1)`."""
+    """A module that the model holds once. Layers read what it returns as `Source("shared", name, -1)`."""
 
     @classmethod
-    def build_shared_module(cls, options: dict[str, Any], config: HeadwaterConfig) -> nn.Module | None:
+    def build_shared_module(cls, options: OptionValues, config: HeadwaterConfig) -> nn.Module | None:
         """The module, called once per forward pass, with the new tokens' ids [B, T] if the mechanism
         `needs_input_ids`; None: there is none with these options."""
 
     @classmethod
-    def count_shared_cost(cls, options: dict[str, Any], config: HeadwaterConfig) -> Cost:
-        """What it costs, once per model."""
+    def count_shared_cost(cls, options: OptionValues, config: HeadwaterConfig) -> Cost:
+        """Count its cost, once per model."""
 
 
 @runtime_checkable
 class HoldsTokenTables(Protocol):
-    """For parameters with a row for each token id. Asked by `resize_token_embeddings`, which else leaves them alone."""
+    """Parameters with a row for each token id. Asked by `resize_token_embeddings`, which without it leaves them."""
 
     def count_token_tables(self, parameter: str) -> int:
-        """How many tables a parameter holds, one after the other along its first axis; 0: it is none."""
+        """Count the tables in a parameter, one after the other along its first axis; 0 if it is no table."""
 
 
 # Growth, retrofit, conversion
@@ -57,7 +59,7 @@ class GrowsOptions(Protocol):
     """Asked by `headwater grow`, which without it keeps the sizes of a model with the mechanism."""
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         """The options with which it does the same in a larger model. config: the smaller model's.
 
         Raises `HeadwaterError` for growth under which it cannot, or not keep the function though `growth.keeps`.
@@ -68,16 +70,13 @@ class GrowsOptions(Protocol):
 class DescribesAxes(Protocol):
     """Asked by `headwater grow`, which cannot grow a parameter without it, and where heads are split over processes."""
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        """What the entries along each dimension belong to; the last covers all that remain, flattened.
-
-        place: the inputs and the outputs of the linear layer that the module replaces.
-        """
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
+        """Name what the entries along each dimension belong to; the last covers all that remain, flattened."""
 
 
 @runtime_checkable
 class PassesThrough(Protocol):
-    """For a mechanism that changes the residual stream itself. Asked for layers that `headwater grow` adds silently."""
+    """A change of the residual stream itself. Asked for layers that `headwater grow` adds silently."""
 
     def find_neutral_value(self, parameter: str) -> Tensor | None:
         """The value of a parameter with which the stream stays as it is; None: any will do."""
@@ -88,7 +87,7 @@ class AddsToTrainedModel(Protocol):
     """Asked by `headwater retrofit`, which without it needs --allow-change."""
 
     @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+    def find_identity_options(cls, options: OptionValues) -> OptionValues | None:
         """The user's `options` and others with which it changes nothing in a trained model; None: there are none."""
 
 
@@ -112,9 +111,9 @@ class ActsInTraining(Protocol):
     """Asked by the training loop, which without it does nothing of the mechanism's between steps."""
 
     def prepare_training(self, step: Step) -> Any:
-        """What `prepare_step` needs when a run begins, as JSON values for checkpoints; None: it need not be called."""
+        """Return what `prepare_step` needs, as JSON values for checkpoints, when a run begins; None: do not call it."""
 
-    def prepare_step(self, kept: Any, step: Step) -> None:
+    def prepare_step(self, state: Any, step: Step) -> None:
         """Called before each step with what `prepare_training` returned. Only buffers and parameters are saved."""
 
     @classmethod
@@ -142,11 +141,11 @@ class Processes(Protocol):
     rank: int
     size: int
 
-    def summed(self, x: Tensor) -> Tensor:
+    def add_up(self, x: Tensor) -> Tensor:
         """The sum of the processes' x."""
         ...
 
-    def joined(self, x: Tensor) -> Tensor:
+    def concatenate(self, x: Tensor) -> Tensor:
         """The processes' x, one after another in the last dimension."""
         ...
 
@@ -166,10 +165,10 @@ class SplitsOverProcesses(Protocol):
 
 @runtime_checkable
 class LimitsSplitting(Protocol):
-    """For a mechanism that is `per_head` with some options only. Asked with `SplitsOverProcesses`."""
+    """`per_head` with some options only. Asked together with `SplitsOverProcesses`."""
 
     @classmethod
-    def splits_heads(cls, options: dict[str, Any]) -> bool:
+    def splits_heads(cls, options: OptionValues) -> bool:
         """Whether heads can be split over processes with these options."""
 
 
@@ -179,13 +178,13 @@ class LimitsSplitting(Protocol):
 class Shown(NamedTuple):
     """Scalars of a mechanism in one layer, as its forward pass uses them: values [n].
 
-    by: what they belong to; "layer" is the one that a summand comes from (-1: the embedding), "" a single number's.
-    at: the indices of these heads or layers, [n].
+    owner: what they belong to; "layer" is the one that a summand comes from (-1: the embedding), "" a single number's.
+    indices: of these heads or layers, [n].
     """
 
     values: Tensor
-    by: Literal["", "kv head", "query head", "layer"] = ""
-    at: tuple[int, ...] = ()
+    owner: Literal["", "kv head", "query head", "layer"] = ""
+    indices: tuple[int, ...] = ()
 
 
 @runtime_checkable
@@ -220,7 +219,7 @@ def check_capabilities(mechanism: type) -> None:
             )
 
 
-def can_split_heads(mechanism: type, options: dict[str, Any]) -> bool:
+def can_split_heads(mechanism: type, options: OptionValues) -> bool:
     """Whether the heads of a mechanism with these options can be split over processes."""
     if not (isinstance(mechanism, SplitsOverProcesses) and mechanism.per_head):
         return False
@@ -232,6 +231,6 @@ def can_split_tokens(mechanism: type) -> bool:
     return isinstance(mechanism, SplitsOverProcesses) and mechanism.per_token
 
 
-def axes_of(mechanism: nn.Module, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-    """What the entries along each dimension of a parameter belong to, as `DescribesAxes`; () if it is not known."""
-    return mechanism.describe_axes(parameter, place) if isinstance(mechanism, DescribesAxes) else ()
+def axes_of(mechanism: nn.Module, parameter: str) -> tuple[Dim, ...]:
+    """Describe the axes of a parameter, as `DescribesAxes` does; () if they are not known."""
+    return mechanism.describe_axes(parameter) if isinstance(mechanism, DescribesAxes) else ()

@@ -20,7 +20,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.config.plan import Cost, LayerPlan
-from headwater.mechanisms.capabilities import check_capabilities
+from headwater.mechanisms.capabilities import OptionValues, check_capabilities
 from headwater.plugins.registry import MECHANISMS
 
 if TYPE_CHECKING:
@@ -35,26 +35,26 @@ class KV(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """What a block's queries, keys and values (None: it has none) are projected from, and the stream: [B, T, D]."""
+    """The inputs of a block's queries, keys and values (None: it has none), and the residual stream: [B, T, D]."""
 
     q: Tensor
     k: Tensor | None
     v: Tensor | None
     stream: Tensor
 
-    def parts(self) -> list[Tensor]:
-        """Of queries, keys and values, in this order, those that the layer projects."""
-        return [part for part in (self.q, self.k, self.v) if part is not None]
+    def list_inputs(self) -> list[Tensor]:
+        """List the inputs of the queries, keys and values that the layer projects, in this order."""
+        return [x for x in (self.q, self.k, self.v) if x is not None]
 
-    def having(self, parts: Sequence[Tensor]) -> AttentionInputs:
-        """The same with other `parts`."""
-        q, *others = parts
-        k = None if self.k is None else others[0]
-        return self._replace(q=q, k=k, v=None if self.v is None else others[-1])
+    def replace_inputs(self, inputs: Sequence[Tensor]) -> AttentionInputs:
+        """Replace what `list_inputs` returns."""
+        q, *keys_values = inputs
+        k = None if self.k is None else keys_values[0]
+        return self._replace(q=q, k=k, v=None if self.v is None else keys_values[-1])
 
 
 class Hidden(NamedTuple):
-    """What goes into the activation of a feed-forward, each [B, T, F]: act(gate)·up; without a gate, act(up)."""
+    """The inputs of a feed-forward's activation, each [B, T, F]: act(gate)·up; without a gate, act(up)."""
 
     gate: Tensor | None
     up: Tensor
@@ -63,7 +63,7 @@ class Hidden(NamedTuple):
 class Tail(Protocol):
     """A cache layer that keeps raw tokens, for mechanisms that look back (models/cache.py)."""
 
-    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+    def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         """Return the `length` raw tokens before x [B, heads, T, d], zeros before the first; store the last ones of x.
 
         name: which tail. everything: return all tokens kept, which are more while a cache records its past.
@@ -80,12 +80,12 @@ class Ancestors(NamedTuple):
 
     slots: Tensor
 
-    def of(self, x: Tensor, before: Tensor | None, back: int) -> Tensor:
-        """The tokens `back` before those of x [B, heads, T, d], zeros where there are none. before: the whole tail."""
-        parts = (x, x.new_zeros(*x.shape[:2], 1, x.shape[3]))
-        kept = 0 if before is None else before.shape[2]
-        slots = (self.slots[back - 1] + kept)[:, None, :, None]
-        return torch.cat(parts if before is None else (before, *parts), dim=2).gather(2, slots.expand(x.shape))
+    def look_back(self, x: Tensor, previous: Tensor | None, back: int) -> Tensor:
+        """Return the tokens `back` before those of x [B, heads, T, d], zeros for none. previous: the tail."""
+        tensors = (x, x.new_zeros(*x.shape[:2], 1, x.shape[3]))
+        count = 0 if previous is None else previous.shape[2]
+        slots = (self.slots[back - 1] + count)[:, None, :, None]
+        return torch.cat(tensors if previous is None else (previous, *tensors), dim=2).gather(2, slots.expand(x.shape))
 
 
 # As `Context.reach`: how many tokens of the document precede each, [B, T]; where rows branch, which; None: all do.
@@ -93,7 +93,7 @@ Reach = Tensor | Ancestors | None
 
 
 class Context(NamedTuple):
-    """What a stage may read besides its own input.
+    """Everything that a stage may read in addition to its input.
 
     sources: tensors of earlier layers that the plan reads, then this layer's own so far. Index it with
         `LayerPlan.slot(source)`.
@@ -132,6 +132,9 @@ class Mechanism(nn.Module):
     # The arXiv number of its paper; and what attention reads through it, such as "the previous token".
     paper: ClassVar[str] = ""
     source: ClassVar[str] = ""
+    # Where a built-in mechanism comes in the usual order of application. `plugins.registry` reads it from its file's
+    # text.
+    order: ClassVar[int]
     # True if it looks up tokens by id. Then `Context.ids` is set, its shared module (`HasSharedModule`) is called with
     # the ids, and the model raises an error if it is called with `inputs_embeds`.
     needs_input_ids: ClassVar[bool] = False
@@ -152,13 +155,11 @@ class Mechanism(nn.Module):
     # Before any module exists
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         """Raise `HeadwaterError` if the options contradict each other or the config."""
 
     @classmethod
-    def redirect_heads(
-        cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
-    ) -> list[LayerPlan]:
+    def redirect_heads(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         """Redirect the heads that take keys or values from another layer, by `LayerPlan.attending`.
 
         plans: of layers that share nothing, whatever other mechanisms do. A head attends to what the layer that it
@@ -168,7 +169,7 @@ class Mechanism(nn.Module):
         return plans
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         """Return the plans with the stages at which it acts, and what it reads of earlier layers, for example
         `plan.acting(cls, cls.transform_qkv, tails=[("k", 1)]).reading(Source("raw", "v", 0))`.
 
@@ -178,13 +179,13 @@ class Mechanism(nn.Module):
         return plans
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         """The module of one layer in which the mechanism acts."""
         raise NotImplementedError
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-        """What that module costs."""
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+        """Count the cost of that module."""
         return Cost()
 
     # Its parameters
@@ -208,48 +209,48 @@ class Mechanism(nn.Module):
     # Stages, in the order of the forward pass
 
     def transform_embedding(self, x: Tensor, context: Context) -> Tensor:
-        """In layer 0 only, before all else: the embedding x [B, T, D] -> same, for all that reads it."""
+        """Transform the embedding x [B, T, D] -> same, in layer 0 only, for everything that reads it."""
         return x
 
     def update_residual(self, x: Tensor, context: Context) -> Tensor:
-        """At the beginning of a block: the residual stream [B, T, D] -> same, for the block and all that follows."""
+        """Update the residual stream [B, T, D] -> same, at the beginning of a block, for it and all that follow."""
         return x
 
     def transform_block_input(self, x: Tensor, context: Context) -> Tensor:
-        """Before the norm and attention of a block: x [B, T, D] -> same. The residual connection keeps the old x."""
+        """Transform x [B, T, D] -> same, before a block's norm and attention. The residual stream keeps the old x."""
         return x
 
     def split_attention_inputs(self, x: AttentionInputs, context: Context) -> AttentionInputs:
-        """Next: what goes into queries, keys and values, which may differ, and the residual stream -> same.
+        """Give queries, keys and values inputs of their own, and change the residual stream. Comes next.
 
         The block's one norm and `transform_attention_input` then apply to each; it adds to the stream given here.
         """
         return x
 
     def transform_attention_input(self, x: Tensor, context: Context) -> Tensor:
-        """After the norm before attention: x [B, T, D] -> same; once for each of `LayerPlan.inputs`."""
+        """Transform x [B, T, D] -> same, after the norm before attention, once for each of `LayerPlan.inputs`."""
         return x
 
     def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        """As `transform_qkv`, before the norms of queries and keys: what other layers read as projected.
+        """Transform projections as `transform_qkv` does, before `qk_norm`: what other layers read as projected.
 
         A layer's own tensors are not in `context.sources` yet.
         """
         return q, kv
 
     def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        """After projection, before RoPE and the cache: q [B, H, T, d], k and v [B, heads, T, d] -> same."""
+        """Transform q [B, H, T, d], k and v [B, heads, T, d] -> same, after projection, before RoPE and the cache."""
         return q, kv
 
     def transform_attended_kv(self, kv: KV, context: Context) -> KV:
-        """After RoPE and the cache: what all K heads attend to, k and v [B, K, S, d], the whole history -> same.
+        """Transform what all K heads attend to, k and v [B, K, S, d] -> same, after RoPE and the cache.
 
         What the cache holds and later layers read stays as it is. All heads then run in one kernel call.
         """
         return kv
 
     def add_key_values(self, context: Context) -> KV:
-        """Keys and values that all tokens attend to beside the tokens': each [K, n, d], for all K key/value heads.
+        """Return keys and values that every token attends to in addition: each [K, n, d], for all K key/value heads.
 
         They share the tokens' softmax, and have no position. Not all kernels can: say so in `LimitsKernels`. A
         decoding step does not join them to the cached history, which would copy it.
@@ -257,29 +258,29 @@ class Mechanism(nn.Module):
         raise NotImplementedError
 
     def transform_attention_weights(self, weights: Tensor, context: Context) -> Tensor:
-        """After the softmax: the tokens' attention weights [B, H, T, S] -> same. Only the eager kernel exposes them."""
+        """Transform the attention weights [B, H, T, S] -> same, after the softmax. Only the eager kernel has them."""
         return weights
 
     def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
-        """Before the output projection: what each head read, [B, T, H, d] -> same."""
+        """Transform what each head read, [B, T, H, d] -> same, before the output projection."""
         return out
 
     def transform_attention_output(self, x: Tensor, context: Context) -> Tensor:
-        """Before what attention gives is added to the residual stream: x [B, T, D] -> same."""
+        """Transform attention's output x [B, T, D] -> same, before it is added to the residual stream."""
         return x
 
     def transform_feed_forward_input(self, x: Tensor, context: Context) -> Tensor:
-        """After the norm before the feed-forward: x [B, T, D] -> same."""
+        """Transform x [B, T, D] -> same, after the norm before the feed-forward."""
         return x
 
     def transform_feed_forward_hidden(self, hidden: Hidden, context: Context) -> Hidden:
-        """Inside the feed-forward, before its activation. Not where another mechanism replaces the feed-forward."""
+        """Transform the feed-forward's `Hidden` before its activation. Not called where a mechanism replaces it."""
         return hidden
 
     def transform_feed_forward_output(self, x: Tensor, context: Context) -> Tensor:
-        """Before what the feed-forward gives is added to the residual stream: x [B, T, D] -> same."""
+        """Transform the feed-forward's output x [B, T, D] -> same, before it is added to the residual stream."""
         return x
 
     def transform_block_output(self, x: Tensor, context: Context) -> Tensor:
-        """After the block: its output x [B, T, D] -> the input of the next block."""
+        """Transform a block's output x [B, T, D] -> the input of the next block."""
         return x

@@ -8,7 +8,7 @@ dilation k only every k-th X_j counts, back from X_i; with period p only every p
 A baseline of the value-residual paper (arXiv 2410.17897). Departures: none.
 """
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from torch import Tensor
 from headwater.config.plan import LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import Context, Cost, Mechanism
+from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_least, identity_with
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.util.errors import HeadwaterError
@@ -38,6 +38,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
     """
 
     source = "averages over depth"
+    order = 160
 
     class Options:
         dilation: int = 1
@@ -50,9 +51,9 @@ class DenseFormer(KeepsPrecision, Mechanism):
         self.reset_parameters()
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
-        last = torch.zeros(self.alpha.shape)
-        last[-1] = 1
-        return last
+        start = torch.zeros(self.alpha.shape)
+        start[-1] = 1
+        return start
 
     def forward(self, *states: Tensor) -> Tensor:
         """`terms` hidden states [B, T, D], the block's own last -> their weighted sum [B, T, D]."""
@@ -64,7 +65,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_least(cls, options, dilation=1, period=1)
         if options["period"] > config.num_hidden_layers:
             raise HeadwaterError(
@@ -73,35 +74,35 @@ class DenseFormer(KeepsPrecision, Mechanism):
             )
 
     @classmethod
-    def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...] | None:
+    def list_sources(cls, options: OptionValues, layer: int) -> tuple[Source, ...] | None:
         """The earlier hidden states averaged after block `layer`; None: no average follows it."""
         if (layer + 1) % options["period"]:
             return None
         return tuple(Source("stream", "x", j) for j in range(-1, layer) if (layer - j) % options["dilation"] == 0)
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
-            sources = cls.read(options, plan.index)
+            sources = cls.list_sources(options, plan.index)
             return plan if sources is None else plan.acting(cls, cls.transform_block_output).reading(*sources)
 
         return [amend(plan) for plan in plans]
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-        sources = cls.read(options, plan.index)
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+        sources = cls.list_sources(options, plan.index)
         # Autograd keeps the block's own output; the earlier ones are counted where they are made.
         return Cost() if sources is None else Cost(parameters=len(sources) + 1, saved=config.hidden_size)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        sources = cls.read(options, plan.index) or ()
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        sources = cls.list_sources(options, plan.index) or ()
         return cls(len(sources) + 1, sources, tuple(plan.slot(source) for source in sources))
 
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         if growth.deepens and growth.keeps and (options["dilation"], options["period"]) != (1, 1):
             raise HeadwaterError(
                 "Mechanism 'dense_former' counts layers by its dilation and period, which new layers between them "
@@ -109,8 +110,8 @@ class DenseFormer(KeepsPrecision, Mechanism):
             )
         return options
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return (Dim("layers", at=(*(source.layer for source in self.reads), "own")),)
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
+        return (Dim("layers", entries=(*(source.layer for source in self.reads), "own")),)
 
     def find_neutral_value(self, parameter: str) -> Tensor | None:
         return self.initial_value(parameter)

@@ -14,16 +14,16 @@ queries, keys and values with weights of their own, which the projections can ex
 """
 
 from itertools import pairwise
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism
+from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import READS, SAME, Larger, fixed_axes
-from headwater.mechanisms.receivers import check_least, check_receivers, receivers
+from headwater.mechanisms.receivers import check_least, check_receivers, list_receivers
 from headwater.util.errors import HeadwaterError
 
 DepthVariant = Literal["attnres", "inkling_2"]
@@ -47,6 +47,7 @@ class DepthAttention(Mechanism):
     """
 
     source = "what earlier layers wrote, chosen by learned queries"
+    order = 140
     paper = "2603.15031"
 
     class Options:
@@ -75,14 +76,15 @@ class DepthAttention(Mechanism):
         return torch.zeros(self.query.shape)
 
     def forward(self, x: Tensor, *earlier: Tensor) -> Tensor:
-        """What comes in, x [B, T, D] or one for each query [queries, B, T, D], and earlier hidden states [B, T, D], in
-        order -> [queries, B, T, D]; without the first dimension for one query."""
+        """Attend to x and the earlier hidden states [B, T, D], in order -> [queries, B, T, D]; for one query [B, T, D].
+
+        x: the residual stream [B, T, D], or one input for each query [queries, B, T, D]."""
         states = [*earlier, x]
-        read = [states[0], *(after - before for before, after in pairwise(states))]
+        written = [states[0], *(new - old for old, new in pairwise(states))]
         width, scores, norms = self.query.shape[1], [], []
         # A new tensor in any form: products with one vector have other bits where it is not aligned, as when loaded.
         query = (self.query * (width**-0.5 if self.variant == "inkling_2" else 1.0)).to(x.dtype)
-        for h in read:
+        for h in written:
             wide = torch.promote_types(h.dtype, torch.float32)
             # vector_norm keeps no copy of h in fp32.
             norm = (torch.linalg.vector_norm(h, dim=-1, dtype=wide).square() / width + self.eps).rsqrt()
@@ -96,8 +98,8 @@ class DepthAttention(Mechanism):
         if self.variant == "inkling_2":
             weights = [weight * norm for weight, norm in zip(weights, norms, strict=True)]
         weights = [weight.unsqueeze(3).to(x.dtype) for weight in weights]
-        y = weights[0] * read[0]
-        for weight, h in zip(weights[1:], read[1:], strict=True):
+        y = weights[0] * written[0]
+        for weight, h in zip(weights[1:], written[1:], strict=True):
             y = torch.addcmul(y, weight, h)
         return y[0] if len(self.query) == 1 else y
 
@@ -105,69 +107,69 @@ class DepthAttention(Mechanism):
         return self(x, *(context.sources[slot] for slot in self.slots))
 
     def split_attention_inputs(self, x: AttentionInputs, context: Context) -> AttentionInputs:
-        own = x.q if self.is_first else torch.stack(x.parts())
-        made = self(own, *(context.sources[slot] for slot in self.slots))
-        return x.having(made.unbind(0) if len(self.query) > 1 else [made])
+        state = x.q if self.is_first else torch.stack(x.list_inputs())
+        mixed = self(state, *(context.sources[slot] for slot in self.slots))
+        return x.replace_inputs(mixed.unbind(0) if len(self.query) > 1 else [mixed])
 
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
-        check_receivers(cls.registered_name(), options | {"source": 0}, config)
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
+        check_receivers(cls.registered_name(), options, config)
         check_least(cls, options, block=1)
 
     @classmethod
-    def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...]:
+    def list_sources(cls, options: OptionValues, layer: int) -> tuple[Source, ...]:
         """The earlier hidden states, at the borders of blocks, besides the one that comes in."""
         return tuple(Source("stream", "x", j) for j in range(-1, layer - 1, options["block"]))
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         new = list(plans)
-        for layer in receivers(options | {"source": 0}, config):
+        for layer in list_receivers(options, config):
             method = cls.transform_block_input if options["queries"] == 1 else cls.split_attention_inputs
-            new[layer] = new[layer].acting(cls, method).reading(*cls.read(options, layer))
+            new[layer] = new[layer].acting(cls, method).reading(*cls.list_sources(options, layer))
         return new
 
     @classmethod
-    def queries(cls, options: dict[str, Any], plan: LayerPlan) -> int:
+    def count_queries(cls, options: OptionValues, plan: LayerPlan) -> int:
         return 1 if options["queries"] == 1 else len(plan.inputs)
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-        count, width = len(cls.read(options, plan.index)) + 1, config.hidden_size
-        numbers = cls.queries(options, plan) * width
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+        count, width = len(cls.list_sources(options, plan.index)) + 1, config.hidden_size
+        numbers = cls.count_queries(options, plan) * width
         # Autograd keeps what is summed, besides hidden states of earlier layers, and per h_j the norm, its inverse, the
         # scores and weights; in parallel blocks the stream too, which feed-forwards alone norm.
         summed = count - 1 + config.parallel_residual
-        each = 2 + (2 + (options["variant"] == "inkling_2")) * cls.queries(options, plan)
-        return Cost(parameters=numbers, flops=2 * numbers * count, saved=summed * width + count * each)
+        per_state = 2 + (2 + (options["variant"] == "inkling_2")) * cls.count_queries(options, plan)
+        return Cost(parameters=numbers, flops=2 * numbers * count, saved=summed * width + count * per_state)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         return cls(
             config.hidden_size,
-            cls.queries(options, plan),
+            cls.count_queries(options, plan),
             options["variant"],
             config.norm_eps,
-            slots=tuple(plan.slot(source) for source in cls.read(options, plan.index)),
+            slots=tuple(plan.slot(source) for source in cls.list_sources(options, plan.index)),
             is_first=plan.at(Stage.ATTENTION_INPUTS)[:1] == (cls.registered_name(),),
         )
 
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         if growth.keeps and growth.deepens:
             raise HeadwaterError(
-                "Mechanism 'depth_attention' chooses among what all layers add by a softmax, in which every new layer "
-                "has a part; use a method that does not keep the function, such as stack."
+                "Mechanism 'depth_attention' weighs what all layers add by a softmax, which every new layer changes; "
+                "use a method that does not keep the function, such as stack."
             )
         if growth.keeps and growth.widens and options["variant"] == "inkling_2":
             raise HeadwaterError(
                 "Mechanism 'depth_attention' divides its scores by √hidden_size in variant inkling_2; grow other sizes."
             )
-        layers = [layer for layer in growth.copies(receivers(options | {"source": 0}, config)) if layer]
+        layers = [layer for layer in growth.list_copies(list_receivers(options, config)) if layer]
         return options | {"layers": None if options["layers"] is None else layers}
 
     describe_axes = fixed_axes(SAME, READS._replace(normed=True))

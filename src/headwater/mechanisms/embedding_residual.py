@@ -11,7 +11,7 @@ L starts at λ = 1.15 - 0.10·l/(L - 1) and μ = 0.20 - 0.15·l/(L - 1). Both no
 models do with `embedding_norm`, and add to it that of the token before; here that is mechanism `smear`.
 """
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from torch import Tensor
 from headwater.config.plan import EMBEDDING, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import Context, Cost, Mechanism
+from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, fixed_axes
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, identity_with, is_chosen, move_layers
 from headwater.mechanisms.weighted_sum import weighted_sum
 
@@ -40,6 +40,7 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
     """
 
     source = "the embedding, mixed into the stream"
+    order = 180
 
     class Options:
         weight: float | int = 0.0
@@ -66,18 +67,18 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
     validate_options = classmethod(check_layers)
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         return [
             plan.acting(cls, cls.update_residual).reading(EMBEDDING) if is_chosen(plan.index, options) else plan
             for plan in plans
         ]
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         return Cost(parameters=2, saved=config.hidden_size)  # autograd keeps what λ is multiplied with
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         return cls(options["weight"], slot=plan.slot(EMBEDDING))
 
     # Capabilities

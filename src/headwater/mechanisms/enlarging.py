@@ -1,4 +1,4 @@
-"""How a larger model comes from a smaller one, as plain data: `Larger`; and what a parameter's entries are: `Dim`.
+"""Plain data of growth: how a larger model comes from a smaller one (`Larger`), and a parameter's axes (`Dim`).
 
 `headwater.growth` makes a `Larger`; each mechanism answers with `GrowsOptions` and `DescribesAxes`.
 """
@@ -10,45 +10,50 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 # What one entry of a dimension belongs to: a channel of the residual stream; a query head; a head whose keys or values
-# the layer stores; a key/value head of the model; a unit of the feed-forward; an earlier layer; or none of these.
-Of = Literal["same", "stream", "q", "k", "v", "kv", "units", "layers", "norm", "output norm", "outputs"]
+# the layer stores; a key/value head of the model; a unit of the feed-forward; an earlier layer; an input or output of a
+# linear layer that the module replaces; or none of these.
+DimKind = Literal[
+    "same", "stream", "q", "k", "v", "kv", "units", "layers", "norm", "output norm", "outputs",
+    "linear in", "linear out",
+]  # fmt: skip
 # What new channels of the stream hold: zero, the mean of the old ones, or anything.
 Fill = Literal["zero", "mean", "any"]
 
 
 class Dim(NamedTuple):
-    """What the entries along one dimension of a parameter belong to.
+    """One dimension of a parameter, by what its entries belong to.
 
     Several entries in a row belong to one head, if there are that many. Where a dimension has as many entries in the
     larger model, they stay as they are: they belong to the first channels, for example.
 
-    of: see `Of`. "norm" is the weight or bias of a norm over the stream, "output norm" that of one whose result is
+    kind: see `DimKind`. "norm" is the weight or bias of a norm over the stream, "output norm" of one whose result is
         added to the stream, "outputs" a factor on each channel of what is added.
     reads: the entries are factors of what is then added up, so that the factors of copies share the old one.
     normed: what is read is first divided by its root mean square, without weights.
-    at: of "layers": the layer of each entry, -1 for the embedding; "own" for what the layer itself is given or makes;
-        or pairs of anything and one of these.
+    entries: of "layers": the layer of each entry, -1 for the embedding; "own" for what the layer itself is given or
+        makes; or pairs of anything and one of these.
     zero: new entries of "same" are zero, and not fresh.
     """
 
-    of: Of = "same"
+    kind: DimKind = "same"
     reads: bool = False
     normed: bool = False
-    at: tuple[Hashable, ...] = ()
+    entries: tuple[Hashable, ...] = ()
     zero: bool = False
 
 
 SAME = Dim()
 WRITES = Dim("stream")
 READS = Dim("stream", reads=True)
+LINEAR_IN, LINEAR_OUT = Dim("linear in"), Dim("linear out")
 
 
 def fixed_axes(*axes: Dim) -> Callable[..., tuple[Dim, ...]]:
     """`describe_axes` of a module all of whose parameters have these axes."""
-    return lambda module, parameter, place=None: axes
+    return lambda module, parameter: axes
 
 
-def of_heads(
+def select_heads(
     axes: Sequence[Dim], shape: Sequence[int], heads: Mapping[str, tuple[int, Sequence[int]]]
 ) -> tuple[int, list[int]] | None:
     """The entries of some heads in a parameter, and along which dimension; None: all of it belongs to each head.
@@ -56,7 +61,7 @@ def of_heads(
     axes, shape: of the parameter. heads: for "q", "k" and "v", how many there are, and which of them are meant.
     """
     for dim, axis in enumerate(axes):
-        count, chosen = heads.get(axis.of, (0, ()))
+        count, chosen = heads.get(axis.kind, (0, ()))
         if count and shape[dim] % count == 0:
             size = shape[dim] // count
             return dim, [head * size + entry for head in chosen for entry in range(size)]
@@ -108,33 +113,33 @@ class Larger:
         return -1 in self.stream
 
     @property
-    def part(self) -> float:
+    def mean_square_ratio(self) -> float:
         """The mean square of the new stream over that of the old one, where its new channels are zero."""
         return sum(source >= 0 for source in self.stream) / len(self.stream) if self.pads else 1.0
 
-    def at(self, layer: int) -> int:
-        """Where an old layer is in the new model: its first copy. -1, the embedding, stays."""
+    def first_copy(self, layer: int) -> int:
+        """Find an old layer's first copy in the new model. -1, the embedding, stays."""
         return next((new for new, old in enumerate(self.layers) if old == layer and new not in self.silent), -1)
 
-    def copies(self, layers: Iterable[int]) -> list[int]:
-        """All new layers made from some old ones."""
+    def list_copies(self, layers: Iterable[int]) -> list[int]:
+        """List all new layers made from some old ones."""
         chosen = set(layers)
         return [new for new, old in enumerate(self.layers) if old in chosen]
 
-    def source(self, layer: int, old: int) -> int:
-        """Which new layer gives new layer `layer` what old layer `old` gave the layer that it is made from.
+    def find_source(self, layer: int, old: int) -> int:
+        """Find the new layer that gives `layer` what `old` gave the old layer from which `layer` is made.
 
         Where the function is kept, the old layer itself; else its nearest copy that does not come later.
         """
         if old < 0:
             return -1
         if self.keeps:
-            return self.at(old)
-        return max(new for new in self.copies([old]) if new <= layer)
+            return self.first_copy(old)
+        return max(new for new in self.list_copies([old]) if new <= layer)
 
-    def moved(self, layer: int, entry: Hashable) -> Hashable:
-        """An entry of `Dim.at` of the old layer, in new layer `layer`, which is made from it."""
+    def move_entry(self, layer: int, entry: Hashable) -> Hashable:
+        """Translate an entry of an old layer's `Dim.entries` for new layer `layer`, which is made from that layer."""
         if isinstance(entry, tuple):
             label, inner = entry
-            return label, self.moved(layer, inner)
-        return self.source(layer, entry) if isinstance(entry, int) else entry
+            return label, self.move_entry(layer, inner)
+        return self.find_source(layer, entry) if isinstance(entry, int) else entry

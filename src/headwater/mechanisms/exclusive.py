@@ -10,7 +10,7 @@ Departures: where ‖v_t‖ is zero nothing is removed. A head that attends to a
 SVFormer) takes v_t from that layer; under GQA each query head takes its key/value head's.
 """
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from torch import Tensor
 from headwater.config.plan import Heads, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import Context, Cost, Mechanism
+from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Dim, fixed_axes
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_layers, identity_with, is_chosen, move_layers
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.receivers import check_layers, identity_with, is_chosen, join_heads, move_layers
 from headwater.util.errors import HeadwaterError
 
 # The least ‖v‖² that is divided by.
@@ -45,25 +45,26 @@ class Exclusive(KeepsPrecision, Mechanism):
     """
 
     source = "what a head reads, without the token's own value"
+    order = 120
     paper = "2603.09078"
 
     class Options:
         learnable: bool = False
         layers: list[int] | None = None
 
-    def __init__(self, heads: int = 0, *, own: tuple[tuple[int, Heads], ...] = ()) -> None:
+    def __init__(self, heads: int = 0, *, value_slots: tuple[tuple[int, Heads], ...] = ()) -> None:
         super().__init__()
         # The slots of the values attended to, each with which of their heads.
-        self.own = own
+        self.value_slots = value_slots
         self.alpha = fp32_parameter(heads) if heads else None
         self.reset_parameters()
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.zeros(self.alpha.shape)
 
-    def forward(self, out: Tensor, own: Tensor) -> Tensor:
-        """out [B, T, H, d]; own, the tokens' own values, [B, K, T, d] -> [B, T, H, d]."""
-        v = own.transpose(1, 2).unsqueeze(3)
+    def forward(self, out: Tensor, values: Tensor) -> Tensor:
+        """Return out [B, T, H, d] without its part along the tokens' own values [B, K, T, d]."""
+        v = values.transpose(1, 2).unsqueeze(3)
         y = out.unflatten(2, (v.shape[2], -1))
         # float16 cannot hold the squares of large values.
         a, b = (y.float(), v.float()) if v.dtype == torch.float16 else (y, v)
@@ -75,13 +76,12 @@ class Exclusive(KeepsPrecision, Mechanism):
         return torch.addcmul(y, times.to(y.dtype).unsqueeze(4), v, value=-1).flatten(2, 3)
 
     def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
-        own = [context.sources[slot] if at is None else context.sources[slot][:, at] for slot, at in self.own]
-        return self(out, own[0] if len(own) == 1 else torch.cat(own, dim=1))
+        return self(out, join_heads(context.sources, self.value_slots))
 
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_layers(cls, options, config)
         if not config.first_residual and not options["learnable"] and is_chosen(0, options):
             raise HeadwaterError(
@@ -91,30 +91,30 @@ class Exclusive(KeepsPrecision, Mechanism):
             )
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
-            others = (source for source in cls.read(plan) if source.layer != plan.index)
-            return plan.acting(cls, cls.transform_head_outputs).reading(*others)
+            sources = (source for source in cls.list_sources(plan) if source.layer != plan.index)
+            return plan.acting(cls, cls.transform_head_outputs).reading(*sources)
 
         return [amend(plan) if is_chosen(plan.index, options) else plan for plan in plans]
 
     @classmethod
-    def read(cls, plan: LayerPlan) -> tuple[Source, ...]:
+    def list_sources(cls, plan: LayerPlan) -> tuple[Source, ...]:
         """The values of the new tokens that each group of heads attends to."""
         return tuple(Source("local", "v", group.v) for group in plan.groups)
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         # Autograd keeps the result, for the output projection, and the numbers per head.
         heads, learned = config.num_attention_heads, config.num_attention_heads * options["learnable"]
-        kept = heads * (config.head_dim + 2) + 2 * config.num_key_value_heads + learned
-        return Cost(parameters=learned, saved=kept)
+        saved = heads * (config.head_dim + 2) + 2 * config.num_key_value_heads + learned
+        return Cost(parameters=learned, saved=saved)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        slots = (plan.slot(source) for source in cls.read(plan))
-        own = tuple((slot, group.v_heads) for slot, group in zip(slots, plan.groups, strict=True))
-        return cls(config.num_attention_heads * options["learnable"], own=own)
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        slots = (plan.slot(source) for source in cls.list_sources(plan))
+        value_slots = tuple((slot, group.v_heads) for slot, group in zip(slots, plan.groups, strict=True))
+        return cls(config.num_attention_heads * options["learnable"], value_slots=value_slots)
 
     # Capabilities
 

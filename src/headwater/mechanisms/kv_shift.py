@@ -20,7 +20,7 @@ as it is, and Zaya fills with its projection's bias if there is one.
 """
 
 from itertools import product
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import LayerPlan, Part, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, Reach, Tail
+from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.shift import read_tail, shift, shift_second
 from headwater.util.errors import HeadwaterError, nearest
 
@@ -75,6 +75,7 @@ class KVShift(KeepsPrecision, Mechanism):
     """
 
     source = "the previous token"
+    order = 20
     paper = "2411.19574"
 
     class Options:
@@ -97,15 +98,15 @@ class KVShift(KeepsPrecision, Mechanism):
         current: dict[Part, int] | None = None,
     ) -> None:
         super().__init__()
-        check(window, variant, init)
+        check_form(window, variant, init)
         self.window, self.variant, self.init_mode = window, variant, init
         values = key_heads if value_heads is None else value_heads
         self.sizes: dict[Part, int] = {"k": key_heads, "v": values, "q": query_heads}
-        self.current = {part: heads // 2 for part, heads in self.sizes.items()} if current is None else current
-        self.tails = {part: f"{self.registered_name()}.{part}" for part in "kvq"}
-        for part, name in TAPS.items():
-            shape = (window, self.sizes[part]) if variant == "free" else (self.sizes[part],)
-            learned = self.sizes[part] and variant not in HALVES
+        self.current = {kind: heads // 2 for kind, heads in self.sizes.items()} if current is None else current
+        self.tails = {kind: f"{self.registered_name()}.{kind}" for kind in "kvq"}
+        for kind, name in TAPS.items():
+            shape = (window, self.sizes[kind]) if variant == "free" else (self.sizes[kind],)
+            learned = self.sizes[kind] and variant not in HALVES
             self.register_parameter(name, fp32_parameter(*shape) if learned else None)
         self.reset_parameters()
 
@@ -121,15 +122,15 @@ class KVShift(KeepsPrecision, Mechanism):
             return torch.logit(current, eps=1e-3)  # so that the gate itself starts uniform
         return torch.stack((current, 1 - current)) if self.variant == "free" else current
 
-    def taps(self, part: Part) -> Tensor:
+    def taps(self, kind: Part) -> Tensor:
         """The weights of keys, values or queries, [window, heads]; of half_channels, their mean over the channels."""
-        parameter = getattr(self, TAPS[part])
+        parameter = getattr(self, TAPS[kind])
         if self.variant == "free":
             return parameter
         if self.variant in HALVES:
-            current = torch.full((self.sizes[part],), 0.5)
+            current = torch.full((self.sizes[kind],), 0.5)
             if self.variant == "half_heads":
-                current = (torch.arange(len(current)) < self.current[part]).float()
+                current = (torch.arange(len(current)) < self.current[kind]).float()
         else:
             current = parameter.sigmoid() if self.variant == "gate" else parameter.clamp(0, 1)
         return torch.stack((current, 1 - current))
@@ -141,18 +142,18 @@ class KVShift(KeepsPrecision, Mechanism):
 
         reach: as in `Context`; default: each row is one document. tail: has the raw tokens before; default: none.
         """
-        k, v = self.shift_part("k", k, reach, tail), self.shift_part("v", v, reach, tail)
-        return (k, v) if q is None else (k, v, self.shift_part("q", q, reach, tail))
+        k, v = self.shift_heads("k", k, reach, tail), self.shift_heads("v", v, reach, tail)
+        return (k, v) if q is None else (k, v, self.shift_heads("q", q, reach, tail))
 
-    def shift_part(self, part: Part, x: Tensor, reach: Reach, tail: Tail | None) -> Tensor:
-        if not self.sizes[part]:
+    def shift_heads(self, kind: Part, x: Tensor, reach: Reach, tail: Tail | None) -> Tensor:
+        if not self.sizes[kind]:
             return x
-        before = read_tail(tail, self.tails[part], x, self.window - 1, reach)
+        previous = read_tail(tail, self.tails[kind], x, self.window - 1, reach)
         if self.variant == "half_heads":
-            return shift_second(x, 1, self.current[part], reach, before)
+            return shift_second(x, 1, self.current[kind], reach, previous)
         if self.variant == "half_channels":
-            return shift_second(x, 3, (x.shape[3] + 1) // 2, reach, before)
-        return shift(x, self.taps(part), reach, before)
+            return shift_second(x, 3, (x.shape[3] + 1) // 2, reach, previous)
+        return shift(x, self.taps(kind), reach, previous)
 
     def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         k, v, q = self(kv.k, kv.v, q, context.reach, context.tail)  # by __call__, where accelerate's hooks load it
@@ -161,10 +162,10 @@ class KVShift(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         if not (options["keys"] or options["values"] or options["queries"]):
             raise HeadwaterError("Mechanism 'kv_shift' shifts nothing; set keys, values or queries to true.")
-        check(options["window"], options["variant"], options["init"])
+        check_form(options["window"], options["variant"], options["init"])
         if options["variant"] == "half_heads":
             names = ["num_key_value_heads"] * (options["keys"] or options["values"])
             names += ["num_attention_heads"] * options["queries"]
@@ -176,90 +177,90 @@ class KVShift(KeepsPrecision, Mechanism):
                     )
 
     @classmethod
-    def shifted(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> dict[Part, int]:
-        """What is shifted in a layer ("k", "v", "q"), and in how many heads. config: as the layer sees it."""
+    def count_shifted(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> dict[Part, int]:
+        """Count the heads that are shifted in a layer, by "k", "v" and "q". config: as the layer sees it."""
         heads: dict[Part, int] = {"k": len(plan.k_heads), "v": len(plan.v_heads), "q": config.num_attention_heads}
         # Nothing is to do where no head of the second half is stored.
         least = cls.first_half(config, plan) if options["variant"] == "half_heads" else dict.fromkeys(heads, 0)
-        return {part: count for part, count in heads.items() if options[OPTIONS[part]] and count > least[part]}
+        return {kind: count for kind, count in heads.items() if options[OPTIONS[kind]] and count > least[kind]}
 
     @classmethod
     def first_half(cls, config: HeadwaterConfig, plan: LayerPlan) -> dict[Part, int]:
-        """How many of the heads that a layer stores are in the first half of all its heads."""
+        """Count the heads that a layer stores in the first half of all its heads."""
         half = config.num_key_value_heads // 2
         keys, values = (sum(head < half for head in heads) for heads in (plan.k_heads, plan.v_heads))
         return {"k": keys, "v": values, "q": config.num_attention_heads // 2}
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
-            shifted = cls.shifted(options, layer_config(config, plan.index), plan)
-            tails = [(part, options["window"] - 1) for part in shifted]
+            shifted = cls.count_shifted(options, layer_config(config, plan.index), plan)
+            tails = [(kind, options["window"] - 1) for kind in shifted]
             return plan.acting(cls, cls.transform_qkv, tails) if tails else plan
 
         return [amend(plan) for plan in plans]
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         if options["variant"] in HALVES:
             return Cost()
-        heads = sum(cls.shifted(options, config, plan).values())
+        heads = sum(cls.count_shifted(options, config, plan).values())
         # Autograd keeps the raw keys and values for the gradient of the taps.
         taps = options["window"] if options["variant"] == "free" else 1
         return Cost(parameters=heads * taps, saved=heads * config.head_dim)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        heads = cls.shifted(options, config, plan)
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        heads = cls.count_shifted(options, config, plan)
         form = {name: options[name] for name in ("window", "variant", "init")}
-        return cls(*(heads.get(part, 0) for part in TAPS), **form, current=cls.first_half(config, plan))
+        return cls(*(heads.get(kind, 0) for kind in TAPS), **form, current=cls.first_half(config, plan))
 
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         if options["variant"] == "half_heads":
             for heads in [growth.kv] * (options["keys"] or options["values"]) + [growth.q] * options["queries"]:
                 new, old = len(heads), max(heads) + 1
-                if any(at >= 0 and (2 * at < old) != (2 * i < new) for i, at in enumerate(heads)):
+                if any(source >= 0 and (2 * source < old) != (2 * head < new) for head, source in enumerate(heads)):
                     raise HeadwaterError(
                         "Mechanism 'kv_shift' shifts the second half of the heads, which new heads move; multiply the "
                         "heads (hypercloning), or grow other sizes."
                     )
         return options
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        heads = Dim(next(part for part, name in TAPS.items() if name == parameter))
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
+        heads = Dim(next(kind for kind, name in TAPS.items() if name == parameter))
         return (SAME, heads) if self.variant == "free" else (heads,)
 
     @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+    def find_identity_options(cls, options: OptionValues) -> OptionValues | None:
         never = options.get("variant") in NEVER_IDENTITY or options.get("init") == "random"
         return None if never else options | {"init": "identity"}
 
     per_head = per_token = True
 
     @classmethod
-    def splits_heads(cls, options: dict[str, Any]) -> bool:
+    def splits_heads(cls, options: OptionValues) -> bool:
         return options["variant"] != "half_heads"  # of all heads: a process with a part does not know which it has
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         heads = {"k": plan.k_heads, "v": plan.v_heads, "q": tuple(range(self.sizes["q"]))}
         return {
-            f"{SYMBOLS[part]}{back}": Shown(weights, "query head" if part == "q" else "kv head", heads[part])
-            for part, window in self.show_windows().items()
+            f"{SYMBOLS[kind]}{back}": Shown(weights, "query head" if kind == "q" else "kv head", heads[kind])
+            for kind, window in self.show_windows().items()
             for back, weights in enumerate(window, 1)
         }
 
     def show_windows(self) -> dict[str, Tensor]:
-        return {part: self.taps(part) for part, heads in self.sizes.items() if heads}
+        return {kind: self.taps(kind) for kind, heads in self.sizes.items() if heads}
 
 
-def check(window: int, variant: str, init: str) -> None:
+def check_form(window: int, variant: str, init: str) -> None:
     """Raise `HeadwaterError` for options that are unknown or contradict each other."""
-    for name, given, known in (("variant", variant, get_args(ShiftVariant)), ("init", init, ("random", "identity"))):
-        if given not in known:
-            raise HeadwaterError(f"KV shift has no {name} {given!r}; {nearest(str(given), known)}")
+    for name, value, choices in (("variant", variant, get_args(ShiftVariant)), ("init", init, ("random", "identity"))):
+        if value not in choices:
+            raise HeadwaterError(f"KV shift has no {name} {value!r}; {nearest(str(value), choices)}")
     if window < 2:
         raise HeadwaterError(f"KV shift's window must be at least 2, not {window}.")
     if variant != "free" and window != 2:

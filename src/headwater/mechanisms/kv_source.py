@@ -21,12 +21,12 @@ the latent of multi-head latent attention, which headwater does not have.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import Mechanism
+from headwater.mechanisms.contract import Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Larger
 from headwater.mechanisms.receivers import check_least
 from headwater.util.errors import HeadwaterError
@@ -38,6 +38,7 @@ class KVSource(Mechanism):
     """Gives layers the keys and values of other layers, by a map, without a module."""
 
     source = "another layer, by a free map"
+    order = 80
     paper = "2405.12981"
 
     class Options:
@@ -48,7 +49,7 @@ class KVSource(Mechanism):
         layer_types: list[str] | None = None
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         depth, maps = config.num_hidden_layers, (options["keys"], options["values"])
         check_least(cls, options, group_size=1)
         count = options["num_shared_layers"]
@@ -70,81 +71,79 @@ class KVSource(Mechanism):
                     "layers; give one for each layer."
                 )
         cls._check_kinds(options, config)
-        for part in ("keys", "values"):
-            check(part, sources := cls.sources(options, config, part))
+        for kind in ("keys", "values"):
+            check_sources(kind, sources := cls.list_sources(options, config, kind))
             mixed = [layer for layer, source in enumerate(sources) if config.slides(layer) != config.slides(source)]
-            if mixed and options[part] == "last" and options["layer_types"] is None:
+            if mixed and options[kind] == "last" and options["layer_types"] is None:
                 raise HeadwaterError(
-                    f"Mechanism 'kv_source': layer {mixed[0]} would have the {part} of layer {sources[mixed[0]]}, and "
+                    f"Mechanism 'kv_source': layer {mixed[0]} would have the {kind} of layer {sources[mixed[0]]}, and "
                     "only one of the two has a sliding window (sliding_layers); set layer_types to a name for each "
                     "layer, so that layers of one kind share."
                 )
 
     @classmethod
-    def _check_kinds(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
-        kinds, first = options["layer_types"], cls.first(options, config)
-        for layer in () if kinds is None else range(first, config.num_hidden_layers):
-            if kinds[layer] not in kinds[:first]:
+    def _check_kinds(cls, options: OptionValues, config: HeadwaterConfig) -> None:
+        kinds, start = options["layer_types"], cls.find_first(options, config)
+        for layer in () if kinds is None else range(start, config.num_hidden_layers):
+            if kinds[layer] not in kinds[:start]:
                 raise HeadwaterError(
-                    f"Mechanism 'kv_source': layer {layer} is of kind {kinds[layer]!r}, and none of the {first} "
+                    f"Mechanism 'kv_source': layer {layer} is of kind {kinds[layer]!r}, and none of the {start} "
                     "layers that share nothing is; lower num_shared_layers, or change layer_types."
                 )
 
     @classmethod
-    def first(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
+    def find_first(cls, options: OptionValues, config: HeadwaterConfig) -> int:
         """The first layer that shares in the map "last"."""
         depth = config.num_hidden_layers
         return depth - (depth // 2 if options["num_shared_layers"] is None else options["num_shared_layers"])
 
     @classmethod
-    def sources(cls, options: dict[str, Any], config: HeadwaterConfig, part: str) -> list[int]:
-        """For each layer, the one whose "keys" or "values" it attends to."""
-        given, layers = options[part], range(config.num_hidden_layers)
-        if isinstance(given, list):
-            return given
-        if given == "last":
-            first, kinds = cls.first(options, config), options["layer_types"] or [""] * len(layers)
-            own = {kinds[layer]: layer for layer in layers[:first]}  # the last layer of each kind
-            return [layer if layer < first else own[kinds[layer]] for layer in layers]
-        if given == "yoco":
+    def list_sources(cls, options: OptionValues, config: HeadwaterConfig, kind: str) -> list[int]:
+        """List for each layer the one whose "keys" or "values" it attends to."""
+        layer_map, layers = options[kind], range(config.num_hidden_layers)
+        if isinstance(layer_map, list):
+            return layer_map
+        if layer_map == "last":
+            start, kinds = cls.find_first(options, config), options["layer_types"] or [""] * len(layers)
+            last_of_kind = {kinds[layer]: layer for layer in layers[:start]}  # the last layer of each kind
+            return [layer if layer < start else last_of_kind[kinds[layer]] for layer in layers]
+        if layer_map == "yoco":
             return [min(layer, len(layers) // 2) for layer in layers]
-        return [layer - (layer % options["group_size"] if given == "cross_layer" else 0) for layer in layers]
+        return [layer - (layer % options["group_size"] if layer_map == "cross_layer" else 0) for layer in layers]
 
     @classmethod
-    def redirect_heads(
-        cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
-    ) -> list[LayerPlan]:
-        keys, values = (cls.sources(options, config, part) for part in ("keys", "values"))
+    def redirect_heads(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        keys, values = (cls.list_sources(options, config, kind) for kind in ("keys", "values"))
         return [plan.attending(range(len(plan.attends)), k, v) for plan, k, v in zip(plans, keys, values, strict=True)]
 
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
-        def moved(part: str) -> list[int]:
-            sources = cls.sources(options, config, part)
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+        def move_sources(kind: str) -> list[int]:
+            sources = cls.list_sources(options, config, kind)
             return [
-                layer if sources[old] == old else growth.source(layer, sources[old])
+                layer if sources[old] == old else growth.find_source(layer, sources[old])
                 for layer, old in enumerate(growth.layers)
             ]
 
         if not growth.deepens:
             return options
-        return parse_options(cls, {"keys": moved("keys"), "values": moved("values")})
+        return parse_options(cls, {"keys": move_sources("keys"), "values": move_sources("values")})
 
     per_head = per_token = True
 
 
-def check(part: str, sources: Sequence[int]) -> None:
+def check_sources(kind: str, sources: Sequence[int]) -> None:
     """Raise `HeadwaterError` unless every layer's source comes before it, or is itself, and has what it gives."""
     for layer, source in enumerate(sources):
         if not 0 <= source <= layer:
             raise HeadwaterError(
-                f"Mechanism 'kv_source': layer {layer} cannot have the {part} of layer {source}; name a layer from 0 "
+                f"Mechanism 'kv_source': layer {layer} cannot have the {kind} of layer {source}; name a layer from 0 "
                 f"to {layer}."
             )
         if sources[source] != source:
             raise HeadwaterError(
-                f"Mechanism 'kv_source': layer {layer} cannot have the {part} of layer {source}, which itself has "
-                f"those of layer {sources[source]}; name layer {sources[source]}."
+                f"Mechanism 'kv_source': layer {layer} cannot have the {kind} of layer {source}, which itself "
+                f"shares layer {sources[source]}'s; name layer {sources[source]}."
             )

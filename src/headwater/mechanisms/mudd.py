@@ -23,9 +23,9 @@ from headwater.config.plan import LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels.norm import can_fuse_rms_norm, fused_rms_norm
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism
+from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import READS, SAME, Dim
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import identity_with, keep_options
 from headwater.util.errors import HeadwaterError
 
@@ -53,6 +53,7 @@ class MUDD(KeepsPrecision, Mechanism):
     """
 
     source = "sums of all hidden states, one each for q, k, v and the stream"
+    order = 150
     paper = "2502.12170"
 
     def __init__(
@@ -66,7 +67,7 @@ class MUDD(KeepsPrecision, Mechanism):
         labels: tuple[str, ...] = (),
         slots: tuple[int, ...] = (),
         alike: bool = True,
-        last: "MUDD | None" = None,
+        final: "MUDD | None" = None,
     ) -> None:
         super().__init__()
         self.ways, self.eps = ways, eps
@@ -74,7 +75,7 @@ class MUDD(KeepsPrecision, Mechanism):
         self.up = nn.Linear(width, wider * ways * terms, bias=False)
         self.down = nn.Linear(wider * ways * terms, ways * terms, bias=False)
         self.bias = fp32_parameter(ways, terms)
-        self.last = last  # after the last block
+        self.last = final  # after the last block
         self.reset_parameters()
         nn.init.normal_(self.up.weight, std=width**-0.5)
         nn.init.zeros_(self.down.weight)
@@ -88,13 +89,13 @@ class MUDD(KeepsPrecision, Mechanism):
             start[:, -1] = 1
         return start
 
-    def forward(self, x: Tensor, *earlier: Tensor, own: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *earlier: Tensor, summands: Tensor | None = None) -> Tensor:
         """x, the last hidden state, and those before it, in order, [B, T, D] -> the sums, [ways, B, T, D].
 
-        own: [ways, B, T, D], what each way sums in place of x; default: x itself.
+        summands: [ways, B, T, D], what each way sums in place of x; default: x itself.
         """
-        *weights, last = self.weights(x)
-        y = last * (x if own is None else own)
+        *weights, own_weight = self.weights(x)
+        y = own_weight * (x if summands is None else summands)
         for weight, state in zip(weights, earlier, strict=True):
             y = torch.addcmul(y, weight, state)
         return y
@@ -105,13 +106,13 @@ class MUDD(KeepsPrecision, Mechanism):
             normed = fused_rms_norm(x, None, self.eps)
         else:
             normed = nn.functional.rms_norm(x, x.shape[-1:], None, self.eps).to(x.dtype)
-        made = self.down(nn.functional.gelu(self.up(normed))).unflatten(2, (self.ways, -1)) + self.bias
-        return list(made.to(x.dtype).movedim(2, 0).unsqueeze(3).unbind(4))
+        weights = self.down(nn.functional.gelu(self.up(normed))).unflatten(2, (self.ways, -1)) + self.bias
+        return list(weights.to(x.dtype).movedim(2, 0).unsqueeze(3).unbind(4))
 
     def split_attention_inputs(self, x: AttentionInputs, context: Context) -> AttentionInputs:
-        own = None if self.alike else torch.stack([*x.parts(), x.stream])
-        *parts, stream = self(x.stream, *(context.sources[slot] for slot in self.slots), own=own).unbind(0)
-        return x.having(parts)._replace(stream=stream)
+        summands = None if self.alike else torch.stack([*x.list_inputs(), x.stream])
+        *inputs, stream = self(x.stream, *(context.sources[slot] for slot in self.slots), summands=summands).unbind(0)
+        return x.replace_inputs(inputs)._replace(stream=stream)
 
     def transform_block_output(self, x: Tensor, context: Context) -> Tensor:
         return self.last(x, *(context.sources[slot] for slot in self.last.slots))[0]
@@ -119,34 +120,34 @@ class MUDD(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         if config.num_hidden_layers == 1:
             raise HeadwaterError("Mechanism 'mudd' connects layers, and the model has one; add layers, or remove mudd.")
 
     @classmethod
-    def read(cls, layer: int) -> tuple[Source, ...]:
+    def list_sources(cls, layer: int) -> tuple[Source, ...]:
         """The hidden states before the one that block `layer` is given."""
         return tuple(Source("stream", "x", j) for j in range(-1, layer - 1))
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
-        first, *rest = plans
-        rest = [plan.acting(cls, cls.split_attention_inputs).reading(*cls.read(plan.index)) for plan in rest]
-        *rest, last = rest
-        return [first, *rest, last.acting(cls, cls.transform_block_output).reading(*cls.read(last.index + 1))]
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        new = [
+            plan.acting(cls, cls.split_attention_inputs).reading(*cls.list_sources(plan.index)) for plan in plans[1:]
+        ]
+        new[-1] = new[-1].acting(cls, cls.transform_block_output).reading(*cls.list_sources(len(plans)))
+        return [plans[0], *new]
 
     @classmethod
-    def sums(cls, plan: LayerPlan) -> list[tuple[int, int, int]]:
+    def list_sums(cls, plan: LayerPlan) -> list[tuple[int, int, int]]:
         """(terms, ways, wider) of the sums at a block: before it, and after the last one."""
-        before = (plan.index + 1, len(plan.inputs) + 1, 1)
-        return (
-            [before, (plan.index + 2, 1, WIDER)] if cls.registered_name() in plan.at(Stage.BLOCK_OUTPUT) else [before]
-        )
+        at_start = (plan.index + 1, len(plan.inputs) + 1, 1)
+        is_last = cls.registered_name() in plan.at(Stage.BLOCK_OUTPUT)
+        return [at_start, (plan.index + 2, 1, WIDER)] if is_last else [at_start]
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         width, parameters, flops, saved = config.hidden_size, 0, 0, 0
-        for terms, ways, wider in cls.sums(plan):
+        for terms, ways, wider in cls.list_sums(plan):
             count, inner = ways * terms, wider * ways * terms
             matrices = inner * (width + count)
             parameters, flops = parameters + matrices + count, flops + 2 * matrices
@@ -156,24 +157,24 @@ class MUDD(KeepsPrecision, Mechanism):
         return Cost(parameters=parameters, flops=flops, saved=saved)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        def made(layer: int, terms: int, ways: int, wider: int, **given: Any) -> Any:
-            slots = tuple(plan.slot(source) for source in cls.read(layer))
-            return cls(config.hidden_size, terms, ways, wider, config.norm_eps, slots=slots, **given)
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        def build_sum(layer: int, terms: int, ways: int, wider: int, **fields: Any) -> Any:
+            slots = tuple(plan.slot(source) for source in cls.list_sources(layer))
+            return cls(config.hidden_size, terms, ways, wider, config.norm_eps, slots=slots, **fields)
 
-        before, *after = cls.sums(plan)
-        last = made(plan.index + 1, *after[0], labels=("out",)) if after else None
+        at_start, *at_end = cls.list_sums(plan)
+        final = build_sum(plan.index + 1, *at_end[0], labels=("out",)) if at_end else None
         alike = plan.at(Stage.ATTENTION_INPUTS)[0] == cls.registered_name() and not plan.at(Stage.BLOCK_INPUT)
-        module: Self = made(plan.index, *before, labels=(*plan.inputs, "stream"), alike=alike, last=last)
+        module: Self = build_sum(plan.index, *at_start, labels=(*plan.inputs, "stream"), alike=alike, final=final)
         return module
 
     # Capabilities
 
     grow_options = staticmethod(keep_options)
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         states = (*range(-1, self.bias.shape[1] - 2), "own")
-        sums = Dim("layers", at=tuple((label, state) for label in self.labels for state in states))
+        sums = Dim("layers", entries=tuple((label, state) for label in self.labels for state in states))
         return {
             "bias": (sums,),
             "up.weight": (SAME, READS._replace(normed=True)),

@@ -19,10 +19,10 @@ class PartTail(NamedTuple):
     """The tails of mechanisms at the input of keys or values alone, where attention's inputs differ."""
 
     tail: Tail
-    part: Part
+    kind: Part
 
-    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
-        return self.tail.before(f"{name}.{self.part}", x, length, everything)
+    def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+        return self.tail.update_tail(f"{name}.{self.kind}", x, length, everything)
 
 
 class Named(nn.ModuleDict):
@@ -50,10 +50,10 @@ class Named(nn.ModuleDict):
 def owner_of(model: nn.Module, qualified: str) -> tuple[Mechanism | None, str]:
     """The innermost mechanism that contains a parameter of `model`, and its name there; (None, "") if none does."""
     module: nn.Module | None = model
-    parts = qualified.split(".")
-    found: tuple[Mechanism | None, str] = (None, "")
-    for depth, part in enumerate(parts[:-1], 1):
-        module = module._modules.get(part) if module is not None else None
+    segments = qualified.split(".")
+    owner: tuple[Mechanism | None, str] = (None, "")
+    for depth, segment in enumerate(segments[:-1], 1):
+        module = module._modules.get(segment) if module is not None else None
         if isinstance(module, Mechanism):
-            found = module, ".".join(parts[depth:])
-    return found
+            owner = module, ".".join(segments[depth:])
+    return owner

@@ -11,7 +11,7 @@ values (skip-layer attention) takes V_l from that layer. Our addition: with `lea
 so that it can be zero when added to a trained model and then be learned.
 """
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from torch import Tensor
 from headwater.config.plan import Heads, LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import Context, Cost, Mechanism
+from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, fixed_axes
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import identity_with, keep_options
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.receivers import identity_with, join_heads, keep_options
 from headwater.util.errors import HeadwaterError
 
 FIRST = Source("raw", "v", 0)
@@ -44,6 +44,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     """
 
     source = "the difference to the first values"
+    order = 110
 
     class Options:
         weight: float | int = 0.4
@@ -54,39 +55,38 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         weight: float = 0.4,
         learnable: bool = False,
         *,
-        first: int = 0,
-        own: tuple[tuple[int, Heads], ...] = (),
+        first_slot: int = 0,
+        value_slots: tuple[tuple[int, Heads], ...] = (),
     ) -> None:
         super().__init__()
         self.weight = weight
         # The slot of V_0; the slots of the values attended to, each with which of their heads.
-        self.first, self.own = first, own
+        self.first_slot, self.value_slots = first_slot, value_slots
         self.lambdas = fp32_parameter(1) if learnable else None
         self.reset_parameters()
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.full(self.lambdas.shape, float(self.weight))
 
-    def forward(self, out: Tensor, first: Tensor, own: Tensor) -> Tensor:
-        """out [B, T, H, d]; first and own, V_0 and V_l [B, K, T, d] -> [B, T, H, d]."""
+    def forward(self, out: Tensor, first_values: Tensor, values: Tensor) -> Tensor:
+        """Add λ·(first_values - values), V_0 and V_l [B, K, T, d], to out [B, T, H, d]."""
         # A 0-d factor does not raise the dtype of what it multiplies.
         weight = self.weight if self.lambdas is None else self.lambdas[0]
-        added = weight * (first - own).transpose(1, 2)
+        added = weight * (first_values - values).transpose(1, 2)
         return out + added.repeat_interleave(out.shape[2] // added.shape[2], dim=2)
 
     def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
-        own = [context.sources[slot] if at is None else context.sources[slot][:, at] for slot, at in self.own]
-        return self(out, context.sources[self.first], own[0] if len(own) == 1 else torch.cat(own, dim=1))
+        return self(out, context.sources[self.first_slot], join_heads(context.sources, self.value_slots))
 
     # In a headwater model
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
             if all(attended.v == 0 for attended in plan.attends):
                 return plan  # V_0 - V_0 is zero
-            others = (Source("raw", "v", group.v) for group in plan.groups if group.v != plan.index)
-            return plan.acting(cls, cls.transform_head_outputs).reading(FIRST, *others)
+            sources = (Source("raw", "v", group.v) for group in plan.groups if group.v != plan.index)
+            return plan.acting(cls, cls.transform_head_outputs).reading(FIRST, *sources)
 
         amended = [amend(plan) for plan in plans]
         if not any(cls.registered_name() in plan.at(Stage.HEAD_OUTPUTS) for plan in amended):
@@ -97,15 +97,15 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         return amended
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         # Autograd keeps the sum, for the output projection, and what a free weight is multiplied with.
         heads = config.num_attention_heads + options["learnable"] * config.num_key_value_heads
         return Cost(parameters=int(options["learnable"]), saved=heads * config.head_dim)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        own = tuple((plan.slot(Source("raw", "v", group.v)), group.v_heads) for group in plan.groups)
-        return cls(options["weight"], options["learnable"], first=plan.slot(FIRST), own=own)
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        value_slots = tuple((plan.slot(Source("raw", "v", group.v)), group.v_heads) for group in plan.groups)
+        return cls(options["weight"], options["learnable"], first_slot=plan.slot(FIRST), value_slots=value_slots)
 
     # Capabilities
 

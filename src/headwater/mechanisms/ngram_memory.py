@@ -25,7 +25,7 @@ has its own. The memory of values is our addition.
 
 from collections.abc import Sequence
 from math import isqrt
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,9 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import Kept, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, Reach, Tail
+from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.enlarging import SAME, WRITES, Dim, Larger, fixed_axes
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, check_least, identity_with, layers_with_values
 from headwater.mechanisms.shift import earlier, read_tail
 from headwater.util.errors import HeadwaterError
@@ -57,21 +57,21 @@ def split_mix(state: int) -> int:
     return z ^ z >> 31
 
 
-def multipliers(count: int, vocab_size: int, seed: int = 0, place: int = 0) -> list[int]:
-    """a_0, a_1, …: odd numbers whose products with ids up to `vocab_size` are below 2^63. place: the table's."""
+def draw_multipliers(count: int, vocab_size: int, seed: int = 0, table_index: int = 0) -> list[int]:
+    """Draw a_0, a_1, …: odd numbers whose products with ids up to `vocab_size` are below 2^63."""
     half = max(1, LARGEST // vocab_size // 2)
-    return [2 * (split_mix((seed + LAYER * place + GAMMA * s) % 2**64) % half) + 1 for s in range(1, count + 1)]
+    return [2 * (split_mix((seed + LAYER * table_index + GAMMA * s) % 2**64) % half) + 1 for s in range(1, count + 1)]
 
 
-def primes(first: int, skipped: int, count: int) -> list[int]:
-    """`count` primes, the smallest from `first` on but for `skipped` of them."""
-    found: list[int] = []
-    number = max(2, first)
-    while len(found) < skipped + count:
+def list_primes(start: int, skipped: int, count: int) -> list[int]:
+    """List `count` primes, the smallest from `start` on after `skipped` of them."""
+    numbers: list[int] = []
+    number = max(2, start)
+    while len(numbers) < skipped + count:
         if all(number % divisor for divisor in range(2, isqrt(number) + 1)):
-            found.append(number)
+            numbers.append(number)
         number += 1
-    return found[skipped:]
+    return numbers[skipped:]
 
 
 class NGramTable(KeepsPrecision, Mechanism):
@@ -83,8 +83,8 @@ class NGramTable(KeepsPrecision, Mechanism):
         rows: each head has at least this many rows, a prime number of them; default the vocabulary's size.
         end_of_text: an id after which n-grams restart, and which replaces missing tokens; default: none does, and
             the id `vocab_size` stands for them.
-        seed: of the multipliers. place: the table's number among the model's, from 0: each has other multipliers and
-            primes. zero: the table starts at zero.
+        seed: of the multipliers. table_index: the table's number among the model's, from 0: each has other multipliers
+            and primes. zero: the table starts at zero.
 
     Parameters: `table.weight` [Σ p_nj, numbers], order after order, and in each head after head.
 
@@ -97,7 +97,7 @@ class NGramTable(KeepsPrecision, Mechanism):
 
     factors: Tensor
     moduli: Tensor
-    first: Tensor
+    first_row: Tensor
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class NGramTable(KeepsPrecision, Mechanism):
         rows: int | None = None,
         end_of_text: int | None = None,
         seed: int = 0,
-        place: int = 0,
+        table_index: int = 0,
         *,
         zero: bool = False,
     ) -> None:
@@ -116,8 +116,8 @@ class NGramTable(KeepsPrecision, Mechanism):
         self.orders, self.hashes = tuple(orders), heads
         self.back, self.end_of_text = max(orders) - 1, end_of_text
         self.missing = vocab_size if end_of_text is None else end_of_text
-        self.sizes = self.heads_rows(vocab_size, orders, heads, rows, place)
-        self.drawn = multipliers(self.back + 1, vocab_size, seed, place)
+        self.sizes = self.heads_rows(vocab_size, orders, heads, rows, table_index)
+        self.drawn = draw_multipliers(self.back + 1, vocab_size, seed, table_index)
         for name, value in self.constants().items():
             self.register_buffer(name, value, persistent=False)
         self.zero = zero
@@ -125,47 +125,47 @@ class NGramTable(KeepsPrecision, Mechanism):
         self.tail = f"{NGramMemory.registered_name()}.id"
 
     @staticmethod
-    def heads_rows(vocab_size: int, orders: Sequence[int], heads: int, rows: int | None, place: int) -> list[int]:
-        """p_nj: how many rows each order and head has."""
+    def heads_rows(vocab_size: int, orders: Sequence[int], heads: int, rows: int | None, table_index: int) -> list[int]:
+        """Choose p_nj, the number of rows of each order and head."""
         count = len(orders) * heads
-        return primes(vocab_size if rows is None else rows, place * count, count)
+        return list_primes(vocab_size if rows is None else rows, table_index * count, count)
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         return torch.zeros(self.table.weight.shape) if self.zero else None
 
     def constants(self) -> dict[str, Tensor]:
         sizes = torch.tensor(self.sizes).view(len(self.orders), self.hashes)
-        first = torch.tensor([0, *self.sizes[:-1]]).cumsum(0).view_as(sizes)
-        return {"factors": torch.tensor(self.drawn), "moduli": sizes, "first": first}
+        first_row = torch.tensor([0, *self.sizes[:-1]]).cumsum(0).view_as(sizes)
+        return {"factors": torch.tensor(self.drawn), "moduli": sizes, "first_row": first_row}
 
     def forward(self, ids: Tensor, reach: Reach = None, tail: Tail | None = None) -> Tensor:
         """ids [B, T] -> [B, T, numbers of the rows]. reach, tail: as in `Context`."""
-        return self.table(self.found(self.past(ids, reach, tail))).flatten(2)
+        return self.table(self.find_rows(self.list_past(ids, reach, tail))).flatten(2)
 
-    def past(self, ids: Tensor, reach: Reach, tail: Tail | None) -> list[Tensor]:
+    def list_past(self, ids: Tensor, reach: Reach, tail: Tail | None) -> list[Tensor]:
         """The ids of each token and of those before it, [B, T] each."""
         # Counted from 1: 0 is no token, in the cache too.
         tokens = (ids.long() + 1)[:, None, :, None]
-        before = read_tail(tail, self.tail, tokens, self.back, reach)
-        known, ids = None, ids.long()
-        found = [ids]
-        for step in (earlier(tokens, back, reach, before) for back in range(1, self.back + 1)):
-            there = step[:, 0, :, 0]
-            known = there > 0 if known is None else known & (there > 0)
+        previous = read_tail(tail, self.tail, tokens, self.back, reach)
+        is_known, ids = None, ids.long()
+        past = [ids]
+        for step in (earlier(tokens, back, reach, previous) for back in range(1, self.back + 1)):
+            step_ids = step[:, 0, :, 0]
+            is_known = step_ids > 0 if is_known is None else is_known & (step_ids > 0)
             if self.end_of_text is not None:
-                known = known & (there != self.end_of_text + 1)
-            found.append(torch.where(known, there - 1, self.missing))
-        return found
+                is_known = is_known & (step_ids != self.end_of_text + 1)
+            past.append(torch.where(is_known, step_ids - 1, self.missing))
+        return past
 
-    def found(self, past: list[Tensor]) -> Tensor:
+    def find_rows(self, past: list[Tensor]) -> Tensor:
         """The rows in the table of the n-grams of ids, [B, T, orders·heads]."""
-        mixed, found = past[0] * self.factors[0], []
+        mixed, rows = past[0] * self.factors[0], []
         for order in range(2, self.back + 2):
             mixed = mixed ^ past[order - 1] * self.factors[order - 1]
             if order in self.orders:
-                at = self.orders.index(order)
-                found.append(mixed.unsqueeze(2) % self.moduli[at] + self.first[at])
-        return torch.cat(found, dim=2)
+                index = self.orders.index(order)
+                rows.append(mixed.unsqueeze(2) % self.moduli[index] + self.first_row[index])
+        return torch.cat(rows, dim=2)
 
     # Capabilities
 
@@ -196,6 +196,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
     """
 
     source = "tables read by the last tokens' ids"
+    order = 60
     paper = "2601.07372"
     needs_input_ids = True
 
@@ -265,7 +266,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_layers(cls, options, config)
         orders = options["orders"]
         if not orders or orders[0] < 2 or orders != sorted(set(orders)):
@@ -280,48 +281,47 @@ class NGramMemory(KeepsPrecision, Mechanism):
             )
 
     @classmethod
-    def chosen(cls, options: dict[str, Any], config: HeadwaterConfig) -> list[int]:
+    def list_layers(cls, options: OptionValues, config: HeadwaterConfig) -> list[int]:
         """The layers that are to have a memory."""
         if options["layers"] is not None:
             return sorted(set(options["layers"]))
         return [0] if options["target"] == "stream" else list(range(config.num_hidden_layers))
 
     @classmethod
-    def width(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> int:
+    def count_channels(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> int:
         """The numbers that a layer's memory adds to a token."""
         return config.hidden_size if options["target"] == "stream" else len(plan.v_heads) * config.head_dim
 
     @classmethod
-    def numbers(cls, options: dict[str, Any], width: int) -> int:
-        """In a row of the table. Raises `HeadwaterError` if the rows cannot be of one size."""
-        width, parts = options["rank"] or width, len(options["orders"]) * options["heads"]
-        if width % parts:
+    def count_numbers(cls, options: OptionValues, width: int) -> int:
+        """Count the numbers in a row of the table. Raises `HeadwaterError` if the rows cannot be of one size."""
+        width, count = options["rank"] or width, len(options["orders"]) * options["heads"]
+        if width % count:
             raise HeadwaterError(
                 f"Mechanism 'ngram_memory': {width} numbers cannot be divided among {len(options['orders'])} orders of "
-                f"{options['heads']} heads; choose a rank that is a multiple of {parts}."
+                f"{options['heads']} heads; choose a rank that is a multiple of {count}."
             )
-        return width // parts
+        return width // count
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
-        chosen = cls.chosen(options, config)
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        chosen = cls.list_layers(options, config)
         tail: tuple[Kept, int] = "id", max(options["orders"]) - 1
         values = options["target"] == "values"
         new = list(plans)
         for layer in layers_with_values(cls.registered_name(), options, chosen, plans) if values else chosen:
-            cls.numbers(options, cls.width(options, layer_config(config, layer), plans[layer]))
+            cls.count_numbers(options, cls.count_channels(options, layer_config(config, layer), plans[layer]))
             new[layer] = plans[layer].acting(cls, cls.transform_qkv if values else cls.update_residual, [tail])
         return new
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-        width, match = cls.width(options, config, plan), options["gate"] == "match"
-        place = cls.chosen(options, config).index(plan.index)
-        rows = sum(
-            NGramTable.heads_rows(options["vocab_size"], options["orders"], options["heads"], options["rows"], place)
-        )
-        table, read = rows * cls.numbers(options, width), options["rank"] or width
-        maps = (options["rank"] or 0) * width + match * read * config.hidden_size
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+        width, match = cls.count_channels(options, config, plan), options["gate"] == "match"
+        table_index = cls.list_layers(options, config).index(plan.index)
+        form = {name: options[name] for name in ("vocab_size", "orders", "heads", "rows")}
+        rows = sum(NGramTable.heads_rows(**form, table_index=table_index))
+        table, rank = rows * cls.count_numbers(options, width), options["rank"] or width
+        maps = (options["rank"] or 0) * width + match * rank * config.hidden_size
         return Cost(
             parameters=table + maps + (options["gate"] == "scalar"),
             flops=2 * maps,
@@ -335,11 +335,11 @@ class NGramMemory(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        width = cls.width(options, config, plan)
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        width = cls.count_channels(options, config, plan)
         table = NGramTable(
-            numbers=cls.numbers(options, width),
-            place=cls.chosen(options, config).index(plan.index),
+            numbers=cls.count_numbers(options, width),
+            table_index=cls.list_layers(options, config).index(plan.index),
             zero=options["init"] == "zero" and options["rank"] is None,
             **{name: options[name] for name in ("vocab_size", "orders", "heads", "rows", "end_of_text", "seed")},
         )
@@ -357,11 +357,11 @@ class NGramMemory(KeepsPrecision, Mechanism):
     # Capabilities
 
     @classmethod
-    def complete_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> dict[str, Any]:
+    def complete_options(cls, options: OptionValues, config: HeadwaterConfig) -> OptionValues:
         return options if options["vocab_size"] is not None else options | {"vocab_size": config.vocab_size}
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         grows = growth.widens if options["target"] == "stream" else growth.extends("kv")
         if grows and options["rank"] is None:
             raise HeadwaterError(
@@ -375,9 +375,9 @@ class NGramMemory(KeepsPrecision, Mechanism):
         if not growth.deepens:
             return options
         # The first copies alone: a layer's hash depends on its place among those that have a memory.
-        return options | {"layers": [growth.at(layer) for layer in cls.chosen(options, config)]}
+        return options | {"layers": [growth.first_copy(layer) for layer in cls.list_layers(options, config)]}
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         if parameter == "up.weight":
             return (WRITES if self.head_dim is None else Dim("v"), SAME)
         return (SAME,) if parameter == "scalar" else (SAME, SAME)

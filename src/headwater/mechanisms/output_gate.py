@@ -10,14 +10,14 @@ Departures: s is an option, since 2·σ(0) = 1 leaves a trained model as it is. 
 keys, values, and after the output map) are not built.
 """
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import Context, Cost, Mechanism
+from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import READS, Dim, Larger, fixed_axes
 from headwater.mechanisms.receivers import check_channels, check_layers, identity_with, is_chosen, move_layers
 from headwater.util.errors import HeadwaterError
@@ -42,6 +42,7 @@ class OutputGate(Mechanism):
     """
 
     source = "what a head reads, times a gate of the layer's input"
+    order = 130
     paper = "2505.06708"
 
     class Options:
@@ -76,7 +77,7 @@ class OutputGate(Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_layers(cls, options, config)
         if options["channels"] is not None:
             check_channels(cls, options, config)
@@ -84,34 +85,34 @@ class OutputGate(Mechanism):
             raise HeadwaterError(f"Mechanism 'output_gate': scale must be above zero, not {options['scale']}.")
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         return [
             plan.acting(cls, cls.transform_head_outputs) if is_chosen(plan.index, options) else plan for plan in plans
         ]
 
     @classmethod
-    def sizes(cls, options: dict[str, Any], config: HeadwaterConfig) -> tuple[int, int]:
-        """How many channels of x a layer's gate reads, and how many numbers it gives."""
+    def find_sizes(cls, options: OptionValues, config: HeadwaterConfig) -> tuple[int, int]:
+        """Return the number of channels of x that a layer's gate reads, and of numbers that it gives."""
         by_channel = options["granularity"] == "channel"
         return options["channels"] or config.hidden_size, config.num_attention_heads * (
             config.head_dim if by_channel else 1
         )
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-        channels, outputs = cls.sizes(options, config)
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+        channels, outputs = cls.find_sizes(options, config)
         # Autograd keeps the result, for the output projection, and the gate before and after its scale.
-        kept = config.num_attention_heads * config.head_dim + outputs * (1 + (options["scale"] != 1))
-        return Cost(parameters=channels * outputs, flops=2 * channels * outputs, saved=kept)
+        saved = config.num_attention_heads * config.head_dim + outputs * (1 + (options["scale"] != 1))
+        return Cost(parameters=channels * outputs, flops=2 * channels * outputs, saved=saved)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        return cls(*cls.sizes(options, config), options["scale"], options["init"])
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        return cls(*cls.find_sizes(options, config), options["scale"], options["init"])
 
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         reads_all = options["channels"] == config.hidden_size
         return move_layers(options, config, growth) | ({"channels": None} if reads_all else {})
 

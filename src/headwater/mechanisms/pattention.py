@@ -40,11 +40,10 @@ from headwater.config.text import HeadwaterConfig
 from headwater.kernels import can_fuse
 from headwater.kernels.pattention import fused_pattention
 from headwater.mechanisms.capabilities import Group, Shown, Step
-from headwater.mechanisms.contract import Cost, Mechanism
-from headwater.mechanisms.enlarging import SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.contract import Cost, Mechanism, OptionValues
+from headwater.mechanisms.enlarging import LINEAR_IN, LINEAR_OUT, SAME, Dim, Larger
+from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.mechanisms.product_keys import ProductKeys, find_largest, take_entries, weighted_rows
-from headwater.mechanisms.receivers import check_least
 from headwater.util.errors import HeadwaterError, nearest
 
 ScoreFunction = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", "exp_l1_norm", "softmax"]
@@ -82,6 +81,7 @@ class Pattention(Mechanism):
     """
 
     source = "the parameters, as key/value tokens"
+    order = 10
     embedding_range = 0.2  # chosen in docs/fairness.md; the papers' presets have the published 0.02
 
     class Options:
@@ -119,7 +119,7 @@ class Pattention(Mechanism):
     ) -> None:
         super().__init__()
         check_form(score, gelu, tau)
-        if wrong := unreadable(pairs, top_k, product_heads > 0, frozen):
+        if wrong := find_problem(pairs, top_k, product_heads > 0, frozen):
             raise HeadwaterError(f"Pattention: {wrong}.")
         self.score, self.gelu = score, gelu
         self.key_std, self.value_std = key_std, 2 / d_out**0.5 if value_std is None else value_std
@@ -137,7 +137,7 @@ class Pattention(Mechanism):
     def initial_value(
         self, parameter: str, generator: torch.Generator | None = None, rows: int | None = None
     ) -> Tensor:
-        """As `Mechanism.initial_value`; rows: draw only this many rows."""
+        """Draw as `Mechanism.initial_value`. rows: draw only this many rows."""
         # Two rows of product keys make a key.
         key_std = self.key_std if self.product is None else self.key_std / 2**0.5
         std = {"key": key_std, "value": self.value_std}[parameter.removeprefix("frozen_")]
@@ -152,10 +152,10 @@ class Pattention(Mechanism):
         scores = x @ key.T
         if self.top_k is None:
             return self._theta(scores, tau).to(x.dtype) @ value
-        pairs, weights = self._read(scores, tau)
+        pairs, weights = self._read_pairs(scores, tau)
         return weighted_rows(value, pairs, weights.to(value.dtype)).to(scores.dtype)
 
-    def _read(self, scores: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    def _read_pairs(self, scores: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         """The pairs that a token reads, of all heads, and their weights Θ [..., top_k] or [..., heads·top_k]."""
         scores = _wide(scores)
         if self.product is None:
@@ -166,16 +166,19 @@ class Pattention(Mechanism):
 
     def _theta(self, scores: Tensor, tau: Tensor) -> Tensor:
         """Θ of the scores x·K_Pᵀ [..., n], in at least fp32."""
-        if self.score == "softmax":
-            scores = scores / self.key.shape[1] ** 0.5
-        return SCORES[self.score](_wide(scores), tau, GELU[self.gelu])
+        if "gelu" not in self.score:
+            return tau * _wide(scores / self.key.shape[1] ** 0.5 if self.score == "softmax" else scores).softmax(-1)
+        a, order, form = _wide(scores), 2 if "l2" in self.score else 1, GELU[self.gelu]
+        if self.score.startswith("gelu"):
+            return _over_norm(nn.functional.gelu(a, approximate=form), tau, order)
+        return nn.functional.gelu(_over_norm(a, tau, order), approximate=form)
 
     def extra_repr(self) -> str:
         frozen = "" if self.frozen_key is None else f", frozen={len(self.frozen_key)}"
         form = "" if self.gelu == "erf" else f", gelu={self.gelu}"
-        read = "" if self.top_k is None else f", top_k={self.top_k}"
-        read += f", product_heads={self.product_heads}" if self.product_heads else ""
-        return f"{self.key.shape[1]}, {self.value.shape[1]}, pairs={self.n}{frozen}, score={self.score}{form}{read}"
+        reading = "" if self.top_k is None else f", top_k={self.top_k}"
+        reading += f", product_heads={self.product_heads}" if self.product_heads else ""
+        return f"{self.key.shape[1]}, {self.value.shape[1]}, pairs={self.n}{frozen}, score={self.score}{form}{reading}"
 
     @property
     def n(self) -> int:
@@ -183,22 +186,22 @@ class Pattention(Mechanism):
         return len(self.value) + (0 if self.frozen_value is None else len(self.frozen_value))
 
     @property
-    def read(self) -> int:
+    def score_count(self) -> int:
         """The number of scores that Θ is over: n, or `top_k`."""
         return self.top_k or self.n
 
     @property
     def keys(self) -> Tensor:
         """All keys [n, d_in], the frozen ones first; product keys [2·heads·√n, d_in]."""
-        return _join(self.frozen_key, self.key)
+        return _join_rows(self.frozen_key, self.key)
 
     @property
     def values(self) -> Tensor:
         """All values [n, d_out], the frozen ones first."""
-        return _join(self.frozen_value, self.value)
+        return _join_rows(self.frozen_value, self.value)
 
     @torch.no_grad()
-    def put(self, keys: Tensor, values: Tensor, frozen: int = 0) -> None:
+    def set_pairs(self, keys: Tensor, values: Tensor, frozen: int = 0) -> None:
         """Replace the pairs by these, [n, d_in] and [n, d_out]; the first `frozen` are not trained. τ stays."""
 
         def parameter(rows: Tensor, learns: bool) -> nn.Parameter | None:
@@ -213,30 +216,30 @@ class Pattention(Mechanism):
         scores = x @ self.keys.T
         if self.top_k is None:
             return self._theta(scores, self.scale())
-        pairs, weights = self._read(scores, self.scale())
+        pairs, weights = self._read_pairs(scores, self.scale())
         return weights.new_zeros(*x.shape[:-1], self.n).scatter_add_(-1, pairs, weights)
 
-    def way(self) -> tuple[float, float] | None:
+    def find_tau_path(self) -> tuple[float, float] | None:
         """τ's present value and its target; None where they are equal."""
-        way = float(self.scale.tau), default_tau(self.score, self.read)
+        path = float(self.scale.tau), default_tau(self.score, self.score_count)
         # τ is stored in fp32, which rounds most defaults.
-        return None if math.isclose(*way, rel_tol=1e-6) else way
+        return None if math.isclose(*path, rel_tol=1e-6) else path
 
-    def anneal(self, way: Sequence[float], done: float) -> None:
-        """Move τ along `way` by the fraction `done`, at most 1."""
+    def anneal(self, path: Sequence[float], done: float) -> None:
+        """Move τ along `path` by the fraction `done`, at most 1."""
         done = min(done, 1.0)
         if done != self.annealed:  # once there, no further writes
             self.annealed = done
-            self.scale.put(way[0] + (way[1] - way[0]) * done)
+            self.scale.set_tau(path[0] + (path[1] - path[0]) * done)
 
     @staticmethod
-    def length(step: Step) -> int:
+    def count_annealing_steps(step: Step) -> int:
         """The steps of annealing: the warm-up, or half of all if there is none; it ends before the last step."""
         return max(1, min(step.warmup or step.steps // 2, step.steps - 1))
 
     @property
     def qconfig(self) -> Any:
-        """What torch.ao.quantization sets in each module that it passes; none, since it would leave the pairs."""
+        """The attribute that torch.ao.quantization sets in every module; refused, since it would leave the pairs."""
         raise AttributeError("qconfig")
 
     @qconfig.setter
@@ -249,8 +252,7 @@ class Pattention(Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
-        cls._validate_pairs(options, config)
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         cls._validate_maps(options)
         if options["score"] == "softmax" and options["tau"] is not None:
             raise HeadwaterError("Mechanism 'pattention': score 'softmax' has no tau; leave it out.")
@@ -260,16 +262,9 @@ class Pattention(Mechanism):
             if getattr(config, name):
                 raise HeadwaterError(f"Mechanism 'pattention' has no biases; set {name} to false.")
 
-    @classmethod
-    def _validate_pairs(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
-        check_least(cls, options, **{name: 1 for name in options if name.endswith("_pairs")})
-        for name, count in (options["frozen"] or {}).items():
-            if name not in get_args(Map) or not 0 <= count < cls.pairs(options, config, name):
-                raise HeadwaterError(f"Mechanism 'pattention': frozen must give fewer pairs than map {name!r} has.")
-
     @staticmethod
-    def _validate_maps(options: dict[str, Any]) -> None:
-        for name in ("key_init", "value_init", "top_k", "product_keys"):
+    def _validate_maps(options: OptionValues) -> None:
+        for name in ("key_init", "value_init", "frozen", "top_k", "product_keys"):
             maps = options[name] if isinstance(options[name], dict | list) else ()
             if wrong := [which for which in maps if which not in get_args(Map)]:
                 raise HeadwaterError(
@@ -285,37 +280,37 @@ class Pattention(Mechanism):
                     )
 
     @classmethod
-    def _validate_reading(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def _validate_reading(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         product_keys, heads = options["product_keys"] or [], options["product_heads"]
         if heads < 1 or (heads > 1 and not product_keys):
             raise HeadwaterError(
                 f"Mechanism 'pattention': product_heads must be at least 1, and 1 without product_keys, not {heads}."
             )
         for name in get_args(Map):
-            pairs, frozen = cls.pairs(options, config, name), (options["frozen"] or {}).get(name, 0)
-            if wrong := unreadable(pairs, cls.top_k_of(options, name), name in product_keys, frozen):
+            pairs, frozen = cls.count_pairs(options, config, name), (options["frozen"] or {}).get(name, 0)
+            if wrong := find_problem(pairs, cls.top_k_of(options, name), name in product_keys, frozen):
                 raise HeadwaterError(f"Mechanism 'pattention': map {name!r}: {wrong}.")
 
     @classmethod
-    def top_k_of(cls, options: dict[str, Any], name: Map) -> int | None:
-        """How many pairs of a map a token reads; None: all."""
-        given = options["top_k"]
-        return given.get(name) if isinstance(given, dict) else given
+    def top_k_of(cls, options: OptionValues, name: Map) -> int | None:
+        """Return the number of pairs of a map that a token reads; None: all."""
+        top_k = options["top_k"]
+        return top_k.get(name) if isinstance(top_k, dict) else top_k
 
     @classmethod
-    def product_heads_of(cls, options: dict[str, Any], name: Map) -> int:
+    def product_heads_of(cls, options: OptionValues, name: Map) -> int:
         """The heads of a map's product keys; 0: it has none."""
         return options["product_heads"] if name in (options["product_keys"] or []) else 0
 
     @classmethod
-    def pairs(cls, options: dict[str, Any], config: HeadwaterConfig, name: Map) -> int:
+    def count_pairs(cls, options: OptionValues, config: HeadwaterConfig, name: Map) -> int:
         """n of one map: its own option, else `attention_pairs`, else the default."""
         if name == "feed_forward":
-            given = options["ffn_pairs"]
+            pairs = options["ffn_pairs"]
         else:
-            own = options[f"{name}_pairs"]
-            given = options["attention_pairs"] if own is None else own
-        return cls.default_pairs(config, name) if given is None else given
+            own_pairs = options[f"{name}_pairs"]
+            pairs = options["attention_pairs"] if own_pairs is None else own_pairs
+        return cls.default_pairs(config, name) if pairs is None else pairs
 
     @classmethod
     def default_pairs(cls, config: HeadwaterConfig, name: Map) -> int:
@@ -323,17 +318,17 @@ class Pattention(Mechanism):
         return (4 if name == "feed_forward" else 1) * config.hidden_size
 
     @classmethod
-    def with_pairs(cls, options: dict[str, Any], counts: dict[Map, int]) -> dict[str, Any]:
+    def with_pairs(cls, options: OptionValues, counts: dict[Map, int]) -> OptionValues:
         """The options that give each map counts[map] pairs, in their shortest form: the inverse of `pairs`."""
-        given: dict[str, int | None] = {f"{name}_pairs": n for name, n in counts.items() if name != "feed_forward"}
-        given["attention_pairs"] = None
+        fields: dict[str, int | None] = {f"{name}_pairs": n for name, n in counts.items() if name != "feed_forward"}
+        fields["attention_pairs"] = None
         if len({n for name, n in counts.items() if name != "feed_forward"}) == 1:
-            given = dict.fromkeys(given) | {"attention_pairs": counts["query"]}
-        return options | given | {"ffn_pairs": counts["feed_forward"]}
+            fields = dict.fromkeys(fields) | {"attention_pairs": counts["query"]}
+        return options | fields | {"ffn_pairs": counts["feed_forward"]}
 
     @classmethod
-    def stds(
-        cls, options: dict[str, Any], config: HeadwaterConfig, name: Map, d_in: int, pairs: int
+    def find_stds(
+        cls, options: OptionValues, config: HeadwaterConfig, name: Map, d_in: int, pairs: int
     ) -> tuple[float, float]:
         """Standard deviations at init of the keys and values of a map from d_in with `pairs` pairs."""
         value_std = 2 / (config.num_hidden_layers * config.hidden_size**0.5)
@@ -345,30 +340,30 @@ class Pattention(Mechanism):
         return key_std, _init_std(options["value_init"], name, pairs, value_std)
 
     @classmethod
-    def _sparse_cost(cls, options: dict[str, Any], name: Map, pairs: int, top_k: int, d_in: int, d_out: int) -> Cost:
+    def _sparse_cost(cls, options: OptionValues, name: Map, pairs: int, top_k: int, d_in: int, d_out: int) -> Cost:
         heads = cls.product_heads_of(options, name)
         keys, lists = 2 * heads * math.isqrt(pairs) or pairs, max(1, heads)
-        read = lists * top_k
+        read_pairs = lists * top_k
         # Autograd keeps of each pair two places in 64 bits, with product keys three, and its weight; what Θ keeps; and
         # what a sum of rows keeps of each token.
         theta = top_k if options["score"] in ("exp_l1_norm", "softmax") else 2 * top_k + 3
         return Cost(
             parameters=keys * d_in + pairs * d_out,
             flops=2 * keys * d_in,
-            saved=read * (7 if heads else 5) + lists * theta + 6,
-            looked_up=max(0, pairs - read) * d_out,
+            saved=read_pairs * (7 if heads else 5) + lists * theta + 6,
+            looked_up=max(0, pairs - read_pairs) * d_out,
         )
 
     # Capabilities
 
     @classmethod
     def build_linear(
-        cls, options: dict[str, Any], config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
+        cls, options: OptionValues, config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
     ) -> Self:
-        pairs, top_k = cls.pairs(options, config, name), cls.top_k_of(options, name)
-        read = top_k or pairs
-        tau = {"sqrt_pairs": read**0.5, "pairs": float(read), None: None}[options["tau"]]
-        key_std, value_std = cls.stds(options, config, name, d_in, pairs)
+        pairs, top_k = cls.count_pairs(options, config, name), cls.top_k_of(options, name)
+        read_pairs = top_k or pairs
+        tau = {"sqrt_pairs": read_pairs**0.5, "pairs": float(read_pairs), None: None}[options["tau"]]
+        key_std, value_std = cls.find_stds(options, config, name, d_in, pairs)
         form: dict[str, Any] = {"score": options["score"], "gelu": options["gelu"], "tau": tau}
         stds: dict[str, Any] = {"key_std": key_std, "value_std": value_std}
         reading: dict[str, Any] = {"top_k": top_k, "product_heads": cls.product_heads_of(options, name)}
@@ -376,9 +371,9 @@ class Pattention(Mechanism):
 
     @classmethod
     def count_linear_cost(
-        cls, options: dict[str, Any], config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
+        cls, options: OptionValues, config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
     ) -> Cost:
-        pairs = cls.pairs(options, config, name)
+        pairs = cls.count_pairs(options, config, name)
         if top_k := cls.top_k_of(options, name):
             return cls._sparse_cost(options, name, pairs, top_k, d_in, d_out)
         numbers = pairs * (d_in + d_out)
@@ -387,28 +382,27 @@ class Pattention(Mechanism):
         return Cost(parameters=numbers, flops=2 * numbers, saved=saved.get(options["score"], 3 * pairs + 3))
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         if growth.keeps and options["score"] == "softmax" and (growth.widens or growth.extends("q")):
             raise HeadwaterError(
                 "Mechanism 'pattention': score=softmax divides by the square root of its input's width, so with "
                 "another width or number of heads it would compute something else; add pairs or layers, or use a "
                 "method that does not keep the function."
             )
-        return cls.with_pairs(options, {name: cls.pairs(options, config, name) for name in get_args(Map)})
+        return cls.with_pairs(options, {name: cls.count_pairs(options, config, name) for name in get_args(Map)})
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        ins, outs = (SAME, SAME) if place is None else place
-        return SAME, ins if parameter.removeprefix("frozen_") == "key" else outs
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
+        return SAME, LINEAR_IN if parameter.removeprefix("frozen_") == "key" else LINEAR_OUT
 
     def prepare_training(self, step: Step) -> tuple[float, float] | None:
-        return self.way() if step.start.get("tau") == "anneal" else None
+        return self.find_tau_path() if step.start.get("tau") == "anneal" else None
 
-    def prepare_step(self, kept: Any, step: Step) -> None:
-        self.anneal(kept, step.number / self.length(step))
+    def prepare_step(self, state: Any, step: Step) -> None:
+        self.anneal(state, step.number / self.count_annealing_steps(step))
 
     @classmethod
     def describe_training(cls, modules: int, step: Step) -> str:
-        return f"τ of {modules} maps goes to √n of their pairs in {cls.length(step)} steps."
+        return f"τ of {modules} maps goes to √n of their pairs in {cls.count_annealing_steps(step)} steps."
 
     def choose_group(self, parameter: str) -> Group | None:
         """Values that are looked up are like embeddings, in which a row that no token reads should stay."""
@@ -443,7 +437,7 @@ class Tau(KeepsPrecision):
     def forward(self) -> Tensor:
         return self.tau
 
-    def put(self, tau: float) -> None:
+    def set_tau(self, tau: float) -> None:
         self.value = tau
         self.tau.fill_(tau)
 
@@ -459,17 +453,17 @@ def default_tau(score: ScoreFunction, pairs: int) -> float:
 
 def check_form(score: str, gelu: str, tau: float | None) -> None:
     """Raise `HeadwaterError` for an unknown or contradictory Θ."""
-    for name, value, known in (("score", score, SCORES), ("gelu", gelu, GELU)):
-        if value not in known:
-            raise HeadwaterError(f"Pattention has no {name} {value!r}; {nearest(str(value), known)}")
+    for name, value, choices in (("score", score, get_args(ScoreFunction)), ("gelu", gelu, GELU)):
+        if value not in choices:
+            raise HeadwaterError(f"Pattention has no {name} {value!r}; {nearest(str(value), choices)}")
     if "gelu" not in score and gelu != "erf":
         raise HeadwaterError(f"Pattention's score {score!r} has no GELU; leave gelu out.")
     if tau is not None and not 0 < tau < float("inf"):
         raise HeadwaterError(f"Pattention's tau must be above zero and finite, not {tau}.")
 
 
-def unreadable(pairs: int, top_k: int | None, product: bool, frozen: int) -> str | None:
-    """What is wrong with reading `top_k` of this many pairs, and freezing some; None if nothing is."""
+def find_problem(pairs: int, top_k: int | None, product: bool, frozen: int) -> str | None:
+    """Say what is wrong with reading `top_k` of this many pairs, and freezing some; None if nothing is."""
     if pairs < 1:
         return f"there must be at least one pair, not {pairs}"
     if not 0 <= frozen < pairs:
@@ -486,18 +480,18 @@ def unreadable(pairs: int, top_k: int | None, product: bool, frozen: int) -> str
     return None
 
 
-def _init_std(given: float | str | dict[str, Any] | None, name: Map, inputs: int, default: float) -> float:
+def _init_std(option: float | str | dict[str, Any] | None, name: Map, inputs: int, default: float) -> float:
     """The standard deviation that an option gives for one map."""
-    value = given.get(name) if isinstance(given, dict) else given
+    value = option.get(name) if isinstance(option, dict) else option
     return default if value is None else inputs**-0.5 if value == "fan_in" else float(value)
 
 
-def _join(frozen: Tensor | None, trained: Tensor) -> Tensor:
-    """All rows as an ordinary tensor, where a quantizer has replaced one by its own class."""
-    parts = [
+def _join_rows(frozen: Tensor | None, trained: Tensor) -> Tensor:
+    """Join all rows as an ordinary tensor, where a quantizer has replaced one by its own class."""
+    rows = [
         x if type(x).dequantize is Tensor.dequantize else x.dequantize() for x in (frozen, trained) if x is not None
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 # The forms of GELU, and PyTorch's names for them.
@@ -511,16 +505,5 @@ def _wide(a: Tensor) -> Tensor:
 def _over_norm(a: Tensor, tau: Tensor, order: int) -> Tensor:
     """τ·A / ‖A‖; zero, with zero gradient, where ‖A‖² is at most the guard."""
     square = a.square().sum(-1, keepdim=True) if order == 2 else a.abs().sum(-1, keepdim=True).square()
-    seen = square > GUARD
-    return a * torch.where(seen, tau * torch.where(seen, square, 1.0).rsqrt(), 0.0)
-
-
-# Θ for scores a [..., n] in at least fp32.
-SCORES = {
-    "l2_norm_gelu": lambda a, tau, form: nn.functional.gelu(_over_norm(a, tau, 2), approximate=form),
-    "gelu_l2_norm": lambda a, tau, form: _over_norm(nn.functional.gelu(a, approximate=form), tau, 2),
-    "l1_norm_gelu": lambda a, tau, form: nn.functional.gelu(_over_norm(a, tau, 1), approximate=form),
-    "gelu_l1_norm": lambda a, tau, form: _over_norm(nn.functional.gelu(a, approximate=form), tau, 1),
-    "exp_l1_norm": lambda a, tau, form: tau * a.softmax(-1),
-    "softmax": lambda a, tau, form: tau * a.softmax(-1),
-}
+    is_nonzero = square > GUARD
+    return a * torch.where(is_nonzero, tau * torch.where(is_nonzero, square, 1.0).rsqrt(), 0.0)

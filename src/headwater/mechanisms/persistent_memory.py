@@ -15,14 +15,14 @@ is 0.16; pairs six times as large drown the tokens, and a model learns to recall
 """
 
 from math import inf, sqrt
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import KV, Context, Cost, Mechanism
+from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, Dim, fixed_axes
 from headwater.mechanisms.receivers import check_layers, check_least, is_chosen, move_layers
 from headwater.util.errors import HeadwaterError
@@ -45,6 +45,7 @@ class PersistentMemory(Mechanism):
     """
 
     source = "learned pairs beside the tokens'"
+    order = 100
     paper = "1907.01470"
 
     class Options:
@@ -64,7 +65,7 @@ class PersistentMemory(Mechanism):
 
     @property
     def factors(self) -> dict[str, float]:
-        """What the parameters are multiplied with: so they learn at a rate that does not depend on d and n."""
+        """Factors of the parameters, which then learn at a rate that does not depend on d and n."""
         return {"key": sqrt(self.key.shape[2]), "value": sqrt(self.key.shape[1])}
 
     def forward(self) -> KV:
@@ -77,21 +78,21 @@ class PersistentMemory(Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_layers(cls, options, config)
         check_least(cls, options, pairs=1)
         if options["init_std"] is not None and not 0 < options["init_std"] < inf:
             raise HeadwaterError(
                 f"Mechanism 'persistent_memory': init_std must be greater than 0, not {options['init_std']}; "
-                "leave it out for that of the tokens' keys and values, or set 1 for the paper's."
+                "leave it out for the spread of the tokens' keys and values, or set 1 as in the paper."
             )
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         return [plan.acting(cls, cls.add_key_values) if is_chosen(plan.index, options) else plan for plan in plans]
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         width, q_width = (n * config.head_dim for n in (config.num_key_value_heads, config.num_attention_heads))
         saved = 0
         if config.is_causal:
@@ -100,7 +101,7 @@ class PersistentMemory(Mechanism):
         return Cost(parameters=2 * options["pairs"] * width, flops=4 * options["pairs"] * q_width, saved=saved)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         init_std = options["init_std"]
         if init_std is None:  # projected from inputs that a norm has given a mean square of 1
             drawn = config.initializer_range * sqrt(config.hidden_size)
@@ -113,7 +114,7 @@ class PersistentMemory(Mechanism):
     # Capabilities
 
     @classmethod
-    def list_kernels(cls, options: dict[str, Any]) -> tuple[str, ...]:
+    def list_kernels(cls, options: OptionValues) -> tuple[str, ...]:
         return "sdpa", "eager", "matmul"  # the others take no mask in which some keys have no place in the row
 
     grow_options = staticmethod(move_layers)

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from headwater.kernels import can_fuse
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.fp32 import KeepsPrecision
 
 
 class ProductKeys(KeepsPrecision):
-    """Which k pairs (i, j) have the largest sums a_i + b_j of s numbers each. arXiv 1907.05242, section 3.1.
+    """The k pairs (i, j) with the largest sums a_i + b_j of s numbers each. arXiv 1907.05242, section 3.1.
 
     They are among the k largest a and b. The i-th largest with the j-th is the least of i·j pairs, so that those with
     i·j ≤ k will do: about k·ln k of k². side: s. top_k: k. Buffer: `ranks` [2, about k·ln k], these i and j, from 0.
@@ -32,9 +32,9 @@ class ProductKeys(KeepsPrecision):
         best = find_largest(scores.detach(), min(self.top_k, self.side))
         # By rank, and then by rank of the pair.
         ranked = best.gather(-1, self.ranks.expand(*best.shape[:-1], -1))
-        kept = find_largest(scores.detach().gather(-1, ranked).sum(-2), self.top_k)
-        at = ranked.gather(-1, kept.unsqueeze(-2).expand(*kept.shape[:-1], 2, -1))
-        return at[..., 0, :] * self.side + at[..., 1, :], take_entries(scores, at).sum(-2)
+        largest = find_largest(scores.detach().gather(-1, ranked).sum(-2), self.top_k)
+        entries = ranked.gather(-1, largest.unsqueeze(-2).expand(*largest.shape[:-1], 2, -1))
+        return entries[..., 0, :] * self.side + entries[..., 1, :], take_entries(scores, entries).sum(-2)
 
     def constants(self) -> dict[str, Tensor]:
         most = min(self.top_k, self.side)
@@ -43,21 +43,21 @@ class ProductKeys(KeepsPrecision):
 
 
 def find_largest(a: Tensor, k: int) -> Tensor:
-    """Where the k largest numbers of each row are, in order, of equal ones the first: [..., n] -> [..., k]."""
+    """Find the k largest numbers of each row, in order, of equal ones the first, as indices: [..., n] -> [..., k]."""
     if a.dtype != torch.float32:
         return a.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     # PyTorch's topk leaves open which of equal numbers it takes, and sorting takes longer. So no two are equal here:
     # first the bits, which are ordered as the numbers are but for the negative ones, then the place.
     bits = a.view(torch.int32)
     ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits).long()
-    place = torch.arange(a.shape[-1] - 1, -1, -1, device=a.device)
-    return ordered.mul_(2**32).add_(place).topk(k).indices
+    position = torch.arange(a.shape[-1] - 1, -1, -1, device=a.device)
+    return ordered.mul_(2**32).add_(position).topk(k).indices
 
 
-def take_entries(a: Tensor, at: Tensor) -> Tensor:
+def take_entries(a: Tensor, index: Tensor) -> Tensor:
     """`a.gather(-1, at)`, which stores the places for the backward pass and not a."""
-    rows = torch.arange(at.shape[:-1].numel(), device=at.device).view(*at.shape[:-1], 1)
-    return a.flatten().index_select(0, (rows * a.shape[-1] + at).flatten()).view(at.shape)
+    rows = torch.arange(index.shape[:-1].numel(), device=index.device).view(*index.shape[:-1], 1)
+    return a.flatten().index_select(0, (rows * a.shape[-1] + index).flatten()).view(index.shape)
 
 
 def weighted_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:

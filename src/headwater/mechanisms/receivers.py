@@ -1,25 +1,28 @@
-"""What mechanisms share: the options `source`, `layers` (which receive, or act) and `channels`, and capabilities."""
+"""Shared by mechanisms: the options `source`, `layers` (which receive, or act) and `channels`, and capabilities."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from headwater.config.plan import LayerPlan
+import torch
+from torch import Tensor
+
+from headwater.config.plan import Heads, LayerPlan
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import Mechanism
+from headwater.mechanisms.contract import Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Larger
 from headwater.util.errors import HeadwaterError
 
 
-def receivers(options: dict[str, Any], config: HeadwaterConfig) -> list[int]:
-    """The receiving layers: those of the option `layers`, by default all after the option `source`."""
+def list_receivers(options: OptionValues, config: HeadwaterConfig) -> list[int]:
+    """List the receiving layers: those of the option `layers`, by default all after the option `source` (else 0)."""
     if options["layers"] is None:
-        return list(range(options["source"] + 1, config.num_hidden_layers))
+        return list(range(options.get("source", 0) + 1, config.num_hidden_layers))
     return sorted(set(options["layers"]))
 
 
-def check_receivers(name: str, options: dict[str, Any], config: HeadwaterConfig) -> None:
+def check_receivers(name: str, options: OptionValues, config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` unless the source and the receiving layers exist, and come in this order."""
-    depth, source, layers = config.num_hidden_layers, options["source"], options["layers"]
+    depth, source, layers = config.num_hidden_layers, options.get("source", 0), options["layers"]
     if not 0 <= source < depth:
         raise HeadwaterError(f"Mechanism {name!r}: source must be a layer from 0 to {depth - 1}, not {source}.")
     if layers is not None and not layers:
@@ -37,12 +40,12 @@ def check_receivers(name: str, options: dict[str, Any], config: HeadwaterConfig)
             )
 
 
-def is_chosen(layer: int, options: dict[str, Any]) -> bool:
+def is_chosen(layer: int, options: OptionValues) -> bool:
     """Whether the option `layers` of a mechanism that may act in every layer names this one; None names all."""
     return options["layers"] is None or layer in options["layers"]
 
 
-def check_layers(mechanism: type[Mechanism], options: dict[str, Any], config: HeadwaterConfig) -> None:
+def check_layers(mechanism: type[Mechanism], options: OptionValues, config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` unless every layer of the option `layers` exists, and there is one."""
     name, depth, layers = mechanism.registered_name(), config.num_hidden_layers, options["layers"]
     if layers is None:
@@ -54,8 +57,8 @@ def check_layers(mechanism: type[Mechanism], options: dict[str, Any], config: He
             raise HeadwaterError(f"Mechanism {name!r}: layers must lie between 0 and {depth - 1}, not at {layer}.")
 
 
-def layers_with_values(name: str, options: dict[str, Any], layers: list[int], plans: Sequence[LayerPlan]) -> list[int]:
-    """Those of `layers` that have values of their own.
+def layers_with_values(name: str, options: OptionValues, layers: list[int], plans: Sequence[LayerPlan]) -> list[int]:
+    """List those of `layers` that have values of their own.
 
     Raises `HeadwaterError` if none has, or if one that the option `layers` names lacks them.
     """
@@ -68,7 +71,13 @@ def layers_with_values(name: str, options: dict[str, Any], layers: list[int], pl
     return [layer for layer in layers if layer not in lacking]
 
 
-def check_least(mechanism: type[Mechanism], options: dict[str, Any], **least: int) -> None:
+def join_heads(sources: Sequence[Tensor], slots: Sequence[tuple[int, Heads]]) -> Tensor:
+    """Join heads of several sources, [B, heads, T, d]. slots: of each source its index, and which of its heads."""
+    tensors = [sources[slot] if heads is None else sources[slot][:, heads] for slot, heads in slots]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
+
+
+def check_least(mechanism: type[Mechanism], options: OptionValues, **least: int) -> None:
     """Raise `HeadwaterError` where an option that is set is below its least value."""
     for name, number in least.items():
         if options[name] is not None and options[name] < number:
@@ -77,7 +86,7 @@ def check_least(mechanism: type[Mechanism], options: dict[str, Any], **least: in
             )
 
 
-def check_channels(mechanism: type[Mechanism], options: dict[str, Any], config: HeadwaterConfig) -> None:
+def check_channels(mechanism: type[Mechanism], options: OptionValues, config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` unless the model has the `channels` that a gate reads, the first ones."""
     name, channels = mechanism.registered_name(), options["channels"]
     if not 1 <= channels <= config.hidden_size:
@@ -86,7 +95,7 @@ def check_channels(mechanism: type[Mechanism], options: dict[str, Any], config: 
         )
 
 
-def keep_options(options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+def keep_options(options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
     """`grow_options` of a mechanism whose options are the same in every larger model."""
     return options
 
@@ -94,22 +103,22 @@ def keep_options(options: dict[str, Any], config: HeadwaterConfig, growth: Large
 def identity_with(**identity: Any) -> Any:
     """`find_identity_options` of a mechanism that changes nothing with these options."""
 
-    def find_identity_options(options: dict[str, Any]) -> dict[str, Any] | None:
+    def find_identity_options(options: OptionValues) -> OptionValues | None:
         contradicts = any(options.get(name, value) != value for name, value in identity.items())
         return None if contradicts else options | identity
 
     return staticmethod(find_identity_options)
 
 
-def moved_receivers(options: dict[str, Any], layers: list[int], growth: Larger) -> dict[str, Any]:
+def move_receivers(options: OptionValues, layers: list[int], growth: Larger) -> OptionValues:
     """The options `source` and `layers` in a larger model, in which all copies of the receiving `layers` receive."""
-    source = growth.at(options["source"])
-    new = [layer for layer in growth.copies(layers) if layer > source]
+    source = growth.first_copy(options["source"])
+    new = [layer for layer in growth.list_copies(layers) if layer > source]
     everything = new == list(range(source + 1, len(growth.layers)))
     return options | {"source": source, "layers": None if options["layers"] is None and everything else new}
 
 
-def move_layers(options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+def move_layers(options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
     """`grow_options` of a mechanism that may act in every layer: it acts in all copies of its `layers`."""
     layers = options["layers"]
-    return options | {"layers": None if layers is None else growth.copies(layers)}
+    return options | {"layers": None if layers is None else growth.list_copies(layers)}

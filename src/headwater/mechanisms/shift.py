@@ -12,59 +12,43 @@ def shift(
     x: Tensor,
     weight: Tensor,
     reach: Reach = None,
-    before: Tensor | None = None,
+    previous: Tensor | None = None,
     residual: bool = False,
 ) -> Tensor:
     """y_t = Σ_s weight[s]·x_{t-s}, per head or channel, with zeros before the first token.
 
     x, y: [B, K, T, d]; weight: [window, K], or [window, K, d].
-    before: the window - 1 tokens before x, [B, K, window - 1, d]; default zeros.
+    previous: the window - 1 tokens before x, [B, K, window - 1, d]; default zeros.
     reach: [B, T]; where it is below s, the token s back belongs to another document and counts as zero. `Ancestors`
-        name the token s back themselves; `before` may then be longer.
+        name the token s back themselves; `previous` may then be longer.
     residual: whether x_t itself is added.
     """
     window, length = weight.shape[0], x.shape[2]
-    if length == 1 and window > 2 and before is not None and reach is None:
-        return _shift_step(x, weight, before, residual)
+    if length == 1 and window > 2 and previous is not None and reach is None:
+        return _shift_step(x, weight, previous, residual)
     if residual:
         weight = torch.cat((weight[:1] + 1, weight[1:]))
-    if before is not None and not isinstance(reach, Ancestors):
-        return _shift_after(x, weight, reach, before)
-    if before is None and reach is None and can_fuse(x, weight, needs_grad=False, cpu_only=True):
+    if previous is None and reach is None and can_fuse(x, weight, needs_grad=False, cpu_only=True):
         return fused_shift(x, weight)
-    if before is None and not isinstance(reach, Ancestors) and can_fuse_traced():
+    if previous is None and not isinstance(reach, Ancestors) and can_fuse_traced():
         return traced_shift(x, weight, reach)
     taps = weight.view(window, x.shape[1], 1, -1).unbind()
     y = taps[0] * x
     for steps in range(1, window):
-        y = torch.addcmul(y, taps[steps], earlier(x, steps, reach, before))
+        y = torch.addcmul(y, taps[steps], earlier(x, steps, reach, previous))
     return y.to(x.dtype)
 
 
-def _shift_step(x: Tensor, weight: Tensor, before: Tensor, residual: bool) -> Tensor:
+def _shift_step(x: Tensor, weight: Tensor, previous: Tensor, residual: bool) -> Tensor:
     """A decoding step: one product, not one for each tap, and no taps with 1 added."""
-    taken = weight.view(len(weight), x.shape[1], -1).flip(0).transpose(0, 1) * torch.cat((before, x), dim=2)
-    y = taken.sum(2, keepdim=True)
+    terms = weight.view(len(weight), x.shape[1], -1).flip(0).transpose(0, 1) * torch.cat((previous, x), dim=2)
+    y = terms.sum(2, keepdim=True)
     return (y + x if residual else y).to(x.dtype)
 
 
-def _shift_after(x: Tensor, weight: Tensor, reach: Tensor | None, before: Tensor) -> Tensor:
-    """The sum over x and the tokens `before`."""
-    window, length = weight.shape[0], x.shape[2]
-    taps = weight.view(window, x.shape[1], 1, -1).unbind()
-    y = taps[0] * x
-    # A decoding step looks back at nothing in x itself.
-    past = torch.cat((before, x), dim=2) if length > 1 else before
-    for steps in range(1, window):
-        tap = taps[steps] if reach is None else taps[steps] * (reach >= steps)[:, None, :, None]
-        first = window - 1 - steps
-        y = torch.addcmul(y, tap, past if past.shape[2] == length == 1 else past.narrow(2, first, length))
-    return y.to(x.dtype)
-
-
-def shift_second(x: Tensor, dim: int, size: int, reach: Reach = None, before: Tensor | None = None) -> Tensor:
+def shift_second(x: Tensor, dim: int, size: int, reach: Reach = None, previous: Tensor | None = None) -> Tensor:
     """x [B, heads, T, d], all but its first `size` heads (dim 1) or channels (dim 3) those of the previous token."""
-    late, earlier_late = (y if y is None else y.narrow(dim, size, x.shape[dim] - size) for y in (x, before))
+    late, earlier_late = (y if y is None else y.narrow(dim, size, x.shape[dim] - size) for y in (x, previous))
     halves = x.narrow(dim, 0, size), earlier(late, 1, reach, earlier_late)
     # Joined in the memory layout of projections, which what heads read takes over from queries.
     return torch.cat([y.transpose(1, 2) for y in halves], 2 if dim == 1 else 3).transpose(1, 2)
@@ -73,15 +57,15 @@ def shift_second(x: Tensor, dim: int, size: int, reach: Reach = None, before: Te
 def dynamic_shift(
     x: Tensor,
     weight: Tensor,
-    more: Tensor,
+    token_weights: Tensor,
     reach: Reach = None,
-    before: Tensor | None = None,
+    previous: Tensor | None = None,
 ) -> Tensor:
-    """y_t = Σ_s (weight[s] + more[s]_t)·x_{t-s}: as `shift`, with weights of the token, more [window, B, K, T, 1]."""
+    """y_t = Σ_s (weight[s] + more[s]_t)·x_{t-s}: as `shift`, with token_weights [window, B, K, T, 1]."""
     taps = weight.view(len(weight), x.shape[1], 1, -1)
-    y = (taps[0] + more[0]) * x
+    y = (taps[0] + token_weights[0]) * x
     for steps in range(1, len(taps)):
-        y = y + (taps[steps] + more[steps]) * earlier(x, steps, reach, before)
+        y = y + (taps[steps] + token_weights[steps]) * earlier(x, steps, reach, previous)
     return y.to(x.dtype)
 
 
@@ -90,7 +74,7 @@ def read_tail(tail: Tail | None, name: str, x: Tensor, length: int, reach: Reach
 
     Where rows branch, all tokens that the cache has.
     """
-    return None if tail is None else tail.before(name, x, length, everything=isinstance(reach, Ancestors))
+    return None if tail is None else tail.update_tail(name, x, length, everything=isinstance(reach, Ancestors))
 
 
 def previous_token(x: Tensor, reach: Reach, tail: Tail | None, name: str) -> Tensor:
@@ -98,12 +82,12 @@ def previous_token(x: Tensor, reach: Reach, tail: Tail | None, name: str) -> Ten
     return earlier(x, 1, reach, read_tail(tail, name, x, 1, reach))
 
 
-def earlier(x: Tensor, steps: int, reach: Reach = None, before: Tensor | None = None) -> Tensor:
-    """x_{t-steps} of x [B, K, T, d], or 0 where the document has no such token; reach, before: as in `shift`."""
+def earlier(x: Tensor, steps: int, reach: Reach = None, previous: Tensor | None = None) -> Tensor:
+    """Return x_{t-steps} of x [B, K, T, d], or 0 where the document has none. reach, previous: as in `shift`."""
     if isinstance(reach, Ancestors):
-        return reach.of(x, before, steps)
-    if before is None:
+        return reach.look_back(x, previous, steps)
+    if previous is None:
         return shift_back(x, steps, reach)
-    past = before if x.shape[2] == 1 else torch.cat((before, x), dim=2)
-    past = past.narrow(2, before.shape[2] - steps, x.shape[2])
+    past = previous if x.shape[2] == 1 else torch.cat((previous, x), dim=2)
+    past = past.narrow(2, previous.shape[2] - steps, x.shape[2])
     return past if reach is None else torch.where((reach >= steps)[:, None, :, None], past, 0)

@@ -24,7 +24,7 @@ that is mixed in (value residual) is the convolved one.
 
 from collections.abc import Sequence
 from math import isqrt
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,9 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import Kept, LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import KV, Context, Cost, Hidden, Mechanism, Reach, Tail
+from headwater.mechanisms.contract import KV, Context, Cost, Hidden, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.enlarging import READS, SAME, Dim
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, check_least, is_chosen, move_layers
 from headwater.mechanisms.shift import dynamic_shift, read_tail, shift
 from headwater.util.errors import HeadwaterError, nearest
@@ -57,7 +57,7 @@ HIDDEN: dict[str, Kept] = {"gate": "gate", "up": "up"}
 
 
 def stage_of(name: str) -> Stage:
-    """Where a tensor is convolved."""
+    """Find the stage at which a tensor is convolved."""
     if name in PARTS:
         return Stage.PROJECTIONS
     return Stage.FEED_FORWARD_HIDDEN if name in HIDDEN else Stage[name.upper()]
@@ -83,6 +83,7 @@ class ShortConv(KeepsPrecision, Mechanism):
     """
 
     source = "the last few tokens, by channel"
+    order = 30
     paper = "2512.17351"
 
     class Options:
@@ -125,13 +126,13 @@ class ShortConv(KeepsPrecision, Mechanism):
         return taps
 
     def scale(self, name: str) -> float:
-        """What the sum of all terms is multiplied with."""
+        """Return the factor of the sum of all terms."""
         return (2 * self.window + 1) ** -0.5 if name in self.dynamic else 1.0
 
     def taps(self, name: str) -> Tensor:
-        """What the token and those before it are multiplied with, whatever the token: [window, heads, channels]."""
-        own = self.get_parameter(f"{name}_taps")
-        taps = torch.cat((own[:1] + 1, own[1:])) if self.residual else own
+        """Return the taps that do not depend on the token, [window, heads, channels]."""
+        raw_taps = self.get_parameter(f"{name}_taps")
+        taps = torch.cat((raw_taps[:1] + 1, raw_taps[1:])) if self.residual else raw_taps
         return taps * self.scale(name) if name in self.dynamic else taps
 
     def forward(
@@ -140,18 +141,19 @@ class ShortConv(KeepsPrecision, Mechanism):
         name: str,
         reach: Reach = None,
         tail: Tail | None = None,
-        given: Tensor | None = None,
+        attention_input: Tensor | None = None,
     ) -> Tensor:
         """x [B, heads, T, channels of a head] -> the same, convolved with the taps of `name`.
 
-        given: [B, T, width], what dynamic taps depend on. reach, tail: as in `Context`.
+        attention_input: [B, T, width], what dynamic taps depend on. reach, tail: as in `Context`.
         """
-        before = read_tail(tail, self.tails[name], x, self.window - 1, reach)
+        previous = read_tail(tail, self.tails[name], x, self.window - 1, reach)
         if name not in self.dynamic:
-            return shift(x, self.get_parameter(f"{name}_taps"), reach, before, self.residual)
+            return shift(x, self.get_parameter(f"{name}_taps"), reach, previous, self.residual)
         taps = self.taps(name)
-        more = getattr(self, f"{name}_map")(given).to(taps.dtype) * self.scale(name)
-        return dynamic_shift(x, taps, more.unflatten(2, (x.shape[1], -1)).permute(3, 0, 2, 1)[..., None], reach, before)
+        token_taps = getattr(self, f"{name}_map")(attention_input).to(taps.dtype) * self.scale(name)
+        token_taps = token_taps.unflatten(2, (x.shape[1], -1)).permute(3, 0, 2, 1)[..., None]
+        return dynamic_shift(x, taps, token_taps, reach, previous)
 
     def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         def convolved(site: str, x: Tensor) -> Tensor:
@@ -186,46 +188,46 @@ class ShortConv(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def sites(cls, options: dict[str, Any]) -> list[str]:
+    def list_sites(cls, options: OptionValues) -> list[str]:
         return ["keys", "values"] if options["sites"] is None else list(dict.fromkeys(options["sites"]))
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_layers(cls, options, config)
-        for site in cls.sites(options):
+        for site in cls.list_sites(options):
             if site not in get_args(Site):
                 raise HeadwaterError(
                     f"Mechanism 'short_conv': sites cannot contain {site!r}; {nearest(site, get_args(Site))}"
                 )
-        if not cls.sites(options):
+        if not cls.list_sites(options):
             raise HeadwaterError("Mechanism 'short_conv': sites is empty; leave it out for keys and values.")
         for site in options["dynamic"] or []:
-            if site not in PARTS or site not in cls.sites(options):
+            if site not in PARTS or site not in cls.list_sites(options):
                 raise HeadwaterError(
-                    f"Mechanism 'short_conv': dynamic cannot contain {site!r}; it may contain only those of queries, "
-                    "keys and values that sites contains too."
+                    f"Mechanism 'short_conv': dynamic cannot contain {site!r}; list only queries, keys or values that "
+                    "are also in sites."
                 )
         check_least(cls, options, window=2)
 
     @classmethod
-    def sizes(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> dict[str, tuple[int, int]]:
-        """What is convolved in a layer: heads and channels of a head, by name."""
+    def sizes_of(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> dict[str, tuple[int, int]]:
+        """Return what is convolved in a layer: heads and channels of a head, by name."""
         heads = {"queries": config.num_attention_heads, "keys": len(plan.k_heads), "values": len(plan.v_heads)}
-        found = {}
-        for site in cls.sites(options):
+        widths = {}
+        for site in cls.list_sites(options):
             if site in heads:
-                found[site] = heads[site] * config.head_dim
+                widths[site] = heads[site] * config.head_dim
             elif site == "feed_forward_hidden":
                 gated = config.feed_forward == "gated"
-                found |= {name: config.intermediate_size for name in HIDDEN if gated or name == "up"}
+                widths |= {name: config.intermediate_size for name in HIDDEN if gated or name == "up"}
             else:
-                found[site] = config.hidden_size
+                widths[site] = config.hidden_size
         # In pieces as wide as a head, so that a cache keeps raw tokens like those of keys.
         wide = config.head_dim
-        return {name: (size // wide, wide) if size % wide == 0 else (1, size) for name, size in found.items() if size}
+        return {name: (size // wide, wide) if size % wide == 0 else (1, size) for name, size in widths.items() if size}
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         methods = (
             cls.transform_projections,
             cls.transform_attention_input,
@@ -236,7 +238,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         )
 
         def amend(plan: LayerPlan) -> LayerPlan:
-            sizes, back = cls.sizes(options, layer_config(config, plan.index), plan), options["window"] - 1
+            sizes, back = cls.sizes_of(options, layer_config(config, plan.index), plan), options["window"] - 1
             for method in methods:
                 names = [name for name in sizes if stage_of(name) is Stage.of(method)]
                 if names:
@@ -251,8 +253,8 @@ class ShortConv(KeepsPrecision, Mechanism):
         return amended
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-        sizes = cls.sizes(options, config, plan)
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+        sizes = cls.sizes_of(options, config, plan)
         channels = sum(heads * width for heads, width in sizes.values())
         numbers = options["window"] * sum(sizes[name][0] for name in options["dynamic"] or [] if name in sizes)
         again = config.hidden_size * (len(plan.inputs) - 1) * ("attention_input" in sizes)
@@ -266,9 +268,9 @@ class ShortConv(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         stages = [stage for stage, name in plan.acts if name == cls.registered_name()]
-        sizes = {name: size for name, size in cls.sizes(options, config, plan).items() if stage_of(name) in stages}
+        sizes = {name: size for name, size in cls.sizes_of(options, config, plan).items() if stage_of(name) in stages}
         dynamic = [name for name in options["dynamic"] or [] if name in sizes]
         return cls(sizes, options["window"], options["residual"], options["init"], dynamic, config.hidden_size)
 
@@ -276,15 +278,15 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     grow_options = staticmethod(move_layers)
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         name, is_map = parameter.removesuffix("_taps"), parameter.endswith("_map.weight")
-        of = {"gate": "units", "up": "units"} | {**PARTS}
-        of |= {"attention_output": "outputs", "feed_forward_output": "outputs"}
-        axis = Dim(of.get(name.removesuffix("_map.weight"), "stream"))  # type: ignore[arg-type]
+        kinds = {"gate": "units", "up": "units"} | {**PARTS}
+        kinds |= {"attention_output": "outputs", "feed_forward_output": "outputs"}
+        axis = Dim(kinds.get(name.removesuffix("_map.weight"), "stream"))  # type: ignore[arg-type]
         return (axis, READS) if is_map else (SAME, axis)
 
     @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+    def find_identity_options(cls, options: OptionValues) -> OptionValues | None:
         scale = 2 * options.get("window", 4) + 1
         rounded = options.get("dynamic") and isqrt(scale) ** 2 != scale  # 1/√(2w + 1) times its inverse is not 1
         return None if rounded or options.get("init") == "random" else options | {"init": "identity"}
@@ -296,19 +298,14 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         heads = {"k": plan.k_heads, "v": plan.v_heads}
-        others = {
-            f"mean {name} {tap}": Shown(weight.view(1))
-            for name in self.tails
-            if name not in PARTS
-            for tap, weight in enumerate(self.taps(name).mean((1, 2)), 1)
-        }
-        return others | {
-            f"mean {part}{tap}": Shown(
-                weights,
-                "query head" if part == "q" else "kv head",
-                heads.get(part, tuple(range(len(weights)))),
-            )
-            for site, part in PARTS.items()
-            if site in self.tails
-            for tap, weights in enumerate(self.taps(site).mean(2), 1)
-        }
+        shown: dict[str, Shown] = {}
+        for name in self.tails:
+            kind = PARTS.get(name)
+            for tap, weights in enumerate(self.taps(name), 1):
+                if kind is None:
+                    shown[f"mean {name} {tap}"] = Shown(weights.mean().view(1))
+                elif kind == "q":
+                    shown[f"mean q{tap}"] = Shown(weights.mean(1), "query head", tuple(range(len(weights))))
+                else:
+                    shown[f"mean {kind}{tap}"] = Shown(weights.mean(1), "kv head", heads[kind])
+        return shown

@@ -14,11 +14,11 @@ FLOPs and cache bytes, 13/16 of vanilla's cache at ¾ of 12 layers and heads. Ou
 skip head attends to whatever the source layer's head attends to, so that only the first n_l layers store skip heads.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import Mechanism
+from headwater.mechanisms.contract import Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Larger
 from headwater.util.errors import HeadwaterError
 
@@ -30,6 +30,7 @@ class SkipLayer(Mechanism):
     """
 
     source = "an earlier layer, for some heads"
+    order = 90
 
     class Options:
         layers: int | None = None
@@ -37,63 +38,62 @@ class SkipLayer(Mechanism):
         source: Literal["projection", "alias"] = "projection"
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         depth, heads = config.num_hidden_layers, config.num_attention_heads
         groups = heads // config.num_key_value_heads
-        distance = cls.distance(options, config)
+        distance = cls.find_distance(options, config)
         if not 0 <= distance < depth:
             raise HeadwaterError(
                 f"Mechanism 'skip_layer': layers must be less than the model's {depth} layers (0 is off), not "
                 f"{distance}."
             )
-        given = options["heads"]
-        if given is not None and not 0 <= given <= heads:
-            raise HeadwaterError(f"Mechanism 'skip_layer': heads must be from 0 to the model's {heads}, not {given}.")
-        if given is not None and given % groups:
+        count = options["heads"]
+        if count is not None and not 0 <= count <= heads:
+            raise HeadwaterError(f"Mechanism 'skip_layer': heads must be from 0 to the model's {heads}, not {count}.")
+        if count is not None and count % groups:
             raise HeadwaterError(
                 f"Mechanism 'skip_layer': {groups} query heads share a key/value head, so heads must be a multiple of "
-                f"{groups}, not {given}."
+                f"{groups}, not {count}."
             )
-        if config.sliding_window is not None and cls.skipping(options, config) and distance:
+        if config.sliding_window is not None and cls.count_skipping(options, config) and distance:
             raise HeadwaterError(
                 "Mechanism 'skip_layer' attends to the whole history of another layer, which a sliding window's cache "
                 "does not keep; remove sliding_window."
             )
 
     @classmethod
-    def distance(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
-        """How many layers back the skip heads attend; by default ¾ of the depth, rounded down."""
+    def find_distance(cls, options: OptionValues, config: HeadwaterConfig) -> int:
+        """Return how many layers back the skip heads attend; by default ¾ of the depth, rounded down."""
         return 3 * config.num_hidden_layers // 4 if options["layers"] is None else options["layers"]
 
     @classmethod
-    def skipping(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
-        """How many key/value heads skip; by default ¾ of all heads, rounded down."""
+    def count_skipping(cls, options: OptionValues, config: HeadwaterConfig) -> int:
+        """Count the key/value heads that skip; by default ¾ of all heads, rounded down."""
         groups = config.num_attention_heads // config.num_key_value_heads
         heads = options["heads"]
         return (3 * config.num_attention_heads // 4 if heads is None else heads) // groups
 
     @classmethod
-    def _moved(cls, distance: int, growth: Larger) -> int:
+    def _move_distance(cls, distance: int, growth: Larger) -> int:
         """The distance that is the same in the larger model. Raises `HeadwaterError` if there is none."""
-        at = [growth.at(layer) for layer in range(growth.depth)]
-        found = {at[layer] - at[layer - distance] for layer in range(distance, growth.depth)}
-        if distance and (len(found) > 1 or at[distance - 1] >= min(found)):
+        copies = [growth.first_copy(layer) for layer in range(growth.depth)]
+        distances = {copies[layer] - copies[layer - distance] for layer in range(distance, growth.depth)}
+        if distance and (len(distances) > 1 or copies[distance - 1] >= min(distances)):
             raise HeadwaterError(
                 f"Mechanism 'skip_layer' attends {distance} layers back, and between layers added here these would not "
                 f"all be as far apart; add {growth.depth} layers or a multiple, or use the method stack."
             )
-        return found.pop() if distance else 0
+        return distances.pop() if distance else 0
 
     @classmethod
-    def stops_redirection(cls, options: dict[str, Any]) -> bool:
+    def stops_redirection(cls, options: OptionValues) -> bool:
         return options["source"] != "alias"
 
     @classmethod
-    def redirect_heads(
-        cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
-    ) -> list[LayerPlan]:
-        distance = cls.distance(options, config)
-        skipping_heads = range(config.num_key_value_heads - cls.skipping(options, config), config.num_key_value_heads)
+    def redirect_heads(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        distance = cls.find_distance(options, config)
+        total = config.num_key_value_heads
+        skipping_heads = range(total - cls.count_skipping(options, config), total)
         new = list(plans)
         for layer in range(distance, len(plans)) if distance else ():
             new[layer] = plans[layer].attending(skipping_heads, layer - distance, layer - distance)
@@ -102,11 +102,12 @@ class SkipLayer(Mechanism):
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
-        skipping, old = cls.skipping(options, config), config.num_key_value_heads
-        first = next((new for new, head in enumerate(growth.kv) if head >= old - skipping), len(growth.kv))
-        queries = (len(growth.kv) - first) * (len(growth.q) // len(growth.kv))
-        distance = cls.distance(options, config)
-        return options | {"layers": cls._moved(distance, growth) if growth.keeps else distance, "heads": queries}
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+        skipping, old = cls.count_skipping(options, config), config.num_key_value_heads
+        first_skipping = next((new for new, head in enumerate(growth.kv) if head >= old - skipping), len(growth.kv))
+        queries = (len(growth.kv) - first_skipping) * (len(growth.q) // len(growth.kv))
+        distance = cls.find_distance(options, config)
+        layers = cls._move_distance(distance, growth) if growth.keeps else distance
+        return options | {"layers": layers, "heads": queries}
 
     per_head = per_token = True

@@ -10,7 +10,7 @@ Departures: the previous token is that of the same document; both take the one b
 linear layers (theirs uniform in [0, 0.02), and at zero). Without `norm` the embedding is not normed.
 """
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from headwater.config.plan import LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import Context, Cost, Mechanism, Reach, Tail
+from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.enlarging import SAME, Larger, fixed_axes
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_channels, identity_with
 from headwater.mechanisms.shift import previous_token
 from headwater.util.errors import HeadwaterError
@@ -42,6 +42,7 @@ class Smear(KeepsPrecision, Mechanism):
     """
 
     source = "the previous token's embedding"
+    order = 170
 
     class Options:
         channels: int = 12
@@ -63,9 +64,9 @@ class Smear(KeepsPrecision, Mechanism):
         """x [B, T, D] -> same. reach: as in `Context`; default: a row is one document. tail: has the tokens before."""
         x = nn.functional.rms_norm(x, x.shape[-1:]) if self.norm == "before" else x
         pieces = x.unflatten(2, (-1, self.width or x.shape[2])).transpose(1, 2)
-        last = previous_token(pieces, reach, tail, self.tail).transpose(1, 2).flatten(2)
+        previous = previous_token(pieces, reach, tail, self.tail).transpose(1, 2).flatten(2)
         gate = self.strength * self.gate(x[..., : self.channels]).sigmoid()
-        y = torch.addcmul(x, last, gate.to(x.dtype))
+        y = torch.addcmul(x, previous, gate.to(x.dtype))
         return nn.functional.rms_norm(y, y.shape[-1:]) if self.norm == "after" else y
 
     def transform_embedding(self, x: Tensor, context: Context) -> Tensor:
@@ -76,23 +77,23 @@ class Smear(KeepsPrecision, Mechanism):
     validate_options = classmethod(check_channels)
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         return [plans[0].acting(cls, cls.transform_embedding, [("x", 1)]), *plans[1:]]
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         channels, norms = options["channels"], options["norm"] != "none"
         # Autograd keeps the embedding and the one before; what a norm is given; and the gate.
         return Cost(parameters=channels + 1, flops=2 * channels, saved=(2 + norms) * config.hidden_size + 2)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         return cls(**options, width=config.head_dim if config.hidden_size % config.head_dim == 0 else None)
 
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         if growth.pads and options["norm"] != "none" and growth.fill != "any":
             raise HeadwaterError(
                 "Mechanism 'smear' norms the embedding, which new channels change; multiply hidden_size (hypercloning)."

@@ -9,19 +9,20 @@ Departures: none by default. The paper's ablations are options: another source l
 values.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import Mechanism
+from headwater.mechanisms.contract import Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Larger
-from headwater.mechanisms.receivers import check_receivers, moved_receivers, receivers
+from headwater.mechanisms.receivers import check_receivers, list_receivers, move_receivers
 
 
 class SVFormer(Mechanism):
     """Gives all layers one layer's values, without a module. Layers whose values no head reads do not project any."""
 
     source = "the first layer's values, instead of a layer's own"
+    order = 70
 
     class Options:
         share: Literal["values", "keys", "both"] = "values"
@@ -29,16 +30,14 @@ class SVFormer(Mechanism):
         layers: list[int] | None = None
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_receivers(cls.registered_name(), options, config)
 
     @classmethod
-    def redirect_heads(
-        cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
-    ) -> list[LayerPlan]:
+    def redirect_heads(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         keys, values = options["share"] != "values", options["share"] != "keys"
         new = list(plans)
-        for layer in receivers(options, config):
+        for layer in list_receivers(options, config):
             source, everything = options["source"], range(len(plans[layer].attends))
             new[layer] = plans[layer].attending(everything, source if keys else None, source if values else None)
         return new
@@ -46,7 +45,7 @@ class SVFormer(Mechanism):
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
-        return moved_receivers(options, receivers(options, config), growth)
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+        return move_receivers(options, list_receivers(options, config), growth)
 
     per_head = per_token = True

@@ -14,7 +14,7 @@ addition. W starts at 0, which gives g = s/2, as in nanochat's first versions; i
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,9 @@ from headwater.config.plan import Heads, LayerPlan, Source, Stage, choose_heads
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import KV, Context, Cost, Mechanism
+from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import (
     check_channels,
     check_layers,
@@ -65,6 +65,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     """
 
     source = "a table read by token id"
+    order = 50
     needs_input_ids = True
 
     class Options:
@@ -137,14 +138,14 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_layers(cls, options, config)
         check_least(cls, options, tables=1, rank=1)
         defaults = {name: getattr(cls.Options, name) for name in ("channels", "scale")}
-        given = [name for name, default in defaults.items() if options[name] != default]
-        if options["gate"] != "sigmoid" and given:
+        unread = [name for name, default in defaults.items() if options[name] != default]
+        if options["gate"] != "sigmoid" and unread:
             raise HeadwaterError(
-                f"Mechanism 'value_embedding': {given[0]} belongs to gate 'sigmoid', not {options['gate']!r}; leave it "
+                f"Mechanism 'value_embedding': {unread[0]} is for gate 'sigmoid', not {options['gate']!r}; leave it "
                 "out."
             )
         if not options["scale"] > 0:
@@ -153,7 +154,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             check_channels(cls, options, config)
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         chosen = [plan.index for plan in plans if is_chosen(plan.index, options)]
         receiving = layers_with_values(cls.registered_name(), options, chosen, plans)
         cls._check_tables(options, config, receiving)
@@ -164,7 +165,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         return new
 
     @classmethod
-    def _check_tables(cls, options: dict[str, Any], config: HeadwaterConfig, receiving: list[int]) -> None:
+    def _check_tables(cls, options: OptionValues, config: HeadwaterConfig, receiving: list[int]) -> None:
         """Raise `HeadwaterError` if tables without a rank are shared by layers whose values are not as wide."""
         if options["tables"] is None or options["rank"] is not None:
             return
@@ -179,7 +180,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
                 )
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         heads = len(plan.v_heads)
         width, rank = heads * config.head_dim, options["rank"] or 0
         table = 0 if options["tables"] else config.vocab_size * (rank or width)
@@ -195,36 +196,36 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def receiving(cls, plans: Sequence[LayerPlan]) -> list[int]:
+    def list_receivers(cls, plans: Sequence[LayerPlan]) -> list[int]:
         """The layers in which it acts."""
         return [plan.index for plan in plans if cls.registered_name() in plan.at(Stage.QKV)]
 
     @classmethod
-    def shared_numbers(cls, options: dict[str, Any], config: HeadwaterConfig) -> int:
+    def shared_numbers(cls, options: OptionValues, config: HeadwaterConfig) -> int:
         """Numbers in a row of a shared table: as many as the values of each layer that reads it have."""
-        reader = layer_config(config, cls.receiving(plan_layers(config))[0])
+        reader = layer_config(config, cls.list_receivers(plan_layers(config))[0])
         return options["rank"] or reader.num_key_value_heads * reader.head_dim
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        tables, every = options["tables"], range(config.num_key_value_heads)
-        at: tuple[int, int, Heads] = (0, 0, None)
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        tables, all_heads = options["tables"], range(config.num_key_value_heads)
+        shared: tuple[int, int, Heads] = (0, 0, None)
         if tables is not None:
-            heads = None if options["rank"] else choose_heads(plan.v_heads, every)
-            at = plan.slot(SHARED), cls.receiving(plan.all_layers).index(plan.index) % tables, heads
+            heads = None if options["rank"] else choose_heads(plan.v_heads, all_heads)
+            shared = plan.slot(SHARED), cls.list_receivers(plan.all_layers).index(plan.index) % tables, heads
         return cls(
             len(plan.v_heads),
             config.head_dim,
             0 if tables else config.vocab_size,
             std=config.hidden_size**-0.5,
-            shared=at,
+            shared=shared,
             **{name: options[name] for name in ("rank", "gate", "channels", "scale", "init")},
         )
 
     # Capabilities
 
     @classmethod
-    def build_shared_module(cls, options: dict[str, Any], config: HeadwaterConfig) -> "ValueTables | None":
+    def build_shared_module(cls, options: OptionValues, config: HeadwaterConfig) -> "ValueTables | None":
         if options["tables"] is None:
             return None
         numbers = cls.shared_numbers(options, config)
@@ -233,25 +234,25 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         return ValueTables(options["tables"], config.vocab_size, numbers, std, by_head)
 
     @classmethod
-    def count_shared_cost(cls, options: dict[str, Any], config: HeadwaterConfig) -> Cost:
+    def count_shared_cost(cls, options: OptionValues, config: HeadwaterConfig) -> Cost:
         if options["tables"] is None:
             return Cost()
         numbers = options["tables"] * cls.shared_numbers(options, config)
         table = config.vocab_size * numbers
-        kept = numbers * (options["gate"] != "none" or options["rank"] is not None)
-        return Cost(parameters=table, saved=kept, looked_up=table)
+        saved = numbers * (options["gate"] != "none" or options["rank"] is not None)
+        return Cost(parameters=table, saved=saved, looked_up=table)
 
     def count_token_tables(self, parameter: str) -> int:
         return int(parameter == "table.weight")
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         # Layers that add nothing at first have no table: which layers share one would change.
-        acting = cls.receiving(plan_layers(config))
-        layers = [growth.at(layer) for layer in acting] if growth.silent else growth.copies(acting)
+        acting = cls.list_receivers(plan_layers(config))
+        layers = [growth.first_copy(layer) for layer in acting] if growth.silent else growth.list_copies(acting)
         return options | {"layers": layers} if growth.deepens else options
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         values = Dim("v")
         if parameter == "table.weight":
             return (SAME, SAME if self.up is not None else values)
@@ -262,7 +263,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     per_head, per_token = True, False
 
     @classmethod
-    def splits_heads(cls, options: dict[str, Any]) -> bool:
+    def splits_heads(cls, options: OptionValues) -> bool:
         # The rows of shared tables have the channels of all heads.
         return options["tables"] is None or options["rank"] is not None
 
@@ -293,13 +294,13 @@ class ValueTables(Mechanism):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, T] -> [tables, B, T, numbers]."""
-        first = torch.arange(self.tables, device=ids.device) * (self.table.num_embeddings // self.tables)
-        return self.table(ids + first[:, None, None])
+        first_row = torch.arange(self.tables, device=ids.device) * (self.table.num_embeddings // self.tables)
+        return self.table(ids + first_row[:, None, None])
 
     # Capabilities
 
     def count_token_tables(self, parameter: str) -> int:
         return self.tables
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         return SAME, Dim("kv") if self.by_head else SAME

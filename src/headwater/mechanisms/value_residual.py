@@ -25,14 +25,14 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from headwater.config.plan import LayerPlan, Source, choose_heads
+from headwater.config.plan import Heads, LayerPlan, Source, choose_heads
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import KV, Context, Cost, Mechanism
+from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
-from headwater.mechanisms.precision import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_receivers, moved_receivers, receivers
+from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.receivers import check_receivers, join_heads, list_receivers, move_receivers
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.util.errors import HeadwaterError, nearest
 
@@ -67,6 +67,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
     """
 
     source = "the first layer's values (or what `target` names), mixed in"
+    order = 40
 
     class Options:
         mode: Mode | None = None  # learnable; identity for queries, keys and probabilities, constant for hidden
@@ -99,20 +100,19 @@ class ValueResidual(KeepsPrecision, Mechanism):
         init: LearnableInit | None = None,
         target: Target = "values",
         reads: tuple[Source, ...] = (),
-        slots: tuple[int, ...] = (),
-        chosen: tuple[Any, ...] = (),
+        slots: tuple[tuple[int, Heads], ...] = (),
         plus: int = 0,
         receiver: int = 0,
     ) -> None:
         super().__init__()
-        check(mode, weight, init=init)
+        check_form(mode, weight, init=init)
         if sources != 1 and mode != "dense":
             raise HeadwaterError(f"A value residual's mode {mode!r} mixes one source, not {sources}; use 'dense'.")
         self.mode, self.target, self.reads = mode, target, reads
-        # The slots of the sources and which of their heads to take; for learnable_plus the slot of all weights and the
+        # The slots of the sources, each with which of their heads; for learnable_plus the slot of all weights and the
         # index of this layer's.
-        self.slots, self.chosen, self.plus = slots, chosen, plus
-        self.place = receiver
+        self.slots, self.plus = slots, plus
+        self.receiver_index = receiver
         if mode == "learnable_plus":  # a tensor: a number would give each layer its own compiled graph
             self.register_buffer("receiver", torch.tensor([receiver]), persistent=False)
         self.init_mode = init
@@ -127,25 +127,25 @@ class ValueResidual(KeepsPrecision, Mechanism):
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         if self.mode != "dense" and self.init_mode != "identity":
             return torch.full(self.lambdas.shape, 0.5)
-        own = torch.zeros(self.lambdas.shape)
-        own[-1] = 1
-        return own
+        start = torch.zeros(self.lambdas.shape)
+        start[-1] = 1
+        return start
 
-    def forward(self, own: Tensor, *sources: Tensor, weight: Tensor | None = None) -> Tensor:
-        """own and each source, tensors of one shape -> their weighted sum. weight: 0-d, λ1 in learnable_plus."""
+    def forward(self, x: Tensor, *sources: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Sum x and each source, tensors of one shape, by their weights. weight: 0-d, λ1 in learnable_plus."""
         if len(sources) != self.sources:
             raise HeadwaterError(f"This value residual mixes {self.sources} sources; {len(sources)} were given.")
         if (weight is None) == (self.mode == "learnable_plus"):
-            raise HeadwaterError("A weight is given to a value residual in mode 'learnable_plus', and in no other.")
+            raise HeadwaterError("A value residual takes a weight in mode 'learnable_plus', and in no other mode.")
         if self.lambdas is None:
-            first, last = self.fixed
-            mixed = torch.add(own, *sources, alpha=first / last)
-            return mixed if last == 1 else last * mixed
+            source_weight, own_weight = self.fixed
+            mixed = torch.add(x, *sources, alpha=source_weight / own_weight)
+            return mixed if own_weight == 1 else own_weight * mixed
         weights = self.weights(weight)
-        return weighted_sum(weights, *sources, own)
+        return weighted_sum(weights, *sources, x)
 
     def constants(self) -> dict[str, Tensor]:
-        return {"receiver": torch.tensor([self.place])} if self.mode == "learnable_plus" else {}
+        return {"receiver": torch.tensor([self.receiver_index])} if self.mode == "learnable_plus" else {}
 
     def weights(self, weight: Tensor | None = None) -> Tensor:
         """The weights of the sources, then of the layer's own values, [sources + 1]."""
@@ -153,13 +153,12 @@ class ValueResidual(KeepsPrecision, Mechanism):
             return torch.tensor(self.fixed, dtype=torch.float64)
         return self.lambdas if weight is None else torch.cat((weight[None], self.lambdas))
 
-    def mix(self, own: Tensor, context: Context) -> Tensor:
-        """`own`, mixed with the sources that the plan gives this layer."""
-        sources = [context.sources[slot] for slot in self.slots]
-        sources = [x if at is None else x[:, at] for x, at in zip(sources, self.chosen, strict=True)]
+    def mix(self, x: Tensor, context: Context) -> Tensor:
+        """Mix x with the sources that the plan gives this layer."""
+        sources = [join_heads(context.sources, [slot]) for slot in self.slots]
         plus = self.mode == "learnable_plus"
         weight = context.sources[self.plus].index_select(0, self.receiver)[0] if plus else None
-        return self(own, *sources, weight=weight)
+        return self(x, *sources, weight=weight)
 
     def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         if self.target == "queries":
@@ -177,10 +176,10 @@ class ValueResidual(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
-    def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_receivers(cls.registered_name(), options, config)
         mode, target = options["mode"], options["target"]
-        check(mode, options["weight"], init=options["init"], plus_init=options["plus_init"])
+        check_form(mode, options["weight"], init=options["init"], plus_init=options["plus_init"])
         if mode in ("learnable_plus", "dense") and target != "values":
             raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} applies only to values, not to {target}.")
         if mode == "dense" and options["source"]:
@@ -189,7 +188,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
             )
 
     @classmethod
-    def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...]:
+    def list_sources(cls, options: OptionValues, layer: int) -> tuple[Source, ...]:
         """The tensors that layer `layer` mixes in."""
         target, source = options["target"], options["source"]
         if target == "hidden":
@@ -201,14 +200,14 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return (Source("raw", PARTS[target], source),)
 
     @classmethod
-    def plan_stages(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         target, mode = options["target"], options["mode"]
-        wanted = receivers(options, config)
-        layers = [layer for layer in wanted if cls.own(options, plans[layer])]
+        chosen = list_receivers(options, config)
+        layers = [layer for layer in chosen if cls.list_own_heads(options, plans[layer])]
         if mode == "sparse" and options["layers"] is None:
             layers = layers[-max(1, 3 * config.num_hidden_layers // 8) :]
-        if not layers or (options["layers"] is not None and layers != wanted):
-            without = next(layer for layer in wanted if layer not in layers)
+        if not layers or (options["layers"] is not None and layers != chosen):
+            without = next(layer for layer in chosen if layer not in layers)
             raise HeadwaterError(
                 f"Mechanism 'value_residual' mixes into a layer's own {target}, but layer {without} has none, because "
                 "it shares another layer's; remove value_residual, or what shares them."
@@ -226,47 +225,47 @@ class ValueResidual(KeepsPrecision, Mechanism):
             sources = cls.sources_of(options, plans[layer], plans)
             if not sources:
                 raise HeadwaterError(
-                    f"Mechanism 'value_residual': layer {options['source']} has no {target} of its own for all heads "
-                    f"of layer {layer}, because it shares another layer's or has other heads; choose another source."
+                    f"Mechanism 'value_residual': layer {options['source']} does not make {target} for all heads of "
+                    f"layer {layer}, because it shares another layer's or has other heads; choose another source."
                 )
             shared = [SHARED] if mode == "learnable_plus" else []
             new[layer] = plans[layer].acting(cls, method).reading(*sources, *shared)
         return new
 
     @classmethod
-    def own(cls, options: dict[str, Any], plan: LayerPlan) -> tuple[int, ...]:
+    def list_own_heads(cls, options: OptionValues, plan: LayerPlan) -> tuple[int, ...]:
         """The heads that a layer itself has of what is mixed; (0,) where that is not split into heads."""
         return {"v": plan.v_heads, "k": plan.k_heads}.get(PARTS[options["target"]], (0,))
 
     @classmethod
-    def sources_of(cls, options: dict[str, Any], plan: LayerPlan, plans: Sequence[LayerPlan]) -> tuple[Source, ...]:
+    def sources_of(cls, options: OptionValues, plan: LayerPlan, plans: Sequence[LayerPlan]) -> tuple[Source, ...]:
         """The sources that have every head they are mixed into. The dense form skips the others."""
-        heads = set(cls.own(options, plan))
+        heads = set(cls.list_own_heads(options, plan))
         return tuple(
             source
-            for source in cls.read(options, plan.index)
-            if source.layer < 0 or heads <= set(cls.own(options, plans[source.layer]))
+            for source in cls.list_sources(options, plan.index)
+            if source.layer < 0 or heads <= set(cls.list_own_heads(options, plans[source.layer]))
         )
 
     @classmethod
-    def acting(cls, plans: Sequence[LayerPlan]) -> list[int]:
+    def list_receivers(cls, plans: Sequence[LayerPlan]) -> list[int]:
         """The layers in which a model's value residual acts."""
         return [plan.index for plan in plans if any(name == cls.registered_name() for _, name in plan.acts)]
 
     @classmethod
-    def count_cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         sources = len(cls.sources_of(options, plan, plan.all_layers)) if options["mode"] == "dense" else 1
         count = {"learnable": 2, "learnable_plus": 1, "dense": sources + 1}.get(options["mode"], 0)
         # Autograd keeps what free weights are multiplied with; the earlier layers' tensors are counted there.
         heads = {"v": len(plan.v_heads), "k": len(plan.k_heads), "q": config.num_attention_heads}
-        own = {part: number * config.head_dim for part, number in heads.items()} | {"x": config.hidden_size}
-        return Cost(parameters=count, saved=own.get(PARTS[options["target"]], 0) if count else 0)
+        saved = {kind: number * config.head_dim for kind, number in heads.items()} | {"x": config.hidden_size}
+        return Cost(parameters=count, saved=saved.get(PARTS[options["target"]], 0) if count else 0)
 
     @classmethod
-    def build_module(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         plans = plan.all_layers
         reads = cls.sources_of(options, plan, plans)
-        own = cls.own(options, plan)
+        own_heads = cls.list_own_heads(options, plan)
         return cls(
             options["mode"],
             options["weight"],
@@ -274,45 +273,53 @@ class ValueResidual(KeepsPrecision, Mechanism):
             init=options["init"],
             target=options["target"],
             reads=reads,
-            slots=tuple(plan.slot(source) for source in reads),
-            chosen=tuple(None if s.layer < 0 else choose_heads(own, cls.own(options, plans[s.layer])) for s in reads),
+            slots=tuple(
+                (
+                    plan.slot(s),
+                    None if s.layer < 0 else choose_heads(own_heads, cls.list_own_heads(options, plans[s.layer])),
+                )
+                for s in reads
+            ),
             plus=plan.slot(SHARED) if options["mode"] == "learnable_plus" else 0,
-            receiver=cls.acting(plans).index(plan.index),
+            receiver=cls.list_receivers(plans).index(plan.index),
         )
 
     # Capabilities
 
     @classmethod
-    def list_kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
+    def list_kernels(cls, options: OptionValues) -> tuple[str, ...] | None:
         return ("eager",) if options["target"] == "probabilities" else None
 
     @classmethod
-    def build_shared_module(cls, options: dict[str, Any], config: HeadwaterConfig) -> nn.Module | None:
+    def build_shared_module(cls, options: OptionValues, config: HeadwaterConfig) -> nn.Module | None:
         if options["mode"] != "learnable_plus":
             return None
-        return PlusWeights(cls.acting(plan_layers(config)), config.num_hidden_layers, options["plus_init"])
+        return PlusWeights(cls.list_receivers(plan_layers(config)), config.num_hidden_layers, options["plus_init"])
 
     @classmethod
-    def count_shared_cost(cls, options: dict[str, Any], config: HeadwaterConfig) -> Cost:
-        return Cost(parameters=len(cls.acting(plan_layers(config))) + 1 if options["mode"] == "learnable_plus" else 0)
+    def count_shared_cost(cls, options: OptionValues, config: HeadwaterConfig) -> Cost:
+        if options["mode"] != "learnable_plus":
+            return Cost()
+        return Cost(parameters=len(cls.list_receivers(plan_layers(config))) + 1)
 
     @classmethod
-    def grow_options(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
-        acting, depth = cls.acting(plan_layers(config)), config.num_hidden_layers
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+        acting, depth = cls.list_receivers(plan_layers(config)), config.num_hidden_layers
         if options["mode"] == "learnable_plus" and growth.silent:  # layers that add nothing have no part in the budget
-            return options | {"source": growth.at(options["source"]), "layers": [growth.at(layer) for layer in acting]}
+            layers = [growth.first_copy(layer) for layer in acting]
+            return options | {"source": growth.first_copy(options["source"]), "layers": layers}
         fixed = options["mode"] == "sparse" and options["layers"] is None
         if growth.deepens and fixed:  # the last layers are others
             options = options | {"layers": acting}
-        return moved_receivers(options, acting, growth) if len(growth.layers) > depth else options
+        return move_receivers(options, acting, growth) if len(growth.layers) > depth else options
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         if self.mode != "dense":
             return (SAME,)
-        return (Dim("layers", at=(*(source.layer for source in self.reads), "own")),)
+        return (Dim("layers", entries=(*(source.layer for source in self.reads), "own")),)
 
     @classmethod
-    def find_identity_options(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+    def find_identity_options(cls, options: OptionValues) -> OptionValues | None:
         mode = options.get("mode") or "learnable"
         if mode == "dense":
             return dict(options)  # its init is the identity
@@ -324,18 +331,18 @@ class ValueResidual(KeepsPrecision, Mechanism):
     per_head = per_token = True
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
-        weights = self.weights(shared[SHARED][self.place] if self.mode == "learnable_plus" else None)
+        weights = self.weights(shared[SHARED][self.receiver_index] if self.mode == "learnable_plus" else None)
         if self.mode == "dense":
             return {"λ": Shown(weights, "layer", (*(source.layer for source in self.reads), plan.index))}
         return {f"λ{i}": Shown(weight[None]) for i, weight in enumerate(weights, 1)}
 
 
-def check(mode: str, weight: float | None, **inits: str | None) -> None:
+def check_form(mode: str, weight: float | None, **inits: str | None) -> None:
     """Raise `HeadwaterError` for a mode or an init that is unknown, or for what the mode does not read."""
-    known = {"mode": get_args(Mode), "init": get_args(LearnableInit), "plus_init": get_args(PlusInit)}
+    choices = {"mode": get_args(Mode), "init": get_args(LearnableInit), "plus_init": get_args(PlusInit)}
     for name, value in {"mode": mode, **inits}.items():
-        if value not in (None, *known[name]):
-            raise HeadwaterError(f"A value residual has no {name} {value!r}; {nearest(str(value), known[name])}")
+        if value not in (None, *choices[name]):
+            raise HeadwaterError(f"A value residual has no {name} {value!r}; {nearest(str(value), choices[name])}")
     readers = {"weight": ("constant", "sparse"), "init": ("learnable",), "plus_init": ("learnable_plus",)}
     for name, option in {"weight": weight, **inits}.items():
         if option is not None and mode not in readers[name]:
@@ -379,5 +386,5 @@ class PlusWeights(KeepsPrecision, Mechanism):
 
     # Capabilities
 
-    def describe_axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
-        return (Dim("layers", at=tuple(self.layers)) if parameter == "logits" else SAME,)
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
+        return (Dim("layers", entries=tuple(self.layers)) if parameter == "logits" else SAME,)

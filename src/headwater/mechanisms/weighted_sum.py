@@ -5,11 +5,11 @@ from torch import Tensor
 
 
 def weighted_sum(weights: Tensor, *tensors: Tensor) -> Tensor:
-    """weights: [n]; tensors: n of one shape and dtype -> their weighted sum, in that dtype."""
+    """Sum n tensors of one shape and dtype, weighted by weights [n], in that dtype."""
     # 0-d factors do not raise the dtype of what they multiply.
-    (weight, x), *rest = zip(weights.unbind(), tensors, strict=True)
+    (weight, x), *terms = zip(weights.unbind(), tensors, strict=True)
     y = weight * x
-    for weight, x in rest:
+    for weight, x in terms:
         # The compiler turns addcmul into a kernel for the weight and one for the sum.
         y = y + weight * x if torch.compiler.is_compiling() else torch.addcmul(y, weight, x)
     return y

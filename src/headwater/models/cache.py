@@ -39,7 +39,7 @@ class _TailMixin(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         self.record_past = True
 
-    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+    def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         """See `headwater.mechanisms.contract.Tail`."""
         if name not in self.tails:
             self.tail_lengths[name] = length
@@ -56,7 +56,7 @@ class _TailMixin(CacheLayerMixin):
         """Store the positions [B or 1, T] of the tokens that come next."""
         if getattr(self, "is_early", False):
             return  # `positions` then returns None
-        self.before(POSITIONS, (position_ids + 1).expand(batch, -1)[:, None, :, None], length)
+        self.update_tail(POSITIONS, (position_ids + 1).expand(batch, -1)[:, None, :, None], length)
 
     def allocate_tail(self, tail: Tensor) -> Tensor:
         return tail
@@ -287,11 +287,11 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
                 stored.index_copy_(2, slots, new)
         return history
 
-    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+    def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         if not self.is_early:
-            return super().before(name, x, length, everything)
+            return super().update_tail(name, x, length, everything)
         if not x.is_floating_point():
-            return _join_digits(self.before(name, _split_digits(x, self.values), length), x.dtype)
+            return _join_digits(self.update_tail(name, _split_digits(x, self.values), length), x.dtype)
         tail, folds = self.find_room(name, x, length)
         old_tail = tail.unflatten(2, (folds, length)).flatten(1, 2).to(x.dtype, copy=True)
         tail.copy_(_keep_last(old_tail, x, length).unflatten(1, (tail.shape[1], folds)).flatten(2, 3))

@@ -19,8 +19,8 @@ from headwater.config.plan import LayerPlan
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import HasSharedModule
+from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.mechanisms.named import Named, owner_of
-from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.quantization import BESIDE, check_quantized
 from headwater.models.remote_code import add_code, is_code
 from headwater.models.token_tables import check_resizable, resize_token_tables

@@ -2,8 +2,8 @@
 
 transformers copies such code (`trust_remote_code=True`) into one folder, and follows only imports of the form
 `from .name import …`. So each module becomes one file beside the weights, headwater.nn.attention ->
-headwater_nn_attention.py, with its imports rewritten, and one entry file names them all. Which modules are needed is
-read off their sources: imports, and strings of the form "package.module:Class", as the registry has them. A mechanism
+headwater_nn_attention.py, with its imports rewritten, and one entry file names them all. Needed are this module, all
+mechanisms, and what their sources import or name as "package.module:Class". A mechanism
 from outside comes along: its module and those of its own package, as headwater_outside_….py.
 """
 
@@ -77,7 +77,7 @@ def _own_files() -> dict[str, str]:
 
 def _make_files(outside: Mapping[str, str]) -> dict[str, str]:
     sources: dict[str, str] = {}
-    waiting = [__name__, *(target.partition(":")[0] for target in outside.values())]
+    waiting = [__name__, *(target.partition(":")[0] for target in (*MECHANISMS.built_in.values(), *outside.values()))]
     while waiting:
         module = waiting.pop()
         if module not in sources:
@@ -95,7 +95,7 @@ def _make_files(outside: Mapping[str, str]) -> dict[str, str]:
     files = {f"{_flat_name(module)}.py": _rewrite_source(module, source, kinds) for module, source in sources.items()}
     if outside:
         files[f"{_flat_name(MECHANISMS.__module__)}.py"] += "".join(
-            f'\nREGISTRY["{name}"] = ".{_flat_name(target.partition(":")[0])}:{target.partition(":")[2]}"\n'
+            f'\nMECHANISMS.built_in["{name}"] = ".{_flat_name(target.partition(":")[0])}:{target.partition(":")[2]}"\n'
             for name, target in outside.items()
         )
     return {f"{ENTRY}.py": _make_entry(sources), **files}

@@ -42,7 +42,7 @@ def find_tail(plan: LayerPlan, past_key_values: Cache | Engine | None) -> Tail |
         return None
     layers = past_key_values.layers
     layer = layers[plan.index] if plan.index < len(layers) else None
-    if not hasattr(layer, "before"):
+    if not hasattr(layer, "update_tail"):
         raise HeadwaterError(
             f"{name_keepers([plan])} needs a cache that keeps the last raw keys and values, and this "
             f"{type(past_key_values).__name__} does not; make one with DynamicCache(config=model.config). PEFT's "

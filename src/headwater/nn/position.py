@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels import can_fuse
 from headwater.kernels.rotary import fused_rotate
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.fp32 import KeepsPrecision
 
 
 class RotaryEmbedding(KeepsPrecision):

@@ -4,10 +4,10 @@ An import runs code, and a name may be anyone's: it may stand in a checkpoint's 
 record. So may the path of a private file. So only what the user trusts is imported, or read outside the current folder:
 
 - names that the user wrote: on the command line, or in a recipe that was named or passed (`trust_names_in`);
-- modules, names and paths that the user passed as `--trust NAME` or `trust=["NAME"]` (`trust`).
+- modules, names and paths that the user passed as `--trust NAME` or `trust=["NAME"]` (`trust_names`).
 
 Beside these, a name may mean a class that the program has imported already, if it derives from one of headwater's
-(`loaded`). Entry points are installed, and `headwater.plugins.registry` finds them without this module.
+(`find_loaded`). Entry points are installed, and `headwater.plugins.registry` finds them without this module.
 
 The list is in the environment of this process, so that those which it starts trust the same. It ends with them.
 """
@@ -37,7 +37,7 @@ _NAME = re.compile(f"{_PART}:{_PART}")
 _MODULE_OR_NAME = re.compile(f"{_PART}(?::{_PART})?")
 
 
-def trust(names: Iterable[str]) -> None:
+def trust_names(names: Iterable[str]) -> None:
     """Let files name these from now on: "package.module", with what is below it, "package.module:attribute", or the
     path of data, with what is below it.
 
@@ -50,7 +50,7 @@ def trust(names: Iterable[str]) -> None:
                 f"{shown(name)} cannot be trusted; name a package.module, a package.module:Class or a path, without a "
                 f"comma."
             )
-    os.environ[VARIABLE] = ",".join(dict.fromkeys([*_trusted(), *names]))
+    os.environ[VARIABLE] = ",".join(dict.fromkeys([*_list_trusted(), *names]))
 
 
 def trust_names_in(values: Any) -> None:
@@ -58,7 +58,7 @@ def trust_names_in(values: Any) -> None:
     wrote, keys of mappings included.
     """
     if names := [text for text in _texts_in(values) if _NAME.fullmatch(text) or _is_elsewhere(text)]:
-        trust(names)
+        trust_names(names)
 
 
 def may_read(path: str) -> bool:
@@ -80,10 +80,10 @@ def check_paths(values: Any) -> None:
 
 def is_trusted(name: str) -> bool:
     """Whether the user trusts a name: as it stands, or by its module or a package above."""
-    return name in _trusted() or _module_is_trusted(name.partition(":")[0])
+    return name in _list_trusted() or _module_is_trusted(name.partition(":")[0])
 
 
-def imported(name: str, kind: str, base: str | None = None) -> Any:
+def import_trusted(name: str, kind: str, base: str | None = None) -> Any:
     """The attribute that "package.module:attribute" names.
 
     kind: of object, for messages. base: the name of the class of headwater's that it derives from, or is an
@@ -93,11 +93,11 @@ def imported(name: str, kind: str, base: str | None = None) -> Any:
     if not _NAME.fullmatch(name):
         raise HeadwaterError(f"The {kind} {name!r} is not a valid name; write package.module:Class.")
     if not is_trusted(name):
-        if base is not None and (thing := loaded(name, base)) is not None:
+        if base is not None and (thing := find_loaded(name, base)) is not None:
             return thing
-        raise _refusal(name, kind, base)
+        raise _make_refusal(name, kind, base)
     module, _, attribute = name.partition(":")
-    with _importable(module):
+    with _search_current_folder(module):
         try:
             parent = importlib.import_module(module)
         except Exception as error:  # the module can raise anything
@@ -110,14 +110,14 @@ def imported(name: str, kind: str, base: str | None = None) -> Any:
         thing = functools.reduce(getattr, attribute.split("."), parent)
     except AttributeError as error:
         raise HeadwaterError(f"The module {module!r} has no {attribute!r}, which the {kind} {name!r} names.") from error
-    if name not in _trusted() and not _is_defined_in(thing, module):
-        raise _refusal(name, kind, base)
+    if name not in _list_trusted() and not _is_defined_in(thing, module):
+        raise _make_refusal(name, kind, base)
     return thing
 
 
-def loaded(name: str, base: str) -> Any:
-    """What a name means in a module that is imported already, if it derives from headwater's class `base` or is an
-    instance of it; else None. No code runs: not even a module's `__getattr__`.
+def find_loaded(name: str, base: str) -> Any:
+    """Find what a name means in a module that is imported already, if it derives from headwater's class `base` or is
+    an instance of it; else None. No code runs: not even a module's `__getattr__`.
     """
     module, _, attribute = name.partition(":")
     thing: Any = sys.modules.get(module)
@@ -145,7 +145,7 @@ def check_link(path: Path, folder: Path) -> None:
     )
 
 
-def _trusted() -> list[str]:
+def _list_trusted() -> list[str]:
     return [name for name in os.environ.get(VARIABLE, "").split(",") if name]
 
 
@@ -163,17 +163,17 @@ def _texts_in(values: Any) -> Iterator[str]:
 
 def _leads_out(name: str) -> bool:
     """Whether a name is a path that does not stay below the current folder as it is written, or a hidden one there."""
-    parts = Path(name).parts
-    if not parts or "\0" in name:
+    segments = Path(name).parts
+    if not segments or "\0" in name:
         return False
-    if name.startswith("~") or Path(name).is_absolute() or ".." in parts:
+    if name.startswith("~") or Path(name).is_absolute() or ".." in segments:
         return True
-    return any(segment.startswith(".") for segment in parts) or not _is_below(name, os.curdir)
+    return any(segment.startswith(".") for segment in segments) or not _is_below(name, os.curdir)
 
 
 def _is_trusted_path(path: str) -> bool:
     """Whether the user trusts a path: as it stands, or by a folder above."""
-    return any(path == folder or _is_below(path, folder) for folder in _trusted())
+    return any(path == folder or _is_below(path, folder) for folder in _list_trusted())
 
 
 def _is_elsewhere(name: str) -> bool:
@@ -193,8 +193,8 @@ def _is_path(name: str) -> bool:
 
 
 def _module_is_trusted(module: str) -> bool:
-    parts = module.split(".")
-    return not {".".join(parts[:end]) for end in range(1, len(parts) + 1)}.isdisjoint(_trusted())
+    names = module.split(".")
+    return not {".".join(names[:end]) for end in range(1, len(names) + 1)}.isdisjoint(_list_trusted())
 
 
 def _is_defined_in(thing: Any, module: str) -> bool:
@@ -206,7 +206,7 @@ def _is_defined_in(thing: Any, module: str) -> bool:
     return str(getattr(thing, "__module__", None)).split(".")[0] == module.split(".")[0]
 
 
-def _refusal(name: str, kind: str, base: str | None) -> NotTrusted:
+def _make_refusal(name: str, kind: str, base: str | None) -> NotTrusted:
     return NotTrusted(
         f"The {kind} {name!r} is code that is not headwater's; if you trust it, add --trust {name} (in Python: "
         f"trust=[{name!r}]){' or import its module' if base else ''}."
@@ -214,8 +214,8 @@ def _refusal(name: str, kind: str, base: str | None) -> NotTrusted:
 
 
 @contextmanager
-def _importable(module: str) -> Iterator[None]:
-    """Within this context the current folder is on Python's path too, if the module is not elsewhere.
+def _search_current_folder(module: str) -> Iterator[None]:
+    """Put the current folder on Python's path too in this context, if the module is not elsewhere.
 
     It is last there, so that it hides nothing installed, and taken away again, so that nobody else's import finds a
     file in it.

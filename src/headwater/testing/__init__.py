@@ -12,8 +12,9 @@ docs/extending.md has a full example, and `headwater new mechanism NAME` writes 
 from headwater.testing import _rewritten  # noqa: F401  before what asserts is imported
 
 # isort: split
-from headwater.testing.contract import BASES, ODD_LAYERS, Case, Contract
-from headwater.testing.models import (
+from headwater.testing.contract_suite import BASES, ODD_LAYERS, Case, Contract
+from headwater.testing.naive import Reference
+from headwater.testing.small_models import (
     assert_near,
     build,
     config,
@@ -23,7 +24,6 @@ from headwater.testing.models import (
     shared,
     tokens,
 )
-from headwater.testing.naive import Reference
 
 __all__ = [
     "BASES",

@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite(f"{__package__}.contract", f"{__package__}.models")
+pytest.register_assert_rewrite(f"{__package__}.contract_suite", f"{__package__}.small_models")

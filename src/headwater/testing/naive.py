@@ -1,8 +1,7 @@
 """Reference implementations, written from the equations: one row, one head and one mechanism at a time.
 
-Nothing here is fast, caches anything, or takes more from headwater than names. A row of T tokens is a matrix [T, D];
-`ByHead` are matrices [T, d] by the number of the head. A whole model is run on one document at a time. A mechanism from
-outside is a subclass of `Reference` that adds to `knows` and says at its stage what its equation says.
+Nothing here is fast or caches anything. A row of T tokens is a matrix [T, D]; `ByHead` are matrices [T, d] by the
+number of the head. An outside mechanism's reference is a subclass of `Reference`.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import Stage
-from headwater.plugins.registry import REGISTRY
+from headwater.plugins.registry import MECHANISMS
 
 ByHead = dict[int, Tensor]
+QKV = tuple[ByHead, ByHead, ByHead]
 
 # The square of a length that is taken for zero.
 ZERO = 1e-24
@@ -40,24 +39,15 @@ def mix(weights: Any, tensors: Sequence[Tensor]) -> Tensor:
     return sum((w * x for w, x in zip(weights, tensors, strict=True)), torch.zeros_like(tensors[0]))
 
 
-def earlier(x: Tensor, steps: int, starts: AbstractSet[int]) -> Tensor:
-    """x_{t-steps} of x [T, d]; zero before the row and before the document. starts: the slots of documents' starts."""
+def look_back(x: Tensor, steps: int, starts: AbstractSet[int]) -> Tensor:
+    """Return x_{t-steps} of x [T, d], zero before the document. starts: the slots where documents start."""
     reached = [t >= steps and not any(t - s in starts for s in range(steps)) for t in range(len(x))]
     return torch.stack([x[t - steps] if reached[t] else torch.zeros_like(x[t]) for t in range(len(x))])
 
 
 def shift(x: Tensor, taps: Any, starts: AbstractSet[int]) -> Tensor:
     """y_t = Σ_s taps[s]·x_{t-s} of x [T, d]; a tap is a number, one for each channel, or one for each token [T, 1]."""
-    return mix(taps, [earlier(x, steps, starts) for steps in range(len(taps))])
-
-
-def kv_shift(x: Tensor, weight: Tensor, starts: AbstractSet[tuple[int, int]] = frozenset()) -> Tensor:
-    """y_t = Σ_s w_s·x_{t-s}. x: [B, K, T, d], weight: [window, K]; `starts`: (row, slot) of each document's start."""
-    y = torch.zeros_like(x)
-    for b, heads in enumerate(x):
-        for h, head in enumerate(heads):
-            y[b, h] = shift(head, weight[:, h], {slot for row, slot in starts if row == b})
-    return y
+    return mix(taps, [look_back(x, steps, starts) for steps in range(len(taps))])
 
 
 def pattention(
@@ -107,7 +97,7 @@ def ngram_factors(count: int, vocabulary: int, seed: int) -> list[int]:
     return drawn
 
 
-def primes(start: int, count: int) -> list[int]:
+def list_primes(start: int, count: int) -> list[int]:
     """The first `count` primes from a number on."""
     numbers: list[int] = []
     while len(numbers) < count:
@@ -157,26 +147,26 @@ ACTIVATIONS = {
 # Where keys and values come from. `kv` is 0 for keys, 1 for values.
 
 
-def attended(config: Any, layer: int, head: int) -> tuple[int, int]:
-    """The layers whose keys and whose values key/value head `head` of layer `layer` attends to."""
-    return origin(config, layer, head, 0), origin(config, layer, head, 1)
+def find_sources(config: Any, layer: int, head: int) -> tuple[int, int]:
+    """Find the layers whose keys and values key/value head `head` of layer `layer` attends to."""
+    return find_origin(config, layer, head, 0), find_origin(config, layer, head, 1)
 
 
-def origin(config: Any, layer: int, head: int, kv: int, without: str = "") -> int:
-    """The layer whose keys or values a head attends to: those of its source, if it has one, and of the source's source.
+def find_origin(config: Any, layer: int, head: int, kv: int, without: str = "") -> int:
+    """Find the layer whose keys or values a head attends to: its source's, if it has one, and so on.
 
-    without: a mechanism that is left out of account in this layer.
+    without: a mechanism that does not count in this layer.
     """
     for name in reversed(config.mechanisms):
         source = source_of(config, name, layer, head, kv)
         if name != without and source != layer:
             projected = name == "skip_layer" and config.mechanisms[name]["source"] == "projection"
-            return origin(config, source, head, kv, without=name if projected else "")
+            return find_origin(config, source, head, kv, without=name if projected else "")
     return layer
 
 
 def source_of(config: Any, name: str, layer: int, head: int, kv: int) -> int:
-    """The layer from which a mechanism lets a head of `layer` take its keys or values."""
+    """Find the layer from which a mechanism lets a head of `layer` take its keys or values."""
     depth, options, option = config.num_hidden_layers, config.mechanisms[name], ("keys", "values")[kv]
     if name == "skip_layer":
         groups = config.num_attention_heads // config.num_key_value_heads
@@ -198,7 +188,7 @@ def layer_map(options: dict[str, Any], sources: Any, depth: int) -> list[int]:
     kinds = options["layer_types"] or ["alike"] * depth
 
     def of_its_kind(layer: int) -> int:
-        """The layer itself, or going down from the last layer of its own, the first of its kind."""
+        """Find the layer itself, or the last layer of its kind that shares nothing."""
         source = layer if layer < depth - sharing else depth - sharing - 1
         while kinds[source] != kinds[layer]:
             source -= 1
@@ -219,26 +209,25 @@ def layer_map(options: dict[str, Any], sources: Any, depth: int) -> list[int]:
 
 
 class Reference:
-    """The model with the given config and weights (by their names in the state dict), on one row at a time.
+    """The model with this config and these weights (named as in the state dict), on one row at a time.
 
-    knows: the mechanisms it has the equations of, by their names in the config; raises `NotImplementedError` for
-        others. A subclass for one more adds its name, and overrides the method of its stage, which has the name of the
-        mechanism's, or `outer` (other stages of the block), `linear` or `attended`. What there is to read:
-        `config`, and `own` as the layer that is being computed sees it; `weights`; the row's tokens `ids`, their
-        `position`, which are `real`; `inputs` of attention's queries by layer; `raw` q, k, v by layer, kind and head;
-        `stream`, what blocks gave. All are rows [T, …].
+    A subclass adds its mechanism's name to `knows`, and overrides the method of its stage, which has the name of the
+    mechanism's, or `transform_stage` (other stages of the block), `linear` or `find_sources`. It can read, for rows
+    [T, …]: `config`; `layer_config`, as the current layer sees it; `weights`; the row's tokens `ids`, their `position`,
+    and which are `real`; by layer the queries' `inputs`, `raw` q, k and v by kind and head; `stream`, what blocks gave.
+    Raises `NotImplementedError` for a mechanism that it does not know.
     """
 
-    knows: tuple[str, ...] = (*REGISTRY, "blend")
+    knows: tuple[str, ...] = (*MECHANISMS.built_in, "blend")
 
     def __init__(self, config: Any, weights: dict[str, Tensor]) -> None:
         if unknown := set(config.mechanisms) - set(self.knows):
             raise NotImplementedError(f"There is no naive reference for {', '.join(sorted(unknown))}; write one.")
-        self.config = self.own = config  # own: as the layer sees it that is being computed
+        self.config = self.layer_config = config
         self.weights = weights
 
-    def of(self, name: str, layer: int, parameter: str, block: bool = False) -> Any:
-        """A parameter of a mechanism in a layer, or None; block: it acts at the block, not inside attention."""
+    def find_parameter(self, name: str, layer: int, parameter: str, block: bool = False) -> Any:
+        """Find a mechanism's parameter in a layer, or None. block: it acts at the block, not inside attention."""
         module = f"model.layers.{layer}{'' if block else '.self_attn'}.mechanisms"
         return self.weights.get(f"{module}.{name.replace('.', '_').replace(':', '_')}.{parameter}")
 
@@ -256,12 +245,12 @@ class Reference:
         x = c.embedding_scale * self.weights["model.embed_tokens.weight"][ids]
         if c.position == "learned":
             x = x + self.weights["model.embed_positions.weight"][self.position]
-        x = self.blocks(self.norm("model.embedding_norm", x) if c.embedding_norm else x)
+        x = self.run_blocks(self.norm("model.embedding_norm", x) if c.embedding_norm else x)
         head = self.weights["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"]
         logits, cap = self.norm("model.norm", x) @ head.T, c.logit_softcap
         return logits if cap is None else cap * (logits / cap).tanh()
 
-    def blocks(self, x: Tensor) -> Tensor:
+    def run_blocks(self, x: Tensor) -> Tensor:
         """The stream after all blocks."""
         c = self.config
         # By layer: q, k, v as projected; attention's input; v after mechanisms; what is attended to; weights; stream.
@@ -270,26 +259,26 @@ class Reference:
         self.final_v: list[ByHead] = []
         self.bank: list[tuple[ByHead, ByHead]] = []
         self.probabilities: list[list[Tensor]] = []
-        x = self.around(Stage.EMBEDDING, 0, x)
+        x = self.apply_stage(Stage.EMBEDDING, 0, x)
         self.stream = [x]
         for layer in range(c.num_hidden_layers):
             name = f"model.layers.{layer}"
-            entered, inputs = self.attention_inputs(layer, self.around(Stage.RESIDUAL, layer, x))
-            y = self.attention(layer, inputs)
+            entered, inputs = self.attention_inputs(layer, self.apply_stage(Stage.RESIDUAL, layer, x))
+            y = self.run_attention(layer, inputs)
             y = self.norm(f"{name}.attention_output_norm", y) if c.output_norms else y
-            y = self.around(Stage.ATTENTION_OUTPUT, layer, y)
+            y = self.apply_stage(Stage.ATTENTION_OUTPUT, layer, y)
             x = y + entered if c.first_residual or layer > 0 else y
             y = self.norm(f"{name}.post_attention_layernorm", entered if c.parallel_residual else x)
-            y = self.feed_forward(layer, self.around(Stage.FEED_FORWARD_INPUT, layer, y))
+            y = self.feed_forward(layer, self.apply_stage(Stage.FEED_FORWARD_INPUT, layer, y))
             y = self.norm(f"{name}.feed_forward_output_norm", y) if c.output_norms else y
-            x = x + self.around(Stage.FEED_FORWARD_OUTPUT, layer, y)
+            x = x + self.apply_stage(Stage.FEED_FORWARD_OUTPUT, layer, y)
             self.stream.append(x)
             for mechanism in c.mechanisms:
                 x = self.transform_block_output(mechanism, layer, x)
         return x
 
     def attention_inputs(self, layer: int, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The stream, and what queries, keys and values are projected from."""
+        """Return the stream, and what queries, keys and values are projected from."""
         entered = x
         for mechanism in self.config.mechanisms:
             entered = self.transform_block_input(mechanism, layer, entered)
@@ -298,52 +287,53 @@ class Reference:
             inputs = self.split_attention_inputs(mechanism, layer, inputs)
         stream, norm = inputs.pop("stream"), f"model.layers.{layer}.input_layernorm"
         return stream, {
-            kind: self.around(Stage.ATTENTION_INPUT, layer, self.norm(norm, x)) for kind, x in inputs.items()
+            kind: self.apply_stage(Stage.ATTENTION_INPUT, layer, self.norm(norm, x)) for kind, x in inputs.items()
         }
 
-    def attention(self, layer: int, inputs: dict[str, Tensor]) -> Tensor:
-        self.own = layer_config(self.config, layer)
-        c, name = self.own, f"model.layers.{layer}.self_attn"
-        heads = {"q": range(c.num_attention_heads), "k": self.stored(layer, 0), "v": self.stored(layer, 1)}
+    def run_attention(self, layer: int, inputs: dict[str, Tensor]) -> Tensor:
+        self.layer_config = layer_config(self.config, layer)
+        c, name = self.layer_config, f"model.layers.{layer}.self_attn"
+        heads = {
+            "q": range(c.num_attention_heads),
+            "k": self.list_stored_heads(layer, 0),
+            "v": self.list_stored_heads(layer, 1),
+        }
         self.inputs.append(inputs["q"])
         q, k, v = (self.project(f"{name}.{kind}_proj", inputs[kind], heads[kind]) for kind in "qkv")
         for mechanism in c.mechanisms:
             q, k, v = self.transform_projections(mechanism, layer, q, k, v)
         if c.qk_norm:
-            q, k = self.normed(f"{name}.q_norm", q), self.normed(f"{name}.k_norm", k)
+            q, k = self.norm_heads(f"{name}.q_norm", q), self.norm_heads(f"{name}.k_norm", k)
         self.raw.append({"q": q, "k": k, "v": v})
         for mechanism in c.mechanisms:
             q, k, v = self.transform_qkv(mechanism, layer, q, k, v)
         self.final_v.append(v)
         if c.position == "rope":
-            q, k = self.rotated(q), self.rotated(k)
+            q, k = self.rotate_heads(q), self.rotate_heads(k)
         self.bank.append((k, v))
         pairs = [pair for mechanism in c.mechanisms for pair in self.add_key_values(mechanism, layer)]
-        keys, values = ([self.joined(layer, kv, h, pairs) for h in q] for kv in (0, 1))
+        keys, values = ([self.join_pairs(layer, kv, h, pairs) for h in q] for kv in (0, 1))
         weights = self.mixed_weights(layer, self.attention_weights(q, keys, len(pairs)), len(pairs))
-        read = [weight @ value for weight, value in zip(weights, values, strict=True)]
+        outputs = [weight @ value for weight, value in zip(weights, values, strict=True)]
         for mechanism in c.mechanisms:
-            read = self.transform_head_outputs(mechanism, layer, read)
-        return self.linear(f"{name}.o_proj", torch.cat(read, dim=1))
+            outputs = self.transform_head_outputs(mechanism, layer, outputs)
+        return self.linear(f"{name}.o_proj", torch.cat(outputs, dim=1))
 
-    def normed(self, name: str, x: ByHead) -> ByHead:
+    def norm_heads(self, name: str, x: ByHead) -> ByHead:
         return {head: self.norm(name, row) for head, row in x.items()}
 
-    def rotated(self, x: ByHead) -> ByHead:
-        return {head: rotate(row, self.angles()) for head, row in x.items()}
+    def rotate_heads(self, x: ByHead) -> ByHead:
+        return {head: rotate(row, self.compute_angles()) for head, row in x.items()}
 
-    def joined(self, layer: int, kv: int, head: int, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """The keys or values that a query head sees: those beside the tokens', then the tokens' [T, d]."""
-        head = head * self.own.num_key_value_heads // self.own.num_attention_heads
-        return torch.stack([*(pair[kv][head] for pair in pairs), *self.attended_to(layer, kv, head)])
+    def join_pairs(self, layer: int, kv: int, head: int, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Join the keys or values that a query head sees: the added ones, then the tokens' [T, d]."""
+        head = head * self.layer_config.num_key_value_heads // self.layer_config.num_attention_heads
+        return torch.stack([*(pair[kv][head] for pair in pairs), *self.find_attended(layer, kv, head)])
 
     def attention_weights(self, q: ByHead, keys: list[Tensor], pairs: int) -> list[Tensor]:
-        """softmax(q·k / √d - slope·distance) over the slots that each sees, which later layers may read.
-
-        pairs: how many keys, the first ones, are no tokens' and have no distance.
-        """
-        c, seen = self.own, self.find_visible()
-        seen = torch.cat((seen.any(1, keepdim=True).expand(-1, pairs), seen), dim=1)
+        """Compute softmax(q·k / √d - slope·distance) over visible slots. pairs: how many keys are added."""
+        c, visible = self.layer_config, self.find_visible()
+        visible = torch.cat((visible.any(1, keepdim=True).expand(-1, pairs), visible), dim=1)
         distance = torch.nn.functional.pad(self.position[:, None] - self.position, (pairs, 0))
         weights = []
         for h, query in q.items():
@@ -353,14 +343,14 @@ class Reference:
                 scores = c.attention_softcap * (scores / c.attention_softcap).tanh()
             if c.position == "alibi":
                 scores = scores - alibi_slope(h, c.num_attention_heads) * distance
-            weights.append(scores.masked_fill(~seen, UNSEEN).softmax(1) * seen)
+            weights.append(scores.masked_fill(~visible, UNSEEN).softmax(1) * visible)
         self.probabilities.append([weight[:, pairs:] for weight in weights])
         return weights
 
     def mixed_weights(self, layer: int, weights: list[Tensor], pairs: int) -> list[Tensor]:
-        """Attention weights after a value residual of probabilities, whose pairs beside the tokens' stay."""
+        """Mix attention weights by a value residual of probabilities; the weights of added pairs stay."""
         options = self.config.mechanisms.get("value_residual", {})
-        if options.get("target") != "probabilities" or layer not in self.receivers(options):
+        if options.get("target") != "probabilities" or layer not in self.list_receivers(options):
             return weights
         mixed = [
             mix(self.two_weights(layer, options), (source, weight[:, pairs:]))
@@ -370,72 +360,74 @@ class Reference:
 
     # Mechanisms
 
-    def begins(self) -> set[int]:
-        """The slots before which no mechanism may look: the first, and where a document or real tokens start."""
+    def list_borders(self) -> set[int]:
+        """List the slots before which no mechanism may look: the first, and where a document or real tokens start."""
         return {0} | {t for t in range(1, len(self.real)) if not self.real[t - 1]} | set(self.starts)
 
     def find_visible(self) -> Tensor:
-        """Whether slot t attends to slot j, [T, T]: to the real ones up to it, of which a window counts slots."""
+        """Find whether slot t attends to slot j, [T, T]: to the real ones up to it, within the window."""
         slots = torch.arange(len(self.real))
         back = slots[:, None] - slots
-        window = len(slots) if self.own.sliding_window is None else self.own.sliding_window
+        window = len(slots) if self.layer_config.sliding_window is None else self.layer_config.sliding_window
         return (back >= 0) & (back < window) & torch.tensor(self.real)
 
-    def attended(self, layer: int, head: int) -> tuple[int, int]:
-        """The layers whose keys and whose values key/value head `head` of layer `layer` attends to."""
-        return attended(self.config, layer, head)
+    def find_sources(self, layer: int, head: int) -> tuple[int, int]:
+        """Find the layers whose keys and values key/value head `head` of layer `layer` attends to."""
+        return find_sources(self.config, layer, head)
 
-    def attended_to(self, layer: int, kv: int, head: int) -> Tensor:
-        """The keys or values that key/value head `head` of `layer` attends to."""
-        x = self.bank[self.attended(layer, head)[kv]][kv][head]
+    def find_attended(self, layer: int, kv: int, head: int) -> Tensor:
+        """Find the keys or values that key/value head `head` of `layer` attends to."""
+        x = self.bank[self.find_sources(layer, head)[kv]][kv][head]
         if "blend" not in self.config.mechanisms:
             return x
-        goal, weight, group = self.goal()
-        return mix((1 - weight, weight), (x, self.bank[attended(goal, layer, head // group)[kv]][kv][head]))
+        goal, weight, group = self.find_goal()
+        return mix((1 - weight, weight), (x, self.bank[find_sources(goal, layer, head // group)[kv]][kv][head]))
 
-    def goal(self) -> tuple[Any, float, int]:
-        """What a blended model goes over to, how far it has come, and how many of its heads become one."""
+    def find_goal(self) -> tuple[Any, float, int]:
+        """Return what a blended model goes over to, how far it has come, and how many of its heads become one."""
         c, options = self.config, self.config.mechanisms["blend"]
         heads = options["num_key_value_heads"] or c.num_key_value_heads
         goal = copy.copy(c)
         goal.num_key_value_heads, goal.mechanisms = heads, options["mechanisms"] or {}
         return goal, options["weight"], c.num_key_value_heads // heads
 
-    def stored(self, layer: int, kv: int) -> list[int]:
-        """The heads whose keys or values of `layer` somebody attends to."""
+    def list_stored_heads(self, layer: int, kv: int) -> list[int]:
+        """List the heads of `layer` whose keys or values some layer attends to."""
         layers = range(self.config.num_hidden_layers)
         heads = [layer_config(self.config, i).num_key_value_heads for i in layers]
-        return [h for h in range(heads[layer]) if any(self.attended(i, h)[kv] == layer for i in layers if h < heads[i])]
+        return [
+            h for h in range(heads[layer]) if any(self.find_sources(i, h)[kv] == layer for i in layers if h < heads[i])
+        ]
 
     def transform_block_input(self, name: str, layer: int, x: Tensor) -> Tensor:
-        """What goes into a block's attention."""
-        if name == "depth_attention" and self.queries(layer, 1):
-            return self.depth_attention(layer, self.queries(layer, 1)[0], x)
+        """Return the input of a block's attention."""
+        if name == "depth_attention" and self.list_queries(layer, 1):
+            return self.depth_attention(layer, self.list_queries(layer, 1)[0], x)
         options = self.config.mechanisms[name]
-        if name == "value_residual" and options["target"] == "hidden" and layer in self.receivers(options):
+        if name == "value_residual" and options["target"] == "hidden" and layer in self.list_receivers(options):
             return mix(self.two_weights(layer, options), (self.stream[options["source"]], x))
         return x
 
     def split_attention_inputs(self, name: str, layer: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What goes into queries "q", keys "k" and values "v", and the residual "stream"."""
-        ways = ["q", *(kind for kv, kind in enumerate("kv") if self.stored(layer, kv))]
+        """Return the inputs of queries "q", keys "k" and values "v", and the residual "stream"."""
+        ways = ["q", *(kind for kv, kind in enumerate("kv") if self.list_stored_heads(layer, kv))]
         if name == "depth_attention":
-            queries = zip(ways, self.queries(layer, 3), strict=False)
+            queries = zip(ways, self.list_queries(layer, 3), strict=False)
             return inputs | {way: self.depth_attention(layer, query, inputs[way]) for way, query in queries}
         if name == "mudd" and layer > 0:
-            sums = self.mudd(
+            sums = self.sum_states(
                 layer, "", self.stream[:layer], inputs["stream"], [inputs[way] for way in (*ways, "stream")]
             )
             return inputs | dict(zip((*ways, "stream"), sums, strict=True))
         return inputs
 
-    def queries(self, layer: int, count: int) -> list[Tensor]:
-        """Those of attention over depth in a layer, if it is set to so many."""
-        queries = self.of("depth_attention", layer, "query", block=True)
+    def list_queries(self, layer: int, count: int) -> list[Tensor]:
+        """List the queries of attention over depth in a layer, if it is set to so many."""
+        queries = self.find_parameter("depth_attention", layer, "query", block=True)
         return [] if queries is None or self.config.mechanisms["depth_attention"]["queries"] != count else list(queries)
 
     def depth_attention(self, layer: int, query: Tensor, x: Tensor) -> Tensor:
-        """What a query reads of the hidden states of earlier layers and of x."""
+        """Return what a query reads of the hidden states of earlier layers and of x."""
         options = self.config.mechanisms["depth_attention"]
         states = [*self.stream[: layer : options["block"]], x]
         written = [states[0], *(b - a for a, b in pairwise(states))]
@@ -445,110 +437,119 @@ class Reference:
         weights = [(scale * (key @ query)).exp() for key in keys]
         return mix([(weight / sum(weights))[:, None] for weight in weights], written)
 
-    def mudd(
+    def sum_states(
         self, layer: int, prefix: str, states: list[Tensor], x: Tensor, summands: Sequence[Tensor]
     ) -> list[Tensor]:
-        """For each way, Σ_j a_j(x)·X_j over earlier hidden states and its own summand."""
+        """Return Σ_j a_j(x)·X_j over earlier hidden states and a summand, for each of the summands."""
         up, down, bias = (
-            self.of("mudd", layer, prefix + name, block=True) for name in ("up.weight", "down.weight", "bias")
+            self.find_parameter("mudd", layer, prefix + name, block=True)
+            for name in ("up.weight", "down.weight", "bias")
         )
         inner = ACTIVATIONS["gelu"](rms_norm(x, 1.0, self.config.norm_eps) @ up.T)
         weights = (inner @ down.T).unflatten(1, bias.shape) + bias
         return [mix(weights[:, way].T[..., None], [*states, y]) for way, y in enumerate(summands)]
 
     def add_key_values(self, name: str, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values beside the tokens', each by key/value head: [K, d]."""
+        """Return added keys and values, each by key/value head: [K, d]."""
         options = self.config.mechanisms[name]
-        if name != "persistent_memory" or not self.acts(options, layer):
+        if name != "persistent_memory" or not self.acts_in(options, layer):
             return []
-        key, value = self.of(name, layer, "key"), self.of(name, layer, "value")
+        key, value = self.find_parameter(name, layer, "key"), self.find_parameter(name, layer, "value")
         count, width = key.shape[1:]
         return [(math.sqrt(width) * key[:, i], math.sqrt(count) * value[:, i]) for i in range(count)]
 
-    def around(self, stage: Stage, layer: int, x: Tensor) -> Tensor:
-        """`outer` of all mechanisms."""
+    def apply_stage(self, stage: Stage, layer: int, x: Tensor) -> Tensor:
+        """Apply `transform_stage` of all mechanisms."""
         for mechanism in self.config.mechanisms:
-            x = self.outer(stage, mechanism, layer, x)
+            x = self.transform_stage(stage, mechanism, layer, x)
         return x
 
-    def outer(self, stage: Stage, name: str, layer: int, x: Tensor) -> Tensor:
-        """The stages around attention and feed-forward but for those with a method here."""
+    def transform_stage(self, stage: Stage, name: str, layer: int, x: Tensor) -> Tensor:
+        """Transform x at a stage around attention or feed-forward that has no method of its own here."""
         options = self.config.mechanisms[name]
-        if name == "embedding_residual" and stage is Stage.RESIDUAL and self.acts(options, layer):
-            return mix(self.of(name, layer, "lambdas", block=True), (self.stream[0], x))
+        if name == "embedding_residual" and stage is Stage.RESIDUAL and self.acts_in(options, layer):
+            return mix(self.find_parameter(name, layer, "lambdas", block=True), (self.stream[0], x))
         if name == "smear" and stage is Stage.EMBEDDING:
-            return self.smeared(options, x)
-        if name == "ngram_memory" and stage is Stage.RESIDUAL and layer in self.remembers(options, "stream"):
+            return self.smear_embedding(options, x)
+        if name == "ngram_memory" and stage is Stage.RESIDUAL and layer in self.list_memories(options, "stream"):
             return x + self.ngram_memory(layer, x, block=True)
-        return self.convolved(layer, stage.name.lower(), x) if name == "short_conv" else x
+        return self.convolve_stream(layer, stage.name.lower(), x) if name == "short_conv" else x
 
-    def smeared(self, options: dict[str, Any], x: Tensor) -> Tensor:
-        """To each token's embedding, the one before it in the document."""
-        strength, gate = (self.of("smear", 0, parameter, block=True)[0] for parameter in ("strength", "gate.weight"))
+    def smear_embedding(self, options: dict[str, Any], x: Tensor) -> Tensor:
+        """Add to each token's embedding the one before it in the document."""
+        strength, gate = (
+            self.find_parameter("smear", 0, parameter, block=True)[0] for parameter in ("strength", "gate.weight")
+        )
         eps = torch.finfo(x.dtype).eps
         x = rms_norm(x, 1.0, eps) if options["norm"] == "before" else x
-        x = shift(x, (1.0, strength * (x[:, : len(gate)] @ gate).sigmoid()[:, None]), self.begins())
+        x = shift(x, (1.0, strength * (x[:, : len(gate)] @ gate).sigmoid()[:, None]), self.list_borders())
         return rms_norm(x, 1.0, eps) if options["norm"] == "after" else x
 
-    def acts(self, options: dict[str, Any], layer: int) -> bool:
+    def acts_in(self, options: dict[str, Any], layer: int) -> bool:
         """Whether the option `layers` names a layer; by default it names all."""
         return options["layers"] is None or layer in options["layers"]
 
     def transform_block_output(self, name: str, layer: int, x: Tensor) -> Tensor:
-        """What the next block is given."""
+        """Return the input of the next block."""
         options, is_last = self.config.mechanisms[name], layer == self.config.num_hidden_layers - 1
         states = [*self.stream[: layer + 1], x]
         if name == "mudd" and is_last:
-            return self.mudd(layer, "last.", states[:-1], x, [x])[0]
+            return self.sum_states(layer, "last.", states[:-1], x, [x])[0]
         if name == "backout" and is_last:
             middle = (layer + 1) // 2 if options["layer"] is None else options["layer"]
-            return x - self.of(name, layer, "strength", block=True) * states[middle + 1]
+            return x - self.find_parameter(name, layer, "strength", block=True) * states[middle + 1]
         if name == "dense_former" and (layer + 1) % options["period"] == 0:
             terms = [j for j in range(layer + 2) if (layer + 1 - j) % options["dilation"] == 0]
-            return mix(self.of(name, layer, "alpha", block=True)[: len(terms)], [states[j] for j in terms])
+            return mix(self.find_parameter(name, layer, "alpha", block=True)[: len(terms)], [states[j] for j in terms])
         return x
 
-    def transform_head_outputs(self, name: str, layer: int, read: list[Tensor]) -> list[Tensor]:
-        """What each query head has read."""
-        options, groups = self.config.mechanisms[name], self.own.num_attention_heads // self.own.num_key_value_heads
-        sources = [self.attended(layer, h // groups)[1] for h in range(len(read))]
+    def transform_head_outputs(self, name: str, layer: int, outputs: list[Tensor]) -> list[Tensor]:
+        """Return what each query head has read."""
+        options, groups = (
+            self.config.mechanisms[name],
+            self.layer_config.num_attention_heads // self.layer_config.num_key_value_heads,
+        )
+        sources = [self.find_sources(layer, h // groups)[1] for h in range(len(outputs))]
         if name == "neutreno" and layer > 0:
-            learned = self.of(name, layer, "lambdas")
+            learned = self.find_parameter(name, layer, "lambdas")
             factor = options["weight"] if learned is None else learned[0]
             pairs = [[self.raw[i]["v"][h // groups] for i in (0, source)] for h, source in enumerate(sources)]
-            return [x + factor * (v0 - v) for x, (v0, v) in zip(read, pairs, strict=True)]
-        if name == "exclusive" and self.acts(options, layer):
+            return [x + factor * (v0 - v) for x, (v0, v) in zip(outputs, pairs, strict=True)]
+        if name == "exclusive" and self.acts_in(options, layer):
             values = [self.final_v[source][h // groups] for h, source in enumerate(sources)]
-            return self.exclusive(self.of(name, layer, "alpha"), read, values)
-        return self.output_gate(layer, read) if name == "output_gate" and self.acts(options, layer) else read
+            return self.exclude_own_values(self.find_parameter(name, layer, "alpha"), outputs, values)
+        return self.output_gate(layer, outputs) if name == "output_gate" and self.acts_in(options, layer) else outputs
 
-    def output_gate(self, layer: int, read: list[Tensor]) -> list[Tensor]:
-        weight, scale = self.of("output_gate", layer, "gate.weight"), self.config.mechanisms["output_gate"]["scale"]
+    def output_gate(self, layer: int, outputs: list[Tensor]) -> list[Tensor]:
+        weight, scale = (
+            self.find_parameter("output_gate", layer, "gate.weight"),
+            self.config.mechanisms["output_gate"]["scale"],
+        )
         gates = scale * (self.inputs[layer][:, : weight.shape[1]] @ weight.T).sigmoid()
-        return [gate * x for gate, x in zip(gates.chunk(len(read), dim=1), read, strict=True)]
+        return [gate * x for gate, x in zip(gates.chunk(len(outputs), dim=1), outputs, strict=True)]
 
-    def exclusive(self, alpha: Tensor | None, read: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-        """What is left of each head's output without its part along the token's own value."""
-        left = []
-        for h, (y, v) in enumerate(zip(read, values, strict=True)):
+    def exclude_own_values(self, alpha: Tensor | None, outputs: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+        """Remove from each head's output its part along the token's own value."""
+        results = []
+        for h, (y, v) in enumerate(zip(outputs, values, strict=True)):
             strength, square = 1.0 if alpha is None else alpha[h].tanh(), (v * v).sum(1, keepdim=True)
             along = (y * v).sum(1, keepdim=True) / square.clamp(min=ZERO) * v
-            left.append(torch.where(square > ZERO, y - strength * along, y))
-        return left
+            results.append(torch.where(square > ZERO, y - strength * along, y))
+        return results
 
-    def receivers(self, options: dict[str, Any]) -> list[int]:
-        """The layers of a value residual that have something of their own to mix into."""
+    def list_receivers(self, options: dict[str, Any]) -> list[int]:
+        """List the layers of a value residual that have something to mix into."""
         depth, kv = self.config.num_hidden_layers, {"keys": 0, "values": 1}.get(options["target"])
         layers = range(options["source"] + 1, depth) if options["layers"] is None else options["layers"]
-        layers = [layer for layer in layers if kv is None or self.stored(layer, kv)]
+        layers = [layer for layer in layers if kv is None or self.list_stored_heads(layer, kv)]
         if options["mode"] == "sparse" and options["layers"] is None:
             return layers[-max(1, 3 * depth // 8) :]
         return layers
 
     def two_weights(self, layer: int, options: dict[str, Any]) -> tuple[Any, Any]:
-        """λ1 and λ2 of a value residual from one source."""
+        """Return λ1 and λ2 of a value residual from one source."""
         mode, fixed = options["mode"], {"constant": 2.0, "sparse": 5.0}
-        lambdas = self.of("value_residual", layer, "lambdas", block=options["target"] == "hidden")
+        lambdas = self.find_parameter("value_residual", layer, "lambdas", block=options["target"] == "hidden")
         if mode == "identity":
             return 0.5, 0.5
         if mode in fixed:
@@ -556,15 +557,13 @@ class Reference:
         if mode == "learnable":
             return tuple(lambdas)
         share = self.weights["model.mechanisms.value_residual.logits"].softmax(0)
-        share = share[self.receivers(options).index(layer)]
+        share = share[self.list_receivers(options).index(layer)]
         return self.weights["model.mechanisms.value_residual.scale"][0] * share, lambdas[0]
 
-    def transform_projections(
-        self, name: str, layer: int, q: ByHead, k: ByHead, v: ByHead
-    ) -> tuple[ByHead, ByHead, ByHead]:
+    def transform_projections(self, name: str, layer: int, q: ByHead, k: ByHead, v: ByHead) -> QKV:
         """Queries, keys and values before their norms."""
         if name == "blend":
-            return q, self.pooled(k), self.pooled(v)
+            return q, self.pool_heads(k), self.pool_heads(v)
         if name != "short_conv":
             return q, k, v
         sites = zip((q, k, v), ("queries", "keys", "values"), strict=True)
@@ -573,9 +572,9 @@ class Reference:
         )
         return q, k, v
 
-    def pooled(self, x: ByHead) -> ByHead:
+    def pool_heads(self, x: ByHead) -> ByHead:
         """Each head mixed with the mean of its group."""
-        _, weight, group = self.goal()
+        _, weight, group = self.find_goal()
         if group == 1:
             return x
         means = {h // group: mix([1 / group] * group, [x[h + i] for i in range(group)]) for h in x if h % group == 0}
@@ -586,7 +585,7 @@ class Reference:
 
         With a map of attention's input, one more number for each tap of a head; then the sum is scaled.
         """
-        taps, map_ = (self.of("short_conv", layer, site + name, block) for name in ("_taps", "_map.weight"))
+        taps, map_ = (self.find_parameter("short_conv", layer, site + name, block) for name in ("_taps", "_map.weight"))
         if taps is None:
             return x
         residual, window, convolved = float(self.config.mechanisms["short_conv"]["residual"]), len(taps), []
@@ -595,66 +594,70 @@ class Reference:
             if map_ is not None:
                 dynamic = self.inputs[-1] @ map_[h * window : (h + 1) * window].T
                 by_token, scale = by_token + dynamic.T[:, :, None], 1 / math.sqrt(2 * window + 1)
-            convolved.append(scale * (residual * row + shift(row, by_token, self.begins())))
+            convolved.append(scale * (residual * row + shift(row, by_token, self.list_borders())))
         return convolved
 
-    def convolved(self, layer: int, site: str, x: Tensor) -> Tensor:
+    def convolve_stream(self, layer: int, site: str, x: Tensor) -> Tensor:
         """x outside attention."""
-        taps = self.of("short_conv", layer, f"{site}_taps", block=True)
+        taps = self.find_parameter("short_conv", layer, f"{site}_taps", block=True)
         return x if taps is None else torch.cat([*self.short_conv(layer, site, x.split(taps.shape[2], dim=1))], dim=1)
 
-    def transform_qkv(self, name: str, layer: int, q: ByHead, k: ByHead, v: ByHead) -> tuple[ByHead, ByHead, ByHead]:
+    def transform_qkv(self, name: str, layer: int, q: ByHead, k: ByHead, v: ByHead) -> QKV:
         """Queries, keys and values after the mechanism `name`."""
         options = self.config.mechanisms[name]
         if name == "kv_shift":
             return self.kv_shift(layer, q, k, v)
-        if name == "value_embedding" and v and self.acts(options, layer):
+        if name == "value_embedding" and v and self.acts_in(options, layer):
             return q, k, self.value_embedding(layer, v)
-        if name == "ngram_memory" and v and layer in self.remembers(options, "values"):
-            added = self.ngram_memory(layer, self.inputs[layer], block=False).split(self.own.head_dim, dim=1)
+        if name == "ngram_memory" and v and layer in self.list_memories(options, "values"):
+            added = self.ngram_memory(layer, self.inputs[layer], block=False).split(self.layer_config.head_dim, dim=1)
             return q, k, {h: x + y for (h, x), y in zip(v.items(), added, strict=True)}
-        if name == "value_residual" and layer in self.receivers(options):
+        if name == "value_residual" and layer in self.list_receivers(options):
             return self.value_residual(layer, {"queries": q, "keys": k, "values": v})
         return q, k, v
 
-    def kv_shift(self, layer: int, q: ByHead, k: ByHead, v: ByHead) -> tuple[ByHead, ByHead, ByHead]:
-        options, total = self.config.mechanisms["kv_shift"], self.own.num_key_value_heads
+    def kv_shift(self, layer: int, q: ByHead, k: ByHead, v: ByHead) -> QKV:
+        options, total = self.config.mechanisms["kv_shift"], self.layer_config.num_key_value_heads
         if not options["variant"].startswith("half"):
-            return self.shifted(layer, q, "gamma"), self.shifted(layer, k, "alpha"), self.shifted(layer, v, "beta")
+            return (
+                self.shift_heads(layer, q, "gamma"),
+                self.shift_heads(layer, k, "alpha"),
+                self.shift_heads(layer, v, "beta"),
+            )
         return (
-            self.halved(q, self.own.num_attention_heads) if options["queries"] else q,
-            self.halved(k, total) if options["keys"] else k,
-            self.halved(v, total) if options["values"] else v,
+            self.shift_halves(q, self.layer_config.num_attention_heads) if options["queries"] else q,
+            self.shift_halves(k, total) if options["keys"] else k,
+            self.shift_halves(v, total) if options["values"] else v,
         )
 
-    def shifted(self, layer: int, x: ByHead, parameter: str) -> ByHead:
-        """ByHead whose tokens are mixed with those before them, with the taps of KV shift that `parameter` holds."""
-        taps, variant = self.of("kv_shift", layer, parameter), self.config.mechanisms["kv_shift"]["variant"]
+    def shift_heads(self, layer: int, x: ByHead, parameter: str) -> ByHead:
+        """Mix each head's tokens with those before them, with the taps of KV shift that `parameter` holds."""
+        taps, variant = self.find_parameter("kv_shift", layer, parameter), self.config.mechanisms["kv_shift"]["variant"]
         if taps is None:
             return x
         if variant != "free":
             current = taps.sigmoid() if variant == "gate" else taps.clamp(0, 1)
             taps = torch.stack((current, 1 - current))
-        return {head: shift(row, taps[:, i], self.begins()) for i, (head, row) in enumerate(x.items())}
+        return {head: shift(row, taps[:, i], self.list_borders()) for i, (head, row) in enumerate(x.items())}
 
-    def halved(self, x: ByHead, total: int) -> ByHead:
-        """The second half of all `total` heads, or of the channels of each, from the token before."""
+    def shift_halves(self, x: ByHead, total: int) -> ByHead:
+        """Take the second half of all `total` heads, or of the channels of each, from the token before."""
         by_head = self.config.mechanisms["kv_shift"]["variant"] == "half_heads"
         halved = {}
         for head, row in x.items():
             width = row.shape[1]
             half = (0 if head >= total // 2 else width) if by_head else (width + 1) // 2
-            halved[head] = torch.cat((row[:, :half], earlier(row, 1, self.begins())[:, half:]), dim=1)
+            halved[head] = torch.cat((row[:, :half], look_back(row, 1, self.list_borders())[:, half:]), dim=1)
         return halved
 
-    def value_residual(self, layer: int, heads: dict[str, ByHead]) -> tuple[ByHead, ByHead, ByHead]:
-        """Queries, keys and values, of which one are mixed with those of earlier layers."""
+    def value_residual(self, layer: int, heads: dict[str, ByHead]) -> QKV:
+        """Mix queries, keys or values with those of earlier layers."""
         options = self.config.mechanisms["value_residual"]
         receiving = heads.get(options["target"])
         if receiving:
             if options["mode"] == "dense":
                 sources = [raw["v"] for raw in self.raw[:layer] if raw["v"].keys() >= receiving.keys()]
-                weights: Any = self.of("value_residual", layer, "lambdas")
+                weights: Any = self.find_parameter("value_residual", layer, "lambdas")
             else:
                 sources = [self.raw[options["source"]][options["target"][0]]]
                 weights = self.two_weights(layer, options)
@@ -665,36 +668,36 @@ class Reference:
     def value_embedding(self, layer: int, v: ByHead) -> ByHead:
         c, options = self.config, self.config.mechanisms["value_embedding"]
         names = ("up.weight", "gate.weight", "scalar", "table.weight")
-        up, gate, scalar, table = (self.of("value_embedding", layer, name) for name in names)
+        up, gate, scalar, table = (self.find_parameter("value_embedding", layer, name) for name in names)
         heads = list(v)
         if options["tables"] is not None:
             layers = range(c.num_hidden_layers) if options["layers"] is None else sorted(set(options["layers"]))
-            number = [i for i in layers if self.stored(i, 1)].index(layer) % options["tables"]
+            number = [i for i in layers if self.list_stored_heads(i, 1)].index(layer) % options["tables"]
             table = self.weights["model.mechanisms.value_embedding.table.weight"].split(c.vocab_size)[number]
-            heads = list(range(self.own.num_key_value_heads)) if up is None else heads
+            heads = list(range(self.layer_config.num_key_value_heads)) if up is None else heads
         rows = table[self.ids] if up is None else table[self.ids] @ up.T
-        added = dict(zip(heads, rows.split(self.own.head_dim, dim=1), strict=True))
+        added = dict(zip(heads, rows.split(self.layer_config.head_dim, dim=1), strict=True))
         opened: Any = [1.0 if scalar is None else scalar[0]] * len(v)
         if gate is not None:
             opened = options["scale"] * (self.inputs[layer][:, : gate.shape[1]] @ gate.T).sigmoid().T[:, :, None]
         return {head: x + opened[i] * added[head] for i, (head, x) in enumerate(v.items())}
 
-    def remembers(self, options: dict[str, Any], target: str) -> Sequence[int]:
-        """The layers whose stream or values an n-gram memory is added to."""
+    def list_memories(self, options: dict[str, Any], target: str) -> Sequence[int]:
+        """List the layers to whose stream or values an n-gram memory is added."""
         if options["target"] != target:
             return ()
         default = range(1 if target == "stream" else self.config.num_hidden_layers)
         return default if options["layers"] is None else sorted(set(options["layers"]))
 
     def ngram_memory(self, layer: int, x: Tensor, block: bool) -> Tensor:
-        """What is added to each token. x: what the gate reads."""
+        """Return what is added to each token. x: the gate's input."""
         c, options = self.config, self.config.mechanisms["ngram_memory"]
         orders, heads = options["orders"], options["heads"]
         names = ("table.table.weight", "up.weight", "key.weight", "scalar")
-        table, up, key, scalar = (self.of("ngram_memory", layer, name, block) for name in names)
-        index = self.remembers(options, options["target"]).index(layer)
+        table, up, key, scalar = (self.find_parameter("ngram_memory", layer, name, block) for name in names)
+        index = self.list_memories(options, options["target"]).index(layer)
         least = options["vocab_size"] if options["rows"] is None else options["rows"]
-        sizes = primes(least, (index + 1) * len(orders) * heads)[-len(orders) * heads :]
+        sizes = list_primes(least, (index + 1) * len(orders) * heads)[-len(orders) * heads :]
         factors = ngram_factors(max(orders), options["vocab_size"], options["seed"] + 10007 * index)
         found_rows = []
         for t in range(len(self.ids)):
@@ -715,8 +718,8 @@ class Reference:
         return gate * (rows if up is None else rows @ up.T)
 
     def ngram_tokens(self, t: int) -> list[int]:
-        """The token at t and those before it, as an n-gram memory sees them: `end` beyond a border."""
-        options, begins = self.config.mechanisms["ngram_memory"], self.begins()
+        """List the token at t and those before it, as an n-gram memory sees them: `end` beyond a border."""
+        options, begins = self.config.mechanisms["ngram_memory"], self.list_borders()
         end = options["end_of_text"]
         past = [int(self.ids[t])]
         for back in range(1, max(options["orders"])):
@@ -726,10 +729,10 @@ class Reference:
 
     # Parts
 
-    def angles(self) -> Tensor:
-        """RoPE's angles [T, turned/2]: position·theta^(-2i/turned) turns channel i against channel i + turned/2."""
-        rope = self.own.rope_parameters
-        turned = int(self.own.head_dim * rope.get("partial_rotary_factor", 1.0))
+    def compute_angles(self) -> Tensor:
+        """Compute RoPE's angles [T, turned/2]: position·theta^(-2i/turned) turns channel i against i + turned/2."""
+        rope = self.layer_config.rope_parameters
+        turned = int(self.layer_config.head_dim * rope.get("partial_rotary_factor", 1.0))
         rates = [rope["rope_theta"] ** (-2 * i / turned) for i in range(turned // 2)]
         return self.position[:, None] * torch.tensor(rates, dtype=torch.float64)
 
@@ -756,7 +759,11 @@ class Reference:
 
     def project(self, name: str, x: Tensor, heads: Sequence[int]) -> ByHead:
         """Queries, keys or values."""
-        return dict(zip(heads, self.linear(name, x).split(self.own.head_dim, dim=1), strict=True)) if heads else {}
+        return (
+            dict(zip(heads, self.linear(name, x).split(self.layer_config.head_dim, dim=1), strict=True))
+            if heads
+            else {}
+        )
 
     def feed_forward(self, layer: int, x: Tensor) -> Tensor:
         name = f"model.layers.{layer}.mlp"
@@ -770,74 +777,7 @@ class Reference:
         return self.linear(f"{name}.down_proj", inner * hidden["up"] if len(sides) > 1 else inner)
 
     def transform_feed_forward_hidden(self, name: str, layer: int, hidden: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What goes into the feed-forward's activation, "gate" and "up"."""
+        """Return the inputs of the feed-forward's activation, "gate" and "up"."""
         if name != "short_conv":
             return hidden
-        return {side: self.convolved(layer, side, x) for side, x in hidden.items()}
-
-
-class ImageReference(Reference):
-    """`HeadwaterForImageClassification`, on one image at a time.
-
-    A slot is the class token, a register or a patch; `places` holds the row and column of each patch.
-    """
-
-    def __call__(self, image: Tensor) -> Tensor:  # type: ignore[override]
-        """Logits [classes] of one image [C, H, W]."""
-        c = self.config
-        high, wide = c.patch_shape
-        grid = image.shape[1] // high, image.shape[2] // wide
-        self.places: list[Any] = [(r, col) for r in range(grid[0]) for col in range(grid[1])]
-        patches = [image[:, r * high : (r + 1) * high, col * wide : (col + 1) * wide] for r, col in self.places]
-        x = self.linear("model.embed_patches", torch.stack([patch.flatten() for patch in patches]))
-        for name in ("registers", "class_token"):
-            tokens = self.weights.get(f"model.{name}.weight", x[:0])
-            x, self.places = torch.cat((tokens, x)), [None] * len(tokens) + self.places
-        self.position = torch.arange(len(x))
-        x = self.norm("model.norm", self.blocks(x + self.added(grid)))
-        of_patches = [place is not None for place in self.places]
-        return self.linear("classifier", (x[:1] if c.pooling == "token" else x[of_patches].mean(0, keepdim=True)))[0]
-
-    def added(self, grid: tuple[int, int]) -> Any:
-        """What is added to each slot for its position."""
-        c, width = self.config, self.config.hidden_size
-        if c.position == "learned":
-            table = self.weights["model.embed_positions.weight"]
-            trained = c.image_shape[0] // c.patch_shape[0], c.image_shape[1] // c.patch_shape[1]
-            patches = table[len(table) - trained[0] * trained[1] :].T.unflatten(1, trained)
-            if grid != trained:
-                patches = interpolate(patches[None], size=grid, mode="bicubic", align_corners=False)[0]
-            rows = [table[t] if place is None else patches[:, *place] for t, place in enumerate(self.places)]
-            return torch.stack(rows)
-        if c.position == "sincos":
-
-            def waves(coordinate: int) -> list[float]:
-                angles = [coordinate / 10000 ** (4 * i / width) for i in range(width // 4)]
-                return [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
-
-            rows = [[0.0] * width if place is None else waves(place[1]) + waves(place[0]) for place in self.places]
-            return torch.tensor(rows, dtype=torch.float64)
-        return 0.0
-
-    def find_visible(self) -> Tensor:
-        return torch.ones(len(self.places), len(self.places), dtype=torch.bool)
-
-    def begins(self) -> set[int]:
-        """The tokens before the patches, the first patch, and if asked each row's first."""
-        by_row = self.config.stop_at_rows
-        return {t for t, at in enumerate(self.places) if at is None or at == (0, 0) or (by_row and at[1] == 0)}
-
-    def angles(self) -> Tensor:
-        """Half of the pairs of channels turn by the patch's row, the others by its column; tokens do not turn."""
-        rope = self.config.rope_parameters
-        turned = int(self.config.head_dim * rope.get("partial_rotary_factor", 1.0))
-        pairs = [divmod(i, turned // 4) for i in range(turned // 2)]
-        rates = [(axis, rope["rope_theta"] ** (-4 * rate / turned)) for axis, rate in pairs]
-        places = [place or (0, 0) for place in self.places]
-        return torch.tensor([[place[axis] * rate for axis, rate in rates] for place in places], dtype=torch.float64)
-
-
-def reference(model: Any, differentiable: bool = False) -> Reference:
-    """The reference with `model`'s weights; `differentiable` gives the model's own parameters to autograd."""
-    kind = Reference if model.config.is_causal else ImageReference
-    return kind(model.config, dict(model.state_dict(keep_vars=differentiable)))
+        return {side: self.convolve_stream(layer, side, x) for side, x in hidden.items()}

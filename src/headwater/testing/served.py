@@ -29,23 +29,23 @@ TAKEN_BACK = 2
 class NaiveEngine(PagedEngine):
     """Attention over the blocks of one sequence after another."""
 
-    def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+    def read_heads(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
         batch, out = self.batch, torch.empty_like(q)
         assert batch is not None
         for sequence, end in enumerate(batch.ends.tolist()):
-            own = batch.sequence == sequence
+            is_own = batch.sequence == sequence
             blocks = batch.table[sequence, : -(-end // batch.block_size)]
             k, v = (x[blocks].transpose(0, 1).flatten(1, 2)[None, :, :end] for x in (keys, values))
-            distance = batch.position[own][:, None] - torch.arange(end)
-            seen = distance >= 0
+            distance = batch.position[is_own][:, None] - torch.arange(end)
+            visible = distance >= 0
             if attention.sliding_window is not None:
-                seen &= distance < attention.sliding_window
-            mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, torch.finfo(q.dtype).min)[None, None]
-            if (slopes := self.slopes_of(attention, first, q.shape[1])) is not None:
+                visible &= distance < attention.sliding_window
+            mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)[None, None]
+            if (slopes := self.slopes_of(attention, start, q.shape[1])) is not None:
                 mask = mask - slopes[:, None, None] * distance
-            one = q[own].transpose(0, 1)[None]
-            module = cast(nn.Module, attention)
-            out[own] = eager_attention(module, one, k, v, mask, attention.scaling, softcap=attention.softcap)[0][0]
+            queries, module = q[is_own].transpose(0, 1)[None], cast(nn.Module, attention)
+            outputs = eager_attention(module, queries, k, v, mask, attention.scaling, softcap=attention.softcap)
+            out[is_own] = outputs[0][0]
         return out
 
 
@@ -59,7 +59,7 @@ class Request:
 
 
 class Server:
-    """Runs rows to their ends, checking nothing itself: `outputs` gives each token's logits as they are computed.
+    """Runs rows to their ends, checking nothing itself: `run_rows` gives each token's logits as they are computed.
 
     share: the model is this part of one that is split over processes.
     """
@@ -75,66 +75,66 @@ class Server:
         self.random = random.Random(seed)
         element = next(model.parameters()).element_size()
         share = share or Portion(model.config)
-        page = Page(share.narrow, share.plans, block_size, element, TAKEN_BACK)
+        page = Page(share.narrow_config, share.plans, block_size, element, TAKEN_BACK)
         self.engine = NaiveEngine(page, share.slopes)
-        self.known: dict[tuple[int, ...], int] = {}  # blocks of prefixes
-        self.used = 0
+        self.prefix_blocks: dict[tuple[int, ...], int] = {}  # blocks of prefixes
+        self.block_count = 0
 
     @torch.no_grad()
-    def outputs(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, Tensor]]:
+    def run_rows(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, Tensor]]:
         """(row, position, logits [V]) of every token, some of them several times."""
         live = [Request([*row]) for row in rows]
         # What nobody has written is no number.
-        self.engine.bind(torch.full((self.size * 200, self.engine.page.size), 0xFF, dtype=torch.uint8))
+        self.engine.bind_memory(torch.full((self.size * 200, self.engine.page.size), 0xFF, dtype=torch.uint8))
         while waiting := [row for row in live if row.done < len(row.tokens)]:
             chosen = self.random.sample(waiting, self.random.randint(1, len(waiting)))
-            steps = [self.scheduled(row) for row in chosen]
-            logits = self.run(chosen, steps)
-            for row, tokens, made in zip(chosen, steps, logits, strict=True):
+            steps = [self.schedule_tokens(row) for row in chosen]
+            logits = self.run_step(chosen, steps)
+            for row, tokens, outputs in zip(chosen, steps, logits, strict=True):
                 right = min(len(tokens), len(row.tokens) - row.done)
                 right = next((n for n in range(right) if tokens[n] != row.tokens[row.done + n]), right)
                 for n in range(right):
-                    yield live.index(row), row.done + n, made[n]
+                    yield live.index(row), row.done + n, outputs[n]
                 row.done += right
                 if self.random.random() < 0.1:
                     row.done, row.blocks = 0, []
 
-    def scheduled(self, row: Request) -> list[int]:
+    def schedule_tokens(self, row: Request) -> list[int]:
         """The tokens that a row is given next; the last ones may be wrong."""
         if row.done == 0:
             while (len(row.blocks) + 1) * self.size < len(row.tokens):
                 prefix = tuple(row.tokens[: (len(row.blocks) + 1) * self.size])
-                if prefix not in self.known:
+                if prefix not in self.prefix_blocks:
                     break
-                row.blocks.append(self.known[prefix])
+                row.blocks.append(self.prefix_blocks[prefix])
             row.done = len(row.blocks) * self.size
         end = self.random.randint(row.done + 1, len(row.tokens))
         right = row.tokens[row.done : end]
         tried = [self.random.randrange(50) for _ in range(self.random.randint(0, TAKEN_BACK))]
-        for at in range(len(row.blocks), -(-(end + len(tried)) // self.size)):
-            row.blocks.append(self.used)
-            self.used += 1
-            if (at + 1) * self.size <= end:
-                self.known.setdefault(tuple(row.tokens[: (at + 1) * self.size]), row.blocks[at])
+        for index in range(len(row.blocks), -(-(end + len(tried)) // self.size)):
+            row.blocks.append(self.block_count)
+            self.block_count += 1
+            if (index + 1) * self.size <= end:
+                self.prefix_blocks.setdefault(tuple(row.tokens[: (index + 1) * self.size]), row.blocks[index])
         return right + tried
 
-    def run(self, rows: Sequence[Request], steps: Sequence[list[int]]) -> Sequence[Tensor]:
+    def run_step(self, rows: Sequence[Request], steps: Sequence[list[int]]) -> Sequence[Tensor]:
         counts = [len(tokens) for tokens in steps]
         starts = torch.tensor([0, *counts]).cumsum(0)
         lengths = torch.tensor([row.done + count for row, count in zip(rows, counts, strict=True)])
         table = torch.zeros(len(rows), max(len(row.blocks) for row in rows) + 1, dtype=torch.long)
-        for one, row in zip(table, rows, strict=True):
-            one[: len(row.blocks)] = torch.tensor(row.blocks)
+        for table_row, row in zip(table, rows, strict=True):
+            table_row[: len(row.blocks)] = torch.tensor(row.blocks)
         self.engine.batch = batch = FlatBatch(starts, lengths, table, self.size)
         ids = torch.tensor([token for tokens in steps for token in tokens])
         hidden = self.model.model.serve_tokens(ids, batch.position, self.engine)
         return self.model.logits(self.model.scale_hidden(hidden)).split(counts)
 
 
-def prompts(vocabulary: int, seed: int = 0) -> list[list[int]]:
+def make_prompts(vocabulary: int, seed: int = 0) -> list[list[int]]:
     """Rows with prefixes in common, as short as one token, and equal ones."""
     draw = random.Random(seed)
     prefix = [draw.randrange(vocabulary) for _ in range(11)]
     ends = [(11, 3), (8, 6), (4, 1), (0, 1), (0, 17), (11, 5), (8, 1)]
-    rows = [prefix[:shared] + [draw.randrange(vocabulary) for _ in range(more)] for shared, more in ends]
+    rows = [prefix[:shared] + [draw.randrange(vocabulary) for _ in range(length)] for shared, length in ends]
     return [*rows, rows[0]]

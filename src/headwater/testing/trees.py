@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.testing.models import tokens
+from headwater.testing.small_models import tokens
 
 
 class Tree:
@@ -16,42 +16,42 @@ class Tree:
         self.parents = parents
         self.ids = tokens(len(parents), seed=seed)
 
-    def path(self, token: int) -> list[int]:
-        return [] if token < 0 else [*self.path(self.parents[token]), token]
+    def list_path(self, token: int) -> list[int]:
+        return [] if token < 0 else [*self.list_path(self.parents[token]), token]
 
     @property
     def positions(self) -> Tensor:
-        return torch.tensor([len(self.path(token)) - 1 for token in range(len(self.parents))])
+        return torch.tensor([len(self.list_path(token)) - 1 for token in range(len(self.parents))])
 
     @property
-    def seen(self) -> Tensor:
-        seen = torch.zeros(len(self.parents), len(self.parents), dtype=torch.bool)
+    def visible(self) -> Tensor:
+        visible = torch.zeros(len(self.parents), len(self.parents), dtype=torch.bool)
         for token in range(len(self.parents)):
-            seen[token, self.path(token)] = True
-        return seen
+            visible[token, self.list_path(token)] = True
+        return visible
 
-    def expected(self, model: HeadwaterForCausalLM) -> Tensor:
+    def compute_logits(self, model: HeadwaterForCausalLM) -> Tensor:
         """Logits [T, V]: each path from the root to a leaf run alone."""
         logits: dict[int, Tensor] = {}
         for leaf in set(range(len(self.parents))) - set(self.parents):
-            path = self.path(leaf)
+            path = self.list_path(leaf)
             logits |= zip(path, model(self.ids[path][None], use_cache=False).logits[0], strict=True)
         return torch.stack([logits[token] for token in range(len(self.parents))])
 
 
-def batch(trees: list[Tree]) -> dict[str, Tensor]:
-    """What a model is called with for trees of one size."""
+def batch_trees(trees: list[Tree]) -> dict[str, Tensor]:
+    """Return a model's inputs for trees of one size."""
     return {
         "input_ids": torch.stack([tree.ids for tree in trees]),
         "position_ids": torch.stack([tree.positions for tree in trees]),
-        "attention_mask": torch.stack([tree.seen for tree in trees])[:, None],
+        "attention_mask": torch.stack([tree.visible for tree in trees])[:, None],
     }
 
 
-def part(given: dict[str, Tensor], start: int, end: int) -> dict[str, Tensor]:
+def slice_tokens(inputs: dict[str, Tensor], start: int, end: int) -> dict[str, Tensor]:
     """Tokens from `start` to `end`; the mask over all up to `end`."""
     return {
-        "input_ids": given["input_ids"][:, start:end],
-        "position_ids": given["position_ids"][:, start:end],
-        "attention_mask": given["attention_mask"][:, :, start:end, :end],
+        "input_ids": inputs["input_ids"][:, start:end],
+        "position_ids": inputs["position_ids"][:, start:end],
+        "attention_mask": inputs["attention_mask"][:, :, start:end, :end],
     }

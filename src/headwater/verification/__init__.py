@@ -1,10 +1,10 @@
 """Whether decoding with a cache says what the model without one says: every way of decoding, of any causal model.
 
-`watch` calls a model and watches its layers, `ways` are the ways of decoding, `verdicts` runs them in each precision;
+`subject` calls a model and watches its layers, `ways` are the ways of decoding, `verdicts` runs them in each precision;
 `own` is for headwater's models.
 """
 
-from headwater.verification.own import tiny, verify
+from headwater.verification.own import build_tiny, verify
 from headwater.verification.verdicts import Verified
 from headwater.verification.ways import WAYS, Parting, Way
 
@@ -13,6 +13,6 @@ __all__ = [
     "Parting",
     "Verified",
     "Way",
-    "tiny",
+    "build_tiny",
     "verify",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Collection
 from functools import partial
 
@@ -17,41 +16,31 @@ from headwater.cost import counts as cost
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
+from headwater.verification.subject import Subject
 from headwater.verification.verdicts import EXACT, Verified, verify_twice
-from headwater.verification.watch import Subject
-from headwater.verification.ways import LONGEST, PROMPT, WAYS, Feed, Probe, Way, packed
+from headwater.verification.ways import LONGEST, PROMPT, WAYS, Feed, Probe, Way, read_packed
 
 # What fp64 differs by at most without a mistake: these models make no constants in fp32.
 OWN_EXACT = 1e-9
 
 
-def tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> HeadwaterForCausalLM | None:
-    """A small fp64 model with perturbed parameters (zeros and ones would hide bugs); None if the config is invalid."""
+def build_tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> HeadwaterForCausalLM | None:
+    """Build a small fp64 model with perturbed parameters (zeros and ones hide bugs); None for an invalid config."""
+    sizes = dict(vocab_size=97, hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2)
     try:
-        config = HeadwaterConfig(
-            vocab_size=97,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=1024,
-            initializer_seed=seed,
-            mechanisms=mechanisms,
-        )
+        config = HeadwaterConfig(**sizes, initializer_seed=seed, mechanisms=mechanisms)
         plan_layers(config)
     except (HeadwaterError, StrictDataclassError):
         return None
-    model = HeadwaterForCausalLM(config)
+    model = HeadwaterForCausalLM(config).requires_grad_(False)
     draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=draw))
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape, generator=draw))
     return model.double().eval()
 
 
-def _materialised(probe: Probe) -> None:
-    """With ordinary keys and values in every layer and a cache that knows nothing of this library."""
+def _decode_materialised(probe: Probe) -> None:
+    """Decode with ordinary keys and values in every layer and a cache that knows nothing of this library."""
     model = probe.subject.model
     config = copy.deepcopy(model.config)
     config.materialise = True
@@ -60,32 +49,30 @@ def _materialised(probe: Probe) -> None:
     probe.subject = Subject(ordinary.eval())
     feed = Feed(probe, range(len(probe.texts.ids)), cache=DynamicCache())
     for tokens in (7, 1, 4):
-        feed.read(tokens)
-    feed.read()
+        feed.read_tokens(tokens)
+    feed.read_tokens()
 
 
-def _bytes(probe: Probe) -> None:
+def _compare_bytes(probe: Probe) -> None:
     feed = Feed(probe, range(len(probe.texts.ids)))
-    feed.read(PROMPT)
+    feed.read_tokens(PROMPT)
     model = probe.subject.model
     planned = cost.cache_bytes(model.config, PROMPT, len(feed.rows), model.dtype.itemsize)
-    probe.tell(0, PROMPT - 1, abs(cache_bytes(feed.cache) - planned) / planned)
+    probe.record_error(0, PROMPT - 1, abs(cache_bytes(feed.cache) - planned) / planned)
 
 
 OWN_WAYS = [
-    Way("materialised", _materialised),
-    Way("cache bytes", _bytes),
+    Way("materialised", _decode_materialised),
+    Way("cache bytes", _compare_bytes),
 ]
 
 
 def ways_of(model: PreTrainedModel) -> list[Way]:
-    """All ways of decoding that apply to a class of models."""
+    """List the ways of decoding that apply to a class of models."""
     if not isinstance(model, HeadwaterForCausalLM):
         return WAYS
-    promised = [
-        dataclasses.replace(way, run=partial(packed, promised=True)) if way.name == "packing" else way for way in WAYS
-    ]
-    return [*promised, *OWN_WAYS]
+    packing = Way("packing", partial(read_packed, promised=True))
+    return [*(packing if way.name == packing.name else way for way in WAYS), *OWN_WAYS]
 
 
 def verify(

@@ -1,4 +1,4 @@
-"""What verifying a model finds: for each way of decoding, whether it says what the model without a cache says."""
+"""Verdicts on a model: whether each way of decoding gives the logits of the model without a cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headwater.util.errors import HeadwaterError
-from headwater.verification.watch import Subject
+from headwater.verification.subject import Subject
 from headwater.verification.ways import CAUSAL, WAYS, DoesNotApply, Feed, Parting, Probe, Way, texts_for
 
 # In fp64, constants that a model made in fp32 exceed 1e-9, and only a mistake exceeds `EXACT`; in fp32, the rounding of
@@ -39,7 +39,7 @@ class Verified:
     only_rounded: bool = False
 
 
-def sentence(error: BaseException) -> str:
+def write_error(error: BaseException) -> str:
     """An exception as one line."""
     text = " ".join(str(error).split())
     if isinstance(error, DoesNotApply | HeadwaterError):
@@ -66,18 +66,18 @@ def verify_model(model: PreTrainedModel, seed: int, ways: Sequence[Way], exact_t
         if way.name == CAUSAL and verdicts[-1].ok is False:
             why = "logits depend on later tokens even without a cache"
             return verdicts + [Verified(name, None, why=why) for name in [*(way.name for way in ways[1:]), BF16]]
-    return [*verdicts, _bf16(model, judge)]
+    return [*verdicts, _judge_bf16(model, judge)]
 
 
 def _judge_way(way: Way, exact: _Precision, rounded: _Precision) -> Verified:
     """The verdict on one way in fp64, if the model runs in it, and the error in fp32."""
     if exact.subject is None:
-        verdict = rounded.run(way)
+        verdict = rounded.run_way(way)
         return dataclasses.replace(verdict, error=None, rounded=verdict.error)
-    verdict = exact.run(way)
+    verdict = exact.run_way(way)
     if way.generates or rounded.subject is None:
         return verdict
-    in_fp32 = rounded.run(way)
+    in_fp32 = rounded.run_way(way)
     return dataclasses.replace(verdict, rounded=in_fp32.error, only_rounded=bool(verdict.ok) and in_fp32.ok is False)
 
 
@@ -115,7 +115,7 @@ class _Precision:
                 subject.model.set_experts_implementation("eager")  # the kernels for experts take no fp64
             self.texts = texts_for(subject, seed)
         except Exception as error:
-            self.why = sentence(error)
+            self.why = write_error(error)
             return
         if not self.texts.alone.logits.isfinite().all():
             return
@@ -123,37 +123,37 @@ class _Precision:
         if subject.positions:  # some models begin at another number than 0
             probe = Probe(subject, self.texts, self.tolerance)
             try:
-                Feed(probe, range(len(self.texts.ids))).read(use_cache=False)
+                Feed(probe, range(len(self.texts.ids))).read_tokens(use_cache=False)
                 subject.positions = probe.parting is None
             except Exception:
                 subject.positions = False
         # How far two evaluations without a cache are apart that ought to be the same.
-        noise = self.run(next(way for way in WAYS if way.name == CAUSAL)).error
+        noise = self.run_way(next(way for way in WAYS if way.name == CAUSAL)).error
         if noise is not None and noise <= self.tolerance:
             self.tolerance = max(self.tolerance, 100 * noise)
 
-    def run(self, way: Way) -> Verified:
+    def run_way(self, way: Way) -> Verified:
         assert self.subject is not None
         probe = Probe(self.subject, self.texts, self.tolerance)
         try:
             way.run(probe)
         except Exception as error:
             if probe.parting is None:
-                return Verified(way.name, None, why=sentence(error))
+                return Verified(way.name, None, why=write_error(error))
         return Verified(way.name, probe.parting is None, probe.error, parting=probe.parting)
 
 
-def _bf16(model: PreTrainedModel, judge: _Precision) -> Verified:
-    """With a cache in bf16, relative to how far bf16 without a cache is from the same model in full precision."""
+def _judge_bf16(model: PreTrainedModel, judge: _Precision) -> Verified:
+    """Judge a cache in bf16, relative to how far bf16 without a cache is from the same model in full precision."""
     try:
         half = Subject(copy.deepcopy(model).to(torch.bfloat16).eval())
         assert judge.subject is not None
         half.positions = judge.subject.positions
         alone = half(judge.texts.ids, use_cache=False)[0].logits.double()
         feed = Feed(Probe(half, judge.texts, math.inf), range(len(judge.texts.ids)))
-        cached_logits = torch.cat([feed.read(tokens).logits for tokens in (6, 1, 2, 1, 7, 3)], dim=1).double()
+        cached_logits = torch.cat([feed.read_tokens(tokens).logits for tokens in (6, 1, 2, 1, 7, 3)], dim=1).double()
     except Exception as raised:
-        return Verified(BF16, None, why=sentence(raised))
+        return Verified(BF16, None, why=write_error(raised))
     true = judge.texts.alone.logits.double()
     uncached, cached = ((logits - true).square().mean(dim=(0, 2)).sqrt() for logits in (alone, cached_logits))
     size = float(true.square().mean().sqrt())

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from headwater.nn.cache_name import CACHE, cache_of
-from headwater.verification.watch import Seen, Subject, in_double
+from headwater.verification.subject import CallOutput, Subject, in_double
 
 # Texts, their tokens, and how many of them the last text shares with the first.
 ROWS, LENGTH, SHARED = 4, 20, 12
@@ -39,7 +39,7 @@ class DoesNotApply(Exception):
 
 @dataclass(frozen=True)
 class Parting:
-    """Where a way first parts from the model without a cache: a token, by its row in the batch (of packed documents,
+    """The first difference from the model without a cache: a token, by its row in the batch (of packed documents,
     the document) and its position in that row's text, and the first layer that writes something else there (None: it
     cannot be seen, or only the logits differ).
     """
@@ -55,7 +55,7 @@ class Texts:
 
     ids: Tensor
     pad: int
-    alone: Seen
+    alone: CallOutput
 
     @property
     def scale(self) -> float:
@@ -76,6 +76,10 @@ def texts_for(subject: Subject, seed: int = 0) -> Texts:
     return Texts(ids, pad, subject(ids, use_cache=False)[0])
 
 
+# (row, slot, text, position, length): slots of a call's rows, and where in the texts the same tokens are.
+CallSpan = tuple[int, int, int, int, int]
+
+
 class Probe:
     """One way with one model: compares what calls return with the uncached pass, and keeps the first parting."""
 
@@ -84,15 +88,14 @@ class Probe:
         self.error = 0.0
         self.parting: Parting | None = None
 
-    def compare(self, seen: Seen, spans: Sequence[tuple[int, int, int, int, int]], packed: bool = False) -> None:
-        """spans: (row, slot, text, position, length) of what a call returned: slots of its rows, and where in the
-        texts the same tokens are."""
+    def compare_call(self, output: CallOutput, spans: Sequence[CallSpan], packed: bool = False) -> None:
+        """Compare what a call returned at `spans` with the uncached pass, and keep the first parting."""
         earliest: tuple[int, int, int, int] | None = None
         for row, slot, text, position, length in spans:
             if length <= 0:
                 continue
-            logits = seen.logits[row, slot : slot + length]
-            error = _errors(logits, self.texts.alone.logits[text, position : position + length], self.texts.scale)
+            logits = output.logits[row, slot : slot + length]
+            error = _find_errors(logits, self.texts.alone.logits[text, position : position + length], self.texts.scale)
             self.error = max(self.error, float(error.max()))
             parted = (error > self.tolerance).nonzero()
             if len(parted):
@@ -101,25 +104,29 @@ class Probe:
                 earliest = candidate if earliest is None else min(earliest, candidate)
         if earliest is not None and self.parting is None:
             position, row, slot, text = earliest
-            self.parting = Parting(text if packed else row, position, self._layer(seen, row, slot, text, position))
+            layer = self._find_layer(output, row, slot, text, position)
+            self.parting = Parting(text if packed else row, position, layer)
 
-    def _layer(self, seen: Seen, row: int, slot: int, text: int, position: int) -> str | None:
-        for name, wrote in seen.layers.items():
+    def _find_layer(self, output: CallOutput, row: int, slot: int, text: int, position: int) -> str | None:
+        for name, wrote in output.layers.items():
             alone = self.texts.alone.layers.get(name)
             if alone is None or wrote.shape[2:] != alone.shape[2:]:
                 continue
             scale = float(alone.abs().max())
-            if scale and float(_errors(wrote[row, slot][None], alone[text, position][None], scale)) > self.tolerance:
+            if (
+                scale
+                and float(_find_errors(wrote[row, slot][None], alone[text, position][None], scale)) > self.tolerance
+            ):
                 return name
         return None
 
-    def tell(self, row: int, position: int, error: float) -> None:
+    def record_error(self, row: int, position: int, error: float) -> None:
         """A comparison that was made elsewhere."""
         self.error = max(self.error, error)
         if error > self.tolerance and self.parting is None:
             self.parting = Parting(row, position)
 
-    def cache(self) -> Any:
+    def make_cache(self) -> Any:
         """An empty cache, as `generate` makes it; None: the model makes its own."""
         supports = getattr(self.subject.model, "_supports_default_dynamic_cache", None)
         if self.subject.cache_name in (CACHE, "past_key_values", "cache_params") and (supports is None or supports()):
@@ -127,7 +134,7 @@ class Probe:
         return None
 
 
-def _errors(x: Tensor, y: Tensor, scale: float) -> Tensor:
+def _find_errors(x: Tensor, y: Tensor, scale: float) -> Tensor:
     """The largest difference of each token, relative to `scale`; infinite where a number is not finite."""
     difference = (x.double() - y.double()).abs().flatten(1).amax(1) / scale
     return difference.nan_to_num(nan=math.inf)
@@ -149,22 +156,24 @@ class Feed:
     ) -> None:
         self.probe, self.rows, self.bare = probe, list(rows), bare
         self.pads = list(pads) if pads is not None else [0] * len(self.rows)
-        self.cache = probe.cache() if cache is None else cache
-        self.at = 0
+        self.cache = probe.make_cache() if cache is None else cache
+        self.position = 0
 
-    def read(self, tokens: int | None = None, wrong: Sequence[int] | None = None, use_cache: bool = True) -> Seen:
+    def read_tokens(
+        self, tokens: int | None = None, wrong: Sequence[int] | None = None, use_cache: bool = True
+    ) -> CallOutput:
         """Read the next tokens (default: all that are left). wrong: of these texts instead, without a comparison."""
-        until = LENGTH if tokens is None else self.at + tokens
+        until = LENGTH if tokens is None else self.position + tokens
         mask = (torch.arange(until) >= torch.tensor(self.pads)[:, None]).long()
-        positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)[:, self.at :]  # as `generate` counts them
+        positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)[:, self.position :]  # as `generate` counts them
         arguments: dict[str, Any] = {} if self.bare else {"mask": mask, "positions": positions}
         texts = self.probe.texts
         lines = [
             torch.cat((torch.full((pad,), texts.pad), texts.ids[text, : LENGTH - pad]))
             for text, pad in zip(self.rows if wrong is None else wrong, self.pads, strict=True)
         ]
-        ids = torch.stack(lines)[:, self.at : until]
-        seen, cache = self.probe.subject(ids, self.cache if use_cache else None, use_cache=use_cache, **arguments)
+        ids = torch.stack(lines)[:, self.position : until]
+        output, cache = self.probe.subject(ids, self.cache if use_cache else None, use_cache=use_cache, **arguments)
         if use_cache:
             if cache is None:
                 raise DoesNotApply("the model returns no cache")
@@ -172,45 +181,48 @@ class Feed:
         if wrong is None:
             spans = []
             for row, (text, pad) in enumerate(zip(self.rows, self.pads, strict=True)):
-                begin = max(self.at, pad)
-                spans.append((row, begin - self.at, text, begin - pad, until - begin))
-            self.probe.compare(seen, spans)
-        self.at = until
-        return seen
+                begin = max(self.position, pad)
+                spans.append((row, begin - self.position, text, begin - pad, until - begin))
+            self.probe.compare_call(output, spans)
+        self.position = until
+        return output
 
-    def steps(self, tokens: int | None = None) -> None:
+    def read_singly(self, tokens: int | None = None) -> None:
         """Read tokens one by one."""
-        for _ in range(LENGTH - self.at if tokens is None else tokens):
-            self.read(1)
+        for _ in range(LENGTH - self.position if tokens is None else tokens):
+            self.read_tokens(1)
 
 
-def _all(probe: Probe) -> list[int]:
+def _list_rows(probe: Probe) -> list[int]:
     return list(range(len(probe.texts.ids)))
 
 
 # Without a cache
 
 
-def _prefixes(probe: Probe) -> None:
+def _read_prefixes(probe: Probe) -> None:
     for length in (1, 2, 7, SHARED, LENGTH - 1):
-        Feed(probe, _all(probe)).read(length, use_cache=False)
+        Feed(probe, _list_rows(probe)).read_tokens(length, use_cache=False)
 
 
-def _alone(probe: Probe) -> None:
-    for text in _all(probe):
-        Feed(probe, [text]).read(use_cache=False)
+def _read_alone(probe: Probe) -> None:
+    for text in _list_rows(probe):
+        Feed(probe, [text]).read_tokens(use_cache=False)
 
 
-def _padded(probe: Probe) -> None:
-    Feed(probe, range(len(PADS)), PADS).read(use_cache=False)
+def _read_padded(probe: Probe) -> None:
+    Feed(probe, range(len(PADS)), PADS).read_tokens(use_cache=False)
 
 
 # Documents in one row, as DataCollatorWithFlattening packs them: (text, tokens).
 PACKED = ((0, 7), (1, 9), (2, 1), (3, 6))
 
 
-def packed(probe: Probe, with_borders: bool = False, promised: bool = False) -> None:
-    """with_borders: with all that says where documents begin. promised: the model says that it keeps them apart."""
+def read_packed(probe: Probe, with_borders: bool = False, promised: bool = False) -> None:
+    """Read packed documents.
+
+    with_borders: with all that says where documents begin. promised: the model says that it keeps them apart.
+    """
     if "position_ids" not in probe.subject.takes:
         raise DoesNotApply(f"{type(probe.subject.model).__name__} takes no position_ids")
     if not probe.subject.positions:
@@ -218,23 +230,23 @@ def packed(probe: Probe, with_borders: bool = False, promised: bool = False) -> 
     ids = torch.cat([probe.texts.ids[text, :tokens] for text, tokens in PACKED])[None]
     positions = torch.cat([torch.arange(tokens) for _, tokens in PACKED])[None]
     borders = _border_arguments(probe) if with_borders else {}
-    seen, _ = probe.subject(ids, positions=positions, use_cache=False, **borders)
+    output, _ = probe.subject(ids, positions=positions, use_cache=False, **borders)
     spans, slot = [], 0
     for text, tokens in PACKED:
         spans.append((0, slot, text, 0, tokens))
         slot += tokens
     unpromised = Probe(probe.subject, probe.texts, probe.tolerance)
-    unpromised.compare(seen, spans, packed=True)
+    unpromised.compare_call(output, spans, packed=True)
     if unpromised.parting is not None and not promised:
         # With a mask, transformers does not look for documents. If that changes nothing, the model never does.
         joined, _ = probe.subject(ids, positions=positions, use_cache=False, mask=torch.ones_like(ids), **borders)
-        if torch.equal(seen.logits, joined.logits):
+        if torch.equal(output.logits, joined.logits):
             raise DoesNotApply("it does not look for documents where position_ids restart: each sees those before")
-    probe.compare(seen, spans, packed=True)
+    probe.compare_call(output, spans, packed=True)
 
 
 def _border_arguments(probe: Probe) -> dict[str, Any]:
-    """All arguments that say where documents begin and that the model takes."""
+    """List the arguments that say where documents begin and that the model takes."""
     begins = torch.tensor([0, *(tokens for _, tokens in PACKED)]).cumsum(0).int()
     longest = max(tokens for _, tokens in PACKED)
     number = torch.cat([torch.full((tokens,), text, dtype=torch.int32) for text, tokens in PACKED])[None]
@@ -257,37 +269,37 @@ def _in_chunks(
 
     padded: of left-padded rows. static: into a static cache. bare: see `Feed`.
     """
-    rows, pads = (range(len(PADS)), PADS) if padded else (_all(probe), None)
-    if static and probe.cache() is None:
+    rows, pads = (range(len(PADS)), PADS) if padded else (_list_rows(probe), None)
+    if static and probe.make_cache() is None:
         raise DoesNotApply("the model makes its own cache")
     cache = StaticCache(config=probe.subject.model.config, max_cache_len=LENGTH + 4) if static else None
     feed = Feed(probe, rows, pads, cache, bare)
     for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
-        if feed.at == LENGTH:
+        if feed.position == LENGTH:
             break
-        feed.read(min(size, LENGTH - feed.at))
+        feed.read_tokens(min(size, LENGTH - feed.position))
 
 
-def _crop(probe: Probe) -> None:
-    """As assisted decoding does: tokens that turn out wrong are read, and taken back."""
+def _crop_cache(probe: Probe) -> None:
+    """Read tokens that turn out wrong, and take them back, as assisted decoding does."""
     feed = Feed(probe, [0, 1, 2])
     activate = getattr(feed.cache, "activate_past_recording", None)
     if activate is not None:
         activate()
-    feed.read(7)
+    feed.read_tokens(7)
     for right, wrong in ((2, 3), (1, 1), (3, 5)):
-        feed.read(right)
-        feed.read(wrong, wrong=[1, 2, 0])
+        feed.read_tokens(right)
+        feed.read_tokens(wrong, wrong=[1, 2, 0])
         if not hasattr(feed.cache, "crop"):
             raise DoesNotApply(f"{type(feed.cache).__name__} has no crop")
         if getattr(feed.cache, "is_croppable", True) is False:
             raise DoesNotApply("the cache says that it is not croppable")
         feed.cache.crop(-wrong)
-        feed.at -= wrong
-    feed.steps()
+        feed.position -= wrong
+    feed.read_singly()
 
 
-def _batch(feed: Feed, operation: str, argument: Any, order: Sequence[int], rows: Sequence[int]) -> None:
+def _change_batch(feed: Feed, operation: str, argument: Any, order: Sequence[int], rows: Sequence[int]) -> None:
     change = getattr(feed.cache, operation, None)
     if change is None:
         raise DoesNotApply(f"{type(feed.cache).__name__} has no {operation}")
@@ -296,66 +308,66 @@ def _batch(feed: Feed, operation: str, argument: Any, order: Sequence[int], rows
     feed.rows = list(rows)
 
 
-def _reorder(probe: Probe) -> None:
-    """As beam search does: the first row's prefix continues in two ways, another row is dropped."""
+def _reorder_rows(probe: Probe) -> None:
+    """Continue the first row's prefix in two ways, and drop another row, as beam search does."""
     feed = Feed(probe, [0, 1, 2])
-    feed.read(SHARED - 1)
-    feed.read(1)
-    _batch(feed, "reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0], [2, 0, 3])
-    feed.steps(3)
-    _batch(feed, "reorder_cache", torch.tensor([1, 2, 0]), [1, 2, 0], [0, 3, 2])
-    feed.read()
+    feed.read_tokens(SHARED - 1)
+    feed.read_tokens(1)
+    _change_batch(feed, "reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0], [2, 0, 3])
+    feed.read_singly(3)
+    _change_batch(feed, "reorder_cache", torch.tensor([1, 2, 0]), [1, 2, 0], [0, 3, 2])
+    feed.read_tokens()
 
 
-def _select(probe: Probe, order: Sequence[int]) -> None:
+def _select_rows(probe: Probe, order: Sequence[int]) -> None:
     feed = Feed(probe, [0, 1, 2])
-    feed.read(SHARED)
-    _batch(feed, "batch_select_indices", torch.tensor(order), order, order)
-    feed.steps(3)
-    feed.read()
+    feed.read_tokens(SHARED)
+    _change_batch(feed, "batch_select_indices", torch.tensor(order), order, order)
+    feed.read_singly(3)
+    feed.read_tokens()
 
 
-def _repeat(probe: Probe) -> None:
+def _repeat_rows(probe: Probe) -> None:
     feed = Feed(probe, [0, 1])
-    feed.read(SHARED)
-    _batch(feed, "batch_repeat_interleave", 2, [0, 0, 1, 1], [0, 3, 1, 1])
-    feed.steps(3)
-    feed.read()
+    feed.read_tokens(SHARED)
+    _change_batch(feed, "batch_repeat_interleave", 2, [0, 0, 1, 1], [0, 3, 1, 1])
+    feed.read_singly(3)
+    feed.read_tokens()
 
 
-def _prefix(probe: Probe) -> None:
+def _reuse_prefix(probe: Probe) -> None:
     """One row's prefix, cached once, continues in two ways, from copies of the cache."""
     feed = Feed(probe, [0])
-    feed.read(SHARED)
+    feed.read_tokens(SHARED)
     cache = feed.cache
     for text in (0, 3, 0):
         feed = Feed(probe, [text], cache=copy.deepcopy(cache))
-        feed.at = SHARED
-        feed.read(3)
-        feed.steps(2)
-        feed.read()
+        feed.position = SHARED
+        feed.read_tokens(3)
+        feed.read_singly(2)
+        feed.read_tokens()
 
 
 def _two_streams(probe: Probe) -> None:
     """Two texts with a cache of their own each, in turn."""
     feeds = [Feed(probe, [text]) for text in (1, 2)]
     for feed in feeds:
-        feed.read(6)
+        feed.read_tokens(6)
     for tokens in (1, 1, 2, 1, LENGTH - 11):
         for feed in feeds:
-            feed.read(tokens)
+            feed.read_tokens(tokens)
 
 
-def _reset(probe: Probe) -> None:
+def _reset_cache(probe: Probe) -> None:
     feed = Feed(probe, [1, 2])
-    feed.read(9)
+    feed.read_tokens(9)
     if not hasattr(feed.cache, "reset"):
         raise DoesNotApply(f"{type(feed.cache).__name__} has no reset")
     feed.cache.reset()
     second = Feed(probe, [0, 1], cache=feed.cache)
-    second.read(6)
-    second.steps(3)
-    second.read()
+    second.read_tokens(6)
+    second.read_singly(3)
+    second.read_tokens()
 
 
 # By `generate`. What it made is read once more, without a cache, each row alone.
@@ -363,7 +375,7 @@ def _reset(probe: Probe) -> None:
 
 @contextlib.contextmanager
 def without_end(model: Any) -> Iterator[None]:
-    """In this context, `generate` ignores the model's stop settings, so all rows have one length."""
+    """Let `generate` ignore the model's stop settings in this context, so that all rows have one length."""
     settings = model.generation_config
     model.generation_config = GenerationConfig(pad_token_id=0)
     try:
@@ -372,7 +384,7 @@ def without_end(model: Any) -> Iterator[None]:
         model.generation_config = settings
 
 
-def _generate(probe: Probe, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+def _run_generate(probe: Probe, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
     model = probe.subject.model
     if not hasattr(model, "generate"):
         raise DoesNotApply(f"{type(model).__name__} has no generate")
@@ -397,22 +409,22 @@ def _check_generated(probe: Probe, output: Any, pads: Sequence[int], prompt: int
         alone = probe.subject(tokens[None, :-1], use_cache=False)[0].logits[0, -new:].double()
         scale = float(alone.abs().max())
         if logits:
-            errors = _errors(torch.stack([step[row] for step in output.logits]), alone, scale)
+            errors = _find_errors(torch.stack([step[row] for step in output.logits]), alone, scale)
         else:  # how much less likely the token is than the likeliest
             errors = (alone.amax(1) - alone.gather(1, tokens[-new:, None])[:, 0]) / scale
         for step, error in enumerate(errors.tolist()):
-            probe.tell(row, len(tokens) - new + step, error)
+            probe.record_error(row, len(tokens) - new + step, error)
 
 
 def _generate_rows(probe: Probe, pads: Sequence[int], copies: int, **options: Any) -> tuple[Any, list[int]]:
-    """What `generate` makes of prompts with this much padding on the left, and the padding of each row made."""
+    """Run `generate` on prompts with this much padding on the left; return its output and each row's padding."""
     mask = (torch.arange(PROMPT) >= torch.tensor(pads)[:, None]).long()
     ids = probe.texts.ids[: len(pads), :PROMPT].masked_fill(mask == 0, probe.texts.pad)
-    return _generate(probe, ids, mask, **options), [pad for pad in pads for _ in range(copies)]
+    return _run_generate(probe, ids, mask, **options), [pad for pad in pads for _ in range(copies)]
 
 
-def sample(probe: Probe, padded: bool = False, **options: Any) -> None:
-    """Of each row the most likely tokens, or several continuations as `options` say."""
+def generate_rows(probe: Probe, padded: bool = False, **options: Any) -> None:
+    """Generate the most likely tokens of each row, or several continuations as `options` say."""
     pads, copies = PROMPT_PADS if padded else (0, 0, 0), options.get("num_return_sequences", 1)
     _check_generated(probe, *_generate_rows(probe, pads, copies, **options), PROMPT)
 
@@ -424,11 +436,11 @@ def search_beams(probe: Probe, padded: bool = False, **options: Any) -> None:
     for row, (ids, pad) in enumerate(zip(output.sequences, pads, strict=True)):
         alone = probe.subject(ids[None, pad:-1], use_cache=False)[0].logits[0, PROMPT - pad - 1 :]
         score = alone.double().log_softmax(-1).gather(1, ids[PROMPT:, None]).sum()
-        probe.tell(row, PROMPT - pad, float(abs(score - output.sequences_scores[row]) / abs(score)))
+        probe.record_error(row, PROMPT - pad, float(abs(score - output.sequences_scores[row]) / abs(score)))
 
 
-def assist(probe: Probe, distance: float = 0.05) -> None:
-    """With an assistant whose parameters are off by random numbers; by 0.05, most of its proposals are rejected."""
+def generate_assisted(probe: Probe, distance: float = 0.05) -> None:
+    """Generate with an assistant whose parameters are off by random numbers; by 0.05, most proposals are rejected."""
     if getattr(probe.subject.model, "_is_stateful", False):
         raise DoesNotApply(f"{type(probe.subject.model).__name__} is stateful: generate refuses an assistant")
     assistant = copy.deepcopy(probe.subject.model)
@@ -436,24 +448,24 @@ def assist(probe: Probe, distance: float = 0.05) -> None:
     with torch.no_grad():
         for parameter in assistant.parameters():
             parameter.add_(distance * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype))
-    output = _generate(probe, probe.texts.ids[:1, :PROMPT], assistant_model=assistant)
+    output = _run_generate(probe, probe.texts.ids[:1, :PROMPT], assistant_model=assistant)
     _check_generated(probe, output, [0], PROMPT, logits=False)
 
 
-def _lookup(probe: Probe) -> None:
-    output = _generate(probe, probe.texts.ids[:1, :4].repeat(1, 3), prompt_lookup_num_tokens=3)
+def _look_up_prompt(probe: Probe) -> None:
+    output = _run_generate(probe, probe.texts.ids[:1, :4].repeat(1, 3), prompt_lookup_num_tokens=3)
     _check_generated(probe, output, [0], 12, logits=False)
 
 
-def _turns(probe: Probe) -> None:
+def _continue_turn(probe: Probe) -> None:
     """A second turn that continues from the first one's cache."""
     ids = probe.texts.ids[:3, :PROMPT]
-    output_of_first = _generate(probe, ids)
+    output_of_first = _run_generate(probe, ids)
     cache = cache_of(output_of_first)
     if cache is None:
         raise DoesNotApply(f"generate returns no {CACHE}")
     longer = torch.cat((output_of_first.sequences, ids[:, :3]), dim=1)
-    output = _generate(probe, longer, **{CACHE: cache})
+    output = _run_generate(probe, longer, **{CACHE: cache})
     _check_generated(probe, output, [0] * len(ids), longer.shape[1])
 
 
@@ -471,11 +483,11 @@ CAUSAL = "prefixes"
 STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=True)
 SAMPLED: dict[str, Any] = dict(do_sample=True, top_k=0, num_return_sequences=2)
 WAYS = [
-    Way(CAUSAL, _prefixes),
-    Way("rows alone", _alone),
-    Way("padding", _padded),
-    Way("packing", packed),
-    Way("packing+", partial(packed, with_borders=True)),
+    Way(CAUSAL, _read_prefixes),
+    Way("rows alone", _read_alone),
+    Way("padding", _read_padded),
+    Way("packing", read_packed),
+    Way("packing+", partial(read_packed, with_borders=True)),
     Way("1 by 1", partial(_in_chunks, sizes=[1])),
     Way("prefill", partial(_in_chunks, sizes=[SHARED, 1])),
     Way("chunks of 3", partial(_in_chunks, sizes=[3])),
@@ -485,25 +497,25 @@ WAYS = [
     # The shortest row has one token after the first chunk.
     Way("padded, 1 by 1", partial(_in_chunks, sizes=[LENGTH - 2, 1], padded=True)),
     Way("padded, chunks", partial(_in_chunks, sizes=[4], padded=True)),
-    Way("crop", _crop),
-    Way("reorder", _reorder),
-    Way("select", partial(_select, order=(2, 0))),
-    Way("permute", partial(_select, order=(2, 0, 1))),
-    Way("repeat", _repeat),
-    Way("prefix reuse", _prefix),
+    Way("crop", _crop_cache),
+    Way("reorder", _reorder_rows),
+    Way("select", partial(_select_rows, order=(2, 0))),
+    Way("permute", partial(_select_rows, order=(2, 0, 1))),
+    Way("repeat", _repeat_rows),
+    Way("prefix reuse", _reuse_prefix),
     Way("two streams", _two_streams),
-    Way("reset", _reset),
+    Way("reset", _reset_cache),
     Way("static", partial(_in_chunks, sizes=[SHARED, 1], static=True)),
     Way("static, chunks", partial(_in_chunks, sizes=[5, 1, 4, 3, 7], static=True)),
     Way("static, padded", partial(_in_chunks, sizes=[LENGTH - 2, 1], padded=True, static=True)),
-    Way("greedy", sample, True),
-    Way("generate, padded", partial(sample, padded=True), True),
-    Way("generate, chunked", partial(sample, prefill_chunk_size=4), True),
-    Way("sampling", partial(sample, **SAMPLED), True),
+    Way("greedy", generate_rows, True),
+    Way("generate, padded", partial(generate_rows, padded=True), True),
+    Way("generate, chunked", partial(generate_rows, prefill_chunk_size=4), True),
+    Way("sampling", partial(generate_rows, **SAMPLED), True),
     Way("beams", search_beams, True),
-    Way("assisted", assist, True),
-    Way("prompt lookup", _lookup, True),
-    Way("second turn", _turns, True),
-    Way("generate, static", partial(sample, **STATIC), True),
-    Way("static, chunked", partial(sample, **STATIC, prefill_chunk_size=4), True),
+    Way("assisted", generate_assisted, True),
+    Way("prompt lookup", _look_up_prompt, True),
+    Way("second turn", _continue_turn, True),
+    Way("generate, static", partial(generate_rows, **STATIC), True),
+    Way("static, chunked", partial(generate_rows, **STATIC, prefill_chunk_size=4), True),
 ]

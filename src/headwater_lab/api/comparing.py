@@ -123,7 +123,7 @@ def compare(
     instead, default all alone and in pairs, and test the best on fresh seeds. watch: receives notices and progress.
     trust: as in `train`. Raises `HeadwaterError`.
     """
-    outside.trust(trust)
+    outside.trust_names(trust)
     extras.check_extra("compare")
     sources = cast("Sequence[AnyRecipe]", recipe if isinstance(recipe, list | tuple) else [recipe])
     recipes = [read_recipe(source, overrides) for source in sources]

@@ -119,7 +119,7 @@ def _list_kernels() -> NamedFacts:
     yield "attention", ", ".join(["eager", "sdpa", "matmul", "varlen", "flex_attention", *packages])
     yield "triton", _find_version("triton") if find_spec("triton") else "missing"
     yield "C compiler", c_compiler() or "missing"
-    yield "outside mechanisms", ", ".join(MECHANISMS.brought) or "none"
+    yield "outside mechanisms", ", ".join(MECHANISMS.entry_points) or "none"
 
 
 def _list_threads() -> NamedFacts:

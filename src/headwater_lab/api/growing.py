@@ -60,7 +60,7 @@ def grow(
     state. watch: receives what changed, which is measured only for it. trust: as in `train`. The rest are the fields of
     `headwater.growth.GrowthOptions`. Raises `HeadwaterError`.
     """
-    outside.trust(trust)
+    outside.trust_names(trust)
     pairs = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs}
     try:
         change = Change.model_validate({"grow": pairs | arguments})
@@ -191,7 +191,7 @@ def retrofit(
     one; default: from its config. text: changes are measured on `rows` rows of it. out, watch: as in `grow`. trust: as
     in `train`. Raises `HeadwaterError`.
     """
-    outside.trust(trust)
+    outside.trust_names(trust)
     by_name = _name_mechanisms(mechanisms)
     trained = _open_model("retrofit", model, layout, settings, family)
     if not trained.foreign and not by_name:

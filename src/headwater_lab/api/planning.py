@@ -66,7 +66,7 @@ def plan(
     models, or "training.field=value" for how they are trained. vocab_size: vocabulary size, instead of the models'.
     settings: see `PlanSettings`. trust: as in `train`. Raises `HeadwaterError`.
     """
-    outside.trust(trust)
+    outside.trust_names(trust)
     planned_models = planned(models, overrides, vocab_size)
     configs = {name: planned_model.config for name, planned_model in planned_models.items()}
     return Plan(prices_of(planned_models, **settings), configs)

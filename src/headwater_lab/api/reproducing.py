@@ -81,7 +81,7 @@ def reproduce(
     keep: take finished runs from this file instead of training them, and add those that are trained. trust: as in
     `train`. Raises `HeadwaterError`, also if no run is finished.
     """
-    outside.trust(trust)
+    outside.trust_names(trust)
     folder, files = local(out, "out"), None if task_files is None else local(task_files, "task_files")
     paper_table = find_table(table)
     if scale not in SCALES:

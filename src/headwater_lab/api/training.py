@@ -62,7 +62,7 @@ def train(
     (step, point) for each new point of the record; without it, `watch` receives the progress. trust: code from outside
     that checkpoints may name, "package.module" or "package.module:Class". Raises `HeadwaterError`.
     """
-    outside.trust(trust)
+    outside.trust_names(trust)
     loaded = read_recipe(recipe, overrides)
     folder, experiment = Path("runs") / loaded.name, None
     if arm is not None:

@@ -36,12 +36,12 @@ from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.cost.hardware import matmul_flops, peak_of, sheet_of, tf32
 from headwater.kernels.varlen import VARLEN
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_blocks, compile_model
 from headwater.models.decoding import Decoder
 from headwater.nn.documents import make_cu_seq_lens
-from headwater.plugins.registry import REGISTRY
+from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError, first_line, nearest
 from headwater.util.precision import Precision
 from headwater.util.processor import describe_cpu
@@ -281,7 +281,7 @@ def draw_weights(model: M, device: torch.device) -> M:
     return model
 
 
-def combine_mechanisms(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, dict]]:
+def combine_mechanisms(names: Sequence[str] = tuple(MECHANISMS.built_in)) -> dict[str, dict[str, dict]]:
     """Combine mechanisms: none, each alone, and as many as can act in one model."""
     alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in names}
     together: dict[str, dict] = {}
@@ -603,7 +603,7 @@ def mechanisms(phase: Phase) -> None:
         low, high = paired.quartiles
         return {"ratio": paired.ratio, "quartiles": f"{low:.3f}–{high:.3f}", "ms without": times["without"][-1] * 1e3}
 
-    mechanisms_by_name: dict[str, dict[str, dict]] = {name: {name: {}} for name in REGISTRY}
+    mechanisms_by_name: dict[str, dict[str, dict]] = {name: {name: {}} for name in MECHANISMS.built_in}
     mechanisms_by_name[RECOMMENDED] = PRESETS[RECOMMENDED].fields["mechanisms"]
 
     def order(name: str) -> tuple[bool, int]:

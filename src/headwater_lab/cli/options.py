@@ -143,7 +143,7 @@ def _declare(function: Callable[..., Any], trusts: bool) -> tuple[str, Callable[
         from headwater.plugins import outside
 
         _running.set(command_line)
-        outside.trust(trust)
+        outside.trust_names(trust)
         quiet()
         for name, section in sections.items():
             values[name] = section(**{field.name: values.pop(field.name) for field in fields(section)})

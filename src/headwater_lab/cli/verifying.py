@@ -85,7 +85,7 @@ def _list_models(
     else:
         choices: list[dict[str, Any]] = [{}, *({name: {}} for name in MECHANISMS.names)]
         for mechanisms in choices:
-            if (model := verification.tiny(mechanisms, seed=seed)) is not None:
+            if (model := verification.build_tiny(mechanisms, seed=seed)) is not None:
                 yield _write_name(mechanisms), model
 
 

@@ -115,7 +115,7 @@ DATA = Registry("kind of data", "headwater.data", {}, "Settings")
 
 def register_kind(settings: type[K]) -> type[K]:
     """Make a class of settings a kind of data, under the default of its field `kind`."""
-    DATA.own[settings.model_fields["kind"].default] = f"{settings.__module__}:{settings.__qualname__}"
+    DATA.built_in[settings.model_fields["kind"].default] = f"{settings.__module__}:{settings.__qualname__}"
     return settings
 
 

@@ -72,11 +72,13 @@ def collect_scalars(model: AnyModel) -> list[Scalars]:
     # For tables read by token id, the first token's.
     shared = model.model.shared_tensors(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return [
-        Scalars(block.plan.index, module.registered_name(), path, symbol, scalar.by, scalar.at, scalar.values.tolist())
+        Scalars(
+            block.plan.index, module.registered_name(), path, symbol, shown.owner, shown.indices, shown.values.tolist()
+        )
         for block in list_blocks(model)
         for path, module in find_mechanisms(block)
         if isinstance(module, ShowsScalars)
-        for symbol, scalar in module.show_scalars(block.plan, shared).items()
+        for symbol, shown in module.show_scalars(block.plan, shared).items()
     ]
 
 

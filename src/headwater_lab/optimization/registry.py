@@ -19,14 +19,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 def register_optimizer(make: F) -> F:
     """Make a function an optimizer under its own name: parameter groups, which keep their names -> one or more
     optimizers that together hold every parameter."""
-    OPTIMIZERS.own[make.__name__] = f"{make.__module__}:{make.__qualname__}"
+    OPTIMIZERS.built_in[make.__name__] = f"{make.__module__}:{make.__qualname__}"
     return make
 
 
 def register_schedule(fraction: F) -> F:
     """Make a function a schedule under its own name: the progress after the warm-up, 0 to 1 -> a fraction of the peak
     learning rate."""
-    SCHEDULES.own[fraction.__name__] = f"{fraction.__module__}:{fraction.__qualname__}"
+    SCHEDULES.built_in[fraction.__name__] = f"{fraction.__module__}:{fraction.__qualname__}"
     return fraction
 
 

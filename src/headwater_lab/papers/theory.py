@@ -22,7 +22,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.nn.attention import Attention
 from headwater.nn.masks import LayerKind, find_new_tokens, make_mask
 from headwater.nn.position import alibi_slopes
-from headwater.plugins.registry import REGISTRY, resolve
+from headwater.plugins.registry import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError
 
 PAPER = "2411.19574"
@@ -89,7 +89,7 @@ def shifted_head(
 
 def shift_name() -> str:
     """Find the name of the paper's mechanism."""
-    return next(name for name in REGISTRY if resolve(name).paper == PAPER)
+    return next(name for name in MECHANISMS.built_in if resolve(name).paper == PAPER)
 
 
 def run_attention(attention: Attention, x: Tensor) -> Tensor:

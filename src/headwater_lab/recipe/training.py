@@ -34,7 +34,7 @@ def _known_in(registry: Registry) -> AfterValidator:
     """A name in `registry`; outside objects are imported, so that a wrong name fails at once."""
 
     def check(name: str) -> str:
-        if name not in registry.own:
+        if name not in registry.built_in:
             registry.resolve(name)
         return name
 

@@ -24,7 +24,7 @@ from headwater.integrations.torchtitan import spec
 from headwater.integrations.torchtitan.model import theirs_of
 from headwater.mechanisms.capabilities import ActsInTraining
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.plugins.registry import REGISTRY, resolve
+from headwater.plugins.registry import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
 from headwater_lab.recipe.loading import find_recipe, load_recipe
@@ -143,7 +143,7 @@ def check_recipe(recipe: Recipe) -> None:
 def check_hooks(config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` for an outside mechanism with a hook per step, which torchtitan's trainer never calls."""
     for name in config.mechanisms:
-        if name not in REGISTRY and isinstance(resolve(name), ActsInTraining):
+        if name not in MECHANISMS.built_in and isinstance(resolve(name), ActsInTraining):
             raise HeadwaterError(
                 f"torchtitan's trainer does not call prepare_step, which {name!r} has; use `headwater train`."
             )

@@ -25,7 +25,7 @@ from headwater.conversion import from_transformers, load_transformers, read_fore
 from headwater.conversion.convert import align_layers, blend_config, blend_model, finish_model, finish_state
 from headwater.cost.counts import cache_bytes_per_token
 from headwater.growth import grow
-from headwater.growth.enlarge import carried
+from headwater.growth.enlarge import carry_state
 from headwater.kernels.varlen import FROM, VARLEN, find_refusal
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import is_compiled
@@ -179,7 +179,7 @@ def changed(trained: Trained, change: Change, rows: Tensor | None = None) -> Tra
     arguments, options = change.grow.model_dump(), change.grow.options
     model = grow(trained.model, **arguments)
     learns = all(parameter.requires_grad for version in (trained.model, model) for parameter in version.parameters())
-    state = carried(trained.state, trained.model, model, options) if trained.state and learns else {}
+    state = carry_state(trained.state, trained.model, model, options) if trained.state and learns else {}
     adds_pairs = options.attention_pairs is not None or options.ffn_pairs is not None or not options.sizes
     details = {
         name: value

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from headwater.mechanisms.capabilities import GroupsParameters
 from headwater.mechanisms.contract import Mechanism
+from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.mechanisms.named import Named, owner_of
-from headwater.mechanisms.precision import KeepsPrecision
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError, sentence
 from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, values_read

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.nn.block import Block
 from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.precision import Precision

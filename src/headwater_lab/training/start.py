@@ -31,7 +31,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost.counts import check_memory, forward_flops
 from headwater.cost.hardware import sheet_of
-from headwater.growth.pairs import has_pairs
+from headwater.growth.parameter_tokens import has_pairs
 from headwater.mechanisms.capabilities import ActsInTraining, Step
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_model

@@ -25,7 +25,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.conversion.export import export
 from headwater.cost.counts import training_flops
 from headwater.integrations.torchtitan.limits import check_model
-from headwater.mechanisms.precision import KeepsPrecision
+from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.stack import last_readers, run_blocks
 from headwater.nn.documents import count_positions

@@ -39,8 +39,8 @@ from headwater.engines.split import Portion
 from headwater.integrations.torchtitan.limits import check_model
 from headwater.integrations.torchtitan.model import TitanModel
 from headwater.mechanisms.contract import Mechanism
+from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.mechanisms.named import Named
-from headwater.mechanisms.precision import KeepsPrecision
 from headwater.models.compiling import expect_layers
 from headwater.nn.attention import Attention
 from headwater.nn.block import Block

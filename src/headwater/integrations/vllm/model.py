@@ -20,7 +20,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.model_executor.models.utils import WeightsMapper
 
-from headwater.engines.split import split
+from headwater.engines.split import split_model
 from headwater.integrations.vllm.checks import check_options, list_portions
 from headwater.integrations.vllm.engine import Blocks
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -34,10 +34,10 @@ class Ranks:
     def __init__(self) -> None:
         self.rank, self.size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
-    def summed(self, x: Tensor) -> Tensor:
+    def add_up(self, x: Tensor) -> Tensor:
         return tensor_model_parallel_all_reduce(x.contiguous())
 
-    def joined(self, x: Tensor) -> Tensor:
+    def concatenate(self, x: Tensor) -> Tensor:
         return tensor_model_parallel_all_gather(x.contiguous())
 
 
@@ -102,7 +102,7 @@ class ServedModel(nn.Module, SupportsLoRA):
             missing.discard("lm_head.weight")
         if missing:
             raise HeadwaterError(f"The checkpoint has no weights for {', '.join(sorted(missing))}.")
-        split(self.language, self.share, self.processes)
+        split_model(self.language, self.share, self.processes)
         self.take_kernels()
         return {name for name, _ in self.named_parameters()}
 

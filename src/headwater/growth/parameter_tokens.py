@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from headwater.config.capabilities import Map
 from headwater.config.text import HeadwaterConfig
 from headwater.growth.methods import GrowthOptions, KeyInit, check_whole
-from headwater.mechanisms.pattention import Pattention, default_tau, unreadable
+from headwater.mechanisms.pattention import Pattention, default_tau, find_problem
 from headwater.nn.block import Block
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
@@ -60,7 +60,7 @@ def pairs_of(model: HeadwaterPreTrainedModel | HeadwaterConfig) -> Counts:
             "its new layers or widths (`headwater grow --help`)."
         )
     options = options_of(config)
-    return {which: Pattention.pairs(options, config, which) for which in MAPS}
+    return {name: Pattention.count_pairs(options, config, name) for name in MAPS}
 
 
 def add_pairs(model: Model, growth: GrowthOptions) -> Model:
@@ -71,23 +71,23 @@ def add_pairs(model: Model, growth: GrowthOptions) -> Model:
     """
     config = added_config(model.config, growth)
     options, new = options_of(model.config), pairs_of(config)
-    grown = copied(model)
+    grown = copy_model(model)
     names = {module: name for name, module in grown.base_model.named_modules()}
-    for _, which, module in maps_of(grown):
-        width, pairs = module.key.shape[1], new[which]
+    for _, name, module in maps_of(grown):
+        width, pairs = module.key.shape[1], new[name]
         extra = pairs - module.n
         draw = generator(model.config.initializer_seed, names[module], pairs)
         # New rows are initialized as in a fresh model of the new size, whose fan-in differs.
-        module.key_std, module.value_std = Pattention.stds(options, model.config, which, width, pairs)
+        module.key_std, module.value_std = Pattention.find_stds(options, model.config, name, width, pairs)
         added = {name: module.initial_value(name, draw, extra) for name in ("key", "value")}
         if growth.key_init == "zero":
             added["key"].zero_()
         old = module.keys, module.values
         new_key, new_value = (torch.cat((a, b.to(a))) for a, b in zip(old, added.values(), strict=True))
-        module.put(new_key, new_value, frozen=module.n if growth.freeze and extra else 0)
+        module.set_pairs(new_key, new_value, frozen=module.n if growth.freeze and extra else 0)
         if growth.tau == "recompute" and extra:
-            module.scale.put(default_tau(module.score, module.read))
-    _settle(grown, new, options_of(config)["frozen"])
+            module.scale.set_tau(default_tau(module.score, module.score_count))
+    _settle_config(grown, new, options_of(config)["frozen"])
     return grown
 
 
@@ -106,77 +106,78 @@ def shrink(
     without Pattention, for less than one pair or more than there are, and for weights of another model.
     """
     counts = pairs_of(model)
-    sizes = [{which: len(matters) for which, matters in layer.items()} for layer in weights]
+    sizes = [{name: len(matters) for name, matters in layer.items()} for layer in weights]
     if sizes != [counts] * model.config.num_hidden_layers:
-        raise HeadwaterError("These weights are not of this model's pairs; compute them with importance(model, …).")
-    new = _counts(counts, attention_pairs, ffn_pairs)
-    for which in MAPS:
-        if not 1 <= new[which] <= counts[which]:
+        raise HeadwaterError(
+            "These weights belong to other pairs than this model's; compute them with importance(model, …)."
+        )
+    new = _replace_counts(counts, attention_pairs, ffn_pairs)
+    for name in MAPS:
+        if not 1 <= new[name] <= counts[name]:
             raise HeadwaterError(
-                f"A layer can keep 1 to {counts[which]} pairs, not {new[which]} ({which}); "
+                f"A layer can keep 1 to {counts[name]} pairs, not {new[name]} ({name}); "
                 "adding pairs is `headwater grow`."
             )
     if new == counts:
         raise HeadwaterError("Nothing would shrink: choose fewer attention_pairs or ffn_pairs than the model has.")
     _check_read(options_of(model.config), counts, new)
-    small = copied(model)
-    for layer, which, module in maps_of(small):
-        chosen = weights[layer][which].to(module.key.device).topk(new[which]).indices.sort().values
-        module.put(module.keys[chosen], module.values[chosen])
-    _settle(small, new)
+    small = copy_model(model)
+    for layer, name, module in maps_of(small):
+        chosen = weights[layer][name].to(module.key.device).topk(new[name]).indices.sort().values
+        module.set_pairs(module.keys[chosen], module.values[chosen])
+    _settle_config(small, new)
     return small
 
 
 @torch.no_grad()
 def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]) -> list[dict[Map, Tensor]]:
-    """How much each pair matters: mean over the sample's tokens of |score| · ‖V‖, by layer and name, [n] each.
+    """Measure how much each pair matters: the mean over tokens of |score|·‖V‖, by layer and name, [n] each.
 
     batches: inputs of the model, at least one. Padding would count like any other token: pass rows without it.
     Raises `HeadwaterError` for a model without Pattention, and without batches.
     """
     pairs_of(model)  # which says so if there are none
-    modules = {module: (layer, which) for layer, which, module in maps_of(model)}
+    modules = {module: (layer, name) for layer, name, module in maps_of(model)}
     sums = [dict[Map, Tensor]() for _ in range(model.config.num_hidden_layers)]
     counts = dict.fromkeys(modules, 0)
 
-    def count(module: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> None:
+    def add_norms(module: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> None:
         pattention = cast(Pattention, module)
-        layer, which = modules[pattention]
-        weights = pattention.weights(inputs[0]).abs().flatten(0, -2)
-        sums[layer][which] = sums[layer].get(which, torch.zeros(())) + weights.sum(0, dtype=torch.float64).cpu()
-        counts[pattention] += len(weights)
+        layer, name = modules[pattention]
+        norms = pattention.show_firing(inputs[0]).flatten(0, -2)
+        sums[layer][name] = sums[layer].get(name, torch.zeros(())) + norms.sum(0, dtype=torch.float64).cpu()
+        counts[pattention] += len(norms)
 
     with ExitStack() as stack:
         stack.callback(model.train, model.training)
         for module in modules:
-            stack.enter_context(module.register_forward_hook(count))
+            stack.enter_context(module.register_forward_hook(add_norms))
         for batch in batches:
             model.eval()(**batch, use_cache=False)
     if not all(counts.values()):
-        raise HeadwaterError("There is no batch on which the pairs could be weighed; pass at least one.")
-    for module, (layer, which) in modules.items():
-        size = module.values.to(torch.float64).norm(dim=-1).cpu()
-        sums[layer][which] = sums[layer][which] / counts[module] * size
+        raise HeadwaterError("Importance is measured on batches, and there are none; pass at least one.")
+    for module, (layer, name) in modules.items():
+        sums[layer][name] /= counts[module]
     return sums
 
 
 def _check_read(options: dict[str, Any], counts: Counts, new: Counts, key_init: KeyInit | None = None) -> None:
     """Raise `HeadwaterError` where pairs of which a token reads a few cannot be added or removed. key_init: of new
     ones."""
-    for which in MAPS:
-        top_k = Pattention.top_k_of(options, which)
-        if top_k is None or new[which] == counts[which]:
+    for name in MAPS:
+        top_k = Pattention.top_k_of(options, name)
+        if top_k is None or new[name] == counts[name]:
             continue
-        if Pattention.product_heads_of(options, which):
+        if Pattention.product_heads_of(options, name):
             raise HeadwaterError(
-                f"The pairs of {which!r} have product keys, each of which belongs to many pairs; none can be added, "
+                f"The pairs of {name!r} have product keys, each of which belongs to many pairs; none can be added, "
                 "removed or merged."
             )
-        if wrong := unreadable(new[which], top_k, False, 0):
-            raise HeadwaterError(f"Too few pairs of {which!r} would remain: {wrong}.")
+        if wrong := find_problem(new[name], top_k, False, 0):
+            raise HeadwaterError(f"Too few pairs of {name!r} would remain: {wrong}.")
         if key_init == "zero":
             raise HeadwaterError(
-                f"A token reads the {top_k} best pairs of {which!r}, and a zero key beats negative scores, so new "
+                f"A token reads the {top_k} best pairs of {name!r}, and a zero key beats negative scores, so new "
                 "pairs can change the function; use random keys (key_init=random), which do not claim to keep it."
             )
 
@@ -195,19 +196,19 @@ def merge(base: Model, *grown: Model) -> Model:
         raise HeadwaterError("Name at least two grown copies of the base to merge.")
     counts, grown_counts = pairs_of(base), [pairs_of(model) for model in grown]
     for number, (model, count) in enumerate(zip(grown, grown_counts, strict=True), 1):
-        smaller = any(count[which] < n for which, n in counts.items())
+        smaller = any(count[name] < n for name, n in counts.items())
         deeper = model.config.num_hidden_layers != base.config.num_hidden_layers
-        if smaller or deeper or _shape(model) != _shape(base):
+        if smaller or deeper or _list_shapes(model) != _list_shapes(base):
             raise HeadwaterError(f"Model {number} is not a grown copy of the base: its sizes differ.")
-    merged = copied(base)
-    new: Counts = {which: n + sum(count[which] - n for count in grown_counts) for which, n in counts.items()}
+    merged = copy_model(base)
+    new: Counts = {name: n + sum(count[name] - n for count in grown_counts) for name, n in counts.items()}
     _check_read(options_of(base.config), counts, new)
-    maps = [{(layer, which): module for layer, which, module in maps_of(model)} for model in grown]
+    maps = [{(layer, name): module for layer, name, module in maps_of(model)} for model in grown]
     with torch.no_grad():
         _average_shared(merged, grown)
-        for layer, which, module in maps_of(merged):
-            _join_pairs(module, [maps_of_copy[layer, which] for maps_of_copy in maps], counts[which])
-    _settle(merged, new)
+        for layer, name, module in maps_of(merged):
+            _join_pairs(module, [maps_of_copy[layer, name] for maps_of_copy in maps], counts[name])
+    _settle_config(merged, new)
     return merged
 
 
@@ -221,12 +222,12 @@ def _average_shared(merged: Model, grown: Sequence[Model]) -> None:
 
 def _join_pairs(module: Pattention, copies: Sequence[Pattention], count: int) -> None:
     """Give a map the mean of its copies' first `count` pairs, then each copy's new ones, and the mean of τ."""
-    module.scale.put(sum(float(copy.scale.tau) for copy in copies) / len(copies))
+    module.scale.set_tau(sum(float(copy.scale.tau) for copy in copies) / len(copies))
     rows = []
     for field in ("keys", "values"):
         tensors = [getattr(copy, field).to(module.key) for copy in copies]
         rows.append(torch.cat((torch.stack([t[:count] for t in tensors]).mean(0), *(t[count:] for t in tensors))))
-    module.put(rows[0], rows[1])
+    module.set_pairs(rows[0], rows[1])
 
 
 def has_pairs(config: HeadwaterConfig) -> bool:
@@ -247,7 +248,7 @@ def added_config(config: HeadwaterConfig, growth: GrowthOptions) -> HeadwaterCon
     where zero keys are not neutral under the model's score or among the `top_k`, and for product keys.
     """
     counts, options = pairs_of(config), options_of(config)
-    new = _counts(counts, growth.attention_pairs, growth.ffn_pairs)
+    new = _replace_counts(counts, growth.attention_pairs, growth.ffn_pairs)
     _check_grows(counts, new, thaws=options["frozen"] is not None and not growth.freeze)
     if growth.key_init == "zero" and options["score"] in NOT_NEUTRAL:
         raise HeadwaterError(
@@ -255,41 +256,41 @@ def added_config(config: HeadwaterConfig, growth: GrowthOptions) -> HeadwaterCon
             f"function; use random keys (key_init=random), which do not claim to keep it."
         )
     _check_read(options, counts, new, growth.key_init)
-    old: Counts = {which: n for which, n in counts.items() if new[which] > n}
+    old: Counts = {name: n for name, n in counts.items() if new[name] > n}
     grown = copy.deepcopy(config)
     _write_counts(grown, new, old if growth.freeze else None)
     return grown
 
 
-def copied(model: Model) -> Model:
+def copy_model(model: Model) -> Model:
     """An independent copy of a model, without gradients."""
     twin = copy.deepcopy(model)
     twin.zero_grad()
     return twin
 
 
-def _counts(counts: Counts, attention: int | None, feed_forward: int | None) -> Counts:
+def _replace_counts(counts: Counts, attention: int | None, feed_forward: int | None) -> Counts:
     """The counts with these in their place."""
-    requested = {which: feed_forward if which == "feed_forward" else attention for which in MAPS}
+    requested = {name: feed_forward if name == "feed_forward" else attention for name in MAPS}
     for name, pairs in (("attention_pairs", attention), ("ffn_pairs", feed_forward)):
         if pairs is not None:
             check_whole(name, pairs)
-    changed: dict[Map, int] = {which: count for which, count in requested.items() if count is not None}
+    changed: dict[Map, int] = {name: count for name, count in requested.items() if count is not None}
     return counts | changed
 
 
 def _check_grows(counts: Counts, new: Counts, thaws: bool) -> None:
-    for which in MAPS:
-        if new[which] < counts[which]:
+    for name in MAPS:
+        if new[name] < counts[name]:
             raise HeadwaterError(
-                f"Growing to {new[which]} pairs would remove some of the {counts[which]} of {which!r}; choose at least "
-                f"{counts[which]}, or use `headwater shrink`."
+                f"Growing to {new[name]} pairs would remove some of the {counts[name]} of {name!r}; choose at least "
+                f"{counts[name]}, or use `headwater shrink`."
             )
     if new == counts and not thaws:
         raise HeadwaterError("Nothing would grow: choose more attention_pairs or ffn_pairs than the model has.")
 
 
-def _settle(model: HeadwaterPreTrainedModel, counts: Counts, frozen: Counts | None = None) -> None:
+def _settle_config(model: HeadwaterPreTrainedModel, counts: Counts, frozen: Counts | None = None) -> None:
     """Update the config to the new sizes, and to what learns."""
     thawed = options_of(model.config)["frozen"] is not None and frozen is None
     _write_counts(model.config, counts, frozen)
@@ -308,7 +309,7 @@ def _write_counts(config: HeadwaterConfig, counts: Counts, frozen: Counts | None
     config.complete_fields()
 
 
-def _shape(model: HeadwaterPreTrainedModel) -> dict[str, torch.Size]:
+def _list_shapes(model: HeadwaterPreTrainedModel) -> dict[str, torch.Size]:
     """The shapes of all other parameters."""
     replaced = {name for name, module in model.named_modules() if isinstance(module, Pattention)}
     return {name: t.shape for name, t in model.state_dict().items() if name.rpartition(".")[0] not in replaced}

@@ -29,9 +29,11 @@ from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import cache_of
 from headwater.plugins.outside import trust_names_in
-from headwater.plugins.registry import MECHANISMS, REGISTRY, resolve
-from headwater.testing.measures import Operations, kept_per_token, outside_attention, read_halves
-from headwater.testing.models import (
+from headwater.plugins.registry import MECHANISMS, resolve
+from headwater.testing.model_measures import Operations, kept_per_token, outside_attention, read_halves
+from headwater.testing.naive import Reference
+from headwater.testing.served import Server, make_prompts
+from headwater.testing.small_models import (
     assert_near,
     config,
     decode,
@@ -40,13 +42,21 @@ from headwater.testing.models import (
     shared,
     tokens,
 )
-from headwater.testing.naive import Reference
-from headwater.testing.served import Server, prompts
-from headwater.testing.trees import Tree, batch, part
+from headwater.testing.trees import Tree, batch_trees, slice_tokens
 from headwater.util.errors import HeadwaterError
 from headwater.verification.own import OWN_EXACT
-from headwater.verification.watch import Subject
-from headwater.verification.ways import SAMPLED, STATIC, WAYS, Probe, Way, assist, sample, search_beams, texts_for
+from headwater.verification.subject import Subject
+from headwater.verification.ways import (
+    SAMPLED,
+    STATIC,
+    WAYS,
+    Probe,
+    Way,
+    generate_assisted,
+    generate_rows,
+    search_beams,
+    texts_for,
+)
 
 # The base models for the tests.
 BASES: dict[str, dict[str, Any]] = {
@@ -112,11 +122,16 @@ DOCUMENTS = [[1, 5, 1, 1, 2, 7], [6, 1, 9, 1]]
 BORDERS = {"one_shot": [17], "token_by_token": [1] * 17, "inside": [5, 1, 6, 5], "on_starts": [6, 1, 1, 2, 7]}
 
 
+def run_uncached(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
+    """Return a model's logits without a cache."""
+    return model(input_ids, use_cache=False, **inputs).logits
+
+
 def per_document(model: HeadwaterForCausalLM, ids: Tensor, rows: list[list[int]]) -> Tensor:
     """Logits of packed rows, each document run on its own."""
     return torch.cat(
         [
-            torch.cat([model(document[None], use_cache=False).logits for document in row.split(lengths)], dim=1)
+            torch.cat([run_uncached(model, document[None]) for document in row.split(lengths)], dim=1)
             for row, lengths in zip(ids, rows, strict=True)
         ]
     )
@@ -128,15 +143,15 @@ DECODING = [
     *(
         Way(f"{name}, padded rows", partial(run, padded=True, **options), generates=True)
         for name, run, options in (
-            ("chunked", sample, dict(prefill_chunk_size=4)),
-            ("sampling", sample, SAMPLED),
+            ("chunked", generate_rows, dict(prefill_chunk_size=4)),
+            ("sampling", generate_rows, SAMPLED),
             ("beams", search_beams, {}),
             ("sampled beams", search_beams, dict(do_sample=True, top_k=0)),
-            ("static", sample, STATIC),
-            ("static, chunked", sample, STATIC | dict(prefill_chunk_size=4)),
+            ("static", generate_rows, STATIC),
+            ("static, chunked", generate_rows, STATIC | dict(prefill_chunk_size=4)),
         )
     ),
-    Way("an assistant that is alike", partial(assist, distance=0.02), generates=True),
+    Way("an assistant that is alike", partial(generate_assisted, distance=0.02), generates=True),
 ]
 
 
@@ -148,21 +163,21 @@ class Case:
     mechanisms: str
 
     @classmethod
-    def of(cls, mechanisms: Iterable[dict[str, Any]], *bases: str) -> list[Case]:
+    def combine(cls, mechanisms: Iterable[dict[str, Any]], *bases: str) -> list[Case]:
         """Every choice of mechanisms in every base, without invalid combinations."""
-        every = [cls(base, json.dumps(one)) for one in mechanisms for base in bases]
-        return [case for case in every if not refused(case)]
+        cases = [cls(base, json.dumps(options)) for options in mechanisms for base in bases]
+        return [case for case in cases if not is_refused(case)]
 
     def config(self, **changes: Any) -> HeadwaterConfig:
         return config(json.loads(self.mechanisms), **self.fields, **changes)
 
-    def without(self) -> HeadwaterConfig:
+    def plain_config(self) -> HeadwaterConfig:
         """The base alone."""
         return config(**self.fields)
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of the base."""
+        """The config's fields of the base."""
         return (BASES | ODD_LAYERS)[self.base]
 
     @property
@@ -183,13 +198,13 @@ class Case:
 
 
 @functools.cache
-def made(cases: Callable[[], list[Any]]) -> list[Any]:
+def make_cases(cases: Callable[[], list[Any]]) -> list[Any]:
     """A suite's cases, made once for all of its tests: each is a config that is checked."""
     return cases()
 
 
 @functools.cache
-def refused(case: Case) -> bool:
+def is_refused(case: Case) -> bool:
     """Whether there can be no such model."""
     try:
         case.config()
@@ -199,7 +214,7 @@ def refused(case: Case) -> bool:
 
 
 class Contract:
-    """What every mechanism must satisfy, alone and with every other, on every base.
+    """The contract that every mechanism must satisfy, alone and with every other, on every base.
 
     A subclass whose name begins with Test names the mechanism, and pytest runs these tests:
 
@@ -224,22 +239,25 @@ class Contract:
     # Largest difference from the equations, in fp64.
     tolerance: ClassVar[float] = 1e-12
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
         trust_names_in(cls.mechanism)
 
     @classmethod
     def cases(cls) -> list[Any]:
         """The cases, as pytest's parameters: each set of options alone, the defaults on every base, with layers that
         differ, and after every other mechanism."""
-        given = cls.mechanism
-        name = given if isinstance(given, str) else MECHANISMS.name_of(given)
+        mechanism = cls.mechanism
+        name = mechanism if isinstance(mechanism, str) else MECHANISMS.name_of(mechanism)
         alone: list[dict[str, Any]] = [{name: {}}, *({name: options} for options in cls.options)]
-        beside: list[dict[str, Any]] = [{other: {}, name: {}} for other in REGISTRY if other != name]
-        found = Case.of(alone, "llama") + Case.of([{name: {}}], *BASES, *ODD_LAYERS) + Case.of(beside, "llama")
-        if not found:
+        pairs: list[dict[str, Any]] = [
+            {other_name: {}, name: {}} for other_name in MECHANISMS.built_in if other_name != name
+        ]
+        cases = Case.combine(alone, "llama") + Case.combine([{name: {}}], *BASES, *ODD_LAYERS)
+        cases += Case.combine(pairs, "llama")
+        if not cases:
             Case("llama", json.dumps({name: {}})).config()  # which says why
-        return [pytest.param(case, id=str(case)) for case in dict.fromkeys(found)]
+        return [pytest.param(case, id=str(case)) for case in dict.fromkeys(cases)]
 
     @classmethod
     def traced(cls) -> list[Any]:
@@ -248,10 +266,10 @@ class Contract:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         for name in {"case", "traced"} & set(metafunc.fixturenames):
-            metafunc.parametrize(name, made(getattr(self, {"case": "cases"}.get(name, name))))
+            metafunc.parametrize(name, make_cases(getattr(self, {"case": "cases"}.get(name, name))))
 
     @pytest.fixture(autouse=True)
-    def seeded(self) -> None:
+    def set_seed(self) -> None:
         torch.manual_seed(0)
 
     def reference_of(self, model: HeadwaterForCausalLM, differentiable: bool = False) -> Reference:
@@ -270,30 +288,30 @@ class Contract:
         Some models magnify it, those with large scores for example. Then the difference may be as large as what
         rounding their weights in the last digit changes.
         """
-        found, tolerance = logits(model).detach(), self.tolerance
+        actual, tolerance = logits(model).detach(), self.tolerance
         scale = max(1.0, float(expected.abs().max()))
-        if float((found - expected).abs().max()) > tolerance * scale:
+        if float((actual - expected).abs().max()) > tolerance * scale:
             rounded, random = copy.deepcopy(model), torch.Generator().manual_seed(0)
             with torch.no_grad():
                 for weight in rounded.parameters():
                     signs = 2 * torch.rand(weight.shape, generator=random, dtype=weight.dtype) - 1
                     weight.mul_(1 + torch.finfo(weight.dtype).eps * signs)
-            changed = float((logits(rounded).detach() - found).abs().max()) / scale
+            changed = float((logits(rounded).detach() - actual).abs().max()) / scale
             tolerance = max(tolerance, min(2 * changed, 1e-10))
-        assert_near(found, expected, tolerance)
+        assert_near(actual, expected, tolerance)
 
     # Against the equations
 
     def test_forward_equals_naive(self, case):
         model, ids = case.model, tokens(2, 8)
         expected = torch.stack([self.reference_of(model)(row) for row in ids])
-        self.assert_equal(model, lambda one: one(ids, use_cache=False).logits, expected)
+        self.assert_equal(model, lambda m: run_uncached(m, ids), expected)
 
     def test_gradients_equal_naive(self, case):
         model, ids = case.copy, tokens(1, 6)
         weigh = torch.randn(1, 6, 97, dtype=torch.float64)
         parameters = list(model.parameters())
-        actual = torch.autograd.grad((model(ids, use_cache=False).logits * weigh).sum(), parameters)
+        actual = torch.autograd.grad((run_uncached(model, ids) * weigh).sum(), parameters)
         naive = self.reference_of(model, differentiable=True)(ids[0])
         expected = torch.autograd.grad((naive * weigh[0]).sum(), parameters)
         for (name, _), a, e in zip(model.named_parameters(), actual, expected, strict=True):
@@ -305,9 +323,7 @@ class Contract:
         mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 0, 0, 1], [0, 1, 0, 1, 1, 1, 1, 0, 1]])
         real = mask.bool()
         expected = torch.stack([self.reference_of(model)(row, m.tolist()) for row, m in zip(ids, real, strict=True)])
-        self.assert_equal(
-            model, lambda one: one(ids, attention_mask=mask, use_cache=False).logits[real], expected[real]
-        )
+        self.assert_equal(model, lambda m: run_uncached(m, ids, attention_mask=mask)[real], expected[real])
 
     def test_contiguous_documents_equal_naive(self, case):
         """Attention crosses document boundaries; mechanisms that look back do not."""
@@ -318,26 +334,24 @@ class Contract:
             self.reference_of(model)(row, starts=set(s.nonzero()[:, 0].tolist()))
             for row, s in zip(ids, starts, strict=True)
         ]
-        self.assert_equal(
-            model, lambda one: one(ids, document_starts=starts, use_cache=False).logits, torch.stack(expected)
-        )
+        self.assert_equal(model, lambda m: run_uncached(m, ids, document_starts=starts), torch.stack(expected))
 
     # Who sees whom
 
     @pytest.mark.parametrize("changed", [1, 6, T - 1])
     def test_causal(self, case, changed):
         model, ids = case.model, tokens(2, T)
-        other = ids.clone()
-        other[:, changed] = (other[:, changed] + 1) % 97
-        before, after = (model(x, use_cache=False).logits for x in (ids, other))
-        assert_near(after[:, :changed], before[:, :changed], 1e-12)
-        assert (after[:, changed] - before[:, changed]).abs().max() > 1e-5
+        changed_ids = ids.clone()
+        changed_ids[:, changed] = (changed_ids[:, changed] + 1) % 97
+        logits, changed_logits = (run_uncached(model, x) for x in (ids, changed_ids))
+        assert_near(changed_logits[:, :changed], logits[:, :changed], 1e-12)
+        assert (changed_logits[:, changed] - logits[:, changed]).abs().max() > 1e-5
 
     def test_packed_documents_equal_separate(self, case):
         """Position ids of one row, [1, T], stand for all."""
         model, ids = case.model, tokens(2, T)
         for rows in (DOCUMENTS, DOCUMENTS[:1]):
-            packed = model(ids, position_ids=document_positions(rows), use_cache=False).logits
+            packed = run_uncached(model, ids, position_ids=document_positions(rows))
             assert_near(packed, per_document(model, ids, [rows[0], rows[-1]]))
 
     @pytest.mark.parametrize("chunks", BORDERS.values(), ids=BORDERS)
@@ -351,13 +365,12 @@ class Contract:
         """Padding right of the documents in one row, left of them in the other."""
         model, ids = case.model, tokens(2, T)
         pad = 4
-        right = [
-            torch.nn.functional.pad(x, (0, pad)) for x in (ids[0], document_positions(DOCUMENTS)[0], torch.ones(T))
-        ]
-        left = [torch.nn.functional.pad(x, (pad, 0)) for x in (ids[1], document_positions(DOCUMENTS)[1], torch.ones(T))]
-        padded, position_ids, mask = (torch.stack(pair).long() for pair in zip(right, left, strict=True))
+        rows = [(ids[i], document_positions(DOCUMENTS)[i], torch.ones(T)) for i in range(2)]
+        right_padded = [torch.nn.functional.pad(x, (0, pad)) for x in rows[0]]
+        left_padded = [torch.nn.functional.pad(x, (pad, 0)) for x in rows[1]]
+        padded, position_ids, mask = (torch.stack(pair).long() for pair in zip(right_padded, left_padded, strict=True))
         if chunks is None:
-            actual = model(padded, position_ids=position_ids, attention_mask=mask, use_cache=False).logits
+            actual = run_uncached(model, padded, position_ids=position_ids, attention_mask=mask)
         else:
             actual = decode(model, padded, chunks, attention_mask=mask, position_ids=position_ids)
         assert_near(actual[mask.bool()], per_document(model, ids, DOCUMENTS).flatten(0, 1))
@@ -368,16 +381,16 @@ class Contract:
         if model.config.position == "alibi" or model.config.sliding_window is not None:
             return  # distances and windows that a mask made for the kernel would have to hold
         trees = [Tree([-1, 0, 1, 2, 3, 4, 4, 5, 5, 6, 9]), Tree([-1, 0, 1, 2, 3, 4, 5, 4, 7, 6, 8], seed=1)]
-        given, expected = batch(trees), torch.stack([tree.expected(model) for tree in trees])
+        inputs, expected = batch_trees(trees), torch.stack([tree.compute_logits(model) for tree in trees])
         size = expected.shape[1]
-        assert_near(model(**given, use_cache=False).logits, expected)
+        assert_near(run_uncached(model, **inputs), expected)
         for borders, recording in (((prefix, size), False), ((prefix, 7, 9, size), True)):
             cache = DynamicCache(config=model.config)
-            model(given["input_ids"][:, :prefix], past_key_values=cache)
+            model(inputs["input_ids"][:, :prefix], past_key_values=cache)
             if recording:
                 cache.activate_past_recording()
             for start, end in pairwise(borders):
-                logits = model(**part(given, start, end), past_key_values=cache).logits
+                logits = model(**slice_tokens(inputs, start, end), past_key_values=cache).logits
                 assert_near(logits, expected[:, start:end])
 
     # With a cache
@@ -394,14 +407,14 @@ class Contract:
         model, ids = case.model, tokens(3, T)
         mask = torch.ones(3, T, dtype=torch.long)
         mask[0, 1] = mask[1, 4:6] = mask[1, 11] = mask[2, :3] = mask[2, 9] = 0
-        uncached = model(ids, attention_mask=mask, use_cache=False).logits
+        uncached = run_uncached(model, ids, attention_mask=mask)
         assert_near(decode(model, ids, chunks, attention_mask=mask)[mask.bool()], uncached[mask.bool()])
 
     def test_static_cache_of_packed_documents_equals_uncached(self, case):
         model, ids, positions = case.model, tokens(2, T), document_positions(DOCUMENTS)
         cache = StaticCache(config=model.config, max_cache_len=T + 3)
         decoded = decode(model, ids, [6, 1, 1, 9], cache=cache, position_ids=positions)
-        assert_near(decoded, model(ids, use_cache=False, position_ids=positions).logits)
+        assert_near(decoded, run_uncached(model, ids, position_ids=positions))
 
     def test_cache_bytes_follow_the_plan(self, case):
         model, ids = case.model, tokens(2, T)
@@ -409,15 +422,15 @@ class Contract:
         assert cache_bytes(cache) == cost.cache_bytes(model.config, T, batch_size=2, element_size=8)
 
     def test_served_from_a_paged_cache_as_alone(self, case):
-        """In a server's flat batches: chunks, shared blocks, rows that begin anew, tokens that are taken back."""
+        """Flat batches of a server: chunks, shared blocks, rows that begin anew, tokens that are taken back."""
         try:
             check_servable(case.config())
         except HeadwaterError:
             pytest.skip("servers cannot run it")
-        rows = prompts(case.config().vocab_size)
+        rows = make_prompts(case.config().vocab_size)
         with torch.no_grad():
-            alone = [case.model(torch.tensor([row]), use_cache=False).logits[0] for row in rows]
-        for row, position, logits in Server(case.model).outputs(rows):
+            alone = [run_uncached(case.model, torch.tensor([row]))[0] for row in rows]
+        for row, position, logits in Server(case.model).run_rows(rows):
             assert_near(logits, alone[row][position])
 
     def test_materialised_equals_the_same_model(self, case):
@@ -428,8 +441,8 @@ class Contract:
                 case.config(materialise=True)
             return
         ordinary: Any = disturb(HeadwaterForCausalLM(case.config(materialise=True)).double()).eval()
-        uncached = model(ids, use_cache=False).logits
-        assert_near(ordinary(ids, use_cache=False).logits, uncached)
+        uncached = run_uncached(model, ids)
+        assert_near(run_uncached(ordinary, ids), uncached)
         caches = DynamicCache(config=ordinary.config), None, StaticCache(config=ordinary.config, max_cache_len=T + 3)
         for cache in caches if ordinary.config.sliding_layers else (DynamicCache(), *caches):
             assert_near(decode(ordinary, ids, [6, 1, 1, 9], cache=cache), uncached)
@@ -444,44 +457,44 @@ class Contract:
 
         Alone: of two mechanisms, one may keep what the other keeps too, or what attention alone would have kept.
         """
-        made, plain, length = case.config(), case.without(), 64
-        masked = made.position == "alibi" or made.sliding_window is not None  # kernels on a CPU then keep more
-        if masked or len(made.mechanisms) > 1:
+        config, plain, length = case.config(), case.plain_config(), 64
+        masked = config.position == "alibi" or config.sliding_window is not None  # kernels on a CPU then keep more
+        if masked or len(config.mechanisms) > 1:
             return
-        kept = kept_per_token(made, length) - kept_per_token(plain, length)
-        stated = [cost.activation_bytes(one, length)["kept"] / (4 * length) for one in (made, plain)]
+        measured = kept_per_token(config, length) - kept_per_token(plain, length)
+        stated = [cost.activation_bytes(c, length)["kept"] / (4 * length) for c in (config, plain)]
         difference = stated[0] - stated[1]
         # Besides a few numbers per head, such as a softmax's sum.
-        room = 0.05 * abs(difference) + made.num_hidden_layers * made.num_attention_heads
-        assert abs(kept - difference) <= room, (
-            f"Autograd keeps {kept:.1f} numbers per token for it in all layers, and its cost says {difference:.1f}."
+        room = 0.05 * abs(difference) + config.num_hidden_layers * config.num_attention_heads
+        assert abs(measured - difference) <= room, (
+            f"Autograd keeps {measured:.1f} numbers per token for it in all layers, and its cost says {difference:.1f}."
         )
 
     def test_work_grows_with_the_tokens_alone(self, case):
         """FLOPs per token are as stated in a longer row too, and it takes no more operations: no loop over tokens."""
-        made = copy.deepcopy(case.model.config)
-        made._attn_implementation = "eager"
+        config = copy.deepcopy(case.model.config)
+        config._attn_implementation = "eager"
         operations = []
         with torch.device("meta"):
-            model = HeadwaterForCausalLM(made)
+            model = HeadwaterForCausalLM(config)
             for length in (T, 3 * T):
                 ids = torch.zeros(1, length, dtype=torch.long)
-                with FlopCounterMode(display=False) as counter, Operations() as counted, torch.no_grad():
+                with FlopCounterMode(display=False) as counter, Operations() as operation_counter, torch.no_grad():
                     model(ids, use_cache=False)
-                stated = sum(cost.forward_flops(made, length, causal=False).values()) * length
+                stated = sum(cost.forward_flops(config, length, causal=False).values()) * length
                 assert stated == counter.get_total_flops(), f"in rows of {length} tokens"
-                operations.append(counted.count)
+                operations.append(operation_counter.count)
         assert operations[0] == operations[1], f"operations in rows of {T} and of {3 * T} tokens: {operations}"
 
     def test_starts_are_drawn_by_name(self, case):
-        """Whatever was drawn before, and whatever other mechanisms are in the model."""
+        """Parameters start the same whatever was drawn before, and whatever other mechanisms the model has."""
         torch.manual_seed(7)
-        first = dict(HeadwaterForCausalLM(case.config()).named_parameters())
+        parameters = dict(HeadwaterForCausalLM(case.config()).named_parameters())
         torch.manual_seed(8)
-        second = dict(HeadwaterForCausalLM(case.config()).named_parameters())
-        plain = dict(HeadwaterForCausalLM(case.without()).named_parameters())
-        for name, parameter in first.items():
-            assert torch.equal(parameter, second[name]), f"{name} is initialized differently the second time"
+        again = dict(HeadwaterForCausalLM(case.config()).named_parameters())
+        plain = dict(HeadwaterForCausalLM(case.plain_config()).named_parameters())
+        for name, parameter in parameters.items():
+            assert torch.equal(parameter, again[name]), f"{name} is initialized differently the second time"
             assert parameter.isfinite().all(), f"{name} is not initialized with finite numbers"
             if name in plain and "embed" not in name and plain[name].shape == parameter.shape:
                 assert torch.equal(parameter, plain[name]), f"{name} is initialized differently without the mechanisms"
@@ -522,20 +535,20 @@ class Contract:
     def test_identity_changes_nothing(self, case):
         """The last mechanism, added as `headwater retrofit` would to a trained model that has the others."""
         mechanisms = json.loads(case.mechanisms)
-        name, given = mechanisms.popitem() if mechanisms else ("", {})
+        name, chosen = mechanisms.popitem() if mechanisms else ("", {})
         mechanism = resolve(name) if name else None
-        options = mechanism.find_identity_options(given) if isinstance(mechanism, AddsToTrainedModel) else None
+        options = mechanism.find_identity_options(chosen) if isinstance(mechanism, AddsToTrainedModel) else None
         if options is None:
             return
-        assert given.items() <= options.items(), f"the options {options} do not contain those given"
-        before = shared(mechanisms, **case.fields)
-        after = add_mechanisms(before, {name: given}).eval()
+        assert chosen.items() <= options.items(), f"the options {options} do not contain those given"
+        old = shared(mechanisms, **case.fields)
+        new = add_mechanisms(old, {name: chosen}).eval()
         ids = tokens(2, T)
-        assert_near(after(ids, use_cache=False).logits, before(ids, use_cache=False).logits)
+        assert_near(run_uncached(new, ids), run_uncached(old, ids))
 
     def test_heads_and_tokens_are_computed_alone(self, case):
-        """If `per_head` says so: halves of the heads, run without the other, read what they do in the model; and if
-        `per_token` says so: with the same attention, a token changes no other."""
+        """Halves of the heads, run alone, read what they read in the model, if `per_head` says so; and with the same
+        attention a token changes no other, if `per_token` says so."""
         model, ids = case.model, tokens(2, T)
         names = model.config.mechanisms
         if {"num_attention_heads", "num_key_value_heads", "head_dim"} & (model.config.sliding_fields or {}).keys():
@@ -546,26 +559,26 @@ class Contract:
             assert_near(alone, together)
         if not all(can_split_tokens(resolve(name)) for name in names):
             return
-        other = ids.clone()
-        other[:, 6] = (other[:, 6] + 1) % 97
-        logits = outside_attention(model, ids, other)
-        rest = torch.arange(T) != 6
-        assert_near(logits[:, rest], model(ids, use_cache=False).logits[:, rest])
+        changed_ids = ids.clone()
+        changed_ids[:, 6] = (changed_ids[:, 6] + 1) % 97
+        logits = outside_attention(model, ids, changed_ids)
+        is_unchanged = torch.arange(T) != 6
+        assert_near(logits[:, is_unchanged], run_uncached(model, ids)[:, is_unchanged])
 
     # The rest
 
     def test_single_precision_cached_equals_uncached(self, case):
         model, ids = case.copy.float(), tokens(2, T)
-        uncached = model(ids, use_cache=False).logits
+        uncached = run_uncached(model, ids)
         for chunks in CHUNKS.values():
             assert_near(decode(model, ids, chunks), uncached, tolerance=1e-4)
 
     def test_half_precision_equals_full(self, case):
-        """In bf16 with a cache, to its precision."""
+        """Logits in bf16, with and without a cache, are right to its precision."""
         model, ids = case.copy, tokens(2, T)
-        expected = model(ids, use_cache=False).logits
+        expected = run_uncached(model, ids)
         half = model.bfloat16()
-        for logits in (half(ids, use_cache=False).logits, decode(half, ids, CHUNKS["chunked"])):
+        for logits in (run_uncached(half, ids), decode(half, ids, CHUNKS["chunked"])):
             assert logits.dtype == torch.bfloat16
             assert (logits - expected).norm() < 0.3 * expected.norm()
 
@@ -575,19 +588,19 @@ class Contract:
         loaded = HeadwaterForCausalLM.from_pretrained(tmp_path)
         assert list((loaded.config.mechanisms or {}).items()) == list(model.config.mechanisms.items())
         assert loaded.plans == model.plans
-        for (name, a), (other, b) in zip(loaded.state_dict().items(), model.state_dict().items(), strict=True):
-            assert name == other
+        for (name, a), (loaded_name, b) in zip(loaded.state_dict().items(), model.state_dict().items(), strict=True):
+            assert name == loaded_name
             assert torch.equal(a, b), name
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
     def test_more_tokens(self, case):
-        """With a larger vocabulary old tokens give what they gave, and new ones what the equations say."""
+        """Old tokens give the same logits with a larger vocabulary, and new ones what the equations say."""
         model, ids = case.copy, tokens(2, T)
-        before, size = model(ids, use_cache=False).logits, model.config.vocab_size
+        old_logits, size = run_uncached(model, ids), model.config.vocab_size
         model.resize_token_embeddings(size + 7)
-        assert_near(model(ids, use_cache=False).logits[..., :size], before)
+        assert_near(run_uncached(model, ids)[..., :size], old_logits)
         ids = torch.tensor([[3, size, size + 6, 5, size + 1, size]])
-        self.assert_equal(model, lambda one: one(ids, use_cache=False).logits, self.reference_of(model)(ids[0])[None])
+        self.assert_equal(model, lambda m: run_uncached(m, ids), self.reference_of(model)(ids[0])[None])
 
     def test_config_round_trip(self, case):
         original = case.model.config

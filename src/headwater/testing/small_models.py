@@ -30,9 +30,9 @@ SIZES = dict(
 def config(mechanisms: dict | None = None, gpt2: bool = False, **changes: Any) -> HeadwaterConfig:
     """A small config. Raises `HeadwaterError` if its layers cannot be planned."""
     make = HeadwaterConfig.gpt2 if gpt2 else HeadwaterConfig
-    made = make(**(SIZES | dict(mechanisms=mechanisms or {}) | changes))
-    plan_layers(made)
-    return made
+    small = make(**(SIZES | dict(mechanisms=mechanisms or {}) | changes))
+    plan_layers(small)
+    return small
 
 
 def disturb(model: Any, scale: float = 0.2) -> Any:
@@ -51,14 +51,14 @@ def build(mechanisms: dict | None = None, gpt2: bool = False, **changes: Any) ->
 
 
 @functools.cache
-def _built(description: str) -> HeadwaterForCausalLM:
+def _build_cached(description: str) -> HeadwaterForCausalLM:
     mechanisms, changes = json.loads(description)
     return build(mechanisms, **changes)
 
 
 def shared(mechanisms: dict | None = None, **changes: Any) -> HeadwaterForCausalLM:
-    """The same model as `build`, built once per process. Not to be changed."""
-    return _built(json.dumps([mechanisms or {}, changes]))
+    """Build a model as `build` does, once per process. Do not change it."""
+    return _build_cached(json.dumps([mechanisms or {}, changes]))
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:

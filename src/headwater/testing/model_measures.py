@@ -1,4 +1,4 @@
-"""What a model does, measured: what autograd keeps, how many operations run, what halves of the heads read."""
+"""Measurements of a model: what autograd keeps, how many operations run, what halves of the heads read."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from headwater.util.precision import Precision
 
 def saved_bytes(run: Callable[[], Tensor], excluded: Iterable[Tensor] = ()) -> int:
     """Bytes that autograd stores while `run` computes its result, each storage once, without those of `excluded`."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+    ignored = {tensor.untyped_storage().data_ptr() for tensor in excluded}
     # The tensors are kept, so that no address is used twice.
     stored: dict[int, Tensor] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack_tensor(tensor: Tensor) -> Tensor:
         stored.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
         return tensor.detach()  # a graph that holds tensors of its own is never freed
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack_tensor, lambda tensor: tensor):
         run()
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in stored.items() if address not in known)
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in stored.items() if address not in ignored)
 
 
 def kept_by_autograd(
@@ -37,15 +37,15 @@ def kept_by_autograd(
     batch_size: int,
     precision: Precision = Precision.FP32,
     checkpointing: bool = False,
-    **given: Any,
+    **inputs: Any,
 ) -> int:
-    """Bytes that autograd keeps of a forward pass, each storage once, parameters left out. given: further inputs."""
+    """Count the bytes that autograd keeps of a forward pass, each storage once, without parameters."""
     model = HeadwaterForCausalLM(config).to(precision.weights).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.zeros(batch_size, context, dtype=torch.long)
     with precision.autocast("cpu"):
-        return saved_bytes(lambda: model(ids, labels=ids, **given).loss, (*model.parameters(), *model.buffers()))
+        return saved_bytes(lambda: model(ids, labels=ids, **inputs).loss, (*model.parameters(), *model.buffers()))
 
 
 def kept_per_token(config: HeadwaterConfig, context: int) -> float:
@@ -68,14 +68,14 @@ class OnlyProcess:
 
     rank, size = 0, 1
 
-    def summed(self, x: Tensor) -> Tensor:
+    def add_up(self, x: Tensor) -> Tensor:
         return x
 
-    joined = summed
+    concatenate = add_up
 
 
 def read_halves(model: HeadwaterForCausalLM, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """What the query heads of each half of the key/value heads read, [B, T, h·d], by layer: in the model, and alone.
+    """Yield what each half of the heads reads in each layer, [B, T, h·d]: in the model, and alone.
 
     Raises `HeadwaterError` if a mechanism has other parameters then than `describe_axes` says.
     """
@@ -94,27 +94,27 @@ def read_halves(model: HeadwaterForCausalLM, ids: Tensor) -> Iterator[tuple[Tens
     for rank in range(2):
         share = Portion(model.config, rank, 2)
         queries = slice(share.queries.start, share.queries.stop)
-        for block, ((x, *sources), options), read in zip(blocks, calls, reads, strict=True):
+        for block, ((x, *sources), options), outputs in zip(blocks, calls, reads, strict=True):
             half: Any = split_attention(block.self_attn, share, OnlyProcess())
             half.o_proj = nn.Identity()
             for i, source in enumerate(block.plan.reads):
                 if source.kind not in ("stream", "shared"):
-                    chosen = share.places(share.model_plans[source.layer])[source.part][1]
+                    chosen = share.list_positions(share.model_plans[source.layer])[source.part][1]
                     sources[i] = sources[i][:, chosen]
             mask = options.get("attention_mask")
             if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == model.config.num_attention_heads > 1:
                 options = options | {"attention_mask": mask[:, queries]}
             with torch.no_grad():
                 alone = half(x, *sources, **options)[0]
-            yield read.unflatten(2, (-1, half.head_dim))[:, :, queries].flatten(2), alone
+            yield outputs.unflatten(2, (-1, half.head_dim))[:, :, queries].flatten(2), alone
 
 
-def outside_attention(model: HeadwaterForCausalLM, ids: Tensor, other: Tensor) -> Tensor:
+def outside_attention(model: HeadwaterForCausalLM, ids: Tensor, changed_ids: Tensor) -> Tensor:
     """Logits of `other` tokens, with the outputs that attention has for `ids`."""
     outputs: list[Any] = []
     layers: list[Any] = [block.self_attn for block in model.model.layers]
     with torch.no_grad():
-        for hook, row in ((lambda *call: outputs.append(call[2]), ids), (lambda *_: outputs.pop(0), other)):
+        for hook, row in ((lambda *call: outputs.append(call[2]), ids), (lambda *_: outputs.pop(0), changed_ids)):
             with ExitStack() as hooks:
                 for layer in layers:
                     hooks.enter_context(layer.register_forward_hook(hook))

@@ -42,7 +42,7 @@ class Double(TorchFunctionMode):
 
 @contextlib.contextmanager
 def in_double(active: bool) -> Iterator[None]:
-    """In this context, models compute in fp64 throughout, if `wanted`."""
+    """Let models compute in fp64 throughout in this context, if `active`."""
     if not active:
         yield
         return
@@ -56,7 +56,7 @@ def in_double(active: bool) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Seen:
+class CallOutput:
     """One call: logits [B, T, V] and what each layer wrote [B, T, …], by name, in the order of the forward pass."""
 
     logits: Tensor
@@ -76,7 +76,7 @@ class Subject:
             raise HeadwaterError(f"{type(model).__name__} takes no input_ids; verify a text model.")
         self.cache_name = next((name for name in CACHES if name in self.takes), None)
         self.dtype = next(model.parameters()).dtype
-        self.blocks = _blocks(model)
+        self.blocks = _list_blocks(model)
         self.positions = "position_ids" in self.takes  # and they count from 0, which is tried
         self.whole_mask = _takes_whole_mask(model)
 
@@ -95,7 +95,7 @@ class Subject:
         positions: Tensor | None = None,
         use_cache: bool = True,
         **options: Any,
-    ) -> tuple[Seen, Any]:
+    ) -> tuple[CallOutput, Any]:
         """Logits and layers of one call, and the cache for the next.
 
         ids: [B, T]. mask: [B, everything so far]. positions: [B, T], left out where the model takes none.
@@ -112,18 +112,18 @@ class Subject:
                 raise HeadwaterError(f"{type(self.model).__name__} takes no cache")
             arguments[self.cache_name] = cache
         layers: dict[str, Tensor] = {}
-        with in_double(self.dtype == torch.float64), self._watching(ids, layers):
+        with in_double(self.dtype == torch.float64), self._watch_layers(ids, layers):
             output = self.model(**arguments)
         logits = output.logits
         if logits.shape[:2] != ids.shape:
             raise HeadwaterError(f"logits of shape {list(logits.shape)} for ids of shape {list(ids.shape)}")
         if use_cache and self.cache_name is not None:
             cache = getattr(output, self.cache_name, None)
-        return Seen(logits, layers), cache
+        return CallOutput(logits, layers), cache
 
     @contextlib.contextmanager
-    def _watching(self, ids: Tensor, layers: dict[str, Tensor]) -> Iterator[None]:
-        def watch(name: str) -> Any:
+    def _watch_layers(self, ids: Tensor, layers: dict[str, Tensor]) -> Iterator[None]:
+        def make_hook(name: str) -> Any:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 wrote = output[0] if isinstance(output, tuple | list) and output else output
                 if isinstance(wrote, Tensor) and wrote.ndim >= 3 and wrote.shape[:2] == ids.shape:
@@ -133,7 +133,7 @@ class Subject:
 
             return hook
 
-        hooks = [block.register_forward_hook(watch(name)) for name, block in self.blocks]
+        hooks = [block.register_forward_hook(make_hook(name)) for name, block in self.blocks]
         try:
             yield
         finally:
@@ -156,7 +156,7 @@ def _takes_whole_mask(model: PreTrainedModel) -> bool:
     return not getattr(model, "_is_stateful", False) or arguments.get("attention_mask") is not None
 
 
-def _blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+def _list_blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """The embedding and the layers of the text model, by name: of all lists of modules, the longest (the outermost)."""
     blocks: list[tuple[str, nn.Module]] = []
     with contextlib.suppress(NotImplementedError, AttributeError):
