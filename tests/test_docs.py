@@ -23,10 +23,10 @@ from headwater_lab.api import comparing, planning, reproducing, training
 from headwater_lab.cli import app
 from headwater_lab.data.base import DATA
 from headwater_lab.data.images import Augmentation
-from headwater_lab.recipe.change import Growth, Start, TrainingStage
-from headwater_lab.recipe.comparison import Compare
+from headwater_lab.recipe.comparison_section import Compare
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.recipe.training import Reporting, Training
+from headwater_lab.recipe.start_section import Growth, Start, TrainingStage
+from headwater_lab.recipe.training_section import Reporting, Training
 from headwater_lab.training import records
 
 ROOT = Path(__file__).parents[1]

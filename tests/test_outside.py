@@ -24,8 +24,8 @@ from headwater.plugins.outside import VARIABLE, may_read, trust
 from headwater.plugins.registry import MECHANISMS, register
 from headwater.util.errors import NotTrusted
 from headwater_lab.optimization.registry import OPTIMIZERS
-from headwater_lab.recipe.loading import read_recipe
 from headwater_lab.recipe.recipe import parse
+from headwater_lab.recipe.recipe_files import read_recipe
 from headwater_lab.training.optimizers import make_optimizers, parameter_groups
 
 SMALL = '''
@@ -129,10 +129,12 @@ def test_a_checkpoint_has_nothing_imported(here, tmp_path, monkeypatch):
 
 
 def trained_on(settings):
-    from headwater_lab.training.models import data_of
+    from headwater_lab.training.models import build_data
     from headwater_lab.training.records import Event
 
-    return data_of([Event(kind="trained", details={"data": {"settings": {"kind": "text", "context": 8} | settings}})])
+    return build_data(
+        [Event(kind="trained", details={"data": {"settings": {"kind": "text", "context": 8} | settings}})]
+    )
 
 
 @pytest.fixture
@@ -176,7 +178,7 @@ def test_but_data_below_the_current_folder_and_those_that_the_user_trusts(here, 
 
 
 def test_data_of_the_users_own_recipe_are_trusted(here, private):
-    from headwater_lab.recipe.loading import read_recipe
+    from headwater_lab.recipe.recipe_files import read_recipe
 
     read_recipe({"name": "a", "title": "/", "data": {"kind": "text", "source": str(private), "context": 8}})
     assert trained_on({"source": str(private)}).vocab_size == 257
@@ -560,7 +562,7 @@ def test_groups_are_what_the_mechanism_and_the_shapes_say(convolved):
         "bank": ("tensors", 0.1),
         "mix": ("vectors", 0.0),
     }
-    from headwater_lab.recipe.training import Training
+    from headwater_lab.recipe.training_section import Training
 
     muon, _ = make_optimizers(model, Training(optimizer="muon"))
     assert all(parameter.ndim == 2 for group in muon.param_groups for parameter in group["params"])

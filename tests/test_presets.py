@@ -20,8 +20,8 @@ from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS, preset
 from headwater.cost.counts import parameters
 from headwater.mechanisms import Mechanism
-from headwater_lab.recipe.model import MODEL_FIELDS
-from headwater_lab.recipe.overrides import plain
+from headwater_lab.recipe.model_section import MODEL_FIELDS
+from headwater_lab.recipe.overrides import read_yaml
 from headwater_lab.training.models import init_diagnostics, sample_tokens
 
 PAGE = Path(__file__).parents[1] / "docs" / "presets.md"
@@ -117,7 +117,7 @@ def test_every_model_of_the_papers_has_its_name():
 def test_headwater_base_is_what_the_ledger_tested():
     """Mechanisms and start are those of the recipe; only the size is larger."""
     recipe = PAGE.parents[1] / "recipes" / "recommended" / "test.yaml"
-    given = plain(recipe.read_text(), recipe.name)
+    given = read_yaml(recipe.read_text(), recipe.name)
     arm = given["compare"]["arms"]["recommended"]["model"]["mechanisms"]
     heads = dict(num_attention_heads=2, num_key_value_heads=2)
     sizes = dict(num_hidden_layers=4, hidden_size=64, intermediate_size=96, **heads)

@@ -47,9 +47,9 @@ from headwater.testing import Case, Contract
 from headwater.testing.naive import Reference
 from headwater_lab.api.converting import _write_start
 from headwater_lab.data.tokenizer import load_tokenizer
-from headwater_lab.recipe.change import CacheConversion, Change
-from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.recipe.recipe import parse
+from headwater_lab.recipe.recipe_files import load_recipe
+from headwater_lab.recipe.start_section import CacheConversion, Change
 from headwater_lab.training.checkpoints import newest_checkpoint, write_model
 from headwater_lab.training.models import Trained, converted, measure, open_trained
 from headwater_lab.training.records import Event, read_record

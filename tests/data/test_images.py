@@ -31,8 +31,8 @@ from headwater_lab.data.images.digits import DigitsSettings
 from headwater_lab.data.images.files import ImageFilesSettings
 from headwater_lab.data.images.glyphs import FAMILIES, GlyphImages, GlyphSettings, files_of
 from headwater_lab.data.images.reading import UnreadableImage, read_image
-from headwater_lab.recipe.loading import read_recipe
 from headwater_lab.recipe.recipe import parse
+from headwater_lab.recipe.recipe_files import read_recipe
 from headwater_lab.training.loop import batches
 
 v2 = pytest.importorskip("torchvision.transforms.v2") if find_spec("torchvision") else None

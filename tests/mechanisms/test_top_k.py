@@ -21,7 +21,7 @@ from headwater.mechanisms.product_keys import ProductKeys, find_largest
 from headwater.testing import naive
 from headwater.util.precision import Precision
 from headwater_lab import grow
-from headwater_lab.recipe.loading import load_recipe
+from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.training.loop import train
 from headwater_lab.training.models import init_diagnostics
 from headwater_lab.training.optimizers import parameter_groups

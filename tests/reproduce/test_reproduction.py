@@ -32,7 +32,7 @@ from headwater_lab.papers.result import (
 from headwater_lab.papers.table import Column, PaperTable, TableCell, read_tables
 from headwater_lab.papers.training import train_table
 from headwater_lab.papers.work import prepare_work
-from headwater_lab.recipe.loading import load_recipe
+from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.training.records import HeldOutPoint
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"

@@ -22,7 +22,7 @@ from headwater.models.load import read_config, read_tensors
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.inspection import inspect_model
-from headwater_lab.recipe.change import Change
+from headwater_lab.recipe.start_section import Change
 from headwater_lab.serving.generation import continue_prompts, load_for_generation
 from headwater_lab.training.checkpoints import write_model
 from headwater_lab.training.models import changed, open_source, open_trained

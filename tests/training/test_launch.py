@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import processes
-from headwater_lab.recipe.training import Training
+from headwater_lab.recipe.training_section import Training
 from headwater_lab.training.processes import placed
 
 TORCHRUN = {

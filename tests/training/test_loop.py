@@ -23,7 +23,7 @@ from headwater.models.compiling import compile_model
 from headwater.util.errors import HeadwaterError
 from headwater.util.processor import describe_cpu
 from headwater_lab.recipe.recipe import parse
-from headwater_lab.recipe.training import Training
+from headwater_lab.recipe.training_section import Training
 from headwater_lab.training import loop
 from headwater_lab.training import start as setup
 from headwater_lab.training.checkpoints import checkpoints, load_model

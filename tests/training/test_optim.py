@@ -10,7 +10,7 @@ from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.mechanisms import KVShift
 from headwater.util.errors import HeadwaterError
 from headwater_lab.optimization.muon import Muon
-from headwater_lab.recipe.training import Training
+from headwater_lab.recipe.training_section import Training
 from headwater_lab.training.optimizers import (
     clip,
     gradient_norm,

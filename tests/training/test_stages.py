@@ -10,8 +10,8 @@ from headwater import HeadwaterError
 from headwater_lab.comparison import pool
 from headwater_lab.comparison.pool import Outcome, run_trials
 from headwater_lab.comparison.trials import list_trials, order_jobs
-from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.recipe.recipe import parse
+from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.reports import read_comparisons, write_report
 from headwater_lab.reports.comparison import differ_in_cost
 from headwater_lab.training.checkpoints import newest_checkpoint, optimizer_state

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import pytest
 import torch
 from PIL import Image
-from pydantic import TypeAdapter
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from trials import PowerCut, cut_at, same_end
@@ -16,9 +15,8 @@ from trials import PowerCut, cut_at, same_end
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli import main
-from headwater_lab.recipe.change import Start
-from headwater_lab.recipe.data import AnyData
-from headwater_lab.recipe.recipe import parse
+from headwater_lab.recipe.recipe import parse, read_data
+from headwater_lab.recipe.start_section import Start
 from headwater_lab.serving.prediction import load_for_prediction, predict_images
 from headwater_lab.training import estimate as priced
 from headwater_lab.training.checkpoints import checkpoints, load_model, newest_checkpoint
@@ -357,7 +355,7 @@ def test_what_is_not_fitted_is_said(make, finished, finished_text, letters, reci
 
 def test_unnamed_classes_take_the_datas_names(letters):
     config = HeadwaterVisionConfig(image_size=12, patch_size=4, num_labels=3, hidden_size=16, num_attention_heads=2)
-    data = TypeAdapter(AnyData).validate_python(letters).build()
+    data = read_data(letters).build()
     change = Start(checkpoint="x")
     assert changes_for(config, data, change) == {"id2label": {0: "a", 1: "b", 2: "LABEL_2"}}
     config.id2label = {0: "b", 1: "a", 2: "c"}

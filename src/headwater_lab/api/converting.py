@@ -16,7 +16,7 @@ from headwater.util.files import replace_text
 from headwater_lab.api.common import measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.api.training import watch_training
-from headwater_lab.recipe.loading import changed_recipe
+from headwater_lab.recipe.recipe_files import change_recipe
 from headwater_lab.training.checkpoints import FOLDER, how_to_load, newest_checkpoint, publish_model, write_model
 from headwater_lab.training.estimate import ConversionPrice, count_of, price_of
 from headwater_lab.training.models import Trained, changed_text, data_settings, open_source, open_trained
@@ -70,7 +70,7 @@ def convert(
     _check_overrides(overrides)
     # The data are what the model's history says, which may be anyone's.
     batches = {"name": out.name, "data": data, "training": {"batch_size": ROWS}}
-    sized = changed_recipe(batches, sizes, "the recipe")
+    sized = change_recipe(batches, sizes, "the recipe")
     if text is not None:
         _check_context(
             getattr(sized.data, "context", CONTEXT), trained.model.config.max_position_embeddings, watch.tell
@@ -90,7 +90,7 @@ def convert(
         batch_size=sized.training.batch_size,
         gradient_accumulation_steps=sized.training.gradient_accumulation_steps,
     )
-    recipe = changed_recipe(values, overrides, "the recipe")
+    recipe = change_recipe(values, overrides, "the recipe")
     if any(on_several(run) for run, _ in chain(recipe, out)):
         raise HeadwaterError(
             "headwater convert uses one device; for several, train the stages of its recipe one by one with "

@@ -21,14 +21,14 @@ from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.api.common import measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.data.base import Data
-from headwater_lab.recipe.change import Change, changed_config
+from headwater_lab.recipe.start_section import Change, changed_config
 from headwater_lab.training.change import measure_change
 from headwater_lab.training.checkpoints import how_to_load, write_model
 from headwater_lab.training.models import (
     Trained,
+    build_data,
     changed,
     changed_text,
-    data_of,
     known_rows,
     open_source,
     open_trained,
@@ -111,7 +111,7 @@ def shrink(
     calibrated = len(ids) if text is None else len(ids) - len(ids) // 4
     weights = growth.importance(trained.model, ({trained.model.main_input_name: row[None]} for row in ids[:calibrated]))
     model = growth.shrink(trained.model, weights, attention_pairs, ffn_pairs)
-    if text is None and (data := data_of(trained.history)) is not None:
+    if text is None and (data := build_data(trained.history)) is not None:
         if warning := changed_text(trained, data):
             watch.tell(warning)
         old_loss, new_loss = (
@@ -159,7 +159,7 @@ def _data_since(root: Trained, copy: Trained, path: Path, base: Path, watch: Obs
         raise HeadwaterError(
             f"{str(path)!r} was not grown from {str(base)!r}, according to its history; name its own base."
         )
-    data = data_of(copy.history[len(root.history) :])
+    data = build_data(copy.history[len(root.history) :])
     if data is None:
         raise HeadwaterError(f"{str(path)!r} has not been trained since it was grown; train it, then merge.")
     if warning := changed_text(copy, data):

@@ -12,9 +12,9 @@ from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import local
 from headwater_lab.api.common import PathLike, Result, check_outside, quiet
 from headwater_lab.api.observer import SILENT, Observer
-from headwater_lab.recipe.loading import read_recipe
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.recipe.unread import overruled
+from headwater_lab.recipe.recipe_files import read_recipe
+from headwater_lab.recipe.unread import find_overruled
 from headwater_lab.training.checkpoints import load_model, newest_checkpoint
 from headwater_lab.training.records import CurvePoint, Experiment, HeldOutPoint, Notice, RunRecord, SpeedPoint
 from headwater_lab.training.run_folder import Activity, OnEvent, Point
@@ -94,7 +94,7 @@ def _trial_of(
         raise HeadwaterError(f"{recipe.name!r} has no arm {arm!r}; {nearest(arm, arms)}")
     trial = make_trial(recipe, arm, recipe.seed, Path("runs") / recipe.name, size)
     setter = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
-    for key in overruled(recipe, [trial.recipe], overrides):
+    for key in find_overruled(recipe, [trial.recipe], overrides):
         watch.tell(f"{key} has no effect, because {setter} sets it; change it in the recipe's compare section.")
     return trial.recipe, trial.folder, trial.experiment
 

@@ -23,9 +23,9 @@ def grow(checkpoint: str, fields: Sequence[str] = (), *, out: Out = None) -> Non
         method=lemon, …
     """
     from headwater_lab.api.growing import grow as enlarge
-    from headwater_lab.recipe.loading import values_of
+    from headwater_lab.recipe.recipe_files import read_overrides
 
-    values = values_of(fields)
+    values = read_overrides(fields)
     enlarge(checkpoint, **values, out=new_folder(out, checkpoint, "grown"), watch=ProgressReport())
 
 
@@ -95,7 +95,7 @@ def retrofit(
     rows: Rows in the sample of --text.
     """
     from headwater_lab.api.growing import retrofit as convert
-    from headwater_lab.recipe.loading import values_of
+    from headwater_lab.recipe.recipe_files import read_overrides
 
     need("--layout", "--set")
     need("--text", "--rows")
@@ -106,7 +106,7 @@ def retrofit(
         mechanisms_of(mechanism),
         allow_change=allow_change,
         layout=layout,
-        settings=values_of(set),
+        settings=read_overrides(set),
         family=family,
         text=text,
         rows=rows,

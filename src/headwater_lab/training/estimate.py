@@ -25,14 +25,13 @@ from headwater.util.files import absence, is_address
 from headwater.util.precision import Precision
 from headwater_lab.data.base import DataShape
 from headwater_lab.data.tokenizer import local_size
-from headwater_lab.recipe.change import changed_config
-from headwater_lab.recipe.loading import read_recipe, values_of
-from headwater_lab.recipe.messages import refusal, unknown_field
-from headwater_lab.recipe.model import IMAGE_FIELDS, MODEL_FIELDS
-from headwater_lab.recipe.overrides import merged
+from headwater_lab.recipe.messages import build_refusal, describe_unknown_field
+from headwater_lab.recipe.model_section import IMAGE_FIELDS, MODEL_FIELDS
+from headwater_lab.recipe.overrides import merge_values
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.recipe.shipped import shipped_recipes
-from headwater_lab.recipe.training import Training
+from headwater_lab.recipe.recipe_files import read_overrides, read_recipe, shipped_recipes
+from headwater_lab.recipe.start_section import changed_config
+from headwater_lab.recipe.training_section import Training
 from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.models import kernel_for, open_source, step_settings
 from headwater_lab.util.model_kinds import unit_of
@@ -228,7 +227,7 @@ def _configs(model: Any, changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
     """Configs by name for one model that is no recipe."""
     if isinstance(model, HeadwaterConfig):
         _check_fields(changes, type(model))
-        return {"model": type(model).from_dict(merged(model.to_dict(), changes)) if changes else model}
+        return {"model": type(model).from_dict(merge_values(model.to_dict(), changes)) if changes else model}
     argument, path = str(model), Path(model)
     if argument in PRESETS:
         return {argument: preset(argument, **changes)}
@@ -252,7 +251,7 @@ def _configs(model: Any, changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
             # Not from_pretrained, which applies overrides to a config that was checked without them.
             _check_fields(changes, kind)
             check_names(kind, content, file)
-            config = kind.from_dict(merged(content, changes))
+            config = kind.from_dict(merge_values(content, changes))
             plan_layers(config)
             return {name: config}
     except HeadwaterError as error:
@@ -275,9 +274,11 @@ def _changes(overrides: list[str]) -> dict[str, Any]:
     """The model fields that "field=value" overrides change, by name. Raises `HeadwaterError` for an unknown one."""
     if not overrides:
         return {}
-    changes, known = values_of(overrides), (MODEL_FIELDS | IMAGE_FIELDS) - {"base"}
-    if problems := [unknown_field(field, "model", known, {"model": known}) for field in changes if field not in known]:
-        raise refusal("plan", problems)
+    changes, known = read_overrides(overrides), (MODEL_FIELDS | IMAGE_FIELDS) - {"base"}
+    if problems := [
+        describe_unknown_field(field, "model", known, {"model": known}) for field in changes if field not in known
+    ]:
+        raise build_refusal("plan", problems)
     return changes
 
 

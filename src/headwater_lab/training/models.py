@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,6 +25,7 @@ from headwater.conversion.convert import align, blended, blended_config, finishe
 from headwater.cost.counts import cache_bytes_per_token
 from headwater.growth import grow
 from headwater.growth.enlarge import carried
+from headwater.growth.methods import GrowthOptions
 from headwater.kernels.varlen import FROM, VARLEN, find_refusal
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import is_compiled
@@ -48,11 +48,11 @@ from headwater_lab.data.reading import PACKED, table_kind
 from headwater_lab.data.stream import read_documents
 from headwater_lab.data.tokenizer import encode_plainly, extends
 from headwater_lab.data.tokenizer_files import check_vocabulary, find_tokenizer, open_tokenizer
-from headwater_lab.recipe.change import Change
-from headwater_lab.recipe.data import AnyData
-from headwater_lab.recipe.messages import untrusted_in
+from headwater_lab.recipe.messages import find_untrusted
 from headwater_lab.recipe.overrides import MOST_TEXT, read_text
-from headwater_lab.recipe.training import Training
+from headwater_lab.recipe.recipe import read_data
+from headwater_lab.recipe.start_section import Change
+from headwater_lab.recipe.training_section import Training
 from headwater_lab.training.checkpoints import check, history_of, load_model, newest_checkpoint, optimizer_state
 from headwater_lab.training.records import Event
 from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, is_of_images
@@ -176,7 +176,8 @@ def changed(trained: Trained, change: Change, rows: Tensor | None = None) -> Tra
         return converted(trained, change, rows)
     if change.grow is None:
         return trained
-    arguments, options = change.grow.model_dump(), change.grow.options
+    arguments = change.grow.model_dump()
+    options = GrowthOptions(**arguments)
     model = grow(trained.model, **arguments)
     learns = all(parameter.requires_grad for version in (trained.model, model) for parameter in version.parameters())
     state = carried(trained.state, trained.model, model, options) if trained.state and learns else {}
@@ -231,26 +232,26 @@ def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
     return trained.after("converted", details | {"cache_bytes_per_token": bytes_}, model=model, state=state)
 
 
-def data_of(history: list[Event]) -> Data | None:
-    """The data a model was last trained on; None if its history names none. Raises `HeadwaterError`, also for data
-    that the user does not trust.
+def build_data(history: list[Event]) -> Data | None:
+    """Build the data that a model was last trained on; None if its history names none.
+
+    Raises `HeadwaterError`, also for data that the user does not trust.
     """
-    named = data_settings(history)
-    if named is None:
+    settings = data_settings(history)
+    if settings is None:
         return None
     try:
-        settings = TypeAdapter(AnyData).validate_python(named)
-    except ValidationError as error:
-        if (refused := untrusted_in(error)) is not None:
-            raise refused from error
-        raise HeadwaterError("The model's history names data that this version does not know; pass --text.") from error
-    return settings.build()
+        data = read_data(settings)
+    except ValueError as error:
+        problem = "The model's history names data that this version does not know; pass --text."
+        raise find_untrusted(error) or HeadwaterError(problem) from error
+    return data.build()
 
 
 def data_settings(history: list[Event]) -> dict[str, Any] | None:
-    """The settings of these data, whose paths the user must trust."""
-    last = last_training(history)
-    data = last.details.get("data") if last is not None else None
+    """Read the settings of these data, whose paths the user must trust."""
+    event = last_training(history)
+    data = None if event is None else event.details.get("data")
     settings = data.get("settings") if isinstance(data, dict) else None
     check_paths(settings)
     return settings if isinstance(settings, dict) else None
@@ -306,7 +307,7 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
         except OSError as error:
             raise HeadwaterError(f"The text {str(text)[:200]!r} cannot be read: {error.strerror}.") from error
         return _rows_of(trained, content, str(text), rows, context)
-    data = data_of(trained.history)
+    data = build_data(trained.history)
     if data is None:
         advice = "train it with headwater" if of_images else "pass a text of that kind with --text FILE"
         raise HeadwaterError(f"{trained.source!r} does not say what it was trained on; {advice}.")

@@ -20,7 +20,7 @@ from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError, sentence
 from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, values_read
 from headwater_lab.optimization.tensors import gradients, local
-from headwater_lab.recipe.training import Training
+from headwater_lab.recipe.training_section import Training
 
 # The groups in order, and which of them decay under each `weight_decay_on`.
 GROUPS = ("matrices", "tensors", "embeddings", "vectors", "scalars")

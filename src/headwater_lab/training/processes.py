@@ -34,7 +34,7 @@ from headwater.nn.block import Block
 from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.precision import Precision
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.recipe.training import Training
+from headwater_lab.recipe.training_section import Training
 from headwater_lab.util.model_kinds import AnyModel
 from headwater_lab.util.workers import die_with_parent
 

@@ -21,8 +21,8 @@ from typing import Any
 from headwater.conversion import config_of
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import replace_text
-from headwater_lab.recipe.change import changed_config
 from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.start_section import changed_config
 from headwater_lab.training.checkpoints import STAGES, checkpoints, newest_checkpoint, publish_model
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import Experiment, RunRecord, StageRecord, read_record, write_record

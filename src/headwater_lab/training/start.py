@@ -42,9 +42,9 @@ from headwater_lab.data.base import LABELS, Batch, Data
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.tokenizer import extends
 from headwater_lab.data.tokenizer_files import find_tokenizer
-from headwater_lab.recipe.change import Start
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.recipe.training import Distillation, Training
+from headwater_lab.recipe.start_section import Start
+from headwater_lab.recipe.training_section import Distillation, Training
 from headwater_lab.training.checkpoints import (
     Progress,
     begin_with,
