@@ -35,7 +35,7 @@ import headwater_lab.util.workers
 CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once; the commands import what else they need.
 PRELOADED = [
-    "headwater_lab.cli", "headwater_lab.training.loop", "headwater_lab.training.models",
+    "headwater_lab.cli", "headwater_lab.training.loop", "headwater_lab.training.trained_models",
     "headwater.conversion.export", "headwater_lab.comparison.running",
 ]  # fmt: skip
 CONTEXT.set_forkserver_preload(PRELOADED)

@@ -33,8 +33,8 @@ from headwater_lab.evaluation.candidates import find_candidates, same_tokenizer,
 from headwater_lab.evaluation.paired import Items, difference
 from headwater_lab.evaluation.tasks import GROUPS, parse_tasks
 from headwater_lab.evaluation.text import list_windows, sum_log_likelihoods
-from headwater_lab.training.checkpoints import write_model
 from headwater_lab.training.records import Event
+from headwater_lab.training.saving import write_model
 
 pytest.importorskip("lm_eval")
 TASKS = Path(__file__).parents[1] / "examples" / "tasks"

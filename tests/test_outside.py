@@ -129,8 +129,8 @@ def test_a_checkpoint_has_nothing_imported(here, tmp_path, monkeypatch):
 
 
 def trained_on(settings):
-    from headwater_lab.training.models import build_data
     from headwater_lab.training.records import Event
+    from headwater_lab.training.trained_models import build_data
 
     return build_data(
         [Event(kind="trained", details={"data": {"settings": {"kind": "text", "context": 8} | settings}})]

@@ -12,8 +12,9 @@ from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterForImageCla
 from headwater.conversion import from_transformers, read_foreign
 from headwater.models.weights import unwrapped_names
 from headwater_lab.evaluation.candidates import Candidate
-from headwater_lab.training.checkpoints import begin_with, load_model, write_model
+from headwater_lab.training.checkpoints import begin_with, load_model
 from headwater_lab.training.hub_models import open_model
+from headwater_lab.training.saving import write_model
 
 KINDS = ["int8", "bool", "complex64", "float8_e4m3fn"]
 SMALL = dict(

@@ -18,7 +18,7 @@ from headwater_lab.data.text import TextSettings
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.evaluation.evaluation import evaluate
 from headwater_lab.evaluation.text import read_text
-from headwater_lab.training.models import sample_rows
+from headwater_lab.training.trained_models import sample_rows
 
 MARK = "\ufeff"
 TEXTS = [f'row {i}, "so\tto speak";\nof two lines | é' for i in range(30)]

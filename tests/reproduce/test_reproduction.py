@@ -454,7 +454,7 @@ def test_halves_of_what_goes_from_easy_to_hard(tmp_path):
 
 def test_how_alike_tokens_are_is_what_inspect_reads(out):
     from headwater_lab.inspection import inspect_model
-    from headwater_lab.training.models import open_trained
+    from headwater_lab.training.trained_models import open_trained
 
     work = prepare_work("paper/tiny", "cpu", out)
     run = finished_runs(work.places["shift"], work.trials)[0]

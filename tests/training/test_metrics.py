@@ -6,9 +6,9 @@ import os
 import pytest
 
 from headwater.util.errors import HeadwaterError
+from headwater_lab.training.journal import Metrics, list_runs
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import CurvePoint, HeldOutPoint, Notice, SpeedPoint, read_record, write_record
-from headwater_lab.training.run_folder import Metrics, runs_in
 from test_report import record
 
 POINTS = [
@@ -29,7 +29,7 @@ def written(folder):
     folder.mkdir(exist_ok=True)
     metrics = Metrics(folder, 100, "bits_per_byte")
     for point in POINTS:
-        metrics.add(point)
+        metrics.add_point(point)
     return folder / "metrics.jsonl"
 
 
@@ -155,7 +155,7 @@ def test_folders_in_the_places_of_files_and_what_cannot_be_read(tmp_path, run):
     (tmp_path / "loop").mkdir()
     (tmp_path / "loop" / "record.json").symlink_to("record.json")
     told = []
-    found = runs_in(tmp_path, told.append)
+    found = list_runs(tmp_path, told.append)
     assert {one.folder.name for one in found} == {"whole", "log", "bytes"}
     assert [sum(name in line for line in told) for name in ("/place/", "/log/", "/bytes", "/loop/")] == [1, 1, 1, 1]
     code, out, _ = run("runs", tmp_path, "--json")
@@ -167,5 +167,5 @@ def test_folders_in_the_places_of_files_and_what_cannot_be_read(tmp_path, run):
 def test_a_folder_that_may_not_be_read_is_told(tmp_path):
     (tmp_path / "closed").mkdir(mode=0)
     told = []
-    assert runs_in(tmp_path, told.append) == []
+    assert list_runs(tmp_path, told.append) == []
     assert "closed" in told[0]

@@ -3,7 +3,7 @@
 import pytest
 from trials import same_end
 
-from headwater_lab.training.checkpoints import checkpoints
+from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import read_record
 
@@ -19,7 +19,7 @@ def test_stops_leave_no_trace_in_the_result(recipe, finished, tmp_path, stops):
         record = train(made, tmp_path / "cut", resume=True, until=stop)
         reached = max(stop, reached)  # nobody goes back
         assert record.status == ("finished" if reached == 12 else "stopped")
-        assert checkpoints(tmp_path / "cut")[-1].name == f"step-{reached:06d}"
+        assert list_checkpoints(tmp_path / "cut")[-1].name == f"step-{reached:06d}"
         assert record == read_record(tmp_path / "cut")
         assert record.held_out[-1].step == reached
     record = train(made, tmp_path / "cut", resume=True)
@@ -37,7 +37,7 @@ def same_weights(a, b):
     from safetensors.torch import load_file
 
     for name in ("model.safetensors", "training.safetensors"):
-        one, other = (load_file(checkpoints(run)[-1] / name) for run in (a, b))
+        one, other = (load_file(list_checkpoints(run)[-1] / name) for run in (a, b))
         assert one.keys() == other.keys()
         assert all((one[key] == other[key]).all() for key in one), name
 

@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import load_file
 
-from headwater_lab.training.checkpoints import checkpoints
+from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.records import read_record
 
 
@@ -22,7 +22,7 @@ def cut_at(step):
 def same_end(a, b):
     """Equal to the last bit: weights, optimiser, order of the data, and every point of the curves."""
     for name in ("model.safetensors", "training.safetensors"):
-        x, y = (load_file(checkpoints(run)[-1] / name) for run in (a, b))
+        x, y = (load_file(list_checkpoints(run)[-1] / name) for run in (a, b))
         assert x.keys() == y.keys()
         for key in x:
             assert torch.equal(x[key], y[key]), key

@@ -29,7 +29,7 @@ from headwater_lab.reports import (
     result_columns,
     write_report,
 )
-from headwater_lab.util.output_folder import occupied
+from headwater_lab.util.output_folder import occupy_folder
 from headwater_lab.util.terminal import counted
 
 
@@ -136,7 +136,7 @@ def compare(
     selections = [_select_part(loaded, arms, sizes) if arms or sizes else None for loaded in recipes]
     folder = local(out, "out") if out is not None else Path("runs") / titles[0]
     failed: list[Outcome] = []
-    with occupied(folder):
+    with occupy_folder(folder):
         if searches:
             selection, failed = _search_mechanisms(recipes[0], mechanisms, folder, workers, on_change, watch)
             recipes, selections = [selection] if failed else [_final_recipe(selection, folder, watch)], [None]

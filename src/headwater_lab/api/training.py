@@ -16,9 +16,9 @@ from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import read_recipe
 from headwater_lab.recipe.unread import find_overruled
 from headwater_lab.training.checkpoints import load_model, newest_checkpoint
+from headwater_lab.training.journal import Activity, OnEvent, Point
 from headwater_lab.training.records import CurvePoint, Experiment, HeldOutPoint, Notice, RunRecord, SpeedPoint
-from headwater_lab.training.run_folder import Activity, OnEvent, Point
-from headwater_lab.training.stages import chain, train_stages
+from headwater_lab.training.stages import list_stages, train_stages
 from headwater_lab.util.model_kinds import AnyModel
 
 
@@ -77,9 +77,9 @@ def train(
         resume=resume,
         experiment=experiment,
         only=stage,
-        on_event=on_event or watch_training(loaded, chain(loaded, folder), watch),
+        on_event=on_event or watch_training(loaded, list_stages(loaded, folder), watch),
     )
-    stages = dict(zip(loaded.stage_names, (path for _, path in chain(loaded, folder)), strict=True))
+    stages = dict(zip(loaded.stage_names, (path for _, path in list_stages(loaded, folder)), strict=True))
     return Run(folder, record, folder if stage is None else stages[stage])
 
 

@@ -47,7 +47,7 @@ def tell(line: str) -> None:
 
 def tell_model(folder: Path, model: Path | None = None) -> None:
     """Print where a command has written, and how transformers loads the model. model: its folder, if not `folder`."""
-    from headwater_lab.training.checkpoints import how_to_load
+    from headwater_lab.training.saving import how_to_load
 
     say(f"written to {folder}\n{how_to_load(model or folder)}")
 

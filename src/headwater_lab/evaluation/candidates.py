@@ -17,9 +17,9 @@ from headwater.models.load import check_finite, check_size, model_type, read_con
 from headwater.models.weights import check_files
 from headwater.util.errors import HeadwaterError, first_line
 from headwater_lab.data.tokenizer import separator_id
-from headwater_lab.training.checkpoints import check, history_of, load_model, newest_checkpoint
+from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint, read_history
 from headwater_lab.training.hub_models import check_source, explaining_code
-from headwater_lab.training.models import tokenizer_of
+from headwater_lab.training.trained_models import read_tokenizer
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # The limit for a model without its own, as in lm-evaluation-harness.
@@ -83,7 +83,7 @@ class Candidate:
     def load(self, device: str, dtype: str) -> PreTrainedModel:
         """The model with its weights, in eval mode. Raises `HeadwaterError` if any are missing."""
         if self.is_headwater:
-            check(Path(self.source))
+            check_sums(Path(self.source))
             model = load_model(Path(self.source))
         else:
             model = self._load_foreign()
@@ -134,7 +134,7 @@ def _read_candidate(name: str, source: str, trust_remote_code: bool) -> Candidat
             config = read_config(path)
         else:
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    tokenizer = tokenizer_of(path if local else source, config.vocab_size if is_headwater else None)
+    tokenizer = read_tokenizer(path if local else source, config.vocab_size if is_headwater else None)
     if tokenizer is None and trust_remote_code:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=True)
     if tokenizer is None:
@@ -154,7 +154,7 @@ def _read_candidate(name: str, source: str, trust_remote_code: bool) -> Candidat
 
 
 def _was_trained(checkpoint: Path) -> bool:
-    return any(event.kind == "trained" for event in history_of(checkpoint))
+    return any(event.kind == "trained" for event in read_history(checkpoint))
 
 
 def _read_config(source: str, is_headwater: bool, trust_remote_code: bool) -> Any:

@@ -16,7 +16,7 @@ from headwater.util.seeding import generator
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.images.reading import read_image
 from headwater_lab.inspection.sample import Sample
-from headwater_lab.training.models import PROCESSOR, Trained, build_data
+from headwater_lab.training.trained_models import PROCESSOR, Trained, build_data
 
 IMAGES = 64  # held-out images to read
 

@@ -14,7 +14,7 @@ from headwater.config.layers import layer_config
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
-from headwater_lab.training.models import Trained, build_data, sample_rows
+from headwater_lab.training.trained_models import Trained, build_data, sample_rows
 
 ROWS, LEAST = 16, 4  # rows by default, and at least
 PERIOD = 50  # random tokens of an induction row, before they repeat

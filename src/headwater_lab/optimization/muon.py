@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from headwater.util.errors import HeadwaterError
 from headwater_lab.optimization.adamw import adamw
 from headwater_lab.optimization.registry import register_optimizer
-from headwater_lab.optimization.tensors import gradients, local
+from headwater_lab.optimization.tensors import list_gradients, local
 
 # The quintic polynomial that Newton-Schulz applies five times: steep at 0, and near 1 only roughly 1.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(parameter)
         weights = [local(parameter) for parameter in parameters]
         buffers = [local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
-        grads = [local(grad) for grad in gradients(parameters)]
+        grads = [local(grad) for grad in list_gradients(parameters)]
         taken: Tensor | float = 1.0
         if self.found_inf is not None:
             taken = 1.0 - self.found_inf

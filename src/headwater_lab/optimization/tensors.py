@@ -13,6 +13,6 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+def list_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """The gradients of the parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]

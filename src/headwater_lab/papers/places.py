@@ -14,9 +14,9 @@ from headwater_lab.comparison.trials import make_slug, make_trial, set_rate
 from headwater_lab.comparison.tuning import find_tuned_rate
 from headwater_lab.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.checkpoints import checkpoints
+from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.records import ENDED, RunRecord, read_record
-from headwater_lab.training.stages import chain
+from headwater_lab.training.stages import list_stages
 
 REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")
 # Marks the folder of a run of which only the record is there; see kept.py.
@@ -63,7 +63,7 @@ class SizedArm:
         if self.recipe.compare:
             trial = make_trial(self.recipe, self.arm, seed, out, self.size)
             return trial.recipe, trial.folder
-        return chain(self.recipe, out / self.recipe.name)[self.recipe.stage_names.index(self.arm)]
+        return list_stages(self.recipe, out / self.recipe.name)[self.recipe.stage_names.index(self.arm)]
 
     def command(self, seed: int, out: Path, overrides: Sequence[str]) -> str:
         """The command that trains one seed's run in its folder, on the recipe's number of devices."""
@@ -84,13 +84,13 @@ class FinishedRun:
     folder: Path
 
     @property
-    def checkpoints(self) -> Path:
+    def list_checkpoints(self) -> Path:
         return self.folder / self.record.stages[-1].folder if self.record.stages else self.folder
 
     @property
     def restored(self) -> bool:
         """Whether only its record is there, from a file of `headwater reproduce --records`."""
-        return (self.folder / RESTORED).exists() and not checkpoints(self.checkpoints)
+        return (self.folder / RESTORED).exists() and not list_checkpoints(self.checkpoints)
 
 
 def law_arms(arm: SizedArm) -> list[SizedArm]:

@@ -27,7 +27,7 @@ from headwater_lab.papers.table import Column, Measure, PaperTable, TableCell, c
 from headwater_lab.papers.work import Work
 from headwater_lab.reports.page import Head, PageCell, PageTable, write_report
 from headwater_lab.reports.words import MANY, counted
-from headwater_lab.training.records import environment
+from headwater_lab.training.records import read_environment
 from headwater_lab.util.outputs import default_style, write_json
 from headwater_lab.util.terminal import Table, lined
 
@@ -367,7 +367,7 @@ def to_json(reproduced: Reproduction) -> dict[str, Any]:
             for label, row in zip(reproduced.rows, reproduced.cells, strict=True)
         ],
         "claims": [asdict(claim) | {"evidence": describe_evidence(claim)} for claim in reproduced.claims],
-        "environment": environment("cpu").model_dump(),
+        "environment": read_environment("cpu").model_dump(),
     }
     if work is not None:
         result |= {

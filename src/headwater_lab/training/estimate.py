@@ -32,8 +32,9 @@ from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import read_overrides, read_recipe, shipped_recipes
 from headwater_lab.recipe.start_section import changed_config
 from headwater_lab.recipe.training_section import Training
+from headwater_lab.training.attention_choice import choose_kernel, list_step_settings
 from headwater_lab.training.checkpoints import newest_checkpoint
-from headwater_lab.training.models import kernel_for, open_source, step_settings
+from headwater_lab.training.trained_models import open_source
 from headwater_lab.util.model_kinds import unit_of
 from headwater_lab.util.outputs import COLORS, default_style
 
@@ -134,8 +135,8 @@ class Planned(NamedTuple):
         data, attention = None if self.run is None else self.run.data, None
         if getattr(data, "row_layout", "") == "packed":  # on a GPU, or on the CPU if the recipe names it
             computed = training.model_copy(update={"precision": precision})
-            attention = kernel_for(self.config, computed, "cpu" if training.device == "cpu" else "cuda", context)
-        return step_settings(self.config, training, data, attention)
+            attention = choose_kernel(self.config, computed, "cpu" if training.device == "cpu" else "cuda", context)
+        return list_step_settings(self.config, training, data, attention)
 
 
 def planned(

@@ -325,7 +325,7 @@ def _share_bits(metrics: Sequence[Mapping[str, float]], suffix: str) -> bool:
     return not ratios or max(ratios) - min(ratios) <= SAME * max(ratios)
 
 
-def environment(
+def read_environment(
     device: str, world_size: int = 1, compiled: bool | None = None, attention: str | None = None
 ) -> Environment:
     """This process's. compiled, attention: how a run's model runs."""
@@ -404,7 +404,7 @@ def read_record(path: Path) -> RunRecord:
         raise HeadwaterError(f"{str(path)!r} is not a run record, or it is damaged: {said}.") from error
 
 
-def record_files(folder: Path, tell: Callable[[str], None] | None = None) -> list[Path]:
+def list_records(folder: Path, tell: Callable[[str], None] | None = None) -> list[Path]:
     """All records below `folder`, sorted.
 
     tell: called with a message for each unreadable folder; without it, such a folder raises `HeadwaterError`.

@@ -25,11 +25,11 @@ _stays: dict[tuple[Path, int], bool] = {}
 
 
 @contextmanager
-def occupied(folder: Path, *, empty: bool = False, nested: bool = False) -> Iterator[None]:
+def occupy_folder(folder: Path, *, empty: bool = False, nested: bool = False) -> Iterator[None]:
     """Lock a folder, which is created if it is missing.
 
-    If the block raises before `keep` is called, what is new in the folder is removed, and the folder if it was created
-    here.
+    If the block raises before `keep_contents` is called, what is new in the folder is removed, and the folder if it was
+    created here.
 
     empty: the folder must hold nothing. nested: do nothing if a caller in this thread has locked it.
     Raises `HeadwaterError` if another process has locked the folder, or if it cannot be created.
@@ -64,7 +64,7 @@ def occupied(folder: Path, *, empty: bool = False, nested: bool = False) -> Iter
         raise
 
 
-def keep(folder: Path) -> None:
+def keep_contents(folder: Path) -> None:
     """Let what is in a folder, and in the occupied folders above it, stay even if the command fails from now on."""
     inner = Path(os.path.realpath(folder))
     for path, thread in list(_stays):
