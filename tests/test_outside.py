@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import sys
 import textwrap
 
@@ -590,12 +591,20 @@ def test_half_precision_loads_children_in_half(convolved, tmp_path):
 
 def test_a_hook_is_called_before_each_step_and_goes_on_after_a_resume(convolved, recipe, tmp_path, monkeypatch):
     from headwater_lab.training.loop import train
+    from headwater_lab.training.records import read_record
+    from headwater_lab.util.endings import Interrupted
 
     seen = []
     monkeypatch.setattr(Convolved, "prepare_step", lambda self, kept, step: seen.append((tuple(kept), step.number)))
     given = recipe(model={"mechanisms": convolved}, training={"steps": 4})
-    record = train(given, tmp_path / "run", until=2)
-    assert any("2 of them convolve." in notice.message for notice in record.notices)
+
+    def stop(step, point):
+        if point is None and step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        train(given, tmp_path / "run", on_event=stop)
+    assert any("2 of them convolve." in notice.message for notice in read_record(tmp_path / "run").notices)
     assert seen == [((4, 2), number) for number in range(2) for _ in range(2)]
     seen.clear()
     train(given, tmp_path / "run", resume=True)

@@ -621,7 +621,7 @@ def test_a_refused_conversion_leaves_an_empty_folder_empty(written, tmp_path, ru
     def refuse(*_):
         raise HeadwaterError("no such device")
 
-    monkeypatch.setattr("headwater_lab.api.converting.connected", refuse)
+    monkeypatch.setattr("headwater_lab.api.converting.connect_processes", refuse)
     given = ["--text", written / "texts", "data.context=16", "--heal", "1k", "training.batch_size=2"]
     code, _, said = run("convert", written / "llama", "--num-key-value-heads", "1", *given, "--out", tmp_path)
     assert code == 2

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from trials import train_until
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.training.journal import Metrics, list_runs
@@ -85,7 +86,7 @@ def test_whatever_stands_in_a_line_the_others_are_read(tmp_path, line):
 
 def test_a_damaged_log_is_gone_on_with_and_told(recipe, tmp_path):
     values = recipe(training={"steps": 4}, reporting={"log_every": 1, "save_every": 2})
-    train(values, tmp_path / "run", until=2)
+    train_until(2, values, tmp_path / "run")
     file = tmp_path / "run" / "metrics.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     damaged = b"".join([lines[0].replace(b"loss", b"lotz"), *lines[1:]])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trials import train_until
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
@@ -35,9 +36,9 @@ def test_a_run_is_loaded_by_its_name_also_where_it_was_moved(recipe, finished, t
 
 def test_it_follows_the_newest_checkpoint_and_takes_no_space(recipe, tmp_path):
     made = recipe(reporting={"save_every": 2, "keep_checkpoints": 1})
-    train(made, tmp_path / "run", until=2)
+    train_until(2, made, tmp_path / "run")
     first = (tmp_path / "run" / "model.safetensors").read_bytes()
-    train(made, tmp_path / "run", resume=True, until=4)
+    train_until(4, made, tmp_path / "run", resume=True)
     (newest,) = list_checkpoints(tmp_path / "run")[-1:]
     assert first != (tmp_path / "run" / "model.safetensors").read_bytes()
     assert (newest / "model.safetensors").samefile(tmp_path / "run" / "model.safetensors")
@@ -97,7 +98,7 @@ def test_a_damaged_optimizer_state_is_not_taken_for_a_learning_rate(recipe, tmp_
     from headwater_lab.training.checkpoints import SUMS
     from headwater_lab.training.saving import sync_files, write_sums
 
-    train(recipe(), tmp_path / "run", until=2)
+    train_until(2, recipe(), tmp_path / "run")
     newest = list_checkpoints(tmp_path / "run")[-1]
     state = load_file(newest / "training.safetensors")
     name = next(name for name in state if name.endswith("exp_avg_sq"))

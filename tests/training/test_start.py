@@ -105,7 +105,7 @@ def test_optimiser_state_goes_on_for_old_rows_and_is_fresh_for_new_ones(
 ):
     old = read_optimizer_state(newest_checkpoint(base))
     seen = {}
-    monkeypatch.setattr(TrainingRun, "train", lambda self, stop, until: seen.update(state_of(self)))
+    monkeypatch.setattr(TrainingRun, "take_steps", lambda self, stop: seen.update(state_of(self)))
     recipe = pairs_recipe(**start(base, grow=TO, optimizer_state="keep" if kept else "fresh"))
     train(recipe, tmp_path / "grown")
     if not kept:

@@ -1,10 +1,16 @@
 """Cutting runs short, and telling whether two ended alike."""
 
+import os
+import signal
+
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from headwater_lab.training.checkpoints import list_checkpoints
+from headwater_lab.training.loop import train
 from headwater_lab.training.records import read_record
+from headwater_lab.util.endings import Interrupted
 
 
 class PowerCut(Exception):
@@ -17,6 +23,17 @@ def cut_at(step):
             raise PowerCut
 
     return on_event
+
+
+def train_until(step, recipe, folder, resume=False):
+    """Train, and stop after this step, as by a signal."""
+
+    def on_event(now, point):
+        if point is None and now == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        train(recipe, folder, resume=resume, on_event=on_event)
 
 
 def same_end(a, b):

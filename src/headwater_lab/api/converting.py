@@ -18,7 +18,7 @@ from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.api.training import watch_training
 from headwater_lab.recipe.recipe_files import change_recipe
 from headwater_lab.training.checkpoints import FOLDER, newest_checkpoint
-from headwater_lab.training.estimate import ConversionPrice, count_of, price_of
+from headwater_lab.training.model_estimates import ConversionPrice, price_conversion, read_count
 from headwater_lab.training.processes import connect_processes
 from headwater_lab.training.records import RunRecord
 from headwater_lab.training.run_folder import mark_folder
@@ -93,7 +93,7 @@ def convert(
         str(checkpoint),
         data,
         options,
-        tokens=count_of(heal, "heal"),
+        tokens=read_count(heal, "heal"),
         context=int(getattr(sized.data, "context", CONTEXT)),
         batch_size=sized.training.batch_size,
         gradient_accumulation_steps=sized.training.gradient_accumulation_steps,
@@ -104,7 +104,7 @@ def convert(
             "headwater convert uses one device; for several, train the stages of its recipe one by one with "
             "`headwater train RECIPE --stage NAME` (docs/convert.md)."
         )
-    price = price_of(recipe, trained.model.config, trained.model.dtype.itemsize)
+    price = price_conversion(recipe, trained.model.config, trained.model.dtype.itemsize)
     distillation = recipe.training.distillation
     teacher = "the original" if distillation is None or distillation.teacher is None else "the teacher"
     dtype = trained.model.dtype

@@ -74,7 +74,7 @@ def mechanisms_of(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
             raise HeadwaterError(f'Mechanism {name}= has no options; write {name}, or "{name}={{key: value}}".')
         if name in mechanisms:
             raise HeadwaterError(f"Mechanism {name} is given twice; give it once, with all its options.")
-        mechanisms[name] = read_yaml(options, f"The options of mechanism {name}", whole=True) if equals else {}
+        mechanisms[name] = read_yaml(options, f"The options of mechanism {name}", single=True) if equals else {}
         if not isinstance(mechanisms[name], dict):
             raise HeadwaterError(f'The options of mechanism {name} are a mapping: "{name}={{key: value}}".')
         trust_names_in({name: mechanisms[name]})

@@ -65,12 +65,12 @@ def init(configs: Sequence[str], *, vocab_size: VocabSize | None = None, json: A
     from dataclasses import asdict
 
     from headwater.cost.counts import check_memory
-    from headwater_lab.training.estimate import planned
     from headwater_lab.training.initialization import measure_initialization, warn_drowning
+    from headwater_lab.training.model_estimates import plan_models
     from headwater_lab.util.model_kinds import model_class
 
     models, changes = split_overrides(configs)
-    by_name = {name: model.config for name, model in planned(models, changes, vocab_size).items()}
+    by_name = {name: model.config for name, model in plan_models(models, changes, vocab_size).items()}
     for config in by_name.values():
         check_memory(config)
     measured = {name: measure_initialization(model_class(config)(config)) for name, config in by_name.items()}

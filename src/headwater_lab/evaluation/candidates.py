@@ -157,19 +157,6 @@ def _was_trained(checkpoint: Path) -> bool:
     return any(event.kind == "trained" for event in read_history(checkpoint))
 
 
-def _read_config(source: str, is_headwater: bool, trust_remote_code: bool) -> Any:
-    try:
-        if is_headwater:
-            return read_config(Path(source))
-        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except HeadwaterError:
-        raise
-    except Exception as error:  # libraries can raise anything for damaged files
-        if "trust_remote_code" in str(error):
-            raise HeadwaterError(f"{source!r} needs its own code, which runs only with --trust-remote-code.") from error
-        raise HeadwaterError(f"The config of {source!r} cannot be read: {first_line(error)}") from error
-
-
 def unique_names(sources: Sequence[str]) -> list[str]:
     """The last part of each path, or all of it where two would be alike; numbered where a path is named twice."""
     stems = [Path(source).name for source in sources]

@@ -119,6 +119,11 @@ class Recipe(Settings):
         """Tokens in a row of the data; 1 for images."""
         return getattr(self.data, "context", None) or getattr(self.data, "length", None) or 1
 
+    @property
+    def rows(self) -> int:
+        """Rows in all steps of training."""
+        return self.training.steps * self.training.batch_size * self.training.gradient_accumulation_steps
+
     def config_for(self, data: Data | DataShape) -> HeadwaterConfig:
         """The model's config for this data. Raises `HeadwaterError` if fields contradict each other."""
         if isinstance(self.data, ImageSettings):

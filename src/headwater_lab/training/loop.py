@@ -70,7 +70,6 @@ def train(
     resume: bool = False,
     experiment: Experiment | None = None,
     on_event: OnEvent | None = None,
-    until: int | None = None,
 ) -> RunRecord:
     """Train one model as the recipe says, into `folder`.
 
@@ -79,8 +78,6 @@ def train(
     experiment: the comparison this run belongs to, for its record.
     on_event: called in the first process with (step, None) after every step, and with (step, point) for each new point
         of the curve, speed, held-out metric or warning.
-    until: stop after this many of the recipe's steps, evaluated and saved; the record says "stopped", and a run with
-        `resume` continues as if it had never stopped.
 
     With training.devices above 1 the first process starts the others with its own command line; all return the record
     that the first one writes to `folder`/record.json. Raises `HeadwaterError` for errors that the user can fix, and
@@ -100,7 +97,7 @@ def train(
             run.journal.warn(message)
         try:
             with closing(run.batches), run.saver:
-                run.take_steps(stop, until)
+                run.take_steps(stop)
         except Interrupted:
             run.journal.write_record("stopped")
             raise
@@ -119,7 +116,7 @@ def train(
                     f"A process of this run has ended or cannot be reached: {lost}. Continue with --resume."
                 ) from error
             raise
-        run.journal.write_record("finished" if run.progress.step == recipe.training.steps else "stopped")
+        run.journal.write_record("finished")
         return run.journal.record
 
 
@@ -176,12 +173,11 @@ class TrainingRun(Setup):
         self.due: tuple[Progress, float] | None = None
         self.norm, self.stops_elsewhere = math.nan, False  # of the last settled step
 
-    def take_steps(self, stop: threading.Event, until: int | None = None) -> None:
-        """Take steps until `until` or the recipe's end, or until `stop` is set in some process; then save, and raise
+    def take_steps(self, stop: threading.Event) -> None:
+        """Take steps until the recipe's end, or until `stop` is set in some process; then save, and raise
         `Interrupted`."""
-        reporting, progress = self.recipe.reporting, self.progress
-        steps = min(self.recipe.training.steps, until or self.recipe.training.steps)
-        self.catch_up(steps)
+        reporting, progress, steps = self.recipe.reporting, self.progress, self.recipe.training.steps
+        self.catch_up()
         self.journal.announce("the first step takes longest" if is_compiled(self.model) else "")
         with advise_on_memory(self.recipe.training, is_of_images(self.config), self.fabric.world_size):
             while progress.step < steps:
@@ -199,7 +195,7 @@ class TrainingRun(Setup):
                 if stopping:
                     self.raise_interrupted()
 
-    def catch_up(self, steps: int) -> None:
+    def catch_up(self) -> None:
         """Measure a model before its training continues, or do what a killed run did not after its last checkpoint."""
         step = self.progress.step
         if step:
@@ -208,7 +204,7 @@ class TrainingRun(Setup):
             missed = self.progress.result is None and is_due(step, self.recipe.reporting.evaluate_every)
         else:
             missed = self.beginning is not None
-        if missed or step == steps:
+        if missed or step == self.recipe.training.steps:
             self.evaluate()
 
     def is_stopping(self, stop: threading.Event) -> bool:
@@ -412,8 +408,8 @@ class TrainingRun(Setup):
             self.wrapped.train()
             if is_sharded(self.recipe.training):  # a forward pass leaves the last parameters gathered for a backward
                 reshard_model(self.model)
-        if broken := next((name for name, value in evaluation.metrics.items() if math.isnan(value)), None):
-            problem = f"after step {self.progress.step} the held-out {broken} is nan"
+        if invalid := next((name for name, value in evaluation.metrics.items() if math.isnan(value)), None):
+            problem = f"after step {self.progress.step} the held-out {invalid} is nan"
             if self.progress.step >= self.recipe.training.steps:
                 raise self.build_divergence(f"{problem}; lower")
             self.journal.warn(f"The model may have diverged: {problem}.")
@@ -470,9 +466,9 @@ class TrainingRun(Setup):
         prune_checkpoints(self.folder, self.recipe.reporting.keep_checkpoints, self.data.lower_is_better)
 
 
-def is_due(step: int, every: int | None) -> bool:
-    """Whether something happens after this step that happens every few steps; None for never."""
-    return every is not None and step % every == 0
+def is_due(step: int, interval: int | None) -> bool:
+    """Whether something is due after this step that happens every `interval` steps; None for never."""
+    return interval is not None and step % interval == 0
 
 
 class CountedBatch(NamedTuple):
@@ -492,8 +488,8 @@ def read_batches(
     by_document: packed rows come `with_documents`.
     """
     batches = data.batches(recipe.seed, recipe.training.batch_size, row, share)
-    counted = _count_batches(batches, recipe.training.batch_size, row, share, pinned, by_document)
-    return read_ahead(counted) if getattr(data, "reads_ahead", True) else counted
+    stream = _count_batches(batches, recipe.training.batch_size, row, share, pinned, by_document)
+    return read_ahead(stream, 2) if getattr(data, "reads_ahead", True) else stream
 
 
 def _count_batches(
@@ -542,7 +538,7 @@ def hash_rows(start: int, rows: Tensor) -> int:
     return total
 
 
-def read_ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
+def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
     """Yield the same items, of which another thread prepares up to `depth` in advance."""
     with ThreadPoolExecutor(1, "data") as worker:
         waiting = deque(worker.submit(next, items) for _ in range(depth))

@@ -1,4 +1,4 @@
-"""What `headwater plan` and `lab.plan` price: models as users name them, and the options in their units."""
+"""Price models before training, as `headwater plan` and `lab.plan` do: read how users name them, and the options."""
 
 from __future__ import annotations
 
@@ -42,6 +42,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_HINT = "name a preset, a recipe, a config.json or a checkpoint"
+_FACTORS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+# How a model without a recipe is trained, unless overrides say otherwise.
+_DEFAULTS = {"data": {"kind": "induction"}, "training": {"batch_size": 1, "precision": "bf16-mixed"}}
+# The fields of `training:` that decide a price; with a recipe also those of its budget and of its data's attention.
+_DECISIVE = {
+    *("precision", "devices", "nodes", "batch_size", "gradient_checkpointing", "loss_chunk_tokens", "ema_decay"),
+}
+_DECISIVE_IN_RECIPES = _DECISIVE | {"steps", "gradient_accumulation_steps", "attn_implementation", "device"}
+
+
 @dataclass(frozen=True)
 class ConversionPrice:
     """What a conversion costs and saves.
@@ -59,8 +70,8 @@ class ConversionPrice:
     teacher_bytes: int
 
 
-def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> ConversionPrice:
-    """The price of a recipe that converts a model of this config. element: bytes of its numbers.
+def price_conversion(recipe: Recipe, config: HeadwaterConfig, element: int) -> ConversionPrice:
+    """Price a recipe that converts a model of this config. element: bytes of its numbers.
 
     Raises `HeadwaterError` if the model cannot be converted so, or if its teacher, by default itself, cannot be read.
     """
@@ -75,16 +86,15 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
         raise HeadwaterError(
             "The recipe has no stage after which the model is the smaller one, trained; leave its stages as they are."
         )
-    teaching = 0.0 if teacher is None else sum(cost.forward_flops(teacher, context).values())
+    teacher_flops = 0.0 if teacher is None else sum(cost.forward_flops(teacher, context).values())
     flops, tokens, peak = {}, 0, 0
-    for name, each, (run, _) in zip(recipe.stage_names, configs, recipe.chain(lambda *_: Path()), strict=True):
-        how = run.training
-        of_stage = how.steps * how.batch_size * how.gradient_accumulation_steps * context
-        step = price(each, context=context, batch=how.batch_size, precision=how.precision).at[0]
-        tokens, flops[name] = tokens + of_stage, (step.training + teaching) * of_stage
+    for name, stage, (run, _) in zip(recipe.stage_names, configs, recipe.chain(lambda *_: Path()), strict=True):
+        count = run.rows * context
+        step = price(stage, context=context, batch=run.training.batch_size, precision=run.training.precision).at[0]
+        tokens, flops[name] = tokens + count, (step.training + teacher_flops) * count
         peak = max(peak, step.step_bytes)
 
-    def side(config: HeadwaterConfig) -> dict[str, int]:
+    def measure_size(config: HeadwaterConfig) -> dict[str, int]:
         return {
             "parameters": (count := sum(cost.parameters(config).values())),
             "cache_bytes_per_token": cost.cache_bytes_per_token(config, element),
@@ -92,83 +102,77 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
             "weights_bytes": count * element,
         }
 
-    held = 0 if teacher is None else side(teacher)["weights_bytes"]
-    return ConversionPrice(side(config), side(configs[-1]), tokens, flops, peak + held, held)
+    teacher_bytes = 0 if teacher is None else measure_size(teacher)["weights_bytes"]
+    return ConversionPrice(
+        measure_size(config), measure_size(configs[-1]), tokens, flops, peak + teacher_bytes, teacher_bytes
+    )
 
 
-_WHAT = "name a preset, a recipe, a config.json or a checkpoint"
-_FACTORS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-
-
-class Planned(NamedTuple):
-    """A model to price, and how it is trained: by its recipe, or as overrides say; None for neither.
-
-    run: its recipe; without one, only fields that overrides set count.
-    """
+class PlannedModel(NamedTuple):
+    """A model to price, and how it is trained. run: its recipe, if there is one."""
 
     config: HeadwaterConfig
-    training: Training | None = None
+    training: Training
     run: Recipe | None = None
 
-    def budget(self, context: int) -> dict[str, float]:
-        """The recipe's training budget, if there is a recipe: tokens in rows of `context`; with context 1, images."""
-        if self.run is None:
-            return {}
-        training = self.run.training
-        rows = training.steps * training.batch_size * training.gradient_accumulation_steps
-        return {self.run.unit: rows * context}
-
-    def shared(self) -> dict[str, Any]:
-        """Settings that all columns of a table share: of the first model."""
-        if (training := self.training) is None:
-            return {}
+    def list_shared_settings(self, context: int) -> dict[str, Any]:
+        """List the settings that all columns of a table share, taken from the first model: with the recipe's budget,
+        in rows of `context` tokens, or with context 1 in images."""
+        training, run = self.training, self.run
         devices = training.devices * training.nodes
-        found = {"precision": training.precision, "devices": devices, "batch": max(1, training.batch_size // devices)}
-        of = {"precision": ["precision"], "devices": ["devices", "nodes"], "batch": ["batch_size"]}
-        said = training.model_fields_set
-        return {name: value for name, value in found.items() if self.run or said.intersection(of[name])}
+        budget = {} if run is None else {run.unit: run.rows * context}
+        batch = max(1, training.batch_size // devices)
+        return budget | {"precision": training.precision, "devices": devices, "batch": batch}
 
-    def own(self, context: int, precision: Precision) -> dict[str, Any]:
-        """Settings of this column."""
-        if (training := self.training) is None:
-            return {}
-        data, attention = None if self.run is None else self.run.data, None
+    def list_settings(self, context: int, precision: Precision) -> dict[str, Any]:
+        """List the settings of this column."""
+        training, data, attention = self.training, None if self.run is None else self.run.data, None
         if getattr(data, "row_layout", "") == "packed":  # on a GPU, or on the CPU if the recipe names it
             computed = training.model_copy(update={"precision": precision})
             attention = choose_kernel(self.config, computed, "cpu" if training.device == "cpu" else "cuda", context)
         return list_step_settings(self.config, training, data, attention)
 
 
-def planned(
+def plan_models(
     models: Iterable[HeadwaterConfig | Recipe | Mapping[str, Any] | str | Path],
     overrides: Sequence[str] = (),
     vocab_size: int | None = None,
-) -> dict[str, Planned]:
-    """Models by name, of recipes one for each arm and stage; a repeated name gets a number.
+) -> dict[str, PlannedModel]:
+    """Read models by name, of recipes one for each arm and stage; a repeated name gets a number.
 
     models: configs; recipes; presets, shipped recipes, YAML files, config.json files, checkpoints and runs by name.
     overrides: "field=value" for all of them, "training.field=value" for how they are trained. vocab_size: same as the
-    override vocab_size. Raises `HeadwaterError`.
+    override vocab_size. Raises `HeadwaterError`, also for overrides that decide no price.
     """
     overrides = [*overrides, *([] if vocab_size is None else [f"vocab_size={vocab_size}"])]
     of_training = [text for text in overrides if text.startswith("training.")]
-    changes = _changes(fields := [text for text in overrides if text not in of_training])
-    found: dict[str, Planned] = {}
+    changes = _read_changes(of_model := [text for text in overrides if text not in of_training])
+    planned: dict[str, PlannedModel] = {}
     for model in models:
         if _is_recipe(model):
-            entries = _of_recipe(model, fields, of_training, changes.get("vocab_size"))
+            entries = _read_recipe_models(model, of_model, of_training, changes.get("vocab_size"))
+            _refuse_unread(of_training, _DECISIVE_IN_RECIPES)
         else:
-            training = read_recipe({"data": {"kind": "induction"}}, of_training).training if of_training else None
-            entries = {name: Planned(config, training) for name, config in _configs(model, changes).items()}
-        for name, one in entries.items():
-            found[name if name not in found else f"{name} ({len(found) + 1})"] = one
-    if not found:
+            training = read_recipe(_DEFAULTS, of_training).training
+            _refuse_unread(of_training, _DECISIVE)
+            entries = {name: PlannedModel(config, training) for name, config in _read_configs(model, changes).items()}
+        for name, entry in entries.items():
+            planned[name if name not in planned else f"{name} ({len(planned) + 1})"] = entry
+    if not planned:
         raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint.")
-    return found
+    return planned
 
 
-def prices(
-    found: Mapping[str, Planned],
+def _refuse_unread(overrides: Sequence[str], fields: set[str]) -> None:
+    """Raise `HeadwaterError` for overrides of other fields of `training:` than these."""
+    names = [text.partition("=")[0] for text in overrides]
+    unread = [name for name in names if name.removeprefix("training.") not in fields]
+    if unread:
+        raise build_refusal("plan", [f"{name} has no effect on an estimate; leave it out" for name in unread])
+
+
+def price_models(
+    planned: Mapping[str, PlannedModel],
     *,
     context: Sequence[int] | int | None = None,
     tokens: str | float | None = None,
@@ -176,7 +180,7 @@ def prices(
     hardware: str | Hardware | None = None,
     **settings: Any,
 ) -> list[Price]:
-    """Prices of models by name, all of text or all of images.
+    """Price models by name, all of text or all of images.
 
     context: of text; default: the first model's own, as far as learned positions of the others reach. tokens, images:
     a number, or as in "300B". hardware: a device, also by name or "this". settings: batch, devices, precision and mfu,
@@ -184,29 +188,24 @@ def prices(
     Raises `HeadwaterError`.
     """
     device = None if hardware is None else named_hardware(hardware)
-    models = list(found.values())
-    first = models[0]
-    if len({unit_of(model.config) for model in models}) > 1:
+    configs = [model.config for model in planned.values()]
+    if len(set(map(unit_of, configs))) > 1:
         raise HeadwaterError("Models of text and of images have no common measure; name models of one kind.")
-    contexts = _choose_contexts([model.config for model in models], context)
-    longest = max(contexts) if isinstance(contexts, Sequence) else contexts or 1
+    if not context and context != 0:
+        lengths = [config.max_position_embeddings for config in configs[1:] if config.position == "learned"]
+        context = None if unit_of(configs[0]) == "images" else min([configs[0].max_position_embeddings, *lengths])
+    longest = max(context) if isinstance(context, Sequence) else context or 1
     budgets = {"tokens": tokens, "images": images}
-    budget = {unit: count_of(count, unit) for unit, count in budgets.items() if count is not None}
-    settings = first.shared() | {name: value for name, value in settings.items() if value is not None}
-    precision = read_precision(settings.pop("precision", Precision.BF16_MIXED))
-    settings |= {"context": contexts, "hardware": device, "precision": precision, **(budget or first.budget(longest))}
+    budget = {unit: read_count(count, unit) for unit, count in budgets.items() if count is not None}
+    shared = next(iter(planned.values())).list_shared_settings(longest)
+    if budget:
+        shared = {name: value for name, value in shared.items() if name not in budgets} | budget
+    shared |= {name: value for name, value in settings.items() if value is not None}
+    shared |= {"context": context, "hardware": device, "precision": read_precision(shared["precision"])}
     return [
-        price(model.config, name=name, **settings, **model.own(longest, precision)) for name, model in found.items()
+        price(model.config, name=name, **shared, **model.list_settings(longest, shared["precision"]))
+        for name, model in planned.items()
     ]
-
-
-def _choose_contexts(configs: Sequence[HeadwaterConfig], context: Sequence[int] | int | None) -> Any:
-    """The contexts to price text models at."""
-    first, *others = configs
-    if context or context == 0:
-        return context
-    tables = [config.max_position_embeddings for config in others if config.position == "learned"]
-    return min([first.max_position_embeddings, *tables]) if unit_of(first) == "tokens" else None
 
 
 def _is_recipe(model: Any) -> bool:
@@ -224,8 +223,8 @@ def _is_recipe(model: Any) -> bool:
     return not path.exists() and any(argument in (name, name.rpartition("/")[2]) for name in shipped_recipes())
 
 
-def _configs(model: Any, changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
-    """Configs by name for one model that is no recipe."""
+def _read_configs(model: Any, changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
+    """Read the configs of one model that is no recipe, by name."""
     if isinstance(model, HeadwaterConfig):
         _check_fields(changes, type(model))
         return {"model": type(model).from_dict(merge_values(model.to_dict(), changes)) if changes else model}
@@ -236,7 +235,7 @@ def _configs(model: Any, changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
     name = path.name if path.is_dir() else path.resolve().parent.name if path.name == "config.json" else path.stem
     file = newest_checkpoint(path) / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise HeadwaterError(f"{argument!r} has no config.json; {_WHAT}.")
+        raise HeadwaterError(f"{argument!r} has no config.json; {_HINT}.")
     content = read_json(file)
     model_type = content.get("model_type") if isinstance(content, dict) else None
     kind = {kind.model_type: kind for kind in (HeadwaterConfig, HeadwaterVisionConfig)}.get(str(model_type))
@@ -266,20 +265,17 @@ def _check_exists(path: Path) -> None:
     if os.path.lexists(path) or is_address(path):
         raise HeadwaterError(f"{absence(path)}.")
     if len(path.parts) > 1 or path.suffix:
-        raise HeadwaterError(f"There is no file {str(path)!r}; {_WHAT}.")
+        raise HeadwaterError(f"There is no file {str(path)!r}; {_HINT}.")
     guess = nearest(str(path), [*PRESETS, *shipped_recipes()])
     raise HeadwaterError(f"There is no preset, recipe or file {str(path)!r}; {guess}")
 
 
-def _changes(overrides: list[str]) -> dict[str, Any]:
-    """The model fields that "field=value" overrides change, by name. Raises `HeadwaterError` for an unknown one."""
-    if not overrides:
-        return {}
-    changes, known = read_overrides(overrides), (MODEL_FIELDS | IMAGE_FIELDS) - {"base"}
-    if problems := [
-        describe_unknown_field(field, "model", known, {"model": known}) for field in changes if field not in known
-    ]:
-        raise build_refusal("plan", problems)
+def _read_changes(overrides: list[str]) -> dict[str, Any]:
+    """Read the model fields that overrides change, by name. Raises `HeadwaterError` for an unknown one."""
+    changes, fields = read_overrides(overrides), (MODEL_FIELDS | IMAGE_FIELDS) - {"base"}
+    if unknown := [name for name in changes if name not in fields]:
+        sections = {"model": fields}
+        raise build_refusal("plan", [describe_unknown_field(name, "model", fields, sections) for name in unknown])
     return changes
 
 
@@ -290,78 +286,68 @@ def _check_fields(changes: Mapping[str, Any], kind: type[HeadwaterConfig]) -> No
             raise HeadwaterError(f"{field} is not a field of {kind.__name__}; leave it out.")
 
 
-def _of_recipe(
-    given: Recipe | Mapping[str, Any] | str | Path,
+def _read_recipe_models(
+    source: Recipe | Mapping[str, Any] | str | Path,
     overrides: list[str],
     of_training: list[str],
     vocab_size: int | None,
-) -> dict[str, Planned]:
-    """Models of a recipe by name, one for each arm of its comparison and each stage. The data is not read, and of
+) -> dict[str, PlannedModel]:
+    """Read models of a recipe by name, one for each arm of its comparison and each stage. The data is not read, and of
     tokenizers only local ones."""
-    what = repr(str(given)) if isinstance(given, str | Path) else "the recipe"
-    given = Path(given) if isinstance(given, str) else given
-    loaded = read_recipe(given, [*(f"model.{override}" for override in overrides), *of_training])
-    if loaded.compare is None:
-        recipes = {loaded.name: loaded}
+    title = repr(str(source)) if isinstance(source, str | Path) else "the recipe"
+    recipe = read_recipe(source, [*(f"model.{override}" for override in overrides), *of_training])
+    if recipe.compare is None:
+        arms = {recipe.name: recipe}
     else:
-        seed = loaded.compare.seeds[0]
-        recipes = {name: loaded.arm(name, seed, None) for name in loaded.compare.arms}
-    result: dict[str, Planned] = {}
-    for name, recipe in recipes.items():
-        size = vocab_size or recipe.known_size or local_size(getattr(recipe.data, "tokenizer", None))
-        if size is None and recipe.unit == "images":
+        arms = {name: recipe.arm(name, recipe.compare.seeds[0], None) for name in recipe.compare.arms}
+    planned: dict[str, PlannedModel] = {}
+    for name, arm in arms.items():
+        size = vocab_size or arm.known_size or local_size(getattr(arm.data, "tokenizer", None))
+        if size is None and arm.unit == "images":
             raise HeadwaterError(
-                f"The classes of {what} come from its data, which plan does not load; set their number with "
+                f"The classes of {title} come from its data, which plan does not load; set their number with "
                 "num_labels=."
             )
         if size is None:
             raise HeadwaterError(
-                f"The vocabulary of {what} comes from its tokenizer, which is not on this machine, and plan downloads "
+                f"The vocabulary of {title} comes from its tokenizer, which is not on this machine, and plan downloads "
                 f"nothing; pass its size with --vocab-size (vocab_size=)."
             )
-        data = DataShape(size, recipe.row_length)
-        sized = {} if recipe.unit == "images" else {"vocab_size": size}
-        config = recipe.model_copy(update={"model": recipe.model | sized}).config_for(data)
-        rows = _stages(name, recipe, config)
-        if both := rows.keys() & result.keys():
-            raise HeadwaterError(
-                f"An arm of {what} and a stage of another one would both be called {min(both)!r}; rename one."
-            )
-        result |= rows
-    return result
+        sized = {} if arm.unit == "images" else {"vocab_size": size}
+        config = arm.model_copy(update={"model": arm.model | sized}).config_for(DataShape(size, arm.row_length))
+        if arm.start is not None:
+            checkpoint = Path(arm.start.checkpoint)
+            if not checkpoint.is_dir():
+                raise HeadwaterError(
+                    f"{name!r} begins with the checkpoint {str(checkpoint)!r}, which is not there; make it first."
+                )
+            config = changed_config(config_of(newest_checkpoint(checkpoint)), arm.start)
+        runs = [run for run, _ in arm.chain(lambda name, _: Path(name))]
+        for stage, stage_config, run in zip(arm.stage_names, arm.configs(config), runs, strict=True):
+            label = name if stage == "start" else f"{name}, {stage}"
+            if label in planned:
+                raise HeadwaterError(
+                    f"An arm of {title} and a stage of another one would both be called {label!r}; rename one."
+                )
+            planned[label] = PlannedModel(stage_config, run.training, run)
+    return planned
 
 
-def _stages(name: str, recipe: Recipe, config: HeadwaterConfig) -> dict[str, Planned]:
-    """The models of a recipe's stages by name, of which this is the first unless it begins with a checkpoint."""
-    if recipe.start is not None:
-        checkpoint = Path(recipe.start.checkpoint)
-        if not checkpoint.is_dir():
-            raise HeadwaterError(
-                f"{name!r} begins with the checkpoint {str(checkpoint)!r}, which is not there; make it first."
-            )
-        config = changed_config(config_of(newest_checkpoint(checkpoint)), recipe.start)
-    runs = [run for run, _ in recipe.chain(lambda name, _: Path(name))]
-    return {
-        name if stage == "start" else f"{name}, {stage}": Planned(each, run.training, run)
-        for stage, each, run in zip(recipe.stage_names, recipe.configs(config), runs, strict=True)
-    }
-
-
-def count_of(given: str | float, what: str) -> float:
-    """A number of tokens or images: 3e11, or as text 300B, 1.5T or 2e10. Raises `HeadwaterError` for anything else."""
-    text = str(given)
+def read_count(number: str | float, option: str) -> float:
+    """Read a number of tokens or images: 3e11, or as text 300B, 1.5T or 2e10. Raises `HeadwaterError`."""
+    text = str(number)
     factor = _FACTORS.get(text[-1:].lower(), 1.0)
     try:
         value = float(text[:-1] if factor > 1 else text)
     except ValueError:
         value = float("nan")
     if not 0 < value * factor < float("inf"):
-        raise HeadwaterError(f"--{what} ({what}=) takes a number such as 300B or 2e10, not {shown(given)}.")
+        raise HeadwaterError(f"--{option} ({option}=) takes a number such as 300B or 2e10, not {shown(number)}.")
     return value * factor
 
 
 def draw_flops(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) -> Figure:
-    """Forward FLOPs per token against context, counting full attention as TokenFormer's figure 5 does.
+    """Draw forward FLOPs per token against context, counting full attention as TokenFormer's figure 5 does.
 
     The slope is the cost of attention between tokens, 4·L·H·d; the height at 0 that of the parameters. Each combination
     of mechanisms has a line style. Raises `HeadwaterError` for image models.
