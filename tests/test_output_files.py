@@ -137,8 +137,8 @@ class TestFolders:
     def test_another_process_waits_or_is_refused(self, tmp_path, monkeypatch):
         monkeypatch.setattr(output_folder, "PATIENCE", 0)
         script = (
-            "import sys; from pathlib import Path; from headwater_lab.util.output_folder import occupied\n"
-            "with occupied(Path(sys.argv[1])):\n"
+            "import sys; from pathlib import Path; from headwater_lab.util.output_folder import occupy_folder\n"
+            "with occupy_folder(Path(sys.argv[1])):\n"
             "    print('in', flush=True); sys.stdin.read()\n"
         )
         command = [sys.executable, "-c", script, str(tmp_path / "out")]

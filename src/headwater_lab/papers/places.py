@@ -84,7 +84,7 @@ class FinishedRun:
     folder: Path
 
     @property
-    def list_checkpoints(self) -> Path:
+    def checkpoints(self) -> Path:
         return self.folder / self.record.stages[-1].folder if self.record.stages else self.folder
 
     @property

@@ -195,7 +195,8 @@ class Recipe(Settings):
         of_arm = of_size.pop("arms", {}).get(name, {})
         trial = {"seed": seed, "name": file_name(f"{name}-{seed}" if size is None else f"{name}-{size}-{seed}")}
         where = f"arm {name!r}" if size is None else f"arm {name!r} of size {size!r}"
-        for change in (of_size, self.compare.arms[name], of_arm, trial):
+        changes: list[dict[str, Any]] = [of_size, self.compare.arms[name], of_arm, trial]
+        for change in changes:
             if "model" in change:
                 change = change | {"model": map_mechanisms(change["model"])}
             mechanisms = values["model"].get("mechanisms")

@@ -30,7 +30,7 @@ from headwater_lab.recipe.model_section import IMAGE_FIELDS, MODEL_FIELDS
 from headwater_lab.recipe.overrides import merge_values
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import read_overrides, read_recipe, shipped_recipes
-from headwater_lab.recipe.start_section import changed_config
+from headwater_lab.recipe.start_section import Start, changed_config
 from headwater_lab.recipe.training_section import Training
 from headwater_lab.training.attention_choice import choose_kernel, list_step_settings
 from headwater_lab.training.checkpoints import newest_checkpoint
@@ -191,9 +191,7 @@ def price_models(
     configs = [model.config for model in planned.values()]
     if len(set(map(unit_of, configs))) > 1:
         raise HeadwaterError("Models of text and of images have no common measure; name models of one kind.")
-    if not context and context != 0:
-        lengths = [config.max_position_embeddings for config in configs[1:] if config.position == "learned"]
-        context = None if unit_of(configs[0]) == "images" else min([configs[0].max_position_embeddings, *lengths])
+    context = _choose_context(configs) if not context and context != 0 else context
     longest = max(context) if isinstance(context, Sequence) else context or 1
     budgets = {"tokens": tokens, "images": images}
     budget = {unit: read_count(count, unit) for unit, count in budgets.items() if count is not None}
@@ -206,6 +204,12 @@ def price_models(
         price(model.config, name=name, **shared, **model.list_settings(longest, shared["precision"]))
         for name, model in planned.items()
     ]
+
+
+def _choose_context(configs: Sequence[HeadwaterConfig]) -> int | None:
+    """Choose the context to price models at; None for image models."""
+    lengths = [config.max_position_embeddings for config in configs[1:] if config.position == "learned"]
+    return None if unit_of(configs[0]) == "images" else min([configs[0].max_position_embeddings, *lengths])
 
 
 def _is_recipe(model: Any) -> bool:
@@ -316,12 +320,7 @@ def _read_recipe_models(
         sized = {} if arm.unit == "images" else {"vocab_size": size}
         config = arm.model_copy(update={"model": arm.model | sized}).config_for(DataShape(size, arm.row_length))
         if arm.start is not None:
-            checkpoint = Path(arm.start.checkpoint)
-            if not checkpoint.is_dir():
-                raise HeadwaterError(
-                    f"{name!r} begins with the checkpoint {str(checkpoint)!r}, which is not there; make it first."
-                )
-            config = changed_config(config_of(newest_checkpoint(checkpoint)), arm.start)
+            config = _read_start(name, arm.start)
         runs = [run for run, _ in arm.chain(lambda name, _: Path(name))]
         for stage, stage_config, run in zip(arm.stage_names, arm.configs(config), runs, strict=True):
             label = name if stage == "start" else f"{name}, {stage}"
@@ -331,6 +330,16 @@ def _read_recipe_models(
                 )
             planned[label] = PlannedModel(stage_config, run.training, run)
     return planned
+
+
+def _read_start(name: str, start: Start) -> HeadwaterConfig:
+    """Read the config of the model that a run begins with."""
+    checkpoint = Path(start.checkpoint)
+    if not checkpoint.is_dir():
+        raise HeadwaterError(
+            f"{name!r} begins with the checkpoint {str(checkpoint)!r}, which is not there; make it first."
+        )
+    return changed_config(config_of(newest_checkpoint(checkpoint)), start)
 
 
 def read_count(number: str | float, option: str) -> float:

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # reading needs none of the trainer's packages
     from lightning_fabric import Fabric
 
 # What makes inputs for a model, and is saved with it.
-Preparer = PreTrainedTokenizerBase | BaseImageProcessor
+Preparer: TypeAlias = PreTrainedTokenizerBase | BaseImageProcessor
 _REMOVING = ".removing-"
 
 

@@ -246,7 +246,7 @@ def write_recipe(recipe: Recipe, folder: Path) -> None:
 
 def list_healing(record: RunRecord) -> list[dict[str, float]]:
     """List held-out metrics over the tokens of healing, with the bytes a token adds to the cache of the model then."""
-    stages = record.stages or [record]
+    stages: list[Any] = record.stages or [record]
     stage, end = 0, stages[0].tokens
     rows: list[dict[str, float]] = []
     for point in record.held_out:

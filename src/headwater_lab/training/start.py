@@ -184,18 +184,26 @@ def read_beginning(recipe: Recipe, path: Path, data: Data, resumed: bool = False
         flops=sum(event.flops for event in history),
         history=history,
     )
-    # After the last training, whose rows of these data in this order are not repeated.
     last_index = max((index for index, event in enumerate(history) if event.kind == "trained"), default=-1)
     changes = history[last_index + 1 :]
-    details = history[last_index].details if last_index >= 0 else {}
-    same_order = details.get("seed") == recipe.seed and details.get("data") == _describe_data(recipe, data)
-    rows = details.get("rows") if same_order else 0
-    rows = rows if isinstance(rows, int) and rows > 0 else 0
-    growth = [event.details for event in changes if event.kind == "grown"]
-    anneals = any(step.get("tau") == "keep" for step in growth) and not any(step.get("freeze") for step in growth)
-    tau = recipe.start.tau or ("anneal" if anneals else "keep")
+    rows = _count_rows(recipe, data, history[last_index].details) if last_index >= 0 else 0
+    tau = recipe.start.tau or _choose_tau(changes)
     notices = [] if resumed else _list_notices(recipe, config, rows, changes)
     return Beginning(recipe.start, path, config, origin, rows, tau, notices)
+
+
+def _count_rows(recipe: Recipe, data: Data, details: dict[str, Any]) -> int:
+    """Count the rows of this data, in this seed's order, that the last training used. details: of its event."""
+    rows = details.get("rows")
+    same_order = details.get("seed") == recipe.seed and details.get("data") == _describe_data(recipe, data)
+    return rows if same_order and isinstance(rows, int) and rows > 0 else 0
+
+
+def _choose_tau(changes: list[Event]) -> str:
+    """Choose what the run does with τ. changes: of the model since it was last trained."""
+    growth = [event.details for event in changes if event.kind == "grown"]
+    anneals = any(details.get("tau") == "keep" for details in growth)
+    return "anneal" if anneals and not any(details.get("freeze") for details in growth) else "keep"
 
 
 def _read_config(path: Path, recipe: Recipe) -> HeadwaterConfig:
