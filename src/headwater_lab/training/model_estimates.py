@@ -115,14 +115,15 @@ class PlannedModel(NamedTuple):
     training: Training
     run: Recipe | None = None
 
-    def list_shared_settings(self, context: int) -> dict[str, Any]:
-        """List the settings that all columns of a table share, taken from the first model: with the recipe's budget,
-        in rows of `context` tokens, or with context 1 in images."""
-        training, run = self.training, self.run
-        devices = training.devices * training.nodes
-        budget = {} if run is None else {run.unit: run.rows * context}
-        batch = max(1, training.batch_size // devices)
-        return budget | {"precision": training.precision, "devices": devices, "batch": batch}
+    def list_budget(self, context: int) -> dict[str, float]:
+        """List the recipe's budget by unit: in rows of `context` tokens, or with context 1 in images."""
+        return {} if self.run is None else {self.run.unit: self.run.rows * context}
+
+    def list_shared_settings(self) -> dict[str, Any]:
+        """List the settings that all columns of a table share, taken from the first model."""
+        devices = self.training.devices * self.training.nodes
+        batch = max(1, self.training.batch_size // devices)
+        return {"precision": self.training.precision, "devices": devices, "batch": batch}
 
     def list_settings(self, context: int, precision: Precision) -> dict[str, Any]:
         """List the settings of this column."""
@@ -193,17 +194,19 @@ def price_models(
         raise HeadwaterError("Models of text and of images have no common measure; name models of one kind.")
     context = _choose_context(configs) if not context and context != 0 else context
     longest = max(context) if isinstance(context, Sequence) else context or 1
-    budgets = {"tokens": tokens, "images": images}
-    budget = {unit: read_count(count, unit) for unit, count in budgets.items() if count is not None}
-    shared = next(iter(planned.values())).list_shared_settings(longest)
-    if budget:
-        shared = {name: value for name, value in shared.items() if name not in budgets} | budget
+    model = next(iter(planned.values()))
+    shared = model.list_shared_settings() | (_read_budget(tokens=tokens, images=images) or model.list_budget(longest))
     shared |= {name: value for name, value in settings.items() if value is not None}
     shared |= {"context": context, "hardware": device, "precision": read_precision(shared["precision"])}
     return [
         price(model.config, name=name, **shared, **model.list_settings(longest, shared["precision"]))
         for name, model in planned.items()
     ]
+
+
+def _read_budget(**counts: str | float | None) -> dict[str, float]:
+    """Read the budgets of training that are given, by unit."""
+    return {unit: read_count(count, unit) for unit, count in counts.items() if count is not None}
 
 
 def _choose_context(configs: Sequence[HeadwaterConfig]) -> int | None:
@@ -306,21 +309,7 @@ def _read_recipe_models(
         arms = {name: recipe.arm(name, recipe.compare.seeds[0], None) for name in recipe.compare.arms}
     planned: dict[str, PlannedModel] = {}
     for name, arm in arms.items():
-        size = vocab_size or arm.known_size or local_size(getattr(arm.data, "tokenizer", None))
-        if size is None and arm.unit == "images":
-            raise HeadwaterError(
-                f"The classes of {title} come from its data, which plan does not load; set their number with "
-                "num_labels=."
-            )
-        if size is None:
-            raise HeadwaterError(
-                f"The vocabulary of {title} comes from its tokenizer, which is not on this machine, and plan downloads "
-                f"nothing; pass its size with --vocab-size (vocab_size=)."
-            )
-        sized = {} if arm.unit == "images" else {"vocab_size": size}
-        config = arm.model_copy(update={"model": arm.model | sized}).config_for(DataShape(size, arm.row_length))
-        if arm.start is not None:
-            config = _read_start(name, arm.start)
+        config = _read_start(name, arm.start) if arm.start is not None else _build_config(title, arm, vocab_size)
         runs = [run for run, _ in arm.chain(lambda name, _: Path(name))]
         for stage, stage_config, run in zip(arm.stage_names, arm.configs(config), runs, strict=True):
             label = name if stage == "start" else f"{name}, {stage}"
@@ -330,6 +319,23 @@ def _read_recipe_models(
                 )
             planned[label] = PlannedModel(stage_config, run.training, run)
     return planned
+
+
+def _build_config(title: str, recipe: Recipe, vocab_size: int | None) -> HeadwaterConfig:
+    """Build the config of a recipe's model without its data."""
+    size = vocab_size or recipe.known_size or local_size(getattr(recipe.data, "tokenizer", None))
+    if size is None and recipe.unit == "images":
+        raise HeadwaterError(
+            f"The classes of {title} come from its data, which plan does not load; set their number with num_labels=."
+        )
+    if size is None:
+        raise HeadwaterError(
+            f"The vocabulary of {title} comes from its tokenizer, which is not on this machine, and plan downloads "
+            "nothing; pass its size with --vocab-size (vocab_size=)."
+        )
+    sized = {} if recipe.unit == "images" else {"vocab_size": size}
+    plain = recipe.model_copy(update={"model": recipe.model | sized})
+    return plain.config_for(DataShape(size, recipe.row_length))
 
 
 def _read_start(name: str, start: Start) -> HeadwaterConfig:
