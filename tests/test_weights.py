@@ -63,7 +63,7 @@ def test_tensors_that_are_no_weights_are_refused_wherever_they_enter(own, llama,
         lambda: begin_with(own, shared(), [], distributed=False),
         lambda: from_transformers(llama),
         lambda: read_foreign(llama, "resformer"),
-        lambda: theirs.load("cpu", "auto"),
+        lambda: theirs.load_model("cpu", "auto"),
         lambda: open_model(str(llama)),
     )
     for read in readers:

@@ -80,8 +80,8 @@ class Candidate:
         lengths = (getattr(self.config, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
         return next((length for length in lengths if length), CONTEXT)
 
-    def load(self, device: str, dtype: str) -> PreTrainedModel:
-        """The model with its weights, in eval mode. Raises `HeadwaterError` if any are missing."""
+    def load_model(self, device: str, dtype: str) -> PreTrainedModel:
+        """Load the model with its weights, in eval mode. Raises `HeadwaterError` if any are missing."""
         if self.is_headwater:
             check_sums(Path(self.source))
             model = load_model(Path(self.source))
@@ -90,7 +90,7 @@ class Candidate:
         return model.to(device, None if dtype == "auto" else getattr(torch, dtype)).eval()
 
     def _load_foreign(self) -> PreTrainedModel:
-        """A model that is not headwater's, as transformers loads it."""
+        """Load a model that is not headwater's, with transformers."""
         if (folder := Path(self.source)).is_dir():  # all files of its index are present
             files = weight_files(folder, pickled=True)
             check_size(self.skeleton, 2 * sum(file.stat().st_size for file in files), folder)  # of 4 bits or more
@@ -116,7 +116,7 @@ class Candidate:
 
 
 def find_candidates(sources: Sequence[str], trust_remote_code: bool = False) -> list[Candidate]:
-    """The models to evaluate, with unique names. Raises `HeadwaterError` for anything but a text model."""
+    """Find the models to evaluate, with unique names. Raises `HeadwaterError` for anything but a text model."""
     paths = [
         str(newest_checkpoint(Path(source))) if Path(source).is_dir() else source.rstrip("/") for source in sources
     ]
@@ -158,7 +158,7 @@ def _was_trained(checkpoint: Path) -> bool:
 
 
 def unique_names(sources: Sequence[str]) -> list[str]:
-    """The last part of each path, or all of it where two would be alike; numbered where a path is named twice."""
+    """Name each path by its last part, or by all of it if two would be the same; number repeated paths."""
     stems = [Path(source).name for source in sources]
     names = stems if len(set(stems)) == len(set(sources)) else sources
     return [name if name not in names[:i] else f"{name} ({names[:i].count(name) + 1})" for i, name in enumerate(names)]
