@@ -37,8 +37,8 @@ class Text:
 def read_text(source: str, limit: int | None = None, column: str = "text") -> Text:
     """Read the first `limit` documents of a source, see `headwater_lab.data.stream.TextSource`; a file is one document.
 
-    column: the column of tables with the text. Raises `HeadwaterError` if there is none, and for conversations, since each
-    model would write them with its own template.
+    column: the column of tables with the text. Raises `HeadwaterError` if there is none, and for conversations, since
+    each model would write them with its own template.
     """
     documents, skipped = read_documents(source, column, "--text-column")
     if any(document.is_chat for document in documents):

@@ -195,29 +195,6 @@ class TrainingRun(Setup):
                 if stopping:
                     self.raise_interrupted()
 
-    def catch_up(self) -> None:
-        """Measure a model before its training continues, or do what a killed run did not after its last checkpoint."""
-        step = self.progress.step
-        if step:
-            run_in_first(self.fabric, self.publish_checkpoint)
-            # The held-out data could not be read, or the record is missing.
-            missed = self.progress.result is None and is_due(step, self.recipe.reporting.evaluate_every)
-        else:
-            missed = self.beginning is not None
-        if missed or step == self.recipe.training.steps:
-            self.evaluate()
-
-    def is_stopping(self, stop: threading.Event) -> bool:
-        """Whether some process was asked to stop. A single process has no others to wait for."""
-        return self.stops_elsewhere or (self.fabric.world_size == 1 and stop.is_set())
-
-    def raise_interrupted(self) -> NoReturn:
-        """End the process, or in the first one raise `Interrupted`."""
-        if self.fabric.global_rank > 0:
-            end_process(failed=False)
-        step = self.progress.step
-        raise Interrupted(f"Stopped after step {step}, which is saved; run the same command with --resume.")
-
     def take_step(self, stop: bool = False) -> float:
         """Take one optimizer step, and return its learning rate. stop: whether this process was asked to stop, which it
         tells the others.
@@ -257,11 +234,6 @@ class TrainingRun(Setup):
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = rate * (settings.scalar_learning_rate_multiplier if group["name"] == "scalars" else 1.0)
         return rate
-
-    def take_settled_step(self) -> None:
-        """Take one step, and wait for its outcome."""
-        self.take_step()
-        self.settle_step()
 
     def run_backward(self, batches: list[CountedBatch], labels: Tensor) -> Tensor:
         """Run the forward and backward passes of one step, with `labels` over all processes; returns its loss, 0-d."""
@@ -340,6 +312,34 @@ class TrainingRun(Setup):
         if self.due is not None:
             self.journal.add_curve_point(*self.due, self.norm)
             self.due = None
+
+    def take_settled_step(self) -> None:
+        """Take one step, and wait for its outcome."""
+        self.take_step()
+        self.settle_step()
+
+    def catch_up(self) -> None:
+        """Measure a model before its training continues, or do what a killed run did not after its last checkpoint."""
+        step = self.progress.step
+        if step:
+            run_in_first(self.fabric, self.publish_checkpoint)
+            # The held-out data could not be read, or the record is missing.
+            missed = self.progress.result is None and is_due(step, self.recipe.reporting.evaluate_every)
+        else:
+            missed = self.beginning is not None
+        if missed or step == self.recipe.training.steps:
+            self.evaluate()
+
+    def is_stopping(self, stop: threading.Event) -> bool:
+        """Whether some process was asked to stop. A single process has no others to wait for."""
+        return self.stops_elsewhere or (self.fabric.world_size == 1 and stop.is_set())
+
+    def raise_interrupted(self) -> NoReturn:
+        """End the process, or in the first one raise `Interrupted`."""
+        if self.fabric.global_rank > 0:
+            end_process(failed=False)
+        step = self.progress.step
+        raise Interrupted(f"Stopped after step {step}, which is saved; run the same command with --resume.")
 
     def count_skipped(self, step: int, problem: str) -> None:
         """Count a step that was not finite. At the limit, raise `Diverged`, which names its rows."""
