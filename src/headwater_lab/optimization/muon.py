@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from headwater.util.errors import HeadwaterError
 from headwater_lab.optimization.adamw import adamw
 from headwater_lab.optimization.registry import register_optimizer
-from headwater_lab.optimization.tensors import list_gradients, local
+from headwater_lab.optimization.tensors import list_gradients, local_shard
 
 # The quintic polynomial that Newton-Schulz applies five times: steep at 0, and near 1 only roughly 1.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -71,9 +71,9 @@ class Muon(torch.optim.Optimizer):
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-        weights = [local(parameter) for parameter in parameters]
-        buffers = [local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
-        grads = [local(grad) for grad in list_gradients(parameters)]
+        weights = [local_shard(parameter) for parameter in parameters]
+        buffers = [local_shard(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        grads = [local_shard(grad) for grad in list_gradients(parameters)]
         finite: Tensor | float = 1.0
         if self.found_inf is not None:
             finite = 1.0 - self.found_inf
@@ -82,7 +82,7 @@ class Muon(torch.optim.Optimizer):
         differences = torch._foreach_sub(grads, buffers)
         torch._foreach_mul_(differences, (1 - momentum) * finite)
         torch._foreach_add_(buffers, differences)
-        updates = _orthogonalize(parameters[0], torch.stack(torch._foreach_lerp(grads, buffers, momentum)))
+        updates = _orthogonalize_updates(parameters[0], torch.stack(torch._foreach_lerp(grads, buffers, momentum)))
         size = 0.2 * max(parameters[0].shape) ** 0.5
         torch._foreach_mul_(weights, 1 - lr * weight_decay * finite)
         torch._foreach_add_(weights, list((updates.to(weights[0].dtype) * (-lr * size * finite)).unbind()))
@@ -101,7 +101,7 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def _orthogonalize(like: nn.Parameter, updates: Tensor) -> Tensor:
+def _orthogonalize_updates(like: nn.Parameter, updates: Tensor) -> Tensor:
     """Orthogonalize `updates` [N, rows, columns] of N parameters such as `like`; if sharded, return only our rows."""
     if not isinstance(like, DTensor):
         return newton_schulz(updates)

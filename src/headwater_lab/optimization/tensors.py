@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def local(parameter: Tensor) -> Tensor:
+def local_shard(parameter: Tensor) -> Tensor:
     """This process's shard of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 

@@ -60,7 +60,7 @@ from headwater.models.load import (
 from headwater.models.weights import check_kinds, unwrapped_names
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import absence, read_bytes, sha256_of
-from headwater_lab.optimization.tensors import local
+from headwater_lab.optimization.tensors import local_shard
 from headwater_lab.training.optimizers import Average
 from headwater_lab.training.records import RECORD, Event, read_record
 from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, model_class
@@ -325,7 +325,7 @@ def _read_model(path: Path, model: AnyModel, state: dict[str, Tensor], distribut
     wrapped = {bare: name for name, bare in plain.items()}
     _fill_tensors(path, {wrapped.get(name, name): tensor for name, tensor in weights.items()} | state, distributed)
     for name, tensor in (weights | state).items():
-        if not name.startswith("running.") and (problem := _find_problem(name, local(tensor))) is not None:
+        if not name.startswith("running.") and (problem := _find_problem(name, local_shard(tensor))) is not None:
             kind = "optimizer state" if name.startswith("optimizer.") else "weights"
             raise HeadwaterError(
                 f"The {kind} in {where} cannot be used: {problem} in {name.removeprefix('optimizer.')!r}; "

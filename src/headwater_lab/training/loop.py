@@ -31,7 +31,7 @@ from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.seeding import number
 from headwater_lab.data.base import LABELS, Batch, Data, Share, labels_of, main_input, units
 from headwater_lab.data.images.base import UnreadableImage
-from headwater_lab.optimization.tensors import local
+from headwater_lab.optimization.tensors import local_shard
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import FOLDER, Progress, list_checkpoints, optimizer_tensors
 from headwater_lab.training.journal import Journal, OnEvent, report_full_disk_once
@@ -434,7 +434,7 @@ class TrainingRun(Setup):
         """
         self.settle_step()
         self.saver.finish_saving()
-        broken = [~parameter.isfinite().all() for parameter in map(local, self.parameters)]
+        broken = [~parameter.isfinite().all() for parameter in map(local_shard, self.parameters)]
         if int(sum_processes(self.fabric, torch.stack(broken).sum())):  # one wait for all
             problem = f"after step {self.progress.step} some weights are not finite"
             if not must:

@@ -19,7 +19,7 @@ from headwater.mechanisms.precision import KeepsPrecision
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError, sentence
 from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, values_read
-from headwater_lab.optimization.tensors import list_gradients, local
+from headwater_lab.optimization.tensors import list_gradients, local_shard
 from headwater_lab.recipe.training_section import Training
 
 # The groups in order, and which of them decay under each `weight_decay_on`.
@@ -152,7 +152,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 def clip_gradient(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Scale a gradient of known norm down to `limit` if it is longer (as `clip_grad_norm_` does)."""
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local(grad) for grad in list_gradients(parameters)], factor)
+    torch._foreach_mul_([local_shard(grad) for grad in list_gradients(parameters)], factor)
 
 
 def learning_rate(step: int, training: Training) -> float:
@@ -195,8 +195,8 @@ class Average:
     def update(self, step: int, finite: Tensor) -> None:
         """Update the average after optimizer step `step`, counted from 1. finite: whether it was taken, 0-d."""
         weight = (1 - min(self.decay, (1 + step) / (10 + step))) * finite
-        means = [local(tensor) for tensor in self.tensors.values()]
-        moves = torch._foreach_sub([local(parameter) for parameter in self.parameters.values()], means)
+        means = [local_shard(tensor) for tensor in self.tensors.values()]
+        moves = torch._foreach_sub([local_shard(parameter) for parameter in self.parameters.values()], means)
         torch._foreach_mul_(moves, weight)
         torch._foreach_add_(means, moves)
 
@@ -204,7 +204,7 @@ class Average:
     def swap(self) -> None:
         """Exchange the weights of the model with those here."""
         for name, parameter in self.parameters.items():
-            weights, average = local(parameter), local(self.tensors[name])
+            weights, average = local_shard(parameter), local_shard(self.tensors[name])
             trained = weights.clone()
             weights.copy_(average)
             average.copy_(trained)
