@@ -172,7 +172,7 @@ def test_batches_and_their_fingerprints_are_those_made_image_by_image(mix):
                 pixels, labels = (torch.stack([pair[1] for pair in each]) for each in zip(*pairs, strict=True))
             else:
                 pixels, labels = pixels[1:], labels[1:]
-            assert equal(found.batch, {"pixel_values": pixels, "labels": labels})
+            assert equal(found.tensors, {"pixel_values": pixels, "labels": labels})
             contents = [(first + i).to_bytes(8, "little") + each.numpy().tobytes() for i, each in enumerate(pixels)]
             hashes = [hashlib.blake2b(content, digest_size=5).digest() for content in contents]
             assert found.fingerprint == sum(int.from_bytes(each, "little") for each in hashes)
