@@ -74,7 +74,7 @@ def test_a_step_of_a_run_does_not_wait(gradient_accumulation_steps, packed, devi
         data = {"kind": "text", "source": str(tmp_path / "texts"), "context": 512}
         computed = []
         kernel = varlen._run_by_documents
-        monkeypatch.setattr(varlen, "_by_documents", lambda *given: computed.append(given[3]) or kernel(*given))
+        monkeypatch.setattr(varlen, "_run_by_documents", lambda *given: computed.append(given[3]) or kernel(*given))
     values = {
         "data": data,
         "model": {
