@@ -35,7 +35,7 @@ import headwater_lab.util.workers
 CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once; the commands import what else they need.
 PRELOADED = [
-    "headwater_lab.cli", "headwater_lab.training.loop", "headwater_lab.training.models",
+    "headwater_lab.cli", "headwater_lab.training.loop", "headwater_lab.training.trained_models",
     "headwater.conversion.export", "headwater_lab.comparison.running",
 ]  # fmt: skip
 CONTEXT.set_forkserver_preload(PRELOADED)
@@ -233,12 +233,12 @@ def _run(
 
 def _command(*arguments: str) -> None:
     import headwater_lab.cli
-    from headwater_lab.util.process import begin
+    from headwater_lab.util.process import set_up
 
     sys.argv = ["headwater", *arguments]
     # What `python -m headwater_lab` has: by it the first of several processes starts the others.
     sys.modules["__main__"] = importlib.util.module_from_spec(importlib.util.find_spec("headwater_lab.__main__"))
-    begin()  # as the import does in a process that is the command line
+    set_up()  # as the import does in a process that is the command line
     try:
         headwater_lab.cli.main()
     finally:

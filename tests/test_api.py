@@ -64,7 +64,7 @@ def test_plan_takes_presets_configs_and_checkpoints(tmp_path):
 
 
 def test_plan_takes_what_the_command_takes(tmp_path, monkeypatch):
-    from headwater_lab.recipe.loading import read_recipe
+    from headwater_lab.recipe.recipe_files import read_recipe
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mechanism.yaml").write_text(json.dumps(COMPARED))
@@ -104,7 +104,7 @@ def test_mistakes_in_plan_get_one_sentence(models, options, said):
 
 
 def test_a_stage_of_a_mapping_is_overridden_by_name():
-    from headwater_lab.recipe.loading import read_recipe
+    from headwater_lab.recipe.recipe_files import read_recipe
 
     recipe = TINY | {"stages": [{"name": "more", "training": {"steps": 2}}]}
     assert read_recipe(recipe, ["stages.more.training.steps=3"]).stages[0].training["steps"] == 3

@@ -15,8 +15,7 @@ import headwater
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli import app
 from headwater_lab.cli.common import check_writable
-from headwater_lab.recipe.loading import find_recipe
-from headwater_lab.recipe.shipped import recipes_folder, shipped_recipes
+from headwater_lab.recipe.recipe_files import find_recipe, recipes_folder, shipped_recipes
 
 TINY = {
     "name": "tiny",

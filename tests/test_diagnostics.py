@@ -11,7 +11,7 @@ from torch import nn
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.config.presets import preset
 from headwater_lab.cli import app
-from headwater_lab.training.models import drowning, init_diagnostics
+from headwater_lab.training.initialization import measure_initialization, warn_drowning
 
 SIZES = dict(vocab_size=97, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=128)
 TOKENFORMER = dict(
@@ -33,7 +33,7 @@ def model_of(**fields):
 def test_figures_of_the_first_block_equal_those_computed_by_hand(fields):
     model = model_of(**fields)
     ids = torch.arange(80).view(2, 40)
-    found = init_diagnostics(model, ids)
+    found = measure_initialization(model, ids)
     assert [(one.layer, one.name) for one in found] == [
         (layer, name) for layer in range(3) for name in ("attention", "feed-forward")
     ]
@@ -63,18 +63,18 @@ def test_figures_of_the_first_block_equal_those_computed_by_hand(fields):
 
 
 def test_a_pattention_drowns_a_small_embedding_and_a_larger_one_mends_it():
-    small, large = (init_diagnostics(model_of(**TOKENFORMER, embedding_range=std)) for std in (0.02, 0.2))
-    assert "embedding_range" in drowning(small)
+    small, large = (measure_initialization(model_of(**TOKENFORMER, embedding_range=std)) for std in (0.02, 0.2))
+    assert "embedding_range" in warn_drowning(small)
     assert small[1].cosine < 0.15
-    assert drowning(large) is None
+    assert warn_drowning(large) is None
     assert large[1].cosine > 0.3
-    assert drowning(init_diagnostics(model_of())) is None
+    assert warn_drowning(measure_initialization(model_of())) is None
 
 
 def test_nothing_of_the_model_is_changed_by_looking():
     model = model_of(residual_dropout=0.5).train()
     before = torch.random.get_rng_state()
-    init_diagnostics(model)
+    measure_initialization(model)
     assert model.training
     assert torch.equal(before, torch.random.get_rng_state())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -109,8 +109,8 @@ def test_fields_that_stored_configs_lack_mean_the_old_start():
 def test_a_new_tokenformer_starts_with_an_embedding_that_does_not_drown():
     model = model_of(**TOKENFORMER)
     assert std_of(model, "model.embed_tokens.weight") == pytest.approx(0.2, rel=0.05)
-    assert drowning(init_diagnostics(model)) is None
-    assert drowning(init_diagnostics(model_of(**TOKENFORMER, embedding_range=0.02))) is not None
+    assert warn_drowning(measure_initialization(model)) is None
+    assert warn_drowning(measure_initialization(model_of(**TOKENFORMER, embedding_range=0.02))) is not None
     assert model_of().config.embedding_range is None
     assert preset("tokenformer-124m").embedding_range == 0.02
 

@@ -402,7 +402,7 @@ def test_pictures_heed_no_settings_of_the_current_folder(tmp_path, monkeypatch):
     """A matplotlibrc is read as soon as matplotlib is imported, and may ask for LaTeX, which is a program."""
     from matplotlib import rc_context
 
-    from headwater_lab.training.estimate import draw_flops
+    from headwater_lab.training.model_estimates import draw_flops
     from headwater_lab.util.outputs import save_figure
 
     def start(*given, **named):

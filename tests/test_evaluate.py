@@ -30,11 +30,11 @@ from headwater_lab.data.tokenizer import byte_tokenizer, train_tokenizer
 from headwater_lab.evaluation import build_tables, evaluate, to_json
 from headwater_lab.evaluation import tasks as tasks_module
 from headwater_lab.evaluation.candidates import find_candidates, same_tokenizer, unique_names
-from headwater_lab.evaluation.paired import Items, difference
+from headwater_lab.evaluation.paired_differences import Items, compare_items
 from headwater_lab.evaluation.tasks import GROUPS, parse_tasks
-from headwater_lab.evaluation.text import list_windows, sum_log_likelihoods
-from headwater_lab.training.checkpoints import write_model
+from headwater_lab.evaluation.text_likelihood import list_windows, sum_log_likelihoods
 from headwater_lab.training.records import Event
+from headwater_lab.training.saving import write_model
 
 pytest.importorskip("lm_eval")
 TASKS = Path(__file__).parents[1] / "examples" / "tasks"
@@ -119,7 +119,7 @@ def test_windows_without_overlap_are_lm_evals_rolling_windows(folder):
     from lm_eval.models.huggingface import HFLM
 
     [one] = find_candidates([str(folder / "twin")])
-    model = one.load("cpu", "float32")
+    model = one.load_model("cpu", "float32")
     lm = HFLM(pretrained=model, tokenizer=one.tokenizer, backend="causal", batch_size=2, max_length=32)
     documents = [LETTERS, LETTERS * 5, "x"]
     requests = [Instance("loglikelihood_rolling", {}, (text,), index) for index, text in enumerate(documents)]
@@ -132,7 +132,7 @@ def test_windows_without_overlap_are_lm_evals_rolling_windows(folder):
 def test_measures_of_a_text_are_of_its_nats_tokens_and_bytes(folder):
     result = evaluate([str(folder / "twin")], text=[str(folder / "texts")], context=96, stride=96)
     [one] = find_candidates([str(folder / "twin")])
-    model = one.load("cpu", "float32")
+    model = one.load_model("cpu", "float32")
     documents = [(folder / "texts" / f"{index}.txt").read_text() for index in range(3)]
     items = next(row.figures["twin"].items for row in result.rows if row.metric == "loss")
     for text, likelihood, count in zip(documents, items.values, items.weights, strict=False):
@@ -153,7 +153,7 @@ def test_measures_of_a_text_are_of_its_nats_tokens_and_bytes(folder):
 def test_choices_are_scored_as_by_hand(folder):
     result = evaluate([str(folder / "twin")], ["closing"], task_files=TASKS)
     [one] = find_candidates([str(folder / "twin")])
-    model = one.load("cpu", "float32")
+    model = one.load_model("cpu", "float32")
     expected = []
     for line in (TASKS / "closing.jsonl").read_text().splitlines():
         item = json.loads(line)
@@ -262,12 +262,12 @@ def test_differences_are_the_textbooks_tests():
     draw = np.random.default_rng(0)
     a, b = draw.normal(size=30), draw.normal(size=30)
     ones = np.ones(30)
-    found = difference("a", Items("mean", a, ones), "b", Items("mean", b, ones))
+    found = compare_items("a", Items("mean", a, ones), "b", Items("mean", b, ones))
     assert found.value == pytest.approx((a - b).mean())
     assert found.stderr == pytest.approx(stats.sem(a - b))
     assert found.p == pytest.approx(stats.ttest_rel(a, b).pvalue)
     right, left = (draw.random(30) < 0.7).astype(float), (draw.random(30) < 0.4).astype(float)
-    found = difference("a", Items("mean", right, ones), "b", Items("mean", left, ones))
+    found = compare_items("a", Items("mean", right, ones), "b", Items("mean", left, ones))
     only = int(((right == 1) & (left == 0)).sum()), int(((right == 0) & (left == 1)).sum())
     assert found.p == pytest.approx(stats.binomtest(only[0], sum(only)).pvalue)
 
@@ -385,7 +385,7 @@ def test_configs_larger_than_their_weights_are_refused_before_memory_is_taken(ch
     file = tmp_path / "llama" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(HeadwaterError, match=said):
-        find_candidates([str(tmp_path / "llama")])[0].load("cpu", "auto")
+        find_candidates([str(tmp_path / "llama")])[0].load_model("cpu", "auto")
 
 
 def test_data_that_are_out_of_reach_are_said_to_be(folder, monkeypatch, tmp_path):

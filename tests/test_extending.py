@@ -8,7 +8,7 @@ import pytest
 
 from headwater.testing import Contract
 from headwater.testing.contract_suite import DECODING
-from headwater_lab.recipe.loading import load_recipe
+from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.training.loop import train
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()

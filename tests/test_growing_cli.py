@@ -19,9 +19,10 @@ from conftest import VOCAB, build, disturb, shared, tokens
 from headwater import HeadwaterForCausalLM
 from headwater.growth import pairs_of
 from headwater_lab.data.tokenizer import load_tokenizer
-from headwater_lab.training.checkpoints import history_of, newest_checkpoint, write_model
+from headwater_lab.training.checkpoints import newest_checkpoint, read_history
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import Event
+from headwater_lab.training.saving import write_model
 
 PAIRS = {"pattention": {"attention_pairs": 7, "ffn_pairs": 13}}
 
@@ -79,7 +80,7 @@ class TestGrow:
         a, b = logits(small), logits(target)
         assert (a - b).abs().max() < 1e-12 * a.abs().max()
         assert pairs_of(HeadwaterForCausalLM.from_pretrained(target))["key"] == 1000
-        (event,) = history_of(target)
+        (event,) = read_history(target)
         assert (event.kind, event.details["attention_pairs"]) == ("grown", 1000)
 
     @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_a_hugging_face_model_grows_in_one_step_and_goes_back(run, tmp_path, fam
     assert f"{family} → headwater" in out
     assert digest(source) == before
     grown = source.with_name(f"{family}-grown")
-    assert [event.kind for event in history_of(grown)] == ["retrofitted", "grown"]
+    assert [event.kind for event in read_history(grown)] == ["retrofitted", "grown"]
     found = AutoModelForCausalLM.from_pretrained(grown)
     assert (found.config.num_hidden_layers, found.config.hidden_size) == sizes
     assert (grown / "tokenizer_config.json").is_file()
@@ -273,7 +274,7 @@ def test_merge_joins_copies_and_measures_all_on_each_ones_data(run, grown_twice,
     code, out, err = run("merge", base, one, two, "--trust", corpus)
     assert code == 0, err
     (merged,) = base.parent.glob("base-merged")
-    event = history_of(merged)[-1]
+    event = read_history(merged)[-1]
     assert event.kind == "merged"
     for column in event.details["metrics"]:
         assert set(column) == {"base", str(one), str(two), "merged"}
@@ -306,7 +307,7 @@ def test_shrink_takes_pairs_away_and_says_what_it_costs(run, grown_twice, tmp_pa
     code, out, err = run("shrink", one, "--attention-pairs", 3, "--ffn-pairs", 4, "--trust", corpus)
     assert code == 0, err
     small = one.with_name("one-shrunk")
-    event = history_of(small)[-1]
+    event = read_history(small)[-1]
     assert event.kind == "shrunk"
     assert f"{event.details['before']:.4f} → {event.details['after']:.4f}" in out
     record = json.loads((one / "record.json").read_text())
@@ -339,7 +340,7 @@ class TestRetrofit:
         saved = json.loads((target / "config.json").read_text())
         assert saved["model_type"] == "headwater"
         assert saved["mechanisms"]["kv_shift"]["window"] == 3
-        assert [event.details.get("family") for event in history_of(target)] == ["llama", None]
+        assert [event.details.get("family") for event in read_history(target)] == ["llama", None]
         assert "value_residual added" in out
         assert (target / "tokenizer.json").is_file()
 
@@ -444,7 +445,7 @@ class TestRetrofit:
         code, out, _ = run("retrofit", llama, "--mechanism", "svformer", "--allow-change", "--out", tmp_path / "x")
         assert code == 0
         assert "svformer added" in out
-        assert history_of(tmp_path / "x")[-1].details["moved"]["logits"] > 0.01
+        assert read_history(tmp_path / "x")[-1].details["moved"]["logits"] > 0.01
 
     def test_unknown_families_and_wrong_shapes_are_one_sentence(self, run, llama, tmp_path):
         sizes = dict(vocab_size=9, hidden_size=8, ffn_dim=8, num_hidden_layers=1, num_attention_heads=1)
@@ -469,8 +470,8 @@ def test_history_goes_on_from_folder_to_folder(run, llama, tmp_path):
     run("retrofit", llama, "--out", tmp_path / "a")
     run("retrofit", tmp_path / "a", "--mechanism", "kv_shift", "--out", tmp_path / "b")
     run("grow", tmp_path / "b", "intermediate_size=96", "--out", tmp_path / "c")
-    assert [event.kind for event in history_of(tmp_path / "c")] == ["retrofitted", "retrofitted", "grown"]
-    assert all(isinstance(event, Event) for event in history_of(tmp_path / "c"))
+    assert [event.kind for event in read_history(tmp_path / "c")] == ["retrofitted", "retrofitted", "grown"]
+    assert all(isinstance(event, Event) for event in read_history(tmp_path / "c"))
 
 
 @pytest.mark.parametrize("place", ["small/inside", "run/inside", "run/checkpoints/step-999999"])

@@ -14,7 +14,7 @@ import headwater_lab as lab
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import check_free, explain_absence, replace_file, replace_text
 from headwater_lab.util import output_folder, outputs
-from headwater_lab.util.output_folder import LOCK, keep, occupied
+from headwater_lab.util.output_folder import LOCK, keep_contents, occupy_folder
 
 EVALUATION = {"headwater": "1", "format": 1, "rows": [], "models": {}}
 
@@ -102,7 +102,7 @@ class TestFiles:
 class TestFolders:
     def test_what_is_refused_leaves_nothing(self, tmp_path):
         def refused():
-            with occupied(tmp_path / "a" / "b"):
+            with occupy_folder(tmp_path / "a" / "b"):
                 (tmp_path / "a" / "b" / "c").mkdir()
                 raise HeadwaterError("no")
 
@@ -114,7 +114,7 @@ class TestFolders:
         (tmp_path / "mine").write_text("kept")
 
         def refused():
-            with occupied(tmp_path):
+            with occupy_folder(tmp_path):
                 (tmp_path / "theirs").write_text("new")
                 raise HeadwaterError("no")
 
@@ -124,10 +124,10 @@ class TestFolders:
 
     def test_what_has_begun_stays_in_all_folders_around_it(self, tmp_path):
         def fails():
-            with occupied(tmp_path / "out"):
-                with occupied(tmp_path / "out" / "stage"):
+            with occupy_folder(tmp_path / "out"):
+                with occupy_folder(tmp_path / "out" / "stage"):
                     (tmp_path / "out" / "stage" / "record").touch()
-                    keep(tmp_path / "out" / "stage")
+                    keep_contents(tmp_path / "out" / "stage")
                 raise KeyError
 
         with pytest.raises(KeyError):
@@ -137,8 +137,8 @@ class TestFolders:
     def test_another_process_waits_or_is_refused(self, tmp_path, monkeypatch):
         monkeypatch.setattr(output_folder, "PATIENCE", 0)
         script = (
-            "import sys; from pathlib import Path; from headwater_lab.util.output_folder import occupied\n"
-            "with occupied(Path(sys.argv[1])):\n"
+            "import sys; from pathlib import Path; from headwater_lab.util.output_folder import occupy_folder\n"
+            "with occupy_folder(Path(sys.argv[1])):\n"
             "    print('in', flush=True); sys.stdin.read()\n"
         )
         command = [sys.executable, "-c", script, str(tmp_path / "out")]
@@ -146,12 +146,12 @@ class TestFolders:
             assert other.stdout is not None
             assert other.stdin is not None
             assert other.stdout.readline() == b"in\n"
-            with pytest.raises(HeadwaterError, match="Another command is writing"), occupied(tmp_path / "out"):
+            with pytest.raises(HeadwaterError, match="Another command is writing"), occupy_folder(tmp_path / "out"):
                 raise AssertionError("not reached")
             assert (tmp_path / "out" / LOCK).exists()
             other.stdin.close()
             monkeypatch.setattr(output_folder, "PATIENCE", 60)
-            with occupied(tmp_path / "out"):
+            with occupy_folder(tmp_path / "out"):
                 pass
         assert os.listdir(tmp_path / "out") == []
 
@@ -160,7 +160,7 @@ class TestFolders:
         out, entered, leave = tmp_path / "out", threading.Event(), threading.Event()
 
         def refused():
-            with suppress(HeadwaterError), occupied(out):
+            with suppress(HeadwaterError), occupy_folder(out):
                 entered.set()
                 leave.wait(60)
                 raise HeadwaterError("no")
@@ -169,7 +169,7 @@ class TestFolders:
         thread.start()
         assert entered.wait(60)
         threading.Timer(0.1, leave.set).start()
-        with occupied(out, empty=True):
+        with occupy_folder(out, empty=True):
             thread.join()
             (out / "mine").touch()
         assert os.listdir(out) == ["mine"]
@@ -178,7 +178,7 @@ class TestFolders:
         monkeypatch.setattr(output_folder, "PATIENCE", 0)
 
         def twice():
-            with occupied(tmp_path), occupied(tmp_path, nested=True), occupied(tmp_path):
+            with occupy_folder(tmp_path), occupy_folder(tmp_path, nested=True), occupy_folder(tmp_path):
                 raise AssertionError("not reached")
 
         with pytest.raises(HeadwaterError, match="Another"):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import sys
 import textwrap
 
@@ -24,8 +25,8 @@ from headwater.plugins.outside import VARIABLE, may_read, trust_names
 from headwater.plugins.registry import MECHANISMS, register
 from headwater.util.errors import NotTrusted
 from headwater_lab.optimization.registry import OPTIMIZERS
-from headwater_lab.recipe.loading import read_recipe
 from headwater_lab.recipe.recipe import parse
+from headwater_lab.recipe.recipe_files import read_recipe
 from headwater_lab.training.optimizers import make_optimizers, parameter_groups
 
 SMALL = '''
@@ -129,10 +130,12 @@ def test_a_checkpoint_has_nothing_imported(here, tmp_path, monkeypatch):
 
 
 def trained_on(settings):
-    from headwater_lab.training.models import data_of
     from headwater_lab.training.records import Event
+    from headwater_lab.training.trained_models import build_data
 
-    return data_of([Event(kind="trained", details={"data": {"settings": {"kind": "text", "context": 8} | settings}})])
+    return build_data(
+        [Event(kind="trained", details={"data": {"settings": {"kind": "text", "context": 8} | settings}})]
+    )
 
 
 @pytest.fixture
@@ -176,7 +179,7 @@ def test_but_data_below_the_current_folder_and_those_that_the_user_trusts(here, 
 
 
 def test_data_of_the_users_own_recipe_are_trusted(here, private):
-    from headwater_lab.recipe.loading import read_recipe
+    from headwater_lab.recipe.recipe_files import read_recipe
 
     read_recipe({"name": "a", "title": "/", "data": {"kind": "text", "source": str(private), "context": 8}})
     assert trained_on({"source": str(private)}).vocab_size == 257
@@ -560,7 +563,7 @@ def test_groups_are_what_the_mechanism_and_the_shapes_say(convolved):
         "bank": ("tensors", 0.1),
         "mix": ("vectors", 0.0),
     }
-    from headwater_lab.recipe.training import Training
+    from headwater_lab.recipe.training_section import Training
 
     muon, _ = make_optimizers(model, Training(optimizer="muon"))
     assert all(parameter.ndim == 2 for group in muon.param_groups for parameter in group["params"])
@@ -588,12 +591,20 @@ def test_half_precision_loads_children_in_half(convolved, tmp_path):
 
 def test_a_hook_is_called_before_each_step_and_goes_on_after_a_resume(convolved, recipe, tmp_path, monkeypatch):
     from headwater_lab.training.loop import train
+    from headwater_lab.training.records import read_record
+    from headwater_lab.util.endings import Interrupted
 
     seen = []
     monkeypatch.setattr(Convolved, "prepare_step", lambda self, kept, step: seen.append((tuple(kept), step.number)))
     given = recipe(model={"mechanisms": convolved}, training={"steps": 4})
-    record = train(given, tmp_path / "run", until=2)
-    assert any("2 of them convolve." in notice.message for notice in record.notices)
+
+    def stop(step, point):
+        if point is None and step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        train(given, tmp_path / "run", on_event=stop)
+    assert any("2 of them convolve." in notice.message for notice in read_record(tmp_path / "run").notices)
     assert seen == [((4, 2), number) for number in range(2) for _ in range(2)]
     seen.clear()
     train(given, tmp_path / "run", resume=True)

@@ -18,8 +18,8 @@ from headwater.cost import counts as cost
 from headwater.cost import price
 from headwater.cost.hardware import hardware
 from headwater.growth import grown_config
-from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.recipe.recipe import Recipe, parse
+from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.training.loop import train
 
 ROOT = Path(__file__).parents[1] / "recipes"

@@ -20,9 +20,9 @@ from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS, preset
 from headwater.cost.counts import parameters
 from headwater.mechanisms import Mechanism
-from headwater_lab.recipe.model import MODEL_FIELDS
-from headwater_lab.recipe.overrides import plain
-from headwater_lab.training.models import init_diagnostics, sample_tokens
+from headwater_lab.recipe.model_section import MODEL_FIELDS
+from headwater_lab.recipe.overrides import read_yaml
+from headwater_lab.training.initialization import measure_initialization, sample_tokens
 
 ROOT = Path(__file__).parents[1]
 
@@ -117,7 +117,7 @@ def test_every_model_of_the_papers_has_its_name():
 def test_headwater_base_is_what_the_ledger_tested():
     """Mechanisms and start are those of the recipe; only the size is larger."""
     recipe = ROOT / "recipes" / "recommended" / "test.yaml"
-    given = plain(recipe.read_text(), recipe.name)
+    given = read_yaml(recipe.read_text(), recipe.name)
     arm = given["compare"]["arms"]["recommended"]["model"]["mechanisms"]
     heads = dict(num_attention_heads=2, num_key_value_heads=2)
     sizes = dict(num_hidden_layers=4, hidden_size=64, intermediate_size=96, **heads)
@@ -340,7 +340,7 @@ def narrow(name: str) -> HeadwaterForCausalLM:
 @pytest.mark.parametrize("name", [MAXTEXT[0], MAXTEXT_BASELINE])
 def test_maxtext_starts_with_what_each_sub_layer_writes_below_the_stream(name):
     model = narrow(name)
-    found = init_diagnostics(model)
+    found = measure_initialization(model)
     assert found[0].stream == pytest.approx(1.0, abs=0.02)
     assert all(one.ratio < 1 for one in found)
     assert found[1].cosine > 0.8
@@ -356,7 +356,7 @@ def test_each_pattention_of_maxtext_writes_the_second_moment_of_gelu():
     z = torch.linspace(-8, 8, 100_001, dtype=torch.float64)
     moment = (torch.nn.functional.gelu(z, approximate="tanh").square() * torch.exp(-(z**2) / 2)).sum()
     expected = (moment / torch.exp(-(z**2) / 2).sum()).sqrt().item()
-    outputs = [one.output for one in init_diagnostics(narrow(MAXTEXT[0]))]
+    outputs = [one.output for one in measure_initialization(narrow(MAXTEXT[0]))]
     assert sum(outputs) / len(outputs) == pytest.approx(expected, rel=0.1)
     # What attention writes is mostly one vector, whose size few pairs leave to chance.
     assert all(output == pytest.approx(expected, rel=0.35) for output in outputs)

@@ -12,8 +12,8 @@ from headwater.cost import price
 from headwater.cost.hardware import KNOWN, Hardware, hardware, measure
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
-from headwater_lab.training.estimate import draw_flops
 from headwater_lab.training.estimate_table import estimate_table
+from headwater_lab.training.model_estimates import draw_flops
 from headwater_lab.util.terminal import si
 
 DEVICE = Hardware("toy", flops=1e12, flops_fp32=2e11, memory=1e9, bandwidth=1e11, source="made up")

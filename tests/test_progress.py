@@ -9,7 +9,7 @@ from headwater.testing.small_models import build
 from headwater_lab.cli import progress
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.data.text import TextSettings
-from headwater_lab.training.models import measure
+from headwater_lab.training.trained_models import measure_model
 
 
 @pytest.fixture
@@ -83,5 +83,5 @@ def test_a_measurement_reports_each_batch(tmp_path):
     model = build(vocab_size=257).float()
     data = TextSettings(source=str(tmp_path / "*.txt"), context=16, held_out=0.5, held_out_bytes=40_000).build()
     batches = []
-    assert "loss" in measure(model, data, lambda: batches.append(1))
+    assert "loss" in measure_model(model, data, lambda: batches.append(1))
     assert len(batches) > 1

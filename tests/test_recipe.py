@@ -11,9 +11,8 @@ import pytest
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import DATA
 from headwater_lab.data.synthetic.induction import InductionData, InductionSettings
-from headwater_lab.recipe.identity import IDENTITY_VERSION
-from headwater_lab.recipe.loading import load_recipe
-from headwater_lab.recipe.recipe import Recipe, parse, sections_of
+from headwater_lab.recipe.recipe import IDENTITY_VERSION, Recipe, find_data_class, list_sections, parse
+from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.recipe.synonyms import SYNONYMS
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
@@ -134,7 +133,7 @@ def test_a_wrong_field_is_named_with_the_nearest_known_one(file, override, messa
         ("data: {kind: text, source: x}\ncompare: {baseline: b, arms: {a: {}}}\n", "baseline 'b' is not an arm"),
         (
             "data: {kind: text, source: x}\ncompare: {baseline: a, arms: {a: {}, b: {}}, budget_arms: [a]}\n",
-            "compare.budget_arms: 'a' is not an arm besides the baseline",
+            "compare.budget_arms: 'a' is not an arm other than the baseline",
         ),
         (
             "data: {kind: text, source: x}\n"
@@ -216,7 +215,7 @@ def test_a_name_of_another_section_or_program_is_a_hint(file, override, hint):
 
 
 def test_synonyms_name_fields_that_exist():
-    sections = sections_of({"data": {"kind": "text"}})
+    sections = list_sections(find_data_class({"kind": "text"}))
     known = {f"{section}.{field}" for section, fields in sections.items() for field in fields} | {"data.workers"}
     for section, field in SYNONYMS.values():
         for each in re.split(", | and ", field):

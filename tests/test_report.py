@@ -30,7 +30,7 @@ from headwater_lab.training.records import (
     Notice,
     RunRecord,
     SeedPlan,
-    environment,
+    read_environment,
     write_record,
 )
 
@@ -58,7 +58,7 @@ def record(arm, seed, result, *, steps=4, status="finished", metric="bits_per_by
             HeldOutPoint(step=s, tokens=t, flops=f, metrics={metric: v, "loss": v})
             for (s, t, f), v in zip(points, values, strict=True)
         ],
-        environment=environment("cpu"),
+        environment=read_environment("cpu"),
         **{
             "recipe": {"model": {}, "data": {}, "training": {"steps": 10 * steps, "learning_rate": 0.1}},
             "identity": "", "data": {"source": "a corpus"}, "parameters": 10, "cache_bytes_per_token": 4,

@@ -35,8 +35,8 @@ from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.papers.price import list_stages
 from headwater_lab.papers.table import find_table as paper_table
 from headwater_lab.papers.work import prepare_work
-from headwater_lab.recipe.loading import find_recipe, load_recipe
 from headwater_lab.recipe.recipe import Recipe, parse
+from headwater_lab.recipe.recipe_files import find_recipe, load_recipe
 
 ROOT = Path(__file__).parents[1]
 Run = Callable[..., tuple[int, str, str]]

@@ -28,7 +28,7 @@ from headwater.mechanisms.contract import Mechanism
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater_lab import train
-from headwater_lab.recipe.loading import load_recipe
+from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.titan import config_registry
 from headwater_lab.titan.data import RecipeLoader
 from headwater_lab.training.optimizers import parameter_groups

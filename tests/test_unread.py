@@ -13,11 +13,11 @@ import headwater_lab
 from headwater.growth.methods import GrowthOptions
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import DATA
-from headwater_lab.recipe.change import CacheConversion, Growth, Start, TrainingStage
-from headwater_lab.recipe.comparison import Compare
-from headwater_lab.recipe.loading import load_recipe, read_recipe
+from headwater_lab.recipe.comparison_section import Compare
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.recipe.training import Distillation, Reporting, Training
+from headwater_lab.recipe.recipe_files import load_recipe, read_recipe
+from headwater_lab.recipe.start_section import CacheConversion, Growth, Start, TrainingStage
+from headwater_lab.recipe.training_section import Distillation, Reporting, Training
 from headwater_lab.util.settings import ReadIf
 
 RECIPE = {

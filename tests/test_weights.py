@@ -12,8 +12,9 @@ from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterForImageCla
 from headwater.conversion import from_transformers, read_foreign
 from headwater.models.weights import map_unwrapped_names
 from headwater_lab.evaluation.candidates import Candidate
-from headwater_lab.training.checkpoints import begin_with, load_model, write_model
+from headwater_lab.training.checkpoints import begin_with, load_model
 from headwater_lab.training.hub_models import open_model
+from headwater_lab.training.saving import write_model
 
 KINDS = ["int8", "bool", "complex64", "float8_e4m3fn"]
 SMALL = dict(
@@ -62,7 +63,7 @@ def test_tensors_that_are_no_weights_are_refused_wherever_they_enter(own, llama,
         lambda: begin_with(own, shared(), [], distributed=False),
         lambda: from_transformers(llama),
         lambda: read_foreign(llama, "resformer"),
-        lambda: theirs.load("cpu", "auto"),
+        lambda: theirs.load_model("cpu", "auto"),
         lambda: open_model(str(llama)),
     )
     for read in readers:

@@ -5,7 +5,7 @@ from pathlib import Path
 from headwater_lab.comparison.pool import Outcome, read_finished
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.loop import train
-from headwater_lab.training.records import Experiment, HeldOutPoint, RunRecord, environment, read_record
+from headwater_lab.training.records import Experiment, HeldOutPoint, RunRecord, read_environment, read_record
 from headwater_lab.util.endings import Diverged
 
 
@@ -27,7 +27,7 @@ def record(arm, seed, result, curve=(), metric="bits_per_byte", size=None, **cha
         flops=1.0,
         seconds=2.0,
         held_out=[HeldOutPoint(step=10 * i, tokens=100 * i, metrics={metric: v}) for i, v in enumerate(looks, 1)],
-        environment=environment("cpu"),
+        environment=read_environment("cpu"),
     )
     return RunRecord(**(values | changes))
 

@@ -20,7 +20,7 @@ import processes
 from headwater_lab.comparison import pool
 from headwater_lab.comparison.pool import run_trials
 from headwater_lab.comparison.trials import list_trials
-from headwater_lab.training.checkpoints import checkpoints
+from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.records import read_record
 from headwater_lab.training.run_folder import METRICS, is_running
 
@@ -98,7 +98,7 @@ class Comparison:
             one, other = read_record(trial.folder), read_record(whole.folder)
             assert (one.status, one.curve, one.held_out) == ("finished", other.curve, other.held_out)
             assert (one.data_order, one.tokens, one.identity) == (other.data_order, other.tokens, other.identity)
-            x, y = checkpoints(trial.folder)[-1], checkpoints(whole.folder)[-1]
+            x, y = list_checkpoints(trial.folder)[-1], list_checkpoints(whole.folder)[-1]
             for file in x.glob("*.safetensors"):
                 a, b = load_file(file), load_file(y / file.name)
                 assert a.keys() == b.keys()

@@ -367,10 +367,10 @@ def test_a_plan_cannot_change_after_its_results_and_fixed_seeds_become_part_of_o
         ({"sequential": True}, "needs compare.margin"),
         (SEQUENTIAL | {"min_seeds": 13}, "min_seeds=13 is more than compare.max_seeds=12"),
         (SEQUENTIAL | {"seeds": list(range(13))}, "lists 13 seeds"),
-        (SEQUENTIAL, "needs an arm besides the baseline"),
+        (SEQUENTIAL, "needs an arm other than the baseline"),
         (
             SEQUENTIAL | {"arms": {"base": {}, "long": {}}, "budget_arms": ["long"]},
-            "needs an arm besides the baseline and its",
+            "needs an arm other than the baseline and its",
         ),
         (SEQUENTIAL | {"learning_rates": [1e-3], "tuning_seeds": [7], "arms": {"base": {}, "b": {}}}, r"share \[7\]"),
     ],

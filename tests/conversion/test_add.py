@@ -12,7 +12,7 @@ from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.conversion import add_mechanisms
 from headwater.mechanisms.capabilities import AddsToTrainedModel
 from headwater.plugins.registry import MECHANISMS, resolve
-from headwater_lab.training.change import measure_change
+from headwater_lab.training.model_changes import measure_change
 
 # Every way to add a mechanism that leaves the function as it is, by what the user says.
 IDENTITIES = {

@@ -47,14 +47,16 @@ from headwater.testing import Case, Contract
 from headwater.testing.naive import Reference
 from headwater_lab.api.converting import _write_start
 from headwater_lab.data.tokenizer import load_tokenizer
-from headwater_lab.recipe.change import CacheConversion, Change
-from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.recipe.recipe import parse
-from headwater_lab.training.checkpoints import newest_checkpoint, write_model
-from headwater_lab.training.models import Trained, converted, measure, open_trained
+from headwater_lab.recipe.recipe_files import load_recipe
+from headwater_lab.recipe.start_section import CacheConversion, Change
+from headwater_lab.training.checkpoints import newest_checkpoint
+from headwater_lab.training.model_changes import convert_model
 from headwater_lab.training.records import Event, read_record
-from headwater_lab.training.stages import curve_of, train_stages
-from headwater_lab.training.start import divergence
+from headwater_lab.training.saving import write_model
+from headwater_lab.training.stages import list_healing, train_stages
+from headwater_lab.training.start import compute_divergence
+from headwater_lab.training.trained_models import Trained, measure_model, open_trained
 
 DEEP = dict(num_hidden_layers=4, num_key_value_heads=4)
 # (the model, what it goes over to)
@@ -244,14 +246,14 @@ def test_the_divergence_and_its_gradient_are_those_of_the_equation(temperature):
     logits, teacher = torch.randn(2, 2, 5, 7, dtype=torch.float64)
     which = torch.tensor([[True, False, True, True, False], [False, True, True, False, True]])
     logits.requires_grad_()
-    divergence(logits, teacher, which, temperature).backward()
+    compute_divergence(logits, teacher, which, temperature).backward()
     expected, gradient = 0.0, torch.zeros_like(logits)
     for row, t in which.nonzero().tolist():
         q, p = (x[row, t].detach().div(temperature).exp() for x in (logits, teacher))
         q, p = q / q.sum(), p / p.sum()
         expected += temperature**2 * float((p * (p / q).log()).sum())
         gradient[row, t] = temperature * (q - p)
-    assert float(divergence(logits.detach(), teacher, which, temperature)) == pytest.approx(expected, rel=1e-12)
+    assert float(compute_divergence(logits.detach(), teacher, which, temperature)) == pytest.approx(expected, rel=1e-12)
     assert_near(logits.grad, gradient, 1e-12)
 
 
@@ -385,7 +387,7 @@ def test_a_run_goes_over_and_finishes(written, tmp_path):
     stages = record.stages
     assert [stage.cache_bytes_per_token for stage in stages] == [512, 256]
     assert record.cache_bytes_per_token == 256
-    points = curve_of(record)
+    points = list_healing(record)
     assert [(p["tokens"], p["cache_bytes_per_token"]) for p in points] == [
         (0, 512), (64, 512), (128, 512), (128, 256), (192, 256), (224, 256),
     ]  # fmt: skip
@@ -414,7 +416,7 @@ def test_a_model_in_bf16_is_turned_in_fp32():
     expected = copy.deepcopy(model).float()(rows, use_cache=False).logits
     trained = Trained("", model, None, [], {})
     change = Change(convert=CacheConversion(num_key_value_heads=1, anneal=True))
-    made = converted(trained, change, rows)
+    made = convert_model(trained, change, rows)
     assert made.model.dtype == torch.float32
     assert_near(made.model(rows, use_cache=False).logits, expected, 1e-5)
     assert made.history[-1].details["aligned"] is True
@@ -426,16 +428,16 @@ def test_turned_weights_do_not_keep_the_optimizers_state():
     convert = {"num_key_value_heads": 1, "anneal": True}
     for aligns, choice, kept in ((True, "fresh", False), (False, "keep", True)):
         change = Change(convert=CacheConversion(**convert, align=aligns), optimizer_state=choice)
-        assert bool(converted(Trained("", copy.deepcopy(model), None, [], dict(state)), change, rows).state) == kept
+        assert bool(convert_model(Trained("", copy.deepcopy(model), None, [], dict(state)), change, rows).state) == kept
     change = Change(convert=CacheConversion(**convert), optimizer_state="keep")
     with pytest.raises(HeadwaterError, match=r"set convert\.align=false"):
-        converted(Trained("", model, None, [], dict(state)), change, rows)
+        convert_model(Trained("", model, None, [], dict(state)), change, rows)
 
 
 def test_the_history_says_whether_anything_was_turned():
     model, rows = build(**GOALS["windows in some layers"][0]), tokens(2, 12)
     change = Change(convert=CacheConversion(mechanisms={"kv_source": {}}, anneal=True))
-    made = converted(Trained("", model, None, [], {}), change, rows)
+    made = convert_model(Trained("", model, None, [], {}), change, rows)
     assert made.history[-1].details["aligned"] is False
 
 
@@ -482,7 +484,7 @@ def test_the_command(written, tmp_path, run, dtype):
     prices = [result["price"][side]["cache_bytes_per_token"] for side in ("before", "after")]
     assert prices == sizes
     assert open_trained(out).model.dtype == dtype
-    measured = measure(open_trained(out).model, load_recipe(out / "recipe.yaml").data.build())
+    measured = measure_model(open_trained(out).model, load_recipe(out / "recipe.yaml").data.build())
     assert measured == result["after"]
     assert result["curve"][0]["loss"] == pytest.approx(result["before"]["loss"], rel=1e-4)
     assert result["price"]["flops"].keys() == {"start", "finish", "heal"}
@@ -521,7 +523,7 @@ def test_image_models_are_refused(written, tmp_path, run):
     assert code == 2
     assert "image model" in said
     with pytest.raises(HeadwaterError, match="image model"):
-        converted(Trained("", model, None, [], {}), Change(convert=CacheConversion(num_key_value_heads=1)), None)
+        convert_model(Trained("", model, None, [], {}), Change(convert=CacheConversion(num_key_value_heads=1)), None)
 
 
 @pytest.mark.parametrize(
@@ -619,7 +621,7 @@ def test_a_refused_conversion_leaves_an_empty_folder_empty(written, tmp_path, ru
     def refuse(*_):
         raise HeadwaterError("no such device")
 
-    monkeypatch.setattr("headwater_lab.api.converting.connected", refuse)
+    monkeypatch.setattr("headwater_lab.api.converting.connect_processes", refuse)
     given = ["--text", written / "texts", "data.context=16", "--heal", "1k", "training.batch_size=2"]
     code, _, said = run("convert", written / "llama", "--num-key-value-heads", "1", *given, "--out", tmp_path)
     assert code == 2

@@ -19,7 +19,7 @@ from headwater_lab.data.shards import open_prepared
 from headwater_lab.data.stream import TextSource, read_corpus
 from headwater_lab.data.text import TextSettings
 from headwater_lab.data.tokenizer import byte_tokenizer, train_tokenizer
-from headwater_lab.evaluation.text import read_text
+from headwater_lab.evaluation.text_likelihood import read_text
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.loop import train
 from headwater_lab.util.endings import Interrupted

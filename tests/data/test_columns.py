@@ -17,8 +17,8 @@ from headwater_lab.data.stream import Stream, TextSource, read_corpus
 from headwater_lab.data.text import TextSettings
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.evaluation.evaluation import evaluate
-from headwater_lab.evaluation.text import read_text
-from headwater_lab.training.models import sample_rows
+from headwater_lab.evaluation.text_likelihood import read_text
+from headwater_lab.training.trained_models import sample_rows
 
 MARK = "\ufeff"
 TEXTS = [f'row {i}, "so\tto speak";\nof two lines | é' for i in range(30)]

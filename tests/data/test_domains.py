@@ -16,8 +16,8 @@ from headwater_lab.data.stream import TextSource
 from headwater_lab.data.text import TextSettings
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.loop import train
-from headwater_lab.training.models import measure
 from headwater_lab.training.records import read_record
+from headwater_lab.training.trained_models import measure_model
 
 LINES = {
     "wiki": "The river {i} rises in the hills and ends in the sea after {i} miles.\n",
@@ -84,10 +84,10 @@ def naive(model, domains):
 def test_the_loss_is_the_plain_mean_of_the_domains_losses(texts, model):
     """Of folders in what is trained on the held-out documents are measured."""
     data = make(texts, held_out_domains={name: str(texts / name) for name in LINES}).build()
-    measured = measure(model, data)
+    measured = measure_model(model, data)
     by_domain = {name: list(held_out(texts / name, texts)) for name in LINES}
     assert measured == pytest.approx(naive(model, by_domain), rel=1e-5)
-    pooled = measure(model, make(texts).build())
+    pooled = measure_model(model, make(texts).build())
     assert pooled["loss"] == pytest.approx(naive(model, {"all": held_out(texts, texts)})["loss"], rel=1e-5)
     assert measured["loss"] != pytest.approx(pooled["loss"], rel=1e-4)
     assert data.description["left_out"] == {name: 30 - len(by_domain[name]) for name in LINES}
@@ -98,7 +98,9 @@ def test_other_text_is_measured_whole_and_the_source_in_its_held_out_share(texts
     domains = {name: str(texts / name) for name in LINES}
     data = make(texts / "wiki", held_out_domains=domains).build()
     by_domain = {"wiki": held_out(texts / "wiki", texts / "wiki"), "code": whole(texts / "code")}
-    assert measure(model, data) == pytest.approx(naive(model, by_domain | {"books": whole(texts / "books")}), rel=1e-5)
+    assert measure_model(model, data) == pytest.approx(
+        naive(model, by_domain | {"books": whole(texts / "books")}), rel=1e-5
+    )
 
 
 def test_prepared_domains_are_measured_on_their_evaluation_text(texts, tmp_path, model):
@@ -108,7 +110,7 @@ def test_prepared_domains_are_measured_on_their_evaluation_text(texts, tmp_path,
     weights = {domains["wiki"]: 2.0, domains["code"]: 1.0}
     data = PreparedSettings(source=weights, context=CONTEXT, held_out_bytes=None, held_out_domains=domains).build()
     by_domain = {name: held_out(texts / name, texts / name) for name in LINES}
-    assert measure(model, data) == pytest.approx(naive(model, by_domain), rel=1e-5)
+    assert measure_model(model, data) == pytest.approx(naive(model, by_domain), rel=1e-5)
 
 
 def test_the_order_in_which_domains_are_written_changes_no_bit(texts, model):

@@ -31,9 +31,9 @@ from headwater_lab.data.images.digits import DigitsSettings
 from headwater_lab.data.images.files import ImageFilesSettings
 from headwater_lab.data.images.glyphs import FAMILIES, GlyphImages, GlyphSettings, files_of
 from headwater_lab.data.images.reading import UnreadableImage, read_image
-from headwater_lab.recipe.loading import read_recipe
 from headwater_lab.recipe.recipe import parse
-from headwater_lab.training.loop import batches
+from headwater_lab.recipe.recipe_files import read_recipe
+from headwater_lab.training.loop import read_batches
 
 v2 = pytest.importorskip("torchvision.transforms.v2") if find_spec("torchvision") else None
 # Without torchvision images are not changed.
@@ -158,7 +158,7 @@ def test_batches_and_their_fingerprints_are_those_made_image_by_image(mix):
     data = DigitsSettings(augmentation=changes, workers=3).build()
     recipe = SimpleNamespace(seed=4, training=SimpleNamespace(batch_size=28))
     before = set(threading.enumerate())
-    with closing(batches(recipe, data, 28, Share(), False, False)) as made:
+    with closing(read_batches(recipe, data, 28, Share(), False, False)) as made:
         for first, found in zip((28, 56, 84), made, strict=False):
             rows = list(islice(data.order(4, first - 1), 29))
             pixels = torch.stack([data.changed(4, *row) for row in rows])
@@ -172,7 +172,7 @@ def test_batches_and_their_fingerprints_are_those_made_image_by_image(mix):
                 pixels, labels = (torch.stack([pair[1] for pair in each]) for each in zip(*pairs, strict=True))
             else:
                 pixels, labels = pixels[1:], labels[1:]
-            assert equal(found.batch, {"pixel_values": pixels, "labels": labels})
+            assert equal(found.tensors, {"pixel_values": pixels, "labels": labels})
             contents = [(first + i).to_bytes(8, "little") + each.numpy().tobytes() for i, each in enumerate(pixels)]
             hashes = [hashlib.blake2b(content, digest_size=5).digest() for content in contents]
             assert found.fingerprint == sum(int.from_bytes(each, "little") for each in hashes)

@@ -14,11 +14,11 @@ import typer
 import yaml
 
 from headwater_lab.cli import app
-from headwater_lab.recipe.change import Growth, Start, TrainingStage
-from headwater_lab.recipe.comparison import Compare
-from headwater_lab.recipe.model import MODEL_FIELDS
+from headwater_lab.recipe.comparison_section import Compare
+from headwater_lab.recipe.model_section import MODEL_FIELDS
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.recipe.training import Reporting, Training
+from headwater_lab.recipe.start_section import Growth, Start, TrainingStage
+from headwater_lab.recipe.training_section import Reporting, Training
 
 # Command lines that work, quickly. @name is a path of the world; {out} is new in each case.
 COMMANDS = {

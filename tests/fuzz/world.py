@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.recipe.recipe import parse
-from headwater_lab.training.checkpoints import write_model
 from headwater_lab.training.records import Experiment
+from headwater_lab.training.saving import write_model
 from headwater_lab.training.stages import train_stages
 
 MODEL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}

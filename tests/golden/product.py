@@ -31,8 +31,8 @@ from headwater_lab.papers.result import reproduce_table as judge_table
 from headwater_lab.papers.table import SCALES, read_tables
 from headwater_lab.papers.table import reads_models as looks_into_models
 from headwater_lab.papers.work import prepare_work as prepare_table
-from headwater_lab.recipe.loading import load_recipe as read_recipe_file
-from headwater_lab.recipe.shipped import shipped_recipes
+from headwater_lab.recipe.recipe_files import load_recipe as read_recipe_file
+from headwater_lab.recipe.recipe_files import shipped_recipes
 from headwater_lab.reports import read_comparisons, result_cells, result_columns
 from headwater_lab.training.records import write_record
 

@@ -13,9 +13,9 @@ from headwater_lab.data.tokenizer import load_tokenizer
 from headwater_lab.inspection import inspect_model, to_json
 from headwater_lab.inspection.pictures import draw_pictures, heads_picture, scalars_picture
 from headwater_lab.recipe.recipe import parse
-from headwater_lab.training.checkpoints import write_model
 from headwater_lab.training.loop import train
-from headwater_lab.training.models import Trained, open_trained
+from headwater_lab.training.saving import write_model
+from headwater_lab.training.trained_models import Trained, open_trained
 
 SHIFT = {"kv_shift": {}, "value_residual": {}}
 PAIRS = {"pattention": {"attention_pairs": 7, "ffn_pairs": 13}, "skip_layer": {"layers": 1, "heads": 2}}

@@ -14,7 +14,7 @@ from headwater_lab.inspection.sample import Sample, repeat_random_tokens
 from headwater_lab.inspection.scores import effective_weights, induction_attention, token_similarity
 from headwater_lab.inspection.watch import hook_model, induction_scores, read_sample
 from headwater_lab.papers.theory import shifted_head
-from headwater_lab.training.models import Trained
+from headwater_lab.training.trained_models import Trained
 
 LENGTH = 12
 

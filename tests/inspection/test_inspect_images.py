@@ -17,9 +17,9 @@ from headwater_lab.inspection.inspection import InspectedText
 from headwater_lab.inspection.pictures import attention_picture, heads_picture
 from headwater_lab.inspection.watch import SHOWN, read_sample
 from headwater_lab.recipe.recipe import parse
-from headwater_lab.training.checkpoints import write_model
 from headwater_lab.training.loop import train
-from headwater_lab.training.models import open_trained
+from headwater_lab.training.saving import write_model
+from headwater_lab.training.trained_models import open_trained
 from vision.images import image_model, images, with_a_processor
 
 GRID = (3, 4)

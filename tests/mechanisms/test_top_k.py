@@ -21,9 +21,9 @@ from headwater.mechanisms.product_keys import ProductKeys, find_largest
 from headwater.testing import naive
 from headwater.util.precision import Precision
 from headwater_lab import grow
-from headwater_lab.recipe.loading import load_recipe
+from headwater_lab.recipe.recipe_files import load_recipe
+from headwater_lab.training.initialization import measure_initialization
 from headwater_lab.training.loop import train
-from headwater_lab.training.models import init_diagnostics
 from headwater_lab.training.optimizers import parameter_groups
 
 MAPS = ["query", "key", "value", "output", "feed_forward"]
@@ -150,7 +150,7 @@ def test_precision(dtype):
 def test_sub_layers_write_as_much_as_dense_ones(options):
     shape = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=2)
     dense, sparse = (
-        init_diagnostics(HeadwaterForCausalLM(config({"pattention": given}, **shape))) for given in ({}, options)
+        measure_initialization(HeadwaterForCausalLM(config({"pattention": given}, **shape))) for given in ({}, options)
     )
     for a, b in zip(sparse, dense, strict=True):
         assert 0.7 < a.output / b.output < 1.6

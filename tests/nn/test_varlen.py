@@ -18,8 +18,8 @@ from headwater.plugins.registry import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.gpu import combine_mechanisms
 from headwater_lab.recipe.recipe import parse
+from headwater_lab.training.attention_choice import choose_attention
 from headwater_lab.training.loop import with_documents
-from headwater_lab.training.models import attention_of
 
 # Documents of two rows of 150 tokens: some have one token, some a whole row.
 T = 150
@@ -308,7 +308,7 @@ def test_what_it_cannot_compute_is_refused():
 )
 def test_where_it_is_the_default(device, context, changes, training, expected):
     recipe = parse({"data": {"kind": "induction"}, "training": {"steps": 1} | training}, "test")
-    assert attention_of(config(**changes), recipe.training, torch.device(device), context) == expected
+    assert choose_attention(config(**changes), recipe.training, torch.device(device), context) == expected
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_where_it_is_the_default(device, context, changes, training, expected):
 def test_a_recipe_that_names_it_in_vain(device, changes, words):
     recipe = parse({"data": {"kind": "induction"}, "training": {"steps": 1, "attn_implementation": "varlen"}}, "test")
     with pytest.raises(HeadwaterError, match=f"attn_implementation: varlen .*{words}"):
-        attention_of(config(**changes), recipe.training, torch.device(device), 256)
+        choose_attention(config(**changes), recipe.training, torch.device(device), 256)
 
 
 def stand_in(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):

@@ -12,7 +12,7 @@ from headwater_lab.papers.arms import FinishedRun, SizedArm, list_claimed_arms
 from headwater_lab.papers.measures import Runs
 from headwater_lab.papers.table import PaperTable
 from headwater_lab.recipe.recipe import Recipe, parse
-from headwater_lab.training.records import HeldOutPoint, RunRecord, environment, write_record
+from headwater_lab.training.records import HeldOutPoint, RunRecord, read_environment, write_record
 
 ARMS = ("vanilla", "shift", "third")
 RECIPE = {
@@ -72,7 +72,7 @@ def put(tables: dict[str, dict], folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @functools.cache
 def here():
-    return environment("cpu")
+    return read_environment("cpu")
 
 
 def record(

@@ -21,7 +21,7 @@ from headwater_lab.papers.measures import Runs
 from headwater_lab.papers.result import describe_evidence as said
 from headwater_lab.papers.table import PaperTable
 from headwater_lab.papers.work import prepare_work
-from headwater_lab.recipe.loading import load_recipe
+from headwater_lab.recipe.recipe_files import load_recipe
 
 LEVEL = 0.05
 DIVERGED = {"status": "diverged"}

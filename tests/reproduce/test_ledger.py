@@ -2,8 +2,7 @@
 
 from headwater.plugins.registry import MECHANISMS
 from headwater_lab.papers.table import read_tables
-from headwater_lab.recipe.loading import load_recipe
-from headwater_lab.recipe.shipped import recipes_folder
+from headwater_lab.recipe.recipe_files import load_recipe, recipes_folder
 
 LEDGER = sorted(path.stem for path in (recipes_folder() / "ledger").glob("*.yaml"))
 

@@ -32,7 +32,7 @@ from headwater_lab.papers.result import (
 from headwater_lab.papers.table import Column, PaperTable, TableCell, read_tables
 from headwater_lab.papers.training import train_table
 from headwater_lab.papers.work import prepare_work
-from headwater_lab.recipe.loading import load_recipe
+from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.training.records import HeldOutPoint
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"
@@ -454,7 +454,7 @@ def test_halves_of_what_goes_from_easy_to_hard(tmp_path):
 
 def test_how_alike_tokens_are_is_what_inspect_reads(out):
     from headwater_lab.inspection import inspect_model
-    from headwater_lab.training.models import open_trained
+    from headwater_lab.training.trained_models import open_trained
 
     work = prepare_work("paper/tiny", "cpu", out)
     run = finished_runs(work.arms["shift"], work.trials)[0]

@@ -21,9 +21,8 @@ from headwater_lab.papers.measures import find_incomparable
 from headwater_lab.papers.price import estimate_price
 from headwater_lab.papers.table import SCALES, Pair, PaperTable, counts_steps, find_table, read_tables
 from headwater_lab.papers.work import prepare_work
-from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.recipe.shipped import recipes_folder
+from headwater_lab.recipe.recipe_files import load_recipe, recipes_folder
 
 NAMES = {
     "skip-layer": {"table-1", "table-2", "table-3"},

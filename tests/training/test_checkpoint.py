@@ -10,8 +10,8 @@ from trials import PowerCut, cut_at, same_end
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import sha256_of
-from headwater_lab.training import checkpoints as module
-from headwater_lab.training.checkpoints import checkpoints, damage, load_model, newest_whole
+from headwater_lab.training import saving as module
+from headwater_lab.training.checkpoints import find_damage, find_newest_intact, list_checkpoints, load_model
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import Notice, read_record
 
@@ -33,10 +33,10 @@ def cut_off(file):
 @pytest.mark.parametrize("spoil", [flip, cut_off, lambda file: file.unlink()], ids=["flip", "cut", "delete"])
 def test_a_damaged_file_is_seen(whole_run, tmp_path, name, spoil):
     checkpoint = tmp_path / "checkpoint"
-    shutil.copytree(checkpoints(whole_run)[-1], checkpoint)
-    assert damage(checkpoint) is None
+    shutil.copytree(list_checkpoints(whole_run)[-1], checkpoint)
+    assert find_damage(checkpoint) is None
     spoil(checkpoint / name)
-    found = damage(checkpoint)
+    found = find_damage(checkpoint)
     assert found is not None
     assert name in found or name == "SHA256SUMS"  # whose lines are about the others
 
@@ -64,7 +64,7 @@ def test_going_on_from_the_one_before_a_damaged_one_ends_the_same(recipe, finish
     finished(recipe(), tmp_path / "whole")
     with pytest.raises(PowerCut):
         train(recipe(), tmp_path / "cut", on_event=cut_at(9))
-    newest = checkpoints(tmp_path / "cut")[-1]
+    newest = list_checkpoints(tmp_path / "cut")[-1]
     assert newest.name == "step-000008"
     flip(newest / "model.safetensors")
     said = []
@@ -80,7 +80,7 @@ def test_going_on_from_the_one_before_a_damaged_one_ends_the_same(recipe, finish
 @pytest.mark.slow
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again_silently(recipe, finished, tmp_path):
     finished(recipe(), tmp_path / "run")
-    for checkpoint in checkpoints(tmp_path / "run"):
+    for checkpoint in list_checkpoints(tmp_path / "run"):
         (checkpoint / "training.json").unlink()
     with pytest.raises(HeadwaterError, match=r"Every checkpoint .* is damaged"):
         train(recipe(), tmp_path / "run", resume=True)
@@ -89,19 +89,19 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again_silently(r
 def test_checkpoints_that_are_all_damaged_stay_as_they_are(whole_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole_run, run)
-    for checkpoint in checkpoints(run):
+    for checkpoint in list_checkpoints(run):
         (checkpoint / "training.json").unlink()
     there = sorted(run.rglob("*"))
     for _ in range(2):  # the second time as the first: none was put aside, so the run is not a new one
         with pytest.raises(HeadwaterError, match=r"Every checkpoint .* is damaged .*training.json is missing"):
-            newest_whole(run, pytest.fail)
+            find_newest_intact(run, pytest.fail)
     assert sorted(run.rglob("*")) == there
 
 
 def test_checksums_are_those_of_sha256sum(whole_run):
     import subprocess
 
-    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=checkpoints(whole_run)[-1], check=True)
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=list_checkpoints(whole_run)[-1], check=True)
 
 
 def resum(checkpoint):
@@ -113,7 +113,7 @@ def resum(checkpoint):
 
 def test_foreign_training_state_is_refused(recipe, finished, tmp_path):
     finished(recipe(), tmp_path / "run")
-    newest = checkpoints(tmp_path / "run")[-1]
+    newest = list_checkpoints(tmp_path / "run")[-1]
     save_file({"optimizer.something.else": torch.zeros(3)}, newest / "training.safetensors")
     resum(newest)
     with pytest.raises(HeadwaterError, match=r"lacks .* tensors of this run"):
@@ -122,7 +122,7 @@ def test_foreign_training_state_is_refused(recipe, finished, tmp_path):
 
 def test_training_state_that_lacks_a_parameter_is_refused(recipe, finished, tmp_path):
     finished(recipe(), tmp_path / "run")
-    newest = checkpoints(tmp_path / "run")[-1]
+    newest = list_checkpoints(tmp_path / "run")[-1]
     tensors = load_file(newest / "training.safetensors")
     del tensors["optimizer.model.layers.1.mlp.up_proj.weight.exp_avg"]
     save_file(tensors, newest / "training.safetensors")
@@ -133,7 +133,7 @@ def test_training_state_that_lacks_a_parameter_is_refused(recipe, finished, tmp_
 
 def test_training_state_of_another_shape_is_refused(recipe, finished, tmp_path):
     finished(recipe(), tmp_path / "run")
-    newest = checkpoints(tmp_path / "run")[-1]
+    newest = list_checkpoints(tmp_path / "run")[-1]
     tensors = load_file(newest / "training.safetensors")
     tensors["optimizer.lm_head.weight.exp_avg"] = torch.zeros(3, 5)
     save_file(tensors, newest / "training.safetensors")
@@ -144,7 +144,7 @@ def test_training_state_of_another_shape_is_refused(recipe, finished, tmp_path):
 
 def test_another_format_is_refused_in_words(recipe, finished, tmp_path):
     finished(recipe(), tmp_path / "run")
-    for checkpoint in checkpoints(tmp_path / "run"):
+    for checkpoint in list_checkpoints(tmp_path / "run"):
         facts = checkpoint / "training.json"
         facts.write_text(facts.read_text().replace('"format_version": 2', '"format_version": 99'))
         resum(checkpoint)
@@ -154,7 +154,7 @@ def test_another_format_is_refused_in_words(recipe, finished, tmp_path):
 
 def test_foreign_weights_are_refused(recipe, finished, tmp_path):
     finished(recipe(), tmp_path / "run")
-    newest = checkpoints(tmp_path / "run")[-1]
+    newest = list_checkpoints(tmp_path / "run")[-1]
     save_file({"something.else": torch.zeros(3)}, newest / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(HeadwaterError, match="do not match its config"):
         load_model(newest)
@@ -163,7 +163,7 @@ def test_foreign_weights_are_refused(recipe, finished, tmp_path):
 def test_weights_of_another_shape_are_refused(recipe, finished, tmp_path):
     finished(recipe(), tmp_path / "a")
     train(recipe(model={"hidden_size": 32}), tmp_path / "b")
-    a, b = (checkpoints(tmp_path / name)[-1] for name in "ab")
+    a, b = (list_checkpoints(tmp_path / name)[-1] for name in "ab")
     (a / "model.safetensors").write_bytes((b / "model.safetensors").read_bytes())
     with pytest.raises(HeadwaterError, match=r"damaged|do not match its config"):
         load_model(a)
@@ -182,7 +182,7 @@ def test_a_failed_save_leaves_the_one_before_whole(recipe, finished, tmp_path, m
     with pytest.raises(HeadwaterError, match=r"the disk is full; the one of step 4 is intact\..*--resume"):
         train(recipe(), tmp_path / "cut")
     monkeypatch.undo()
-    assert [c.name for c in checkpoints(tmp_path / "cut")] == ["step-000004"]
+    assert [c.name for c in list_checkpoints(tmp_path / "cut")] == ["step-000004"]
     assert not list((tmp_path / "cut" / "checkpoints").glob(".writing-*"))
     train(recipe(), tmp_path / "cut", resume=True)
     finished(recipe(), tmp_path / "whole")
@@ -192,7 +192,7 @@ def test_a_failed_save_leaves_the_one_before_whole(recipe, finished, tmp_path, m
 def test_the_newest_and_the_best_are_kept(recipe, tmp_path, monkeypatch):
     every = {"save_every": 2, "evaluate_every": 2, "keep_checkpoints": 2}
     train(recipe(reporting=every), tmp_path / "falling")
-    assert [c.name for c in checkpoints(tmp_path / "falling")] == ["step-000010", "step-000012"]
+    assert [c.name for c in list_checkpoints(tmp_path / "falling")] == ["step-000010", "step-000012"]
     results = iter([5.0, 3.0, 4.0, 4.5, 4.0, 6.0])
     from headwater_lab.data.base import Evaluation
     from headwater_lab.data.language import LanguageData
@@ -201,7 +201,7 @@ def test_the_newest_and_the_best_are_kept(recipe, tmp_path, monkeypatch):
         LanguageData, "evaluate", lambda self, logits, share: Evaluation({"bits_per_byte": next(results)})
     )
     train(recipe(reporting=every), tmp_path / "rising")
-    assert [c.name for c in checkpoints(tmp_path / "rising")] == ["step-000004", "step-000010", "step-000012"]
+    assert [c.name for c in list_checkpoints(tmp_path / "rising")] == ["step-000004", "step-000010", "step-000012"]
 
 
 @pytest.mark.sampled(2)
@@ -232,7 +232,7 @@ def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(recipe, tmp_path,
     with pytest.raises(PowerCut):
         train(recipe(reporting=every), tmp_path / "cut")
     monkeypatch.undo()
-    assert all(damage(checkpoint) is None for checkpoint in checkpoints(tmp_path / "cut"))
+    assert all(find_damage(checkpoint) is None for checkpoint in list_checkpoints(tmp_path / "cut"))
     train(recipe(reporting=every), tmp_path / "cut", resume=True)
     train(recipe(reporting=every), tmp_path / "whole")
     same_end(tmp_path / "whole", tmp_path / "cut")
@@ -259,10 +259,10 @@ def test_damage_of_the_same_step_again_is_passed_over_again(recipe, finished, tm
     with pytest.raises(PowerCut):
         train(recipe(), tmp_path / "run", on_event=cut_at(9))
     for _ in range(2):
-        flip(checkpoints(tmp_path / "run")[-1] / "training.safetensors")
+        flip(list_checkpoints(tmp_path / "run")[-1] / "training.safetensors")
         with pytest.raises(PowerCut):
             train(recipe(), tmp_path / "run", resume=True, on_event=cut_at(9))
-        assert checkpoints(tmp_path / "run")[-1].name == "step-000008"
+        assert list_checkpoints(tmp_path / "run")[-1].name == "step-000008"
     train(recipe(), tmp_path / "run", resume=True)
     same_end(tmp_path / "whole", tmp_path / "run")
 
@@ -270,7 +270,7 @@ def test_damage_of_the_same_step_again_is_passed_over_again(recipe, finished, tm
 @pytest.mark.parametrize("command", [["export", "{}", "--out", "{}-exported"], ["generate", "{}", "a prompt"]])
 def test_damaged_weights_are_neither_exported_nor_run(recipe, finished, tmp_path, run, command):
     finished(recipe(training={"steps": 2}), tmp_path / "run")
-    flip(checkpoints(tmp_path / "run")[-1] / "model.safetensors")
+    flip(list_checkpoints(tmp_path / "run")[-1] / "model.safetensors")
     code, _, err = run(*(word.format(tmp_path / "run") for word in command))
     assert code == 2
     assert "is damaged: model.safetensors has changed since it was written" in err

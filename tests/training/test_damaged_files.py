@@ -22,11 +22,12 @@ from headwater.models.load import read_config, read_tensors
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.inspection import inspect_model
-from headwater_lab.recipe.change import Change
+from headwater_lab.recipe.start_section import Change
 from headwater_lab.serving.generation import continue_prompts, load_for_generation
-from headwater_lab.training.checkpoints import write_model
-from headwater_lab.training.models import changed, open_source, open_trained
+from headwater_lab.training.model_changes import change_model
 from headwater_lab.training.records import Event
+from headwater_lab.training.saving import write_model
+from headwater_lab.training.trained_models import open_source, open_trained
 
 VALUES = [
     *(None, True, False, 0, -1, 1, 2, 7, 2**31, 2**70, 10**8, -0.5, 1e-320, 1e308, float("nan"), float("inf")),
@@ -71,7 +72,7 @@ def use_ours(folder: Path, out: Path) -> None:
     """What is done with a headwater checkpoint."""
     trained = open_trained(folder, with_state=True)
     change = Change.model_validate({"grow": {"attention_pairs": 12}})
-    grown = changed(trained, change)
+    grown = change_model(trained, change)
     write_model(out / "grown", grown.model, grown.tokenizer, grown.history, grown.state)
     inspect_model(trained, "one", (), scalars_only=True)
     export(trained.model, out / "exported", tokenizer=trained.tokenizer)

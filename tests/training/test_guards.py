@@ -13,7 +13,7 @@ import yaml
 import processes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
-from headwater_lab.training.checkpoints import checkpoints
+from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import read_record
 
@@ -85,7 +85,7 @@ def test_so_many_in_a_row_stop_the_run_and_its_rows_are_named(recipe, tmp_path, 
         train(made, tmp_path / "run")
     record = read_record(tmp_path / "run")
     assert (record.status, record.skipped_steps) == ("diverged", 5)
-    assert checkpoints(tmp_path / "run")[-1].name == "step-000006"
+    assert list_checkpoints(tmp_path / "run")[-1].name == "step-000006"
     rows = made.data.build().rows(made.seed, 6 * 8, 8)
     assert f"rows are {', '.join(rows)}." in str(error.value)
 
@@ -93,7 +93,7 @@ def test_so_many_in_a_row_stop_the_run_and_its_rows_are_named(recipe, tmp_path, 
 def test_broken_weights_are_never_saved(recipe, tmp_path):
     with pytest.raises(HeadwaterError, match="diverged"):
         train(recipe(training={"learning_rate": 1e39, "warmup_steps": 0, "max_grad_norm": None}), tmp_path / "run")
-    for checkpoint in checkpoints(tmp_path / "run"):
+    for checkpoint in list_checkpoints(tmp_path / "run"):
         assert all(bool(t.isfinite().all()) for t in load_weights(tmp_path / "run", int(checkpoint.name[5:])).values())
 
 

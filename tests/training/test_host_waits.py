@@ -74,7 +74,7 @@ def test_a_step_of_a_run_does_not_wait(gradient_accumulation_steps, packed, devi
         data = {"kind": "text", "source": str(tmp_path / "texts"), "context": 512}
         computed = []
         kernel = varlen._run_by_documents
-        monkeypatch.setattr(varlen, "_by_documents", lambda *given: computed.append(given[3]) or kernel(*given))
+        monkeypatch.setattr(varlen, "_run_by_documents", lambda *given: computed.append(given[3]) or kernel(*given))
     values = {
         "data": data,
         "model": {
@@ -93,7 +93,7 @@ def test_a_step_of_a_run_does_not_wait(gradient_accumulation_steps, packed, devi
         "reporting": {"log_every": 2, "tensorboard": False},
     }
     values["training"]["device"] = device
-    step, steps = TrainingRun.step, []
+    step, steps = TrainingRun.take_step, []
 
     def watched(self, stop):
         if not self.progress.step:  # the optimizer makes its state in the first
@@ -103,15 +103,15 @@ def test_a_step_of_a_run_does_not_wait(gradient_accumulation_steps, packed, devi
         steps.append(self.progress.step)
         return rate
 
-    settle, settled = TrainingRun.settle, []
+    settle, settled = TrainingRun.settle_step, []
 
     def on_the_host(self):
         settled.append(None if self.outcome is None else self.progress.step - self.outcome.step)
         with _disable_current_modes():
             settle(self)
 
-    monkeypatch.setattr(TrainingRun, "step", watched)
-    monkeypatch.setattr(TrainingRun, "settle", on_the_host)
+    monkeypatch.setattr(TrainingRun, "take_step", watched)
+    monkeypatch.setattr(TrainingRun, "settle_step", on_the_host)
     record = train(parse(values, "test"), tmp_path / "run")
     assert steps == [2, 3, 4, 5, 6]
     assert settled[:7] == [None, *[1] * 5, 0], "each step looks at the one before, and only evaluation at its own"

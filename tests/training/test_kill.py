@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from headwater_lab.training.checkpoints import checkpoints
+from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.records import read_record
 
 STEPS = 60
@@ -79,7 +79,7 @@ def children(pid):
 
 
 def same(a, b):
-    x, y = checkpoints(a)[-1], checkpoints(b)[-1]
+    x, y = list_checkpoints(a)[-1], list_checkpoints(b)[-1]
     for file in x.glob("*.safetensors"):
         one, other = load_file(file), load_file(y / file.name)
         assert one.keys() == other.keys()

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 import processes
-from headwater_lab.recipe.training import Training
-from headwater_lab.training.processes import placed
+from headwater_lab.recipe.training_section import Training
+from headwater_lab.training.processes import count_processes
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "1",
@@ -22,10 +22,10 @@ TORCHRUN = {
 
 def test_torchruns_numbers_take_precedence(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert placed(Training(devices=2)) == (2, 1)
+    assert count_processes(Training(devices=2)) == (2, 1)
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert placed(Training()) == (2, 2)
+    assert count_processes(Training()) == (2, 2)
 
 
 @pytest.fixture

@@ -23,13 +23,13 @@ from headwater.models.compiling import compile_model
 from headwater.util.errors import HeadwaterError
 from headwater.util.processor import describe_cpu
 from headwater_lab.recipe.recipe import parse
-from headwater_lab.recipe.training import Training
+from headwater_lab.recipe.training_section import Training
 from headwater_lab.training import loop
 from headwater_lab.training import start as setup
-from headwater_lab.training.checkpoints import checkpoints, load_model
+from headwater_lab.training.checkpoints import list_checkpoints, load_model
+from headwater_lab.training.journal import list_runs
 from headwater_lab.training.loop import Interrupted, train
 from headwater_lab.training.records import read_record
-from headwater_lab.training.run_folder import runs_in
 from headwater_lab.util.endings import Diverged
 from headwater_lab.util.machine import c_compiler
 
@@ -45,7 +45,7 @@ def test_a_run_learns_and_records_what_it_did(recipe, tmp_path):
     assert record.curve[-1].loss < 0.8 * record.curve[0].loss
     assert record.held_out[-1].metrics["bits_per_byte"] < 0.9 * record.held_out[0].metrics["bits_per_byte"]
     assert record.tokens == 60 * 4 * 32
-    model = load_model(checkpoints(tmp_path / "run")[-1])
+    model = load_model(list_checkpoints(tmp_path / "run")[-1])
     assert record.parameters == sum(p.numel() for p in model.parameters())
     assert record.flops == training_flops(model.config, 32) * record.tokens
     assert record.identity == made.identity
@@ -134,7 +134,7 @@ def test_half_precision_trains_resumes_and_keeps_scalars_wide(recipe, tmp_path, 
         train(made, tmp_path / "cut", on_event=cut_at(5))
     train(made, tmp_path / "cut", resume=True)
     same_end(tmp_path / "whole", tmp_path / "cut")
-    weights = load_file(checkpoints(tmp_path / "whole")[-1] / "model.safetensors")
+    weights = load_file(list_checkpoints(tmp_path / "whole")[-1] / "model.safetensors")
     for name, tensor in weights.items():
         wide = precision == "bf16-mixed" or ".mechanisms." in name
         assert tensor.dtype == (torch.float32 if wide else torch.bfloat16), name
@@ -173,7 +173,7 @@ def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, finished, tmp_pat
     finished(recipe(), tmp_path / "whole")
     with pytest.raises(Interrupted, match=r"step 5, which is saved; run .* --resume"):
         train(recipe(), tmp_path / "cut", on_event=ask)
-    assert checkpoints(tmp_path / "cut")[-1].name == "step-000005"
+    assert list_checkpoints(tmp_path / "cut")[-1].name == "step-000005"
     train(recipe(), tmp_path / "cut", resume=True)
     same_end(tmp_path / "whole", tmp_path / "cut")
 
@@ -202,7 +202,7 @@ def test_gradient_checkpointing_changes_nothing(recipe, finished, tmp_path):
 
 def test_checkpoints_are_hugging_face_folders(recipe, finished, tmp_path):
     finished(recipe(), tmp_path / "run")
-    newest = checkpoints(tmp_path / "run")[-1]
+    newest = list_checkpoints(tmp_path / "run")[-1]
     model = AutoModelForCausalLM.from_pretrained(newest)
     assert isinstance(model, HeadwaterForCausalLM)
     assert AutoTokenizer.from_pretrained(newest)("ab").input_ids == [97, 98]
@@ -215,7 +215,7 @@ def test_a_finished_run_can_be_made_longer(recipe, tmp_path):
     train(recipe(training=constant | {"steps": 8}), tmp_path / "run")
     train(recipe(training=constant | {"steps": 12}), tmp_path / "run", resume=True)
     train(recipe(training=constant | {"steps": 12}), tmp_path / "whole")
-    a, b = (load_file(checkpoints(tmp_path / n)[-1] / "model.safetensors") for n in ("run", "whole"))
+    a, b = (load_file(list_checkpoints(tmp_path / n)[-1] / "model.safetensors") for n in ("run", "whole"))
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
@@ -239,7 +239,7 @@ def test_a_record_says_how_the_model_ran(recipe, finished, tmp_path):
     (tmp_path / "record.json").write_text(json.dumps(content))
     old = read_record(tmp_path).environment
     assert (old.device_name, old.compiled, old.attention) == (None, None, None)
-    listed = runs_in(run, print)[0].to_json()
+    listed = list_runs(run, print)[0].to_json()
     assert (listed["device"], listed["compiled"], listed["attention"]) == (describe_cpu(), False, "sdpa")
 
 
@@ -289,7 +289,7 @@ def test_a_last_step_that_breaks_the_model_is_not_a_finished_run(recipe, tmp_pat
     with pytest.raises(Diverged, match=r"after step 1 the held-out .* is nan; lower training\.learning_rate"):
         train(recipe(training=wild), tmp_path / "run")
     assert read_record(tmp_path / "run").status == "diverged"
-    assert not checkpoints(tmp_path / "run")
+    assert not list_checkpoints(tmp_path / "run")
 
 
 def test_a_run_killed_before_its_record_is_finished_on_resume(recipe, finished, tmp_path):
@@ -365,10 +365,10 @@ def test_a_compiled_model_sees_evaluation_in_one_shape(recipe, tmp_path, monkeyp
 def test_only_a_gpu_compiles_by_default(monkeypatch, triton):
     monkeypatch.setattr(setup, "has_triton", lambda: triton)
     monkeypatch.setattr(setup, "c_compiler", lambda: "/usr/bin/gcc")
-    assert setup.compiles(Training(), torch.device("cuda")) is triton
-    assert not setup.compiles(Training(), torch.device("cpu"))
-    assert not setup.compiles(Training(compile=False), torch.device("cuda"))
-    assert setup.uncompiled(Training(), torch.device("cuda")) is None
+    assert setup.is_compiling(Training(), torch.device("cuda")) is triton
+    assert not setup.is_compiling(Training(), torch.device("cpu"))
+    assert not setup.is_compiling(Training(compile=False), torch.device("cuda"))
+    assert setup.warn_uncompiled(Training(), torch.device("cuda")) is None
 
 
 def test_a_run_says_that_fp32_is_slow_on_a_gpu(recipe, tmp_path, monkeypatch):
@@ -377,14 +377,14 @@ def test_a_run_says_that_fp32_is_slow_on_a_gpu(recipe, tmp_path, monkeypatch):
     has_bf16, name = [True], ["NVIDIA H100 80GB HBM3"]
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16[0])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=name[0]))
-    notice = setup.in_fp32(Training(), gpu)
+    notice = setup.warn_fp32(Training(), gpu)
     assert "in bf16, 989 TFLOP/s instead of 67; set training.precision=bf16-mixed" in notice
     name[0] = "unknown"
-    assert "in bf16; set training.precision=bf16-mixed" in setup.in_fp32(Training(), gpu)
-    assert setup.in_fp32(Training(precision="bf16-mixed"), gpu) is setup.in_fp32(Training(), cpu) is None
+    assert "in bf16; set training.precision=bf16-mixed" in setup.warn_fp32(Training(), gpu)
+    assert setup.warn_fp32(Training(precision="bf16-mixed"), gpu) is setup.warn_fp32(Training(), cpu) is None
     has_bf16[0] = False
-    assert setup.in_fp32(Training(), gpu) is None
-    monkeypatch.setattr(setup, "in_fp32", lambda training, device: notice)
+    assert setup.warn_fp32(Training(), gpu) is None
+    monkeypatch.setattr(setup, "warn_fp32", lambda training, device: notice)
     record = train(recipe(training={"steps": 1, "warmup_steps": 0}), tmp_path / "run")
     assert [told.message for told in record.notices] == [notice]
 
@@ -400,23 +400,23 @@ def test_a_gpu_without_a_c_compiler_trains_uncompiled(recipe, tmp_path, monkeypa
     monkeypatch.setattr(setup, "has_triton", lambda: True)
     for name in ("gcc", "clang"):
         assert c_compiler() == str(tmp_path / name)
-        assert setup.compiles(Training(), gpu)
+        assert setup.is_compiling(Training(), gpu)
         (tmp_path / name).unlink()
-    assert not setup.compiles(Training(), gpu)
+    assert not setup.is_compiling(Training(), gpu)
     with pytest.raises(HeadwaterError, match=r"C compiler.*gcc or clang.*training\.compile=false"):
-        setup.compiles(Training(compile=True), gpu)
-    assert setup.uncompiled(Training(compile=False), gpu) is None
-    notice = setup.uncompiled(Training(), gpu)
-    monkeypatch.setattr(setup, "uncompiled", lambda training, device: notice)
+        setup.is_compiling(Training(compile=True), gpu)
+    assert setup.warn_uncompiled(Training(compile=False), gpu) is None
+    notice = setup.warn_uncompiled(Training(), gpu)
+    monkeypatch.setattr(setup, "warn_uncompiled", lambda training, device: notice)
     record = train(recipe(training={"steps": 1, "warmup_steps": 0}), tmp_path / "run")
     assert [notice.message for notice in record.notices if "C compiler" in notice.message] == [
         "The model is not compiled, which is slower: Triton needs a C compiler, but none was found; install gcc or "
         "clang, or set CC."
     ]
     monkeypatch.setenv("CC", "mycc")
-    assert setup.compiles(Training(), gpu)
+    assert setup.is_compiling(Training(), gpu)
     monkeypatch.setenv("CC", "missing")
-    assert not setup.compiles(Training(), gpu)
+    assert not setup.is_compiling(Training(), gpu)
 
 
 @pytest.mark.slow
@@ -435,7 +435,7 @@ def test_the_step_is_the_papers_optimiser(recipe, tmp_path):
     settings = {"steps": 1, "gradient_accumulation_steps": 2, "warmup_steps": 0, "precision": "64-true"}
     made = recipe(model={"residual_dropout": 0.0}, training=settings)
     train(made, tmp_path / "run")
-    trained = load_model(checkpoints(tmp_path / "run")[-1])
+    trained = load_model(list_checkpoints(tmp_path / "run")[-1])
     data = made.data.build()
     model = HeadwaterForCausalLM(made.config_for(data)).double()
     batches = data.batches(made.seed, 4, 0)
@@ -468,8 +468,8 @@ def test_the_mechanisms_scalars_may_learn_faster(recipe, tmp_path):
         made = recipe(training={"steps": 1, "warmup_steps": 0, "weight_decay": 0.0} | training)
         run = tmp_path / str(training)
         train(made, run)
-        after = load_file(checkpoints(run)[-1] / "model.safetensors")
-        before = HeadwaterForCausalLM(HeadwaterConfig.from_pretrained(checkpoints(run)[-1])).state_dict()
+        after = load_file(list_checkpoints(run)[-1] / "model.safetensors")
+        before = HeadwaterForCausalLM(HeadwaterConfig.from_pretrained(list_checkpoints(run)[-1])).state_dict()
         return {name: tensor - before[name] for name, tensor in after.items()}
 
     slow, fast = first_step(), first_step(scalar_learning_rate_multiplier=10.0)
@@ -483,7 +483,7 @@ def test_only_trainable_mechanisms_are_trained(recipe, tmp_path):
     with pytest.raises(PowerCut):
         train(made, tmp_path / "run", on_event=cut_at(5))
     train(made, tmp_path / "run", resume=True)
-    before, after = (load_model(checkpoints(tmp_path / "run")[at]).state_dict() for at in (0, -1))
+    before, after = (load_model(list_checkpoints(tmp_path / "run")[at]).state_dict() for at in (0, -1))
     assert {name for name in after if not torch.equal(before[name], after[name])} == {
         name for name in after if ".kv_shift." in name
     }

@@ -4,11 +4,12 @@ import json
 import os
 
 import pytest
+from trials import train_until
 
 from headwater.util.errors import HeadwaterError
+from headwater_lab.training.journal import Metrics, list_runs
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import CurvePoint, HeldOutPoint, Notice, SpeedPoint, read_record, write_record
-from headwater_lab.training.run_folder import Metrics, runs_in
 from test_report import record
 
 POINTS = [
@@ -29,7 +30,7 @@ def written(folder):
     folder.mkdir(exist_ok=True)
     metrics = Metrics(folder, 100, "bits_per_byte")
     for point in POINTS:
-        metrics.add(point)
+        metrics.add_point(point)
     return folder / "metrics.jsonl"
 
 
@@ -85,7 +86,7 @@ def test_whatever_stands_in_a_line_the_others_are_read(tmp_path, line):
 
 def test_a_damaged_log_is_gone_on_with_and_told(recipe, tmp_path):
     values = recipe(training={"steps": 4}, reporting={"log_every": 1, "save_every": 2})
-    train(values, tmp_path / "run", until=2)
+    train_until(2, values, tmp_path / "run")
     file = tmp_path / "run" / "metrics.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     damaged = b"".join([lines[0].replace(b"loss", b"lotz"), *lines[1:]])
@@ -155,7 +156,7 @@ def test_folders_in_the_places_of_files_and_what_cannot_be_read(tmp_path, run):
     (tmp_path / "loop").mkdir()
     (tmp_path / "loop" / "record.json").symlink_to("record.json")
     told = []
-    found = runs_in(tmp_path, told.append)
+    found = list_runs(tmp_path, told.append)
     assert {one.folder.name for one in found} == {"whole", "log", "bytes"}
     assert [sum(name in line for line in told) for name in ("/place/", "/log/", "/bytes", "/loop/")] == [1, 1, 1, 1]
     code, out, _ = run("runs", tmp_path, "--json")
@@ -167,5 +168,5 @@ def test_folders_in_the_places_of_files_and_what_cannot_be_read(tmp_path, run):
 def test_a_folder_that_may_not_be_read_is_told(tmp_path):
     (tmp_path / "closed").mkdir(mode=0)
     told = []
-    assert runs_in(tmp_path, told.append) == []
+    assert list_runs(tmp_path, told.append) == []
     assert "closed" in told[0]

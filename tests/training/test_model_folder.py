@@ -6,19 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trials import train_until
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
-from headwater_lab.training.checkpoints import (
-    checkpoints,
-    damage,
-    how_to_load,
-    load_model,
-    newest_checkpoint,
-    publish_model,
-    write_model,
-)
+from headwater_lab.training.checkpoints import find_damage, list_checkpoints, load_model, newest_checkpoint
 from headwater_lab.training.loop import train
+from headwater_lab.training.saving import how_to_load, publish_model, write_model
 from headwater_lab.training.stages import train_stages
 
 
@@ -42,14 +36,14 @@ def test_a_run_is_loaded_by_its_name_also_where_it_was_moved(recipe, finished, t
 
 def test_it_follows_the_newest_checkpoint_and_takes_no_space(recipe, tmp_path):
     made = recipe(reporting={"save_every": 2, "keep_checkpoints": 1})
-    train(made, tmp_path / "run", until=2)
+    train_until(2, made, tmp_path / "run")
     first = (tmp_path / "run" / "model.safetensors").read_bytes()
-    train(made, tmp_path / "run", resume=True, until=4)
-    (newest,) = checkpoints(tmp_path / "run")[-1:]
+    train_until(4, made, tmp_path / "run", resume=True)
+    (newest,) = list_checkpoints(tmp_path / "run")[-1:]
     assert first != (tmp_path / "run" / "model.safetensors").read_bytes()
     assert (newest / "model.safetensors").samefile(tmp_path / "run" / "model.safetensors")
     (tmp_path / "run" / "config.json").write_text("{}")  # as a program that saves in place
-    assert damage(newest) is None
+    assert find_damage(newest) is None
 
 
 def test_of_stages_it_is_the_last_ones(recipe, tmp_path):
@@ -101,16 +95,17 @@ def test_weights_by_process_are_not_loaded_and_the_sentence_says_what_to_run(mod
 def test_a_damaged_optimizer_state_is_not_taken_for_a_learning_rate(recipe, tmp_path):
     from safetensors.torch import save_file
 
-    from headwater_lab.training.checkpoints import SUMS, sums_of, write_sums
+    from headwater_lab.training.checkpoints import SUMS
+    from headwater_lab.training.saving import sync_files, write_sums
 
-    train(recipe(), tmp_path / "run", until=2)
-    newest = checkpoints(tmp_path / "run")[-1]
+    train_until(2, recipe(), tmp_path / "run")
+    newest = list_checkpoints(tmp_path / "run")[-1]
     state = load_file(newest / "training.safetensors")
     name = next(name for name in state if name.endswith("exp_avg_sq"))
     for wrong in (float("nan"), -1.0):
         state[name].view(-1)[0] = wrong
         save_file(state, newest / "training.safetensors")
-        write_sums(newest, sums_of(newest, [path.name for path in newest.iterdir() if path.name != SUMS]))
+        write_sums(newest, sync_files(newest, [path.name for path in newest.iterdir() if path.name != SUMS]))
         with pytest.raises(HeadwaterError, match=r"The optimizer state .* cannot be used"):
             train(recipe(), tmp_path / "run", resume=True)
 

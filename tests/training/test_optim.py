@@ -10,9 +10,9 @@ from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.mechanisms import KVShift
 from headwater.util.errors import HeadwaterError
 from headwater_lab.optimization.muon import Muon
-from headwater_lab.recipe.training import Training
+from headwater_lab.recipe.training_section import Training
 from headwater_lab.training.optimizers import (
-    clip,
+    clip_gradient,
     gradient_norm,
     learning_rate,
     make_optimizers,
@@ -163,7 +163,7 @@ def test_the_norm_and_clipping_are_pytorchs(model, limit):
         p.grad = torch.randn_like(p)
     grads = [p.grad.clone() for p in parameters]
     norm = gradient_norm(parameters)
-    clip(parameters, norm, limit)
+    clip_gradient(parameters, norm, limit)
     ours = [p.grad for p in parameters]
     for p, grad in zip(parameters, grads, strict=True):
         p.grad = grad

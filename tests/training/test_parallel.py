@@ -16,7 +16,7 @@ from trials import same_end
 import processes
 from headwater.util.errors import HeadwaterError
 from headwater_lab.recipe.recipe import parse
-from headwater_lab.training.checkpoints import checkpoints, damage, load_model
+from headwater_lab.training.checkpoints import find_damage, list_checkpoints, load_model
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import read_record
 
@@ -169,7 +169,7 @@ def curve(run):
 def test_two_processes_learn_from_a_teacher_as_one(further, kind):
     """Each process holds the teacher whole."""
     assert curve(further / f"distilled-{kind}") == pytest.approx(curve(further / "distilled-one"), rel=1e-5)
-    one, two = (load_model(checkpoints(further / f"distilled-{run}")[-1]).state_dict() for run in ("one", kind))
+    one, two = (load_model(list_checkpoints(further / f"distilled-{run}")[-1]).state_dict() for run in ("one", kind))
     for name in one:
         assert torch.allclose(one[name], two[name], rtol=1e-3, atol=1e-5), name
 
@@ -184,7 +184,7 @@ def test_two_processes_train_as_one(trained, kind):
     assert {"loss/own", "loss/other"} < set(two.held_out[-1].metrics)
     assert two.held_out[-1].metrics == pytest.approx(one.held_out[-1].metrics, rel=1e-5)
     assert (two.tokens, two.data_order, two.environment.world_size) == (one.tokens, one.data_order, 2)
-    a, b = (load_model(checkpoints(trained / run)[-1]).state_dict() for run in ("one", kind))
+    a, b = (load_model(list_checkpoints(trained / run)[-1]).state_dict() for run in ("one", kind))
     for name in a:
         assert torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-5), name
 
@@ -230,10 +230,10 @@ def test_four_processes_train_stop_and_go_on(trained, kind, tmp_path):
     assert curve(tmp_path / "plain") == pytest.approx(curve(trained / "one"), rel=1e-5)
     assert read_record(tmp_path / "plain").data_order == read_record(trained / "one").data_order
     assert "is saved; run the same command with --resume" in (tmp_path / "cut.said").read_text()
-    assert checkpoints(tmp_path / "cut")[1].name == "step-000006"
+    assert list_checkpoints(tmp_path / "cut")[1].name == "step-000006"
     bits = kind == "fsdp"
     assert curve(tmp_path / "cut") == (curve(tmp_path / "whole") if bits else pytest.approx(curve(tmp_path / "whole")))
-    a, b = (checkpoints(tmp_path / how)[-1] for how in ("whole", "cut"))
+    a, b = (list_checkpoints(tmp_path / how)[-1] for how in ("whole", "cut"))
     assert len(list(a.glob("shard-*"))) == (4 if kind == "fsdp" else 0)
     for file in a.glob("*.safetensors"):
         x, y = load_file(file), load_file(b / file.name)
@@ -241,7 +241,7 @@ def test_four_processes_train_stop_and_go_on(trained, kind, tmp_path):
         for name in x:
             assert torch.equal(x[name], y[name]) if bits else torch.allclose(x[name], y[name], 1e-3, 1e-5), name
     # One process goes on from where four stopped.
-    shutil.rmtree(checkpoints(tmp_path / "plain")[-1])
+    shutil.rmtree(list_checkpoints(tmp_path / "plain")[-1])
     train(parse(recipe(trained), "test"), tmp_path / "plain", resume=True)
     assert curve(tmp_path / "plain") == pytest.approx(curve(trained / "one"), rel=1e-5)
 
@@ -262,7 +262,7 @@ def test_two_processes_begin_with_a_grown_model_as_one_does(further, kind):
     one, two = read_record(further / "grown-one"), read_record(further / f"grown-{kind}")
     assert two.held_out[0].metrics == pytest.approx(read_record(further / "small").held_out[-1].metrics, rel=1e-5)
     assert (two.origin, two.data_order) == (one.origin, one.data_order)
-    a, b = (load_model(checkpoints(further / run)[-1]).state_dict() for run in ("grown-one", f"grown-{kind}"))
+    a, b = (load_model(list_checkpoints(further / run)[-1]).state_dict() for run in ("grown-one", f"grown-{kind}"))
     assert all(torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-5) for name in a)
 
 
@@ -275,7 +275,7 @@ def test_processes_that_were_stopped_go_on_to_the_same_end(further, kind):
     assert cut.curve == whole.curve
     assert cut.held_out == whole.held_out
     assert cut.data_order == whole.data_order
-    a, b = (checkpoints(further / f"{kind}-{how}")[-1] for how in ("whole", "cut"))
+    a, b = (list_checkpoints(further / f"{kind}-{how}")[-1] for how in ("whole", "cut"))
     for file in a.glob("*.safetensors"):
         x, y = load_file(file), load_file(b / file.name)
         assert x.keys() == y.keys()
@@ -292,7 +292,7 @@ def test_dropout_differs_between_processes_and_steps(trained):
 
 
 def test_a_sharded_checkpoint_is_split_and_holds_no_pickle(trained):
-    newest = checkpoints(trained / "fsdp")[-1]
+    newest = list_checkpoints(trained / "fsdp")[-1]
     names = {path.name for path in newest.iterdir()}
     shards = [name for name in names if name.startswith("shard-")]
     assert len(shards) == 2
@@ -306,7 +306,7 @@ def test_a_sharded_checkpoint_is_split_and_holds_no_pickle(trained):
             rows.append(file.get_slice("lm_head.weight").get_shape()[0])
     assert sum(rows) == 257
     assert all(rows)
-    assert damage(newest) is None
+    assert find_damage(newest) is None
 
 
 def test_an_error_of_any_process_ends_all_and_leaves_what_was_saved(trained):
@@ -315,15 +315,15 @@ def test_an_error_of_any_process_ends_all_and_leaves_what_was_saved(trained):
     assert "Process 1: The checkpoint of step 4 could not be saved" in said
     assert "the disk is full; the one of step 2 is intact" in said
     assert [path.name for path in (trained / "full" / "checkpoints").iterdir()] == ["step-000002"]
-    assert damage(checkpoints(trained / "full")[-1]) is None
+    assert find_damage(list_checkpoints(trained / "full")[-1]) is None
     assert len(curve(trained / "full")) <= 7, "it is told before the next save"
 
 
 def test_a_lost_shard_is_damage(trained, tmp_path):
     shutil.copytree(trained / "fsdp", tmp_path / "run")
-    newest, before = checkpoints(tmp_path / "run")[::-1][:2]
+    newest, before = list_checkpoints(tmp_path / "run")[::-1][:2]
     next(newest.glob("shard-00002*")).unlink()
-    assert "shard-00002" in damage(newest)
+    assert "shard-00002" in find_damage(newest)
     record = train(parse(recipe(trained, training={"steps": STEPS}), "test"), tmp_path / "run", resume=True)
     assert f"{newest.name} is damaged" in record.notices[-1].message
     assert record.status == "finished"
@@ -335,7 +335,7 @@ def test_a_lost_shard_is_damage(trained, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_goes_on_where_two_stopped(trained, tmp_path, kind):
     shutil.copytree(trained / kind, tmp_path / "run")
-    for late in checkpoints(tmp_path / "run")[2:]:
+    for late in list_checkpoints(tmp_path / "run")[2:]:
         shutil.rmtree(late)
     train(parse(recipe(trained), "test"), tmp_path / "run", resume=True)
     assert curve(tmp_path / "run") == pytest.approx(curve(trained / "one"), rel=1e-5)
@@ -345,7 +345,7 @@ def test_one_process_goes_on_where_two_stopped(trained, tmp_path, kind):
 @pytest.mark.parametrize(("kind", "then"), [("one", "fsdp"), ("one", "ddp"), ("fsdp", "ddp"), ("ddp", "fsdp")])
 def test_two_processes_go_on_where_others_stopped(trained, tmp_path, kind, then):
     shutil.copytree(trained / kind, tmp_path / "run")
-    for late in checkpoints(tmp_path / "run")[2:]:
+    for late in list_checkpoints(tmp_path / "run")[2:]:
         shutil.rmtree(late)
     together(tmp_path, [{"recipe": recipe(trained, then), "out": str(tmp_path / "run"), "resume": True}])
     assert curve(tmp_path / "run") == pytest.approx(curve(trained / "one"), rel=1e-5)
@@ -355,8 +355,8 @@ def test_two_processes_go_on_where_others_stopped(trained, tmp_path, kind, then)
 @pytest.mark.slow
 def test_scalars_stay_wide_in_half_precision(further):
     """Under FSDP2 too, which casts what it collects; and they are further."""
-    start = load_model(checkpoints(further / "fsdp-half")[0])
-    end = load_model(checkpoints(further / "fsdp-half")[-1])
+    start = load_model(list_checkpoints(further / "fsdp-half")[0])
+    end = load_model(list_checkpoints(further / "fsdp-half")[-1])
     for name, tensor in end.state_dict().items():
         assert tensor.dtype == torch.float32, name
         if ".mechanisms." in name:
@@ -373,14 +373,14 @@ def test_tied_and_odd_sizes_are_split_too(further, tmp_path):
     made = recipe(further, model={"tie_word_embeddings": True, "mechanisms": {"pattention": PAIRS}})
     train(parse(made, "test"), tmp_path / "run")
     assert curve(further / "fsdp-tied") == pytest.approx(curve(tmp_path / "run"), rel=1e-5)
-    model = load_model(checkpoints(further / "fsdp-tied")[-1])
+    model = load_model(list_checkpoints(further / "fsdp-tied")[-1])
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @pytest.mark.slow
 def test_many_mechanisms_in_bf16_true_agree_between_ddp_and_fsdp(further):
     """And their scalars, some of them shared by all layers, stay fp32."""
-    ddp, fsdp = (load_model(checkpoints(further / f"{kind}-plus")[-1]) for kind in KINDS)
+    ddp, fsdp = (load_model(list_checkpoints(further / f"{kind}-plus")[-1]) for kind in KINDS)
     for name, parameter in fsdp.named_parameters():
         wide = ".mechanisms." in name
         assert parameter.dtype == ddp.get_parameter(name).dtype == (torch.float32 if wide else torch.bfloat16), name
@@ -403,7 +403,7 @@ def test_export_makes_one_model_of_shards(trained, tmp_path, run):
     code, out, _ = run("export", trained / "fsdp", "--out", tmp_path / "exported")
     assert code == 0, out
     model = load_model(tmp_path / "exported")
-    same = load_model(checkpoints(trained / "fsdp")[-1])
+    same = load_model(list_checkpoints(trained / "fsdp")[-1])
     assert (tmp_path / "exported" / "model.safetensors").is_file()
     for name, tensor in same.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name]), name

@@ -16,18 +16,18 @@ import processes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater_lab.training.checkpoints import (
-    Saver,
-    checkpoints,
-    damage,
-    history_of,
+    find_damage,
+    list_checkpoints,
     load_model,
-    optimizer_state,
     optimizer_tensors,
-    restore,
+    read_history,
+    read_optimizer_state,
+    restore_run,
 )
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import Notice, read_record
 from headwater_lab.training.run_folder import MARK
+from headwater_lab.training.saving import Saver
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -100,7 +100,7 @@ class TestForeignFolders:
         (tmp_path / "empty").mkdir()
         (tmp_path / "link").symlink_to("empty")
         train(recipe(training={"steps": 2}), tmp_path / "link")
-        assert checkpoints(tmp_path / "empty")
+        assert list_checkpoints(tmp_path / "empty")
 
 
 class TestOwnFolders:
@@ -139,17 +139,17 @@ class TestOwnFolders:
         assert not (tmp_path / "run" / ".start").exists()
         train(made, tmp_path / "run")
         assert not (tmp_path / "run" / "start" / "old").exists()
-        assert history_of(tmp_path / "run" / "start")[-1].details["attention_pairs"] == 40
+        assert read_history(tmp_path / "run" / "start")[-1].details["attention_pairs"] == 40
 
     @pytest.mark.slow
     def test_a_finished_run_that_was_killed_before_it_tidied_up_does_so_later(self, recipe, tmp_path, monkeypatch):
         every = {"save_every": 2, "keep_checkpoints": 1}
         with monkeypatch.context() as patched:
-            patched.setattr("headwater_lab.training.loop.prune", lambda *arguments: None)
+            patched.setattr("headwater_lab.training.loop.prune_checkpoints", lambda *arguments: None)
             train(recipe(reporting=every), tmp_path / "run")
-        assert len(checkpoints(tmp_path / "run")) == 6
+        assert len(list_checkpoints(tmp_path / "run")) == 6
         train(recipe(reporting=every), tmp_path / "run", resume=True)
-        assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000012"]
+        assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-000012"]
 
 
 class TestStrays:
@@ -175,25 +175,25 @@ class TestStrays:
         return made, folder / "run"
 
     def test_without_sums_too_only_named_files_are_read(self, cut, tmp_path):
-        newest = checkpoints(cut[1])[-1]
+        newest = list_checkpoints(cut[1])[-1]
         shutil.copytree(newest, tmp_path / "model")
         (tmp_path / "model" / "SHA256SUMS").unlink()
-        before, state = load_model(newest).state_dict(), optimizer_state(newest)
+        before, state = load_model(newest).state_dict(), read_optimizer_state(newest)
         for name in ("aaa.safetensors", "zzz.safetensors"):
             zeros = {key: torch.zeros_like(tensor) for key, tensor in (before | state).items()}
             save_file(zeros, tmp_path / "model" / name)
         after = load_model(tmp_path / "model").state_dict()
         assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
-        after = optimizer_state(tmp_path / "model")
+        after = read_optimizer_state(tmp_path / "model")
         assert state
         assert all(torch.equal(tensor, after[key]) for key, tensor in state.items())
 
     def test_names_in_the_sums_stay_in_the_folder(self, cut, tmp_path):
-        shutil.copytree(checkpoints(cut[1])[-1], tmp_path / "model")
+        shutil.copytree(list_checkpoints(cut[1])[-1], tmp_path / "model")
         (tmp_path / "outside").write_text("x")
         with (tmp_path / "model" / "SHA256SUMS").open("a") as sums:
             sums.write(f"{'0' * 64}  ../outside\n")
-        assert "incomplete" in (damage(tmp_path / "model") or "")
+        assert "incomplete" in (find_damage(tmp_path / "model") or "")
 
 
 def optimizers_of_pytorch():
@@ -230,11 +230,11 @@ def test_every_optimiser_goes_on_as_if_it_had_never_stopped(kind, options, tmp_p
     take(one, first, range(3))
     target = tmp_path / "checkpoints" / "step-000003"
     with Saver(fabric) as saver:
-        saver.start(target, Progress(step=3), one, None, optimizer_tensors(one, [first]))
-        saver.finish()
+        saver.start_saving(target, Progress(step=3), one, None, optimizer_tensors(one, [first]))
+        saver.finish_saving()
     other = HeadwaterForCausalLM(config({"kv_shift": {}}))
     again = kind(other.parameters(), lr=1e-3, **options)
-    restore(target, other, [again], {}, distributed=False)
+    restore_run(target, other, [again], {}, distributed=False)
     for model, optimizer in ((one, first), (other, again)):
         take(model, optimizer, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))

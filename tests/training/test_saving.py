@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from trials import PowerCut, same_end
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.training import checkpoints as saving
-from headwater_lab.training.checkpoints import checkpoints, step_of
+from headwater_lab.training import saving
+from headwater_lab.training.checkpoints import list_checkpoints, step_of
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import read_record
 
@@ -21,14 +21,14 @@ PATIENCE = 60.0
 @pytest.fixture
 def held(monkeypatch):
     """Each checkpoint is written once `held(step)` returns: in the thread that writes it."""
-    original = saving.write_parts
+    original = saving.write_files
 
     def hold(wait):
-        def write(folder, *args):
+        def write(folder, *args, **options):
             wait(int(folder.name.split("-")[2]))
-            original(folder, *args)
+            return original(folder, *args, **options)
 
-        monkeypatch.setattr(saving, "write_parts", write)
+        monkeypatch.setattr(saving, "write_files", write)
 
     return hold
 
@@ -59,12 +59,12 @@ def test_a_checkpoint_written_during_later_steps_is_of_its_own(recipe, tmp_path,
 
     def wait(step):
         clock.wait_for(min(step + 2, 7))
-        seen.append((step, [step_of(path) for path in checkpoints(tmp_path / "meanwhile")]))
+        seen.append((step, [step_of(path) for path in list_checkpoints(tmp_path / "meanwhile")]))
 
     held(wait)
     train(made, tmp_path / "meanwhile", on_event=clock)
     assert seen == [(3, []), (6, [3]), (7, [3, 6])], "one at a time, and none is there before it is written"
-    for one, other in zip(checkpoints(tmp_path / "alone"), checkpoints(tmp_path / "meanwhile"), strict=True):
+    for one, other in zip(list_checkpoints(tmp_path / "alone"), list_checkpoints(tmp_path / "meanwhile"), strict=True):
         for file in ("model.safetensors", "training.safetensors"):
             x, y = load_file(one / file), load_file(other / file)
             assert x.keys() == y.keys()
@@ -112,7 +112,7 @@ def test_a_run_that_fails_completes_its_checkpoint_first(recipe, finished, tmp_p
     held(late)
     with pytest.raises(PowerCut):
         train(recipe(), tmp_path / "cut", on_event=clock)
-    assert [step_of(path) for path in checkpoints(tmp_path / "cut")] == [4]
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "cut")] == [4]
     held(lambda step: None)
     train(recipe(), tmp_path / "cut", resume=True)
     finished(recipe(), tmp_path / "whole")
@@ -153,7 +153,7 @@ def test_without_memory_for_a_copy_training_waits(recipe, finished, tmp_path, mo
     train(
         recipe(),
         tmp_path / "run",
-        on_event=lambda step, point: there.setdefault(step, len(checkpoints(tmp_path / "run"))),
+        on_event=lambda step, point: there.setdefault(step, len(list_checkpoints(tmp_path / "run"))),
     )
     assert (there[4], there[5]) == (0, 1)
     finished(recipe(), tmp_path / "whole")

@@ -10,14 +10,14 @@ from headwater import HeadwaterError
 from headwater_lab.comparison import pool
 from headwater_lab.comparison.pool import Outcome, run_trials
 from headwater_lab.comparison.trials import list_trials, order_jobs
-from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.recipe.recipe import parse
+from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.reports import read_comparisons, write_report
 from headwater_lab.reports.comparison import differ_in_cost
-from headwater_lab.training.checkpoints import newest_checkpoint, optimizer_state
+from headwater_lab.training.checkpoints import newest_checkpoint, read_optimizer_state
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import read_record
-from headwater_lab.training.stages import chain, train_stages
+from headwater_lab.training.stages import list_stages, train_stages
 
 PAIRS = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}
 STAGES = [
@@ -174,7 +174,7 @@ def test_what_has_no_counterpart_in_the_smaller_model_begins_with_no_past(recipe
     record = train_stages(parse(values | {"stages": [stage]}, "test"), tmp_path / "run")
     assert record.status == "finished"
     place = newest_checkpoint(tmp_path / "run" / "stages" / "01-deeper")
-    state = optimizer_state(place)
+    state = read_optimizer_state(place)
     steps = {name: float(count) for name, count in state.items() if name.endswith(".step")}
     new = [name for name, count in steps.items() if count == 2]
     assert new
@@ -259,7 +259,7 @@ def test_a_stage_that_fails_is_named(staged, tmp_path, here):
 
 
 def test_the_digest_of_a_stage_says_what_came_before_and_not_where_it_lies(staged, tmp_path):
-    one, other = chain(staged(), tmp_path / "a"), chain(staged(), tmp_path / "b")
+    one, other = list_stages(staged(), tmp_path / "a"), list_stages(staged(), tmp_path / "b")
     assert [recipe.identity for recipe, _ in one] == [recipe.identity for recipe, _ in other]
-    longer = chain(staged(training={"steps": 9}), tmp_path / "a")
+    longer = list_stages(staged(training={"steps": 9}), tmp_path / "a")
     assert all(a.identity != b.identity for (a, _), (b, _) in zip(one, longer, strict=True))

@@ -14,10 +14,11 @@ from headwater.growth import pairs_of
 from headwater.growth.parameter_tokens import maps_of
 from headwater.mechanisms import Pattention
 from headwater_lab import grow
-from headwater_lab.training.checkpoints import history_of, newest_checkpoint, optimizer_state, write_model
+from headwater_lab.training.checkpoints import newest_checkpoint, read_history, read_optimizer_state
 from headwater_lab.training.loop import TrainingRun, train
 from headwater_lab.training.records import read_record
-from headwater_lab.training.start import begin, prepare
+from headwater_lab.training.saving import write_model
+from headwater_lab.training.start import prepare_start, read_beginning
 from headwater_lab.util.endings import Interrupted
 
 PAIRS = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}
@@ -62,7 +63,7 @@ def test_a_grown_model_begins_where_the_small_one_ended_and_trains_on(base, pair
     assert (record.origin.tokens, record.origin.flops) == (before.tokens, before.flops)
     assert record.total_flops == before.flops + record.flops
     assert record.flops == record.held_out[-1].flops == record.curve[-1].flops
-    assert [event.kind for event in history_of(newest_checkpoint(tmp_path / "grown"))] == [
+    assert [event.kind for event in read_history(newest_checkpoint(tmp_path / "grown"))] == [
         "trained",
         "grown",
         "trained",
@@ -102,9 +103,9 @@ def test_rows_go_on_behind_those_the_model_has_seen(base, pairs_recipe, tmp_path
 def test_optimiser_state_goes_on_for_old_rows_and_is_fresh_for_new_ones(
     base, pairs_recipe, kept, tmp_path, monkeypatch
 ):
-    old = optimizer_state(newest_checkpoint(base))
+    old = read_optimizer_state(newest_checkpoint(base))
     seen = {}
-    monkeypatch.setattr(TrainingRun, "train", lambda self, stop, until: seen.update(state_of(self)))
+    monkeypatch.setattr(TrainingRun, "take_steps", lambda self, stop: seen.update(state_of(self)))
     recipe = pairs_recipe(**start(base, grow=TO, optimizer_state="keep" if kept else "fresh"))
     train(recipe, tmp_path / "grown")
     if not kept:
@@ -134,13 +135,13 @@ def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, w
     warmup = {"warmup": 2, "half": 0, "long": 99}[what]
     length = {"warmup": 2, "half": 6, "long": 11}[what]
     seen: list[list[float]] = []
-    original = TrainingRun.losses
+    original = TrainingRun.compute_losses
 
     def losses(self, *args):
         seen.append([float(module.scale.tau) for *_, module in maps_of(self.model)])
         return original(self, *args)
 
-    monkeypatch.setattr(TrainingRun, "losses", losses)
+    monkeypatch.setattr(TrainingRun, "compute_losses", losses)
     train(
         pairs_recipe(training={"warmup_steps": warmup, "gradient_accumulation_steps": 2}, **start(base, grow=TO)),
         tmp_path / "grown",
@@ -205,7 +206,7 @@ def test_a_model_that_was_not_grown_keeps_its_tau(base, pairs_recipe, tmp_path):
     model = HeadwaterForCausalLM.from_pretrained(newest_checkpoint(base))
     for *_, module in maps_of(model):
         module.scale.set_tau(3.5)
-    write_model(tmp_path / "other", model, None, history_of(newest_checkpoint(base)))
+    write_model(tmp_path / "other", model, None, read_history(newest_checkpoint(base)))
     train(pairs_recipe(**start(tmp_path / "other")), tmp_path / "more")
     assert weights(tmp_path / "more")["model.layers.1.mlp.scale.tau"].item() == 3.5
 
@@ -356,8 +357,8 @@ def model_of_words(recipe, tmp_path):
             data={"tokenizer": str(folder)}, model={"mechanisms": TABLES}, **start(tmp_path / "model", **more)
         )
         data = again.data.build()
-        path = prepare(again.start, tmp_path / "run", data, device)
-        return begin(again, path, data)
+        path = prepare_start(again.start, tmp_path / "run", data, device)
+        return read_beginning(again, path, data)
 
     first = recipe(data={"tokenizer": str(tmp_path / "words")}, model={"mechanisms": TABLES})
     model = HeadwaterForCausalLM(first.config_for(first.data.build())).eval()

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import pytest
 import torch
 from PIL import Image
-from pydantic import TypeAdapter
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from trials import PowerCut, cut_at, same_end
@@ -16,14 +15,13 @@ from trials import PowerCut, cut_at, same_end
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli import main
-from headwater_lab.recipe.change import Start
-from headwater_lab.recipe.data import AnyData
-from headwater_lab.recipe.recipe import parse
+from headwater_lab.recipe.recipe import parse, read_data
+from headwater_lab.recipe.start_section import Start
 from headwater_lab.serving.prediction import load_for_prediction, predict_images
-from headwater_lab.training import estimate as priced
-from headwater_lab.training.checkpoints import checkpoints, load_model, newest_checkpoint
+from headwater_lab.training import model_estimates as priced
+from headwater_lab.training.checkpoints import list_checkpoints, load_model, newest_checkpoint
 from headwater_lab.training.loop import smooth_labels, train
-from headwater_lab.training.models import changes_for, check_classes, refitting
+from headwater_lab.training.model_changes import check_classes, describe_refit, list_refits
 from headwater_lab.training.optimizers import Average
 from headwater_lab.training.records import Event, Experiment, read_record
 from vision.images import with_a_processor
@@ -84,7 +82,7 @@ def test_a_cut_run_resumes_to_the_same_end(make, finished, tmp_path, step):
 
 @pytest.mark.parametrize(("name", "classes"), [("digits", 10), ("glyphs", 36), ("imagenet-b16", 1000)])
 def test_shipped_recipes_are_planned_without_their_data(name, classes):
-    found = priced.planned([f"vision/{name}"])
+    found = priced.plan_models([f"vision/{name}"])
     assert {one.config.num_labels for one in found.values()} == {classes}
 
 
@@ -138,8 +136,8 @@ def test_the_average_is_evaluated_and_saved(make, tmp_path):
         make(training={"steps": 5, "ema_decay": None}, reporting={"save_every": 1, "keep_checkpoints": 9}),
         tmp_path / "plain",
     )
-    plain = [load_file(path / "model.safetensors") for path in checkpoints(tmp_path / "plain")]
-    averaged = checkpoints(tmp_path / "averaged")
+    plain = [load_file(path / "model.safetensors") for path in list_checkpoints(tmp_path / "plain")]
+    averaged = list_checkpoints(tmp_path / "averaged")
     mean = None
     for step, (weights, path) in enumerate(zip(plain, averaged, strict=True), 1):
         decay = min(0.9, (1 + step) / (10 + step))
@@ -197,7 +195,7 @@ def test_a_broken_held_out_image_loses_no_step(make, tmp_path):
         with pytest.raises(HeadwaterError, match=r"b/1.png.*; step 2 is saved.*--resume") as error:
             train(recipe, tmp_path / "run", resume=resume)
         assert "\n" not in str(error.value)
-        assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000002"]
+        assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-000002"]
     broken.write_bytes(content)
     train(recipe, tmp_path / "run", resume=True)
     same_end(tmp_path / "whole", tmp_path / "run")
@@ -223,7 +221,7 @@ def test_a_broken_image_stops_the_run_with_what_was_done_saved(make, tmp_path):
         train(recipe, tmp_path / "run")
     assert "\n" not in str(error.value)
     broken.write_bytes(content)
-    found = checkpoints(tmp_path / "run")
+    found = list_checkpoints(tmp_path / "run")
     train(recipe, tmp_path / "run", resume=bool(found))
     train(recipe, tmp_path / "whole")
     same_end(tmp_path / "whole", tmp_path / "run")
@@ -344,7 +342,7 @@ def test_what_is_not_fitted_is_said(make, finished, finished_text, letters, reci
     """Computed positions are not interpolated; a new classifier has no optimizer's state, and no text model has one."""
     events = [{"image_size": [size, size], "classes": 2} for size in (8, 12)]
     details = {"from": events[0], "to": events[1], "new_classifier": False, "interpolated": False}
-    assert refitting(Event(kind="refitted", details=details)).endswith("image_size [12, 12] in place of [8, 8].")
+    assert describe_refit(Event(kind="refitted", details=details)).endswith("image_size [12, 12] in place of [8, 8].")
     values = make().model_dump(mode="json") | {"data": letters}
     values["start"] = {"checkpoint": str(finished), "new_classifier": True, "optimizer_state": "keep"}
     with pytest.raises(HeadwaterError, match="no state for a new classifier"):
@@ -357,11 +355,11 @@ def test_what_is_not_fitted_is_said(make, finished, finished_text, letters, reci
 
 def test_unnamed_classes_take_the_datas_names(letters):
     config = HeadwaterVisionConfig(image_size=12, patch_size=4, num_labels=3, hidden_size=16, num_attention_heads=2)
-    data = TypeAdapter(AnyData).validate_python(letters).build()
+    data = read_data(letters).build()
     change = Start(checkpoint="x")
-    assert changes_for(config, data, change) == {"id2label": {0: "a", 1: "b", 2: "LABEL_2"}}
+    assert list_refits(config, data, change) == {"id2label": {0: "a", 1: "b", 2: "LABEL_2"}}
     config.id2label = {0: "b", 1: "a", 2: "c"}
-    assert changes_for(config, data, change) == {}
+    assert list_refits(config, data, change) == {}
     with pytest.raises(HeadwaterError, match="class 0 is 'b' in the checkpoint and 'a' in the data"):
         check_classes(config, data)
 

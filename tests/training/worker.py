@@ -16,14 +16,14 @@ from headwater.models.compiling import compile_model
 from headwater.util.errors import HeadwaterError
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training import start
-from headwater_lab.training.checkpoints import Shard
 from headwater_lab.training.loop import TrainingRun, train
+from headwater_lab.training.saving import Shard
 from headwater_lab.util.endings import Interrupted
 
 seeds: list[int] = []
 # Before each forward pass, how many parameters have a gradient that is whole in this process.
 unsharded: list[int] = []
-losses = TrainingRun.losses
+losses = TrainingRun.compute_losses
 
 
 def looked_before(self, batch, counted):
@@ -63,7 +63,7 @@ def main(file: Path) -> None:
     """file: a list of jobs. The environment is as torchrun makes it."""
     torch.manual_seed = seeded
     start.compile_model = partial(compile_model, backend="aot_eager")  # without a C++ compiler, which takes minutes
-    TrainingRun.losses = looked_before
+    TrainingRun.compute_losses = looked_before
     dist.init_process_group("gloo")  # once: processes that part and meet again may meet their former selves
     for job in json.loads(file.read_text()):
 

@@ -11,7 +11,8 @@ import headwater_lab as lab
 from conftest import assert_near
 from headwater import HeadwaterForImageClassification
 from headwater.testing import disturb
-from headwater_lab.training.checkpoints import load_model, write_model
+from headwater_lab.training.checkpoints import load_model
+from headwater_lab.training.saving import write_model
 
 PAIRS = {"pattention": {"attention_pairs": 8, "ffn_pairs": 16}}
 SIZE = {"height": 9, "width": 16}

@@ -6,7 +6,7 @@ import pytest
 
 from headwater.cost import price
 from headwater.util.errors import HeadwaterError
-from headwater_lab.training.estimate import planned
+from headwater_lab.training.model_estimates import plan_models
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -15,12 +15,12 @@ RECIPES = Path(__file__).parents[2] / "recipes"
     ("name", "classes"), [("vision/digits", 10), ("cpu/tokenformer-glyphs", 36), ("vision/imagenet-l16", 1000)]
 )
 def test_a_recipe_of_images_has_the_classes_of_its_data(name, classes):
-    found = planned([RECIPES / f"{name}.yaml"])
+    found = plan_models([RECIPES / f"{name}.yaml"])
     assert {one.config.num_labels for one in found.values()} == {classes}
 
 
 def test_arms_are_matched_as_the_paper_matches_them():
-    found = planned([RECIPES / "cpu/tokenformer-glyphs.yaml"])
+    found = plan_models([RECIPES / "cpu/tokenformer-glyphs.yaml"])
     counts = {name: sum(price(one.config).parameters.values()) for name, one in found.items()}
     assert counts["TokenFormer, matched"] == pytest.approx(counts["ViT"], rel=0.02)
 
@@ -28,5 +28,5 @@ def test_arms_are_matched_as_the_paper_matches_them():
 def test_classes_that_only_the_images_know_are_asked_for():
     recipe = {"name": "own", "data": {"kind": "images", "source": "nowhere"}, "model": {"hidden_size": 192}}
     with pytest.raises(HeadwaterError, match="num_labels"):
-        planned([recipe])
-    assert planned([recipe], ["num_labels=7"])["own"].config.num_labels == 7
+        plan_models([recipe])
+    assert plan_models([recipe], ["num_labels=7"])["own"].config.num_labels == 7

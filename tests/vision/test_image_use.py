@@ -32,7 +32,7 @@ from headwater.growth import grow, importance, shrink
 from headwater.growth.parameter_tokens import merge
 from headwater_lab.data.images import image_processor
 from headwater_lab.serving.prediction import load_for_prediction, predict_images
-from headwater_lab.training.checkpoints import write_model
+from headwater_lab.training.saving import write_model
 
 MANY = {"kv_shift": {}, "value_residual": {}, "neutreno": {}, "dense_former": {}}
 EVERYTHING = {"pattention": {}, **MANY, "skip_layer": {}}

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from headwater_lab.papers.places import RESTORED, finished_runs
 
 from headwater_lab.comparison.trials import make_slug
 from headwater_lab.papers.claims import Judged
 from headwater_lab.papers.computing import Fact
 from headwater_lab.papers.kept import KeptRun, read_runs
 from headwater_lab.papers.measures import COUNTED
-from headwater_lab.papers.places import RESTORED, finished_runs
 from headwater_lab.papers.result import Reproduction, compute_table, describe_evidence, reproduce_table
 from headwater_lab.papers.table import PaperTable, ScaleName, read_tables, reads_models
 from headwater_lab.papers.work import prepare_work

@@ -17,7 +17,7 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.api.observer import Observer
 from headwater_lab.data.base import Data
 from headwater_lab.training.checkpoints import FOLDER
-from headwater_lab.training.models import measure
+from headwater_lab.training.trained_models import measure_model
 from headwater_lab.util.model_kinds import AnyModel
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def check_outside(folder: Path, source: str | Path, around: bool = False) -> Non
 def measure_held_out(label: str, model: AnyModel, data: Data, watch: Observer) -> dict[str, float]:
     """Measure a model on the held-out data, and report progress under the name `label`."""
     batches = count(1)
-    return measure(model, data, lambda: watch.show(label, next(batches), unit="batch"))
+    return measure_model(model, data, lambda: watch.show(label, next(batches), unit="batch"))
 
 
 @contextmanager

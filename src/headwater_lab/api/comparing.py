@@ -19,9 +19,9 @@ from headwater_lab.comparison import running, search
 from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.running import ArmKey
 from headwater_lab.comparison.trials import Job, describe_runs, list_trials
-from headwater_lab.recipe.loading import read_recipe
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.recipe.unread import overruled
+from headwater_lab.recipe.recipe_files import read_recipe
+from headwater_lab.recipe.unread import find_overruled
 from headwater_lab.reports import (
     Comparison,
     read_comparisons,
@@ -29,7 +29,7 @@ from headwater_lab.reports import (
     result_columns,
     write_report,
 )
-from headwater_lab.util.output_folder import occupied
+from headwater_lab.util.output_folder import occupy_folder
 from headwater_lab.util.terminal import counted
 
 
@@ -134,7 +134,7 @@ def compare(
     selections = [_select_part(loaded, arms, sizes) if arms or sizes else None for loaded in recipes]
     folder = local(out, "out") if out is not None else Path("runs") / titles[0]
     failed: list[Outcome] = []
-    with occupied(folder):
+    with occupy_folder(folder):
         if searches:
             selection, failed = _search_mechanisms(recipes[0], mechanisms, folder, workers, watch)
             recipes, selections = [selection] if failed else [_final_recipe(selection, folder, watch)], [None]
@@ -152,7 +152,7 @@ def _report_overruled(recipe: Recipe, overrides: Sequence[str], watch: Observer)
     if section.learning_rates:
         setters["training.learning_rate"] = "compare.learning_rates"
     keys = [key for key in (text.partition("=")[0] for text in overrides) if key in setters]
-    for key in dict.fromkeys([*keys, *overruled(recipe, recipe.trials().values(), overrides)]):
+    for key in dict.fromkeys([*keys, *find_overruled(recipe, recipe.trials().values(), overrides)]):
         setter = setters.get(key, "every arm or size")
         watch.tell(f"{key} has no effect, because {setter} sets it; change it in the recipe's compare section.")
 

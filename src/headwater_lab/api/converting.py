@@ -16,16 +16,24 @@ from headwater.util.files import replace_text
 from headwater_lab.api.common import measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.api.training import watch_training
-from headwater_lab.recipe.loading import changed_recipe
-from headwater_lab.training.checkpoints import FOLDER, how_to_load, newest_checkpoint, publish_model, write_model
-from headwater_lab.training.estimate import ConversionPrice, count_of, price_of
-from headwater_lab.training.models import Trained, changed_text, data_settings, open_source, open_trained
-from headwater_lab.training.processes import connected
+from headwater_lab.recipe.recipe_files import change_recipe
+from headwater_lab.training.checkpoints import FOLDER, newest_checkpoint
+from headwater_lab.training.model_estimates import ConversionPrice, price_conversion, read_count
+from headwater_lab.training.processes import connect_processes
 from headwater_lab.training.records import RunRecord
-from headwater_lab.training.run_folder import mark
-from headwater_lab.training.stages import chain, conversion_recipe, curve_of, on_several, train_stages, write_recipe
+from headwater_lab.training.run_folder import mark_folder
+from headwater_lab.training.saving import how_to_load, publish_model, write_model
+from headwater_lab.training.stages import (
+    build_conversion,
+    list_healing,
+    list_stages,
+    train_stages,
+    uses_processes,
+    write_recipe,
+)
 from headwater_lab.training.start import MAY_DIFFER
-from headwater_lab.util.output_folder import occupied
+from headwater_lab.training.trained_models import Trained, data_settings, open_source, open_trained, warn_changed_data
+from headwater_lab.util.output_folder import occupy_folder
 from headwater_lab.util.terminal import lined, si
 
 # Tokens in a row, if the model has positions for as many, and rows in a step.
@@ -70,7 +78,7 @@ def convert(
     _check_overrides(overrides)
     # The data are what the model's history says, which may be anyone's.
     batches = {"name": out.name, "data": data, "training": {"batch_size": ROWS}}
-    sized = changed_recipe(batches, sizes, "the recipe")
+    sized = change_recipe(batches, sizes, "the recipe")
     if text is not None:
         _check_context(
             getattr(sized.data, "context", CONTEXT), trained.model.config.max_position_embeddings, watch.tell
@@ -80,43 +88,43 @@ def convert(
         "num_key_value_heads": num_key_value_heads,
         "anneal": anneal,
     }
-    values = conversion_recipe(
+    values = build_conversion(
         out.name,
         str(checkpoint),
         data,
         options,
-        tokens=count_of(heal, "heal"),
+        tokens=read_count(heal, "heal"),
         context=int(getattr(sized.data, "context", CONTEXT)),
         batch_size=sized.training.batch_size,
         gradient_accumulation_steps=sized.training.gradient_accumulation_steps,
     )
-    recipe = changed_recipe(values, overrides, "the recipe")
-    if any(on_several(run) for run, _ in chain(recipe, out)):
+    recipe = change_recipe(values, overrides, "the recipe")
+    if any(uses_processes(run) for run, _ in list_stages(recipe, out)):
         raise HeadwaterError(
             "headwater convert uses one device; for several, train the stages of its recipe one by one with "
             "`headwater train RECIPE --stage NAME` (docs/convert.md)."
         )
-    price = price_of(recipe, trained.model.config, trained.model.dtype.itemsize)
+    price = price_conversion(recipe, trained.model.config, trained.model.dtype.itemsize)
     distillation = recipe.training.distillation
     teacher = "the original" if distillation is None or distillation.teacher is None else "the teacher"
     dtype = trained.model.dtype
     _say_price(price, teacher, watch)
     if only_plan:
         return None
-    with connected(recipe, out) as fabric:  # which says if the device cannot be used
+    with connect_processes(recipe, out) as fabric:  # which says if the device cannot be used
         device = fabric.device
-    with occupied(out, empty=True):
-        mark(out)
+    with occupy_folder(out, empty=True):
+        mark_folder(out)
         write_recipe(recipe, out)
         if not path.is_dir():
             write_model(checkpoint, trained.model, trained.tokenizer, trained.history)
         built = recipe.data.build()
-        if text is None and (warning := changed_text(trained, built)):
+        if text is None and (warning := warn_changed_data(trained, built)):
             watch.tell(f"{warning} Pass another text with --text.")
         original = measure_held_out("measuring the original", trained.model.to(device), built, watch)
         del trained
         watch.tell("making the smaller model")
-        record = train_stages(recipe, out, on_event=watch_training(recipe, chain(recipe, out), watch))
+        record = train_stages(recipe, out, on_event=watch_training(recipe, list_stages(recipe, out), watch))
         result = _write_start(out, record, dtype)
         publish_model(result, out)
         converted = measure_held_out("measuring the result", open_source(str(result)).model.to(device), built, watch)
@@ -194,7 +202,7 @@ def _report_conversion(
 ) -> None:
     """Report what the conversion did, and write it next to the run. measures: of the original and the result."""
     original, converted = measures
-    curve = curve_of(record)
+    curve = list_healing(record)
     result = {"source": source, "price": asdict(priced), "before": original, "after": converted, "curve": curve}
     replace_text(target / "conversion.json", json.dumps(result, indent=1) + "\n")
     table = lined("", "before", "after", "after / before")

@@ -21,20 +21,19 @@ from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.api.common import measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.data.base import Data
-from headwater_lab.recipe.change import Change, changed_config
-from headwater_lab.training.change import measure_change
-from headwater_lab.training.checkpoints import how_to_load, write_model
-from headwater_lab.training.models import (
+from headwater_lab.recipe.start_section import Change, changed_config
+from headwater_lab.training.model_changes import change_model, measure_change
+from headwater_lab.training.records import Event
+from headwater_lab.training.saving import how_to_load, write_model
+from headwater_lab.training.trained_models import (
     Trained,
-    changed,
-    changed_text,
-    data_of,
-    known_rows,
+    build_data,
+    default_rows,
     open_source,
     open_trained,
     sample_rows,
+    warn_changed_data,
 )
-from headwater_lab.training.records import Event
 from headwater_lab.util.model_kinds import AnyModel
 from headwater_lab.util.terminal import lined
 
@@ -80,7 +79,7 @@ def grow(
     check_full_precision(trained.model)
     check_memory(changed_config(trained.model.config, change))
     ids, where = _tell_converted(trained, watch)
-    grown = changed(trained, change)
+    grown = change_model(trained, change)
     if watch.listens:
         moved = _describe_change(measure_change(trained.model, grown.model, ids))
         old_size, new_size = trained.model.num_parameters(), grown.model.num_parameters()
@@ -111,8 +110,8 @@ def shrink(
     calibrated = len(ids) if text is None else len(ids) - len(ids) // 4
     weights = growth.importance(trained.model, ({trained.model.main_input_name: row[None]} for row in ids[:calibrated]))
     model = growth.shrink(trained.model, weights, attention_pairs, ffn_pairs)
-    if text is None and (data := data_of(trained.history)) is not None:
-        if warning := changed_text(trained, data):
+    if text is None and (data := build_data(trained.history)) is not None:
+        if warning := warn_changed_data(trained, data):
             watch.tell(warning)
         old_loss, new_loss = (
             measure_held_out(f"measuring the {which} model", measured_model, data, watch)[data.metric]
@@ -159,10 +158,10 @@ def _data_since(root: Trained, copy: Trained, path: Path, base: Path, watch: Obs
         raise HeadwaterError(
             f"{str(path)!r} was not grown from {str(base)!r}, by its history; name the base that it was grown from."
         )
-    data = data_of(copy.history[len(root.history) :])
+    data = build_data(copy.history[len(root.history) :])
     if data is None:
         raise HeadwaterError(f"{str(path)!r} has not been trained since it was grown; train it, then merge.")
-    if warning := changed_text(copy, data):
+    if warning := warn_changed_data(copy, data):
         watch.tell(warning)
     return data
 
@@ -250,7 +249,7 @@ def _tell_converted(
     That model is then released.
     """
     if text is None:
-        ids, where = known_rows(trained)
+        ids, where = default_rows(trained)
     else:
         ids = sample_rows(trained, text, rows)
         where = f"{ids.numel():,} tokens of {text.name}"

@@ -9,15 +9,15 @@ from headwater.config.presets import PRESETS, preset
 from headwater.cost.counts import parameters
 from headwater.plugins.registry import MECHANISMS, resolve
 from headwater_lab.data.synthetic import list_tasks
-from headwater_lab.recipe.overrides import plain, read_text
-from headwater_lab.recipe.shipped import shipped_recipes
+from headwater_lab.recipe.overrides import read_text, read_yaml
+from headwater_lab.recipe.recipe_files import shipped_recipes
 
 
 def describe_recipes() -> Sequence[dict[str, Any]]:
     """List the recipes that `train`, `compare` and `plan` accept by name."""
     rows = []
     for name, path in shipped_recipes().items():
-        values = plain(read_text(path, "recipe"), repr(str(path)))
+        values = read_yaml(read_text(path, "recipe"), repr(str(path)))
         command = "compare" if "compare" in values else "train"
         rows.append({"name": name, "command": command, "title": values.get("title", ""), "file": str(path)})
     return rows

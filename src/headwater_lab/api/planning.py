@@ -12,8 +12,7 @@ from headwater.plugins import outside
 from headwater_lab.api.common import PathLike, Result
 from headwater_lab.api.settings import PlanSettings
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.estimate import draw_flops, planned
-from headwater_lab.training.estimate import prices as prices_of
+from headwater_lab.training.model_estimates import draw_flops, plan_models, price_models
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,6 +66,6 @@ def plan(
     settings: see `PlanSettings`. trust: as in `train`. Raises `HeadwaterError`.
     """
     outside.trust_names(trust)
-    planned_models = planned(models, overrides, vocab_size)
+    planned_models = plan_models(models, overrides, vocab_size)
     configs = {name: planned_model.config for name, planned_model in planned_models.items()}
-    return Plan(prices_of(planned_models, **settings), configs)
+    return Plan(price_models(planned_models, **settings), configs)

@@ -12,13 +12,13 @@ from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import local
 from headwater_lab.api.common import PathLike, Result, check_outside, quiet
 from headwater_lab.api.observer import SILENT, Observer
-from headwater_lab.recipe.loading import read_recipe
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.recipe.unread import overruled
+from headwater_lab.recipe.recipe_files import read_recipe
+from headwater_lab.recipe.unread import find_overruled
 from headwater_lab.training.checkpoints import load_model, newest_checkpoint
+from headwater_lab.training.journal import Activity, OnEvent, Point
 from headwater_lab.training.records import CurvePoint, Experiment, HeldOutPoint, Notice, RunRecord, SpeedPoint
-from headwater_lab.training.run_folder import Activity, OnEvent, Point
-from headwater_lab.training.stages import chain, train_stages
+from headwater_lab.training.stages import list_stages, train_stages
 from headwater_lab.util.model_kinds import AnyModel
 
 
@@ -77,9 +77,9 @@ def train(
         resume=resume,
         experiment=experiment,
         only=stage,
-        on_event=on_event or watch_training(loaded, chain(loaded, folder), watch),
+        on_event=on_event or watch_training(loaded, list_stages(loaded, folder), watch),
     )
-    stages = dict(zip(loaded.stage_names, (path for _, path in chain(loaded, folder)), strict=True))
+    stages = dict(zip(loaded.stage_names, (path for _, path in list_stages(loaded, folder)), strict=True))
     return Run(folder, record, folder if stage is None else stages[stage])
 
 
@@ -94,7 +94,7 @@ def _find_trial(
         raise HeadwaterError(f"{recipe.name!r} has no arm {arm!r}; {nearest(arm, arms)}")
     trial = make_trial(recipe, arm, recipe.seed, Path("runs") / recipe.name, size)
     setter = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
-    for key in overruled(recipe, [trial.recipe], overrides):
+    for key in find_overruled(recipe, [trial.recipe], overrides):
         watch.tell(f"{key} has no effect, because {setter} sets it; change it in the recipe's compare section.")
     return trial.recipe, trial.folder, trial.experiment
 

@@ -47,7 +47,7 @@ def tell(line: str) -> None:
 
 def tell_model(folder: Path, model: Path | None = None) -> None:
     """Print where a command has written, and how transformers loads the model. model: its folder, if not `folder`."""
-    from headwater_lab.training.checkpoints import how_to_load
+    from headwater_lab.training.saving import how_to_load
 
     say(f"written to {folder}\n{how_to_load(model or folder)}")
 
@@ -65,7 +65,7 @@ def mechanisms_of(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
     from headwater.config.options import parse_options
     from headwater.plugins.outside import trust_names_in
     from headwater.plugins.registry import resolve
-    from headwater_lab.recipe.overrides import plain
+    from headwater_lab.recipe.overrides import read_yaml
 
     mechanisms: dict[str, dict[str, Any]] = {}
     for text in arguments:
@@ -74,7 +74,7 @@ def mechanisms_of(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
             raise HeadwaterError(f'Mechanism {name}= has no options; write {name}, or "{name}={{key: value}}".')
         if name in mechanisms:
             raise HeadwaterError(f"Mechanism {name} is given twice; give it once, with all its options.")
-        mechanisms[name] = plain(options, f"The options of mechanism {name}", whole=True) if equals else {}
+        mechanisms[name] = read_yaml(options, f"The options of mechanism {name}", single=True) if equals else {}
         if not isinstance(mechanisms[name], dict):
             raise HeadwaterError(f'The options of mechanism {name} are a mapping: "{name}={{key: value}}".')
         trust_names_in({name: mechanisms[name]})
@@ -95,7 +95,7 @@ def device_of(name: str) -> str:
 
 def recipe_of(argument: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load a recipe by its path, or by the name of a shipped one. Raises `HeadwaterError`."""
-    from headwater_lab.recipe.loading import find_recipe, load_recipe
+    from headwater_lab.recipe.recipe_files import find_recipe, load_recipe
 
     return load_recipe(find_recipe(argument), overrides)
 

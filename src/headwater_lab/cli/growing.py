@@ -23,9 +23,9 @@ def grow_model(checkpoint: str, fields: Sequence[str] = (), *, out: Out = None) 
         method=lemon, …
     """
     from headwater_lab.api.growing import grow
-    from headwater_lab.recipe.loading import values_of
+    from headwater_lab.recipe.recipe_files import read_overrides
 
-    values = values_of(fields)
+    values = read_overrides(fields)
     grow(checkpoint, **values, out=new_folder(out, checkpoint, "grown"), watch=ProgressReport())
 
 
@@ -95,7 +95,7 @@ def retrofit_model(
     rows: Rows in the sample of --text.
     """
     from headwater_lab.api.growing import retrofit
-    from headwater_lab.recipe.loading import values_of
+    from headwater_lab.recipe.recipe_files import read_overrides
 
     need("--layout", "--set")
     need("--text", "--rows")
@@ -106,7 +106,7 @@ def retrofit_model(
         mechanisms_of(mechanism),
         allow_change=allow_change,
         layout=layout,
-        settings=values_of(set),
+        settings=read_overrides(set),
         family=family,
         text=text,
         rows=rows,

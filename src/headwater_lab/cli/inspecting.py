@@ -37,8 +37,8 @@ def inspect_models(
     out: Write inspect.json and pictures into this folder.
     """
     from headwater_lab.inspection import build_tables, check_alike, draw_pictures, inspect_model, to_json
-    from headwater_lab.training.models import open_trained
-    from headwater_lab.util.output_folder import occupied
+    from headwater_lab.training.trained_models import open_trained
+    from headwater_lab.util.output_folder import occupy_folder
     from headwater_lab.util.outputs import check_replaceable, write_json
 
     if out is not None:
@@ -56,7 +56,7 @@ def inspect_models(
     for table in build_tables(inspections):
         stdout.print(table)
     if out is not None:
-        with occupied(out):
+        with occupy_folder(out):
             pictures = draw_pictures(inspections, out)
             write_json(out / "inspect.json", to_json(inspections))
         tell(f"written: {', '.join(map(str, (out / 'inspect.json', *pictures)))}")

@@ -65,15 +65,15 @@ def show_initialization(configs: Sequence[str], *, vocab_size: VocabSize | None 
     from dataclasses import asdict
 
     from headwater.cost.counts import check_memory
-    from headwater_lab.training.estimate import planned
-    from headwater_lab.training.models import drowning, init_diagnostics
+    from headwater_lab.training.initialization import measure_initialization, warn_drowning
+    from headwater_lab.training.model_estimates import plan_models
     from headwater_lab.util.model_kinds import model_class
 
     models, changes = split_overrides(configs)
-    by_name = {name: model.config for name, model in planned(models, changes, vocab_size).items()}
+    by_name = {name: model.config for name, model in plan_models(models, changes, vocab_size).items()}
     for config in by_name.values():
         check_memory(config)
-    measured = {name: init_diagnostics(model_class(config)(config)) for name, config in by_name.items()}
+    measured = {name: measure_initialization(model_class(config)(config)) for name, config in by_name.items()}
     contents = {name: [asdict(row) | {"ratio": row.ratio} for row in rows] for name, rows in measured.items()}
     tables: list[Any] = []
     for name, rows in measured.items():
@@ -82,7 +82,7 @@ def show_initialization(configs: Sequence[str], *, vocab_size: VocabSize | None 
         for row in rows:
             numbers = (f"{row.output:.3g}", f"{row.stream:.3g}", f"{row.ratio:.2f}", f"{row.cosine:.2f}")
             table.add_row(str(row.layer), row.name, *numbers, f"{row.constant:.0%}")
-        tables += filter(None, (table, drowning(rows)))
+        tables += filter(None, (table, warn_drowning(rows)))
     tables.append(
         "cosine: between a sub-layer's input and the token's own embedding. constant: share of the output that is "
         "one vector, the same for all tokens. 8 rows of 128 random tokens, or 8 images of noise."

@@ -163,10 +163,10 @@ def serve_model(checkpoint: CheckpointPath, *, engine: Literal["transformers", "
 def _find_text_checkpoint(checkpoint: Path) -> Path:
     """Find the newest checkpoint of a run. Raises `HeadwaterError` if it cannot answer text."""
     from headwater_lab.data.tokenizer_files import has_tokenizer
-    from headwater_lab.training.checkpoints import check, newest_checkpoint
+    from headwater_lab.training.checkpoints import check_sums, newest_checkpoint
 
     source = newest_checkpoint(checkpoint)
-    check(source)
+    check_sums(source)
     if not (source / "config.json").is_file():
         raise HeadwaterError(f"{str(source)!r} is not a checkpoint: it has no config.json.")
     if not has_tokenizer(source):
@@ -189,7 +189,7 @@ def export_model(
     from headwater.conversion.families import find_family
     from headwater.util.files import check_free
     from headwater_lab.api.common import check_outside
-    from headwater_lab.training.models import open_trained
+    from headwater_lab.training.trained_models import open_trained
 
     exclude("--family", "--materialise")
     check_outside(out, checkpoint)

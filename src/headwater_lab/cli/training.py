@@ -78,9 +78,9 @@ def list_runs(folder: Path = Path("runs"), *, json: AsJson = False) -> None:
 
     folder: Folder to search, at any depth.
     """
-    from headwater_lab.training.run_folder import runs_in
+    from headwater_lab.training.journal import list_runs
 
-    listed = runs_in(folder, tell)
+    listed = list_runs(folder, tell)
     if not listed:
         raise HeadwaterError(f"There are no runs in {str(folder)!r}.")
     table = lined()

@@ -44,7 +44,7 @@ def verify_models(
     from headwater import verification
     from headwater.models.load import model_type
     from headwater_lab.training.checkpoints import newest_checkpoint
-    from headwater_lab.training.models import open_trained
+    from headwater_lab.training.trained_models import open_trained
     from headwater_lab.util.model_kinds import MODEL_TYPES
 
     trained = None

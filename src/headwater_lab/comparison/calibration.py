@@ -20,7 +20,7 @@ from headwater.util.seeding import number
 from headwater_lab.comparison.earlier import find_conflict
 from headwater_lab.comparison.sequential import LEVEL, repeated_intervals
 from headwater_lab.comparison.statistics import POWER, find_power, holm_tests
-from headwater_lab.training.records import RunRecord, read_record, record_files
+from headwater_lab.training.records import RunRecord, list_records, read_record
 
 # Draws results: [comparisons, arms with the baseline, seeds].
 Sampler = Callable[[np.random.Generator, tuple[int, int, int]], np.ndarray]
@@ -72,7 +72,7 @@ def read_results(folder: Path) -> tuple[str, list[float]]:
     """
     results: dict[tuple[str, str], dict[int, float]] = {}
     runs: dict[tuple[str, str], list[tuple[RunRecord, Path]]] = {}
-    for path in record_files(folder):
+    for path in list_records(folder):
         record = read_record(path)
         experiment, result = record.experiment, record.result
         if experiment is None or experiment.phase != "comparison" or record.status != "finished":

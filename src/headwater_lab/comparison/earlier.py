@@ -14,14 +14,14 @@ from headwater.util.errors import HeadwaterError, NotTrusted
 from headwater_lab.comparison.trials import Trial, make_plan, make_trial, set_rate
 from headwater_lab.comparison.tuning import find_tuned_rate
 from headwater_lab.recipe.recipe import Recipe, parse
-from headwater_lab.training.checkpoints import checkpoints
+from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.records import (
     ENDED,
     Experiment,
     RunRecord,
     SeedPlan,
+    list_records,
     read_record,
-    record_files,
     write_record,
 )
 
@@ -33,7 +33,7 @@ def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared
 
     shared: only those in the folders of `trials`. Unreadable records are left to training.
     """
-    folders = [trial.folder for trial in trials] if shared else [path.parent for path in record_files(out)]
+    folders = [trial.folder for trial in trials] if shared else [path.parent for path in list_records(out)]
     runs = []
     for folder in folders:
         try:
@@ -97,7 +97,7 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns
                 tuned = find_tuned_rate(recipe, experiment.arm, out)
                 rate_by_arm[experiment.arm] = record.recipe["training"]["learning_rate"] if tuned is None else tuned
             expected = set_rate(expected, rate_by_arm[experiment.arm])
-        if record.identity != expected.identity and (record.status in ENDED or checkpoints(folder)):
+        if record.identity != expected.identity and (record.status in ENDED or list_checkpoints(folder)):
             raise HeadwaterError(
                 f"{str(folder)!r} holds a run with other settings; choose another --out, or remove it."
             )

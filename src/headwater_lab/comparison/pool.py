@@ -20,13 +20,13 @@ from headwater.util.errors import HeadwaterError, NotTrusted
 from headwater.util.files import read_bytes
 from headwater_lab.comparison.trials import Job, Trial, order_jobs
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.checkpoints import checkpoints
+from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import ENDED, RECORD, Experiment, RunRecord, read_record, write_record
 from headwater_lab.training.run_folder import METRICS
-from headwater_lab.training.stages import check_later_stages, finish
+from headwater_lab.training.stages import check_later_stages, finish_stages
 from headwater_lab.util.endings import Diverged, Interrupted
-from headwater_lab.util.output_folder import keep
+from headwater_lab.util.output_folder import keep_contents
 from headwater_lab.util.workers import Answer, Worker
 
 OnChange = Callable[[Job, int, str], None]
@@ -101,7 +101,7 @@ def _join_outcomes(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
             return Outcome(trial.label, outcome.record and _write_diverged(trial, outcome.record, error), error)
     runs = [(job.recipe, job.folder) for job in trial.jobs]
     trial.folder.mkdir(parents=True, exist_ok=True)
-    return Outcome(trial.label, finish(trial.recipe, trial.folder, runs, trial.experiment))
+    return Outcome(trial.label, finish_stages(trial.recipe, trial.folder, runs, trial.experiment))
 
 
 def _write_diverged(trial: Trial, record: RunRecord, error: str) -> RunRecord:
@@ -124,8 +124,8 @@ def _run_pool(jobs: list[Job], workers: int, report: OnChange) -> dict[Path, Out
     finally:
         pool.end()
         for folder in (job.folder for job in jobs):
-            if (folder / RECORD).exists() or checkpoints(folder):  # else it was refused, and has left nothing
-                keep(folder)
+            if (folder / RECORD).exists() or list_checkpoints(folder):  # else it was refused, and has left nothing
+                keep_contents(folder)
     return outcomes
 
 
@@ -219,7 +219,7 @@ def read_finished(job: Job) -> RunRecord | None:
     except HeadwaterError:
         return None
     same = record.identity == job.recipe.identity
-    if not same and (record.status in ENDED or checkpoints(job.folder)):
+    if not same and (record.status in ENDED or list_checkpoints(job.folder)):
         raise HeadwaterError(
             f"{str(job.folder)!r} holds a run with other settings; choose another --out, or remove it."
         )

@@ -23,7 +23,7 @@ from headwater.util.files import replace_text
 from headwater_lab.bench.decoding import decode_in_turns
 from headwater_lab.bench.paired import PairedTimes, time_interleaved
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.loop import stepping
+from headwater_lab.training.loop import prepare_steps
 from headwater_lab.training.records import device_name
 from headwater_lab.util.machine import set_threads
 from headwater_lab.util.model_kinds import is_of_images
@@ -154,10 +154,10 @@ def _measure_price(arm: Recipe, baseline: Recipe) -> ArmPrice:
     arm, baseline = make_timed_recipe(arm), make_timed_recipe(baseline)
     with (
         tempfile.TemporaryDirectory() as folder,
-        stepping(arm, Path(folder) / "a") as a,
-        stepping(baseline, Path(folder) / "b") as b,
+        prepare_steps(arm, Path(folder) / "a") as a,
+        prepare_steps(baseline, Path(folder) / "b") as b,
     ):
-        times = time_interleaved(a.settled_step, b.settled_step, STEPS)
+        times = time_interleaved(a.take_settled_step, b.take_settled_step, STEPS)
         config, context = a.model.config, a.data.context
         sizes = [run.progress.tokens / run.progress.step for run in (a, b)]
         training = _summarize_times([t / sizes[0] for t in times.a], [t / sizes[1] for t in times.b])

@@ -26,7 +26,7 @@ from headwater_lab.comparison.trials import (
 )
 from headwater_lab.comparison.tuning import choose_rates, list_tuning_trials
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.util.output_folder import occupied
+from headwater_lab.util.output_folder import occupy_folder
 
 # An arm at a size.
 ArmKey = tuple[str, str | None]
@@ -50,7 +50,7 @@ def run_comparison(
     comparisons may be written to it at the same time. Raises `HeadwaterError` as the recipe's parts do, if another
     process compares into `out`, and for runs below `out` that are not of this comparison; `Interrupted` after Ctrl-C.
     """
-    with occupied(out / recipe.name if shared else out, nested=True):
+    with occupy_folder(out / recipe.name if shared else out, nested=True):
         recipe = match_arms(recipe)
         trials = _choose_trials(list_trials(recipe, out), only)
         section = recipe.compare

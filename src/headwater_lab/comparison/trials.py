@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.comparison.budget import match_arms
-from headwater_lab.recipe.comparison import Compare
+from headwater_lab.recipe.comparison_section import Compare
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import STAGES
 from headwater_lab.training.records import Experiment, SeedPlan

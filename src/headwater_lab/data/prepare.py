@@ -51,7 +51,7 @@ from headwater_lab.data.shards import (
 from headwater_lab.data.stream import Stream, TextSource
 from headwater_lab.data.tokenizer import Encoder, load_tokenizer
 from headwater_lab.util.endings import Interrupted
-from headwater_lab.util.output_folder import LOCK, occupied
+from headwater_lab.util.output_folder import LOCK, occupy_folder
 
 # Bytes of a file to gather before they are written; each domain has four files, of conversations six.
 WRITTEN = 2**17
@@ -110,7 +110,7 @@ def prepare(
             out = settle_path(out)
             if out.exists() and not out.is_dir():
                 raise _describe_foreign(out)
-            with occupied(out):
+            with occupy_folder(out):
                 names = {path.name for path in out.iterdir() if not path.name.startswith(STAGING)} - {LOCK}
                 if names & {MANIFEST, DOMAINS}:
                     return _check_finished(out, settings, encoder.separator)

@@ -17,9 +17,9 @@ from headwater.models.load import check_finite, check_size, describe_reason, mod
 from headwater.models.weights import check_files
 from headwater.util.errors import HeadwaterError, first_line
 from headwater_lab.data.tokenizer import separator_id
-from headwater_lab.training.checkpoints import check, history_of, load_model, newest_checkpoint
+from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint, read_history
 from headwater_lab.training.hub_models import check_source, explaining_code
-from headwater_lab.training.models import tokenizer_of
+from headwater_lab.training.trained_models import read_tokenizer
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # The limit for a model without its own, as in lm-evaluation-harness.
@@ -81,17 +81,17 @@ class Candidate:
         lengths = (getattr(self.config, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
         return next((length for length in lengths if length), CONTEXT)
 
-    def load(self, device: str, dtype: str) -> PreTrainedModel:
-        """The model with its weights, in eval mode. Raises `HeadwaterError` if any are missing."""
+    def load_model(self, device: str, dtype: str) -> PreTrainedModel:
+        """Load the model with its weights, in eval mode. Raises `HeadwaterError` if any are missing."""
         if self.is_headwater:
-            check(Path(self.source))
+            check_sums(Path(self.source))
             model = load_model(Path(self.source))
         else:
             model = self._load_foreign()
         return model.to(device, None if dtype == "auto" else getattr(torch, dtype)).eval()
 
     def _load_foreign(self) -> PreTrainedModel:
-        """A model that is not headwater's, as transformers loads it."""
+        """Load a model that is not headwater's, with transformers."""
         if (folder := Path(self.source)).is_dir():  # all files of its index are present
             files = weight_files(folder, pickled=True)
             check_size(self.skeleton, 2 * sum(file.stat().st_size for file in files), folder)  # of 4 bits or more
@@ -117,7 +117,7 @@ class Candidate:
 
 
 def find_candidates(sources: Sequence[str], trust_remote_code: bool = False) -> list[Candidate]:
-    """The models to evaluate, with unique names. Raises `HeadwaterError` for anything but a text model."""
+    """Find the models to evaluate, with unique names. Raises `HeadwaterError` for anything but a text model."""
     paths = [
         str(newest_checkpoint(Path(source))) if Path(source).is_dir() else source.rstrip("/") for source in sources
     ]
@@ -135,7 +135,7 @@ def _read_candidate(name: str, source: str, trust_remote_code: bool) -> Candidat
             config = read_config(path)
         else:
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    tokenizer = tokenizer_of(path if local else source, config.vocab_size if is_headwater else None)
+    tokenizer = read_tokenizer(path if local else source, config.vocab_size if is_headwater else None)
     if tokenizer is None and trust_remote_code:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=True)
     if tokenizer is None:
@@ -155,24 +155,11 @@ def _read_candidate(name: str, source: str, trust_remote_code: bool) -> Candidat
 
 
 def _was_trained(checkpoint: Path) -> bool:
-    return any(event.kind == "trained" for event in history_of(checkpoint))
-
-
-def _read_config(source: str, is_headwater: bool, trust_remote_code: bool) -> Any:
-    try:
-        if is_headwater:
-            return read_config(Path(source))
-        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except HeadwaterError:
-        raise
-    except Exception as error:  # libraries can raise anything for damaged files
-        if "trust_remote_code" in str(error):
-            raise HeadwaterError(f"{source!r} needs its own code, which runs only with --trust-remote-code.") from error
-        raise HeadwaterError(f"The config of {source!r} cannot be read: {first_line(error)}") from error
+    return any(event.kind == "trained" for event in read_history(checkpoint))
 
 
 def unique_names(sources: Sequence[str]) -> list[str]:
-    """The last part of each path, or all of it where two would be alike; numbered where a path is named twice."""
+    """Name each path by its last part, or by all of it if two would be the same; number repeated paths."""
     stems = [Path(source).name for source in sources]
     names = stems if len(set(stems)) == len(set(sources)) else sources
     return [name if name not in names[:i] else f"{name} ({names[:i].count(name) + 1})" for i, name in enumerate(names)]

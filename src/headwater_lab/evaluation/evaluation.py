@@ -18,9 +18,9 @@ from headwater.kernels.autotune import forbid_autotuning
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.corpus import check_column_is_read
 from headwater_lab.data.tokenizer import Encoder
-from headwater_lab.evaluation import text as texts
+from headwater_lab.evaluation import text_likelihood as texts
 from headwater_lab.evaluation.candidates import CONTEXT, DTYPES, Candidate, find_candidates, same_tokenizer
-from headwater_lab.evaluation.paired import Difference, Items, difference
+from headwater_lab.evaluation.paired_differences import Difference, Items, compare_items
 from headwater_lab.evaluation.tasks import Score, Tasks
 from headwater_lab.util.machine import usable_device
 from headwater_lab.util.terminal import Table, lined
@@ -137,15 +137,15 @@ def evaluate(
     text_facts = [_text_facts(content) for content in contents]
     result = EvaluationResult({}, [], [], text_facts, settings, _read_versions(has_tasks))
     for candidate in candidates:
-        model = candidate.load(device, dtype)
+        model = candidate.load_model(device, dtype)
         facts = result.models[candidate.name] = _model_facts(candidate, model)
         with forbid_autotuning():  # all models' linear layers use the same kernel, whatever was timed to be fast here
             if on_tasks is not None:
-                scores = on_tasks.run(
+                scores = on_tasks.run_tasks(
                     candidate, model, batch_size=batch_size, limit=limit, context=context, seed=seed, progress=progress
                 )
                 result.add_scores(candidate.name, scores)
-            result.add_scores(candidate.name, on_texts.score(candidate, model, facts))
+            result.add_scores(candidate.name, on_texts.score_model(candidate, model, facts))
         del model
     result.compare_models()
     return result
@@ -157,7 +157,7 @@ def _read_versions(of_tasks: bool) -> dict[str, str]:
 
 
 def _choose_window(candidates: Sequence[Candidate], context: int | None, stride: int | None) -> tuple[int, int]:
-    """Tokens of a window, and by how many the next one begins later. Raises `HeadwaterError` if they do not fit."""
+    """Choose the tokens of a window, and between the beginnings of two. Raises `HeadwaterError` if they do not fit."""
     for candidate in candidates:
         if context is not None and candidate.positions is not None and context > candidate.positions:
             raise HeadwaterError(
@@ -182,8 +182,8 @@ class _TextScorer:
     batch_size: int
     on_windows: Callable[[str, int, int], None]
 
-    def score(self, candidate: Candidate, model: PreTrainedModel, facts: dict[str, Any]) -> Iterator[Score]:
-        """A model's scores by text and measure. Adds what it read of each text to its facts."""
+    def score_model(self, candidate: Candidate, model: PreTrainedModel, facts: dict[str, Any]) -> Iterator[Score]:
+        """Yield a model's scores by text and measure. Adds what it read of each text to its facts."""
         for content in self.contents:
             ids = Encoder(candidate.tokenizer)([document.text for document in content.documents])
             likelihoods = texts.sum_log_likelihoods(
@@ -210,7 +210,7 @@ class _TextScorer:
 
 
 def choose_measures(candidates: Sequence[Candidate]) -> list[str]:
-    """The measures by which the models can be compared on text: per token, they need one tokenizer."""
+    """Choose the measures by which models can be compared on text: per token, they need one tokenizer."""
     alike = all(same_tokenizer(candidates[0], candidate) for candidate in candidates[1:])
     return list(MEASURES) if alike else ["bits-per-byte"]
 
@@ -218,7 +218,7 @@ def choose_measures(candidates: Sequence[Candidate]) -> list[str]:
 def _compare_row(row: ScoreRow) -> list[Difference]:
     (baseline, reference), *compared = ((name, score.items) for name, score in row.figures.items())
     return [
-        difference(name, items, baseline, reference)
+        compare_items(name, items, baseline, reference)
         for name, items in compared
         if reference is not None and items is not None and len(items.values) == len(reference.values)
     ]
@@ -245,7 +245,7 @@ def _text_facts(text: texts.Text) -> dict[str, Any]:
 
 
 def to_json(result: EvaluationResult) -> dict[str, Any]:
-    """All results as plain values, not rounded, with the number of items behind each figure."""
+    """List all results as plain values, not rounded, with the number of items behind each figure."""
     content = asdict(result)
     for row, plain in zip(result.rows, content["rows"], strict=True):
         plain["figures"] = {
@@ -256,7 +256,7 @@ def to_json(result: EvaluationResult) -> dict[str, Any]:
 
 
 def _without_infinities(value: Any) -> Any:
-    """JSON has neither infinities nor NaN."""
+    """Replace infinities and NaN, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: _without_infinities(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -267,7 +267,7 @@ def _without_infinities(value: Any) -> Any:
 
 
 def build_tables(result: EvaluationResult) -> list[Table]:
-    """The figures ± their standard errors, one column per model, and the paired differences if there are several."""
+    """Lay out the figures ± their standard errors, one column per model, and the paired differences of several."""
     names = list(result.models)
     tables = [_lay_out(result.rows, names, lambda row, name: _write_figure(row.figures.get(name)))]
     if len(names) > 1 and any(row.differences for row in result.rows):
@@ -295,7 +295,7 @@ def _lay_out(
 
 
 def _write_figure(figure: Score | Difference | None, sign: str = "") -> str:
-    """Four decimals as in lm-eval, fewer for large numbers."""
+    """Write four decimals as in lm-eval, fewer for large numbers."""
     if figure is None:
         return "–"
     size = max(abs(figure.value), figure.stderr or 0.0)

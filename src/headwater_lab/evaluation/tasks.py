@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from headwater.util.errors import HeadwaterError, first_line, nearest
 from headwater.util.extras import MissingExtra
 from headwater_lab.evaluation.candidates import Candidate
-from headwater_lab.evaluation.paired import Items
+from headwater_lab.evaluation.paired_differences import Items
 
 # name[@shots][:metric,…] of each column. Metrics as in the tables of Pythia and Mamba, which TokenFormer continues: acc
 # for LAMBADA, PIQA, ARC-easy and WinoGrande; for HellaSwag and ARC-challenge acc_norm, by the answers' length.
@@ -82,7 +82,7 @@ class Score:
 
 
 def parse_tasks(name: str, shots: int | None = None) -> list[TaskRequest]:
-    """A name as the command line takes it, `name[@shots]`, or one of `GROUPS`."""
+    """Parse a name as the command line takes it, `name[@shots]`, or one of `GROUPS`."""
     requests = []
     for member in GROUPS.get(name, (name,)):
         task_shots, _, metrics = member.partition(":") if name in GROUPS else (member, "", "")
@@ -115,11 +115,11 @@ class Tasks:
             near = nearest(name, [*self.manager.all_tasks, *GROUPS])  # which may list thousands
             hint = near if near.startswith("did you") else "`lm_eval ls tasks` lists them all."
             raise HeadwaterError(f"There is no task {name!r}; {hint}")
-        self.loaded = [(request, self._load(request)) for request in requests]
+        self.loaded = [(request, self._load_task(request)) for request in requests]
 
-    def _load(self, request: TaskRequest) -> Any:
+    def _load_task(self, request: TaskRequest) -> Any:
         try:
-            with silence(), contextlib.chdir(self.folder or "."):
+            with silence_output(), contextlib.chdir(self.folder or "."):
                 loaded = self.manager.load([request.name])
         except ModuleNotFoundError as error:
             raise HeadwaterError(f"The task {request.name!r} needs more packages: {first_line(error)}") from error
@@ -138,7 +138,7 @@ class Tasks:
                 task.set_config(key="num_fewshot", value=request.shots or 0)
         return loaded
 
-    def run(
+    def run_tasks(
         self,
         candidate: Candidate,
         model: PreTrainedModel,
@@ -149,7 +149,7 @@ class Tasks:
         seed: int,
         progress: bool,
     ) -> Iterator[Score]:
-        """All figures of one model, in the requested order."""
+        """Yield all figures of one model, in the requested order."""
         prepare_lm_eval()
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
@@ -170,7 +170,7 @@ class Tasks:
             for task in loaded["tasks"].values():
                 task.set_fewshot_seed(seed=seed)
             try:
-                with silence(progress):
+                with silence_output(progress):
                     results = evaluate(lm, loaded, limit=limit, bootstrap_iters=DRAWS, log_samples=True)
             except AssertionError as error:
                 raise HeadwaterError(
@@ -185,7 +185,7 @@ class Tasks:
                 ) from error
             is_group = request.name in results.get("groups", {})
             for name in [request.name] if is_group else list(loaded["tasks"]):
-                yield from TaskResult(name, loaded["tasks"], results, is_group).scores(request.metrics)
+                yield from TaskResult(name, loaded["tasks"], results, is_group).list_scores(request.metrics)
 
 
 class TaskResult:
@@ -197,29 +197,29 @@ class TaskResult:
         self.task = tasks[self.members[0]]
         self.row = results["groups" if is_group else "results"][name]
 
-    def scores(self, metrics: tuple[str, ...] | None) -> Iterator[Score]:
-        """Its figures. metrics: those to show, None for all."""
-        member, facts = self.members[0], self._facts()
+    def list_scores(self, metrics: tuple[str, ...] | None) -> Iterator[Score]:
+        """Yield its figures. metrics: those to show, None for all."""
+        member, facts = self.members[0], self._read_facts()
         for key, value in self.row.items():
             metric, _, filter_name = key.partition(",")
             if not filter_name or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
             if metrics is not None and metric not in metrics:
                 continue
-            items = self._items(metric, filter_name, value)
+            items = self._read_items(metric, filter_name, value)
             yield Score(
                 task=self.name,
                 shots=int(self.results["n-shot"].get(member, 0)),
                 metric=metric if filter_name == "none" else f"{metric}, {filter_name}",
                 higher_is_better=self.results["higher_is_better"].get(member, {}).get(metric),
                 value=float(value),
-                stderr=self._stderr(metric, filter_name) if items is None else items.stderr,
+                stderr=self._read_stderr(metric, filter_name) if items is None else items.stderr,
                 items=items,
                 facts=facts,
             )
 
-    def _facts(self) -> dict[str, Any]:
-        """The versions and hashes of its tasks."""
+    def _read_facts(self) -> dict[str, Any]:
+        """Read the versions and hashes of its tasks."""
         from lm_eval.utils import hash_string
 
         texts = {
@@ -235,13 +235,13 @@ class TaskResult:
             "hashes": {member: hash_string(text) for member, text in texts.items()},
         }
 
-    def _stderr(self, metric: str, filter_name: str) -> float | None:
-        """The standard error by lm-eval, if it is a number."""
+    def _read_stderr(self, metric: str, filter_name: str) -> float | None:
+        """Read lm-eval's standard error, if it is a number."""
         stderr = self.row.get(f"{metric}_stderr,{filter_name}")
         return stderr if isinstance(stderr, float) else None
 
-    def _items(self, metric: str, filter_name: str, value: float) -> Items | None:
-        """A figure's items, if it is a ratio of sums over them, checked against lm-eval's own figure."""
+    def _read_items(self, metric: str, filter_name: str, value: float) -> Items | None:
+        """Read the items of a figure, if it is a ratio of sums over them, checked against lm-eval's own figure."""
         samples = [sample for member in self.members for sample in self.results["samples"][member]]
         scores = [sample.get(metric) for sample in samples if sample["filter"] == filter_name]
         form = FORMS.get(getattr(self.task.aggregation().get(metric), "__name__", ""))
@@ -256,7 +256,7 @@ class TaskResult:
 
 
 def local_tasks(files: Path) -> set[str]:
-    """The names of all tasks in a task file or a folder of them. Raises `HeadwaterError` for an invalid one."""
+    """List the names of all tasks in a task file or a folder of them. Raises `HeadwaterError` for an invalid one."""
     if not files.exists():
         raise HeadwaterError(f"There is no task file or folder {str(files)!r}.")
     prepare_lm_eval()
@@ -298,7 +298,7 @@ def prepare_lm_eval() -> None:
 
 
 @contextlib.contextmanager
-def silence(progress: bool = False) -> Iterator[None]:
+def silence_output(progress: bool = False) -> Iterator[None]:
     """Silence lm-eval's output; `progress` shows its bars if stderr is a terminal."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

@@ -16,7 +16,7 @@ from headwater.util.seeding import generator
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.images.reading import read_image
 from headwater_lab.inspection.sample import Sample
-from headwater_lab.training.models import PROCESSOR, Trained, data_of
+from headwater_lab.training.trained_models import PROCESSOR, Trained, build_data
 
 IMAGES = 64  # held-out images to read
 
@@ -82,7 +82,7 @@ def sample_images(trained: Trained, files: Sequence[Path], count: int | None) ->
         count = IMAGES if count is None else count
         if count < 1:
             raise HeadwaterError(f"--rows must be at least 1 image, not {count}.")
-        data = data_of(trained.history)
+        data = build_data(trained.history)
         if not isinstance(data, ImageData):
             raise HeadwaterError(
                 f"{trained.source!r} does not record its training data; pass images with --image FILE, or --scalars "

@@ -15,7 +15,7 @@ from headwater_lab.inspection.images import sample_images
 from headwater_lab.inspection.sample import repeat_random_tokens, sample_tokens
 from headwater_lab.inspection.scalars import Census, Scalars, collect_scalars, list_blocks, take_census
 from headwater_lab.inspection.watch import SHOWN, Induction, Read, induction_scores, read_sample
-from headwater_lab.training.models import Trained
+from headwater_lab.training.trained_models import Trained
 from headwater_lab.util.model_kinds import is_of_images
 
 SCHEMA_VERSION = 1

@@ -14,7 +14,7 @@ from headwater.config.layers import layer_config
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
-from headwater_lab.training.models import Trained, data_of, sample_rows
+from headwater_lab.training.trained_models import Trained, build_data, sample_rows
 
 ROWS, LEAST = 16, 4  # rows by default, and at least
 PERIOD = 50  # random tokens of an induction row, before they repeat
@@ -67,7 +67,7 @@ def sample_tokens(trained: Trained, text: Path | None, rows: int | None, context
         raise HeadwaterError(f"--context must be at least 16 tokens, not {context}.")
     if text is not None:
         return Sample({"input_ids": sample_rows(trained, text, rows, context)}, trained.tokenizer)
-    data = data_of(trained.history)
+    data = build_data(trained.history)
     if data is None:
         raise HeadwaterError(
             f"{trained.source!r} does not record its training data; pass a similar text with --text FILE, or "

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from headwater.util.errors import HeadwaterError
 from headwater_lab.optimization.adamw import adamw
 from headwater_lab.optimization.registry import register_optimizer
-from headwater_lab.optimization.tensors import gradients, local
+from headwater_lab.optimization.tensors import list_gradients, local_shard
 
 # The quintic polynomial that Newton-Schulz applies five times: steep at 0, and near 1 only roughly 1.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -71,21 +71,21 @@ class Muon(torch.optim.Optimizer):
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-        weights = [local(parameter) for parameter in parameters]
-        buffers = [local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
-        grads = [local(grad) for grad in gradients(parameters)]
-        taken: Tensor | float = 1.0
+        weights = [local_shard(parameter) for parameter in parameters]
+        buffers = [local_shard(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        grads = [local_shard(grad) for grad in list_gradients(parameters)]
+        finite: Tensor | float = 1.0
         if self.found_inf is not None:
-            taken = 1.0 - self.found_inf
+            finite = 1.0 - self.found_inf
             # A gradient that is not finite must not reach the momentum, not even times zero.
-            grads = [torch.where(taken > 0, grad, 0) for grad in grads]
+            grads = [torch.where(finite > 0, grad, 0) for grad in grads]
         differences = torch._foreach_sub(grads, buffers)
-        torch._foreach_mul_(differences, (1 - momentum) * taken)
+        torch._foreach_mul_(differences, (1 - momentum) * finite)
         torch._foreach_add_(buffers, differences)
-        updates = _orthogonalized(parameters[0], torch.stack(torch._foreach_lerp(grads, buffers, momentum)))
+        updates = _orthogonalize_updates(parameters[0], torch.stack(torch._foreach_lerp(grads, buffers, momentum)))
         size = 0.2 * max(parameters[0].shape) ** 0.5
-        torch._foreach_mul_(weights, 1 - lr * weight_decay * taken)
-        torch._foreach_add_(weights, list((updates.to(weights[0].dtype) * (-lr * size * taken)).unbind()))
+        torch._foreach_mul_(weights, 1 - lr * weight_decay * finite)
+        torch._foreach_add_(weights, list((updates.to(weights[0].dtype) * (-lr * size * finite)).unbind()))
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:
@@ -101,27 +101,27 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def _orthogonalized(like: nn.Parameter, updates: Tensor) -> Tensor:
-    """The orthogonalized `updates` [N, rows, columns] of N parameters such as `like`; if sharded, only our rows."""
+def _orthogonalize_updates(like: nn.Parameter, updates: Tensor) -> Tensor:
+    """Orthogonalize `updates` [N, rows, columns] of N parameters such as `like`; if sharded, return only our rows."""
     if not isinstance(like, DTensor):
         return newton_schulz(updates)
     assert like.placements == (Shard(0),), "FSDP2 splits the rows"
     group = like.device_mesh.get_group()
     world = dist.get_world_size(group)
     count, (rows, columns) = len(updates), like.shape
-    each, share = -(-count // world), -(-rows // world)  # matrices per process; rows per process, except the last ones
+    per_process, share = -(-count // world), -(-rows // world)  # matrices; rows, except for the last processes
     # Sent in bfloat16, which the iteration uses, padded with zeros.
-    padded = updates.new_zeros(each * world, share, columns, dtype=torch.bfloat16)
+    padded = updates.new_zeros(per_process * world, share, columns, dtype=torch.bfloat16)
     padded[:count, : updates.shape[1]] = updates
-    whole = torch.empty_like(padded)
-    dist.all_to_all_single(whole, padded, group=group)
-    mine = whole.view(world, each, share, columns).transpose(0, 1).reshape(each, world * share, columns)[:, :rows]
-    done = padded.new_zeros(each, world * share, columns)
-    done[:, :rows] = newton_schulz(mine)
-    parts = done.view(each, world, share, columns).transpose(0, 1).reshape(each * world, share, columns).contiguous()
-    back = torch.empty_like(parts)
-    dist.all_to_all_single(back, parts, group=group)
-    return back[:count, : updates.shape[1]]
+    matrices = torch.empty_like(padded)
+    dist.all_to_all_single(matrices, padded, group=group)
+    matrices = matrices.view(world, per_process, share, columns).transpose(0, 1)
+    result = padded.new_zeros(per_process, world * share, columns)
+    result[:, :rows] = newton_schulz(matrices.reshape(per_process, world * share, columns)[:, :rows])
+    shards = result.view(per_process, world, share, columns).transpose(0, 1).reshape(padded.shape).contiguous()
+    orthogonal = torch.empty_like(shards)
+    dist.all_to_all_single(orthogonal, shards, group=group)
+    return orthogonal[:count, : updates.shape[1]]
 
 
 @register_optimizer
@@ -135,6 +135,6 @@ def muon(
 ) -> list[torch.optim.Optimizer]:
     """Muon, which orthogonalizes a matrix's averaged gradient, for the matrices, and AdamW for the rest."""
     matrices = [group for group in groups if group["name"] == "matrices"]
-    rest = [group for group in groups if group["name"] != "matrices"]
-    others = adamw(rest, learning_rate=learning_rate, betas=betas, epsilon=epsilon)
-    return [Muon(matrices, lr=learning_rate, momentum=momentum), *others] if matrices else others
+    optimizers = [Muon(matrices, lr=learning_rate, momentum=momentum)] if matrices else []
+    remaining = [group for group in groups if group["name"] != "matrices"]
+    return [*optimizers, *adamw(remaining, learning_rate=learning_rate, betas=betas, epsilon=epsilon)]

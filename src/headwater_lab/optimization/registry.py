@@ -46,10 +46,10 @@ def fields_read(thing: Any) -> list[str]:
 
 def values_read(thing: Any, training: Settings) -> dict[str, Any]:
     """The values of these fields. Raises `HeadwaterError` for a parameter that is no field."""
-    names, known = fields_read(thing), type(training).model_fields
+    names, fields = fields_read(thing), type(training).model_fields
     for name in names:
-        if name not in known:
+        if name not in fields:
             raise HeadwaterError(
-                f"{thing.__name__!r} takes {name!r}, which is no field of training; {nearest(name, known)}"
+                f"{thing.__name__!r} takes {name!r}, which is no field of training; {nearest(name, fields)}"
             )
     return {name: getattr(training, name) for name in names}

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def local(parameter: Tensor) -> Tensor:
+def local_shard(parameter: Tensor) -> Tensor:
     """This process's shard of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+def list_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """The gradients of the parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]

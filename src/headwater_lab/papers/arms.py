@@ -14,13 +14,13 @@ from headwater_lab.comparison.trials import make_slug, make_trial, set_rate
 from headwater_lab.comparison.tuning import find_tuned_rate
 from headwater_lab.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.checkpoints import checkpoints
+from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.records import ENDED, RunRecord, read_record
-from headwater_lab.training.stages import chain
+from headwater_lab.training.stages import list_stages
 
 REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")
 # Marks the folder of a run of which only the record is there; see kept.py.
-RESTORED = ".is_restored"
+RESTORED = ".restored"
 # Overrides of these do not change runs, so tables with and without them share runs; of the threshold, unless it chooses
 # learning rates.
 ASIDE = ("compare.seeds=", "compare.threshold=", "compare.workers=")
@@ -63,7 +63,7 @@ class SizedArm:
         if self.recipe.compare:
             trial = make_trial(self.recipe, self.arm, seed, out, self.size)
             return trial.recipe, trial.folder
-        return chain(self.recipe, out / self.recipe.name)[self.recipe.stage_names.index(self.arm)]
+        return list_stages(self.recipe, out / self.recipe.name)[self.recipe.stage_names.index(self.arm)]
 
     def command(self, seed: int, out: Path, overrides: Sequence[str]) -> str:
         """The command that trains one seed's run in its folder, on the recipe's number of devices."""
@@ -90,7 +90,7 @@ class FinishedRun:
     @property
     def is_restored(self) -> bool:
         """Whether only the record exists, from a file of `headwater reproduce --records`."""
-        return (self.folder / RESTORED).exists() and not checkpoints(self.checkpoint_folder)
+        return (self.folder / RESTORED).exists() and not list_checkpoints(self.checkpoint_folder)
 
 
 def list_law_arms(arm: SizedArm) -> list[SizedArm]:

@@ -17,7 +17,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater_lab.papers import theory
 from headwater_lab.papers.claims import Judged
 from headwater_lab.reports.words import write_range
-from headwater_lab.training.estimate import draw_flops
+from headwater_lab.training.model_estimates import draw_flops
 from headwater_lab.util.terminal import si
 
 # The growth series of TokenFormer.

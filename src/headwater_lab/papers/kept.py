@@ -25,13 +25,13 @@ from headwater_lab.papers.result import Reproduction, describe_machine, reproduc
 from headwater_lab.papers.table import ScaleName, find_table, reads_models
 from headwater_lab.papers.work import Work, prepare_work
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.checkpoints import checkpoints
+from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.records import (
     ENDED,
     RECORD,
     RunRecord,
+    list_records,
     read_record,
-    record_files,
     usable_record,
     write_record,
 )
@@ -132,7 +132,7 @@ def _write_records(runs: Sequence[KeptRun], work: Work) -> tuple[list[RunRecord]
             continue
         if _find_trial(line.record, recipe, folder, work.trials) is None:
             outdated += 1
-        elif not checkpoints(folder) and not (folder / RECORD).exists():
+        elif not list_checkpoints(folder) and not (folder / RECORD).exists():
             folder.mkdir(parents=True, exist_ok=True)
             for name in (MARK, RESTORED):
                 (folder / name).touch()
@@ -154,7 +154,7 @@ def keep_runs(file: Path, work: Work, tell: Tell) -> None:
             hashes.setdefault(_dump_settings(line.record), line.record.data_hashes)
         added, differing = 0, 0
         for recipe in _list_comparisons(work):
-            for path in record_files(work.trials / recipe.name):
+            for path in list_records(work.trials / recipe.name):
                 record, run = read_record(path), path.parent.relative_to(work.out).as_posix()
                 if record.status not in ENDED or _find_trial(record, recipe, path.parent, work.trials) is None:
                     continue
@@ -180,7 +180,7 @@ def check_restored(work: Work) -> None:
     """Raise `HeadwaterError` if runs that `restore_runs` wrote were trained on other data than new runs would be."""
     built: dict[str, Mapping[str, Any]] = {}
     for recipe, _ in work.list_comparisons():
-        for folder in (path.parent for path in record_files(work.trials / recipe.name)):
+        for folder in (path.parent for path in list_records(work.trials / recipe.name)):
             if not (folder / RESTORED).exists():
                 continue
             record = read_record(folder)

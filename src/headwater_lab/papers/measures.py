@@ -27,8 +27,8 @@ from headwater_lab.inspection.watch import read_sample
 from headwater_lab.papers.arms import FinishedRun, SizedArm, finished_runs, list_law_arms
 from headwater_lab.papers.table import Measure, Pair, PaperTable, list_measures
 from headwater_lab.training.checkpoints import load_model, newest_checkpoint
-from headwater_lab.training.models import open_trained
 from headwater_lab.training.records import RunRecord, changed_data
+from headwater_lab.training.trained_models import open_trained
 
 FACTS: dict[str, Callable[[RunRecord], float]] = {
     "parameters": lambda record: record.parameters,

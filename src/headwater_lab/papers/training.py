@@ -11,10 +11,9 @@ from headwater_lab.papers.arms import RESTORED, finished_runs
 from headwater_lab.papers.kept import check_restored
 from headwater_lab.papers.table import reads_models
 from headwater_lab.papers.work import Work
+from headwater_lab.training.journal import OnEvent
 from headwater_lab.training.records import RECORD
-from headwater_lab.training.run_folder import OnEvent
-from headwater_lab.training.stages import chain, train_stages
-from headwater_lab.training.stages import finished as is_finished
+from headwater_lab.training.stages import is_finished, list_stages, train_stages
 
 # Called before training with a name and the total steps; returns the function that receives progress.
 Comparing = Callable[[str, int], OnChange]
@@ -42,7 +41,8 @@ def train_table(work: Work, workers: int | None, comparing: Comparing, training:
             outcomes += run_comparison(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)
     for recipe, count in work.list_chains():
         folder = work.trials / recipe.name
-        for stage, (plain, stage_folder) in list(zip(recipe.stage_names, chain(recipe, folder), strict=True))[:count]:
+        stages = list(zip(recipe.stage_names, list_stages(recipe, folder), strict=True))
+        for stage, (plain, stage_folder) in stages[:count]:
             if not is_finished(plain, stage_folder):
                 on_event = training(f"{recipe.name}, {stage}", plain.training.steps)
                 train_stages(recipe, folder, resume=True, only=stage, on_event=on_event)

@@ -31,9 +31,8 @@ from headwater_lab.papers.table import (
     find_table,
     reads_models,
 )
-from headwater_lab.recipe.loading import load_recipe
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.recipe.shipped import recipes_folder
+from headwater_lab.recipe.recipe_files import load_recipe, recipes_folder
 
 
 @dataclass(frozen=True)

@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, ValidationError, model_validator
 
 from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.util.errors import HeadwaterError, NotTrusted
-from headwater_lab.data.base import Data, DataSettings, DataShape
+from headwater_lab.data.base import DATA, Data, DataSettings, DataShape
 from headwater_lab.data.images.base import ImageSettings
 from headwater_lab.data.language import LanguageSettings
-from headwater_lab.recipe.change import Start, TrainingStage, changed_config
-from headwater_lab.recipe.comparison import Compare
-from headwater_lab.recipe.data import AnyData, settings_of
-from headwater_lab.recipe.identity import identity_of
-from headwater_lab.recipe.messages import Sections, refusal, sentences, untrusted_in
-from headwater_lab.recipe.model import (
+from headwater_lab.recipe.comparison_section import Compare
+from headwater_lab.recipe.messages import Sections, build_refusal, find_untrusted, list_problems
+from headwater_lab.recipe.model_section import (
     IMAGE_FIELDS,
     MODEL_FIELDS,
     ModelFields,
     image_config,
+    map_mechanisms,
     text_config,
-    with_mechanisms,
     wrong_fields,
 )
-from headwater_lab.recipe.overrides import merged
-from headwater_lab.recipe.training import Reporting, Training
+from headwater_lab.recipe.overrides import merge_values
+from headwater_lab.recipe.start_section import Start, TrainingStage, changed_config
+from headwater_lab.recipe.training_section import Reporting, Training
 from headwater_lab.util.names import file_name, is_file_name
 from headwater_lab.util.settings import Seed, Settings
 
+# Raise it when a default changes: fields at their defaults do not enter the identity, and records of runs with the old
+# default would count as runs with the new one.
+IDENTITY_VERSION = 2
+# Fields that decide nothing.
+NOT_DECISIVE: Any = {
+    "name": True,
+    "title": True,
+    "reporting": True,
+    "compare": True,
+    "training": {"timeout_minutes"},
+    "data": {"workers"},
+}
 
-def _can_name_a_folder(name: str) -> str:
+
+def _check_name(name: str) -> str:
     if not is_file_name(name):
         raise ValueError(
             f"the name {name!r} cannot be a folder's: use up to 200 letters, digits, spaces, dots and dashes, "
@@ -43,13 +56,23 @@ def _can_name_a_folder(name: str) -> str:
     return name
 
 
-Name = Annotated[str, AfterValidator(_can_name_a_folder)]
+def find_data_class(values: Any) -> type[DataSettings]:
+    """Find the class that reads `data:`, by its kind. Raises `ValueError` without a known kind."""
+    kind = values.get("kind") if isinstance(values, dict) else None
+    if not isinstance(kind, str) or not (":" in kind or kind in DATA.names):
+        raise ValueError(f"data.kind must be one of: {', '.join(sorted(DATA.names))}.")
+    return DATA.resolve(kind)
+
+
+def read_data(values: Any) -> DataSettings:
+    """Read `data:` by its kind. Raises `ValueError`, pydantic's `ValidationError` included."""
+    return values if isinstance(values, DataSettings) else find_data_class(values).model_validate(values)
 
 
 class Recipe(Settings):
     """A whole recipe file."""
 
-    name: Name = "run"
+    name: Annotated[str, AfterValidator(_check_name)] = "run"
     """Name of the run, whose folder is runs/<name> unless --out names another."""
     title: str = ""
     """One line for reports."""
@@ -58,7 +81,7 @@ class Recipe(Settings):
     model: ModelFields = Field(default_factory=dict)
     """Fields of HeadwaterConfig, and `base: llama | gpt2 | a preset` for its defaults; for images, fields of
     HeadwaterVisionConfig, and `base: vit | a preset`. The vocabulary, and images' size and classes, are the data's."""
-    data: AnyData
+    data: Annotated[DataSettings, PlainValidator(read_data), SerializeAsAny()]
     """`kind:` text, prepared, images, or another (docs/reference/data.md), with the fields of that kind."""
     training: Training = Training()
     """Optimization."""
@@ -99,6 +122,11 @@ class Recipe(Settings):
         """Tokens in a row of the data; 1 for images."""
         return getattr(self.data, "context", None) or getattr(self.data, "length", None) or 1
 
+    @property
+    def rows(self) -> int:
+        """Rows in all steps of training."""
+        return self.training.steps * self.training.batch_size * self.training.gradient_accumulation_steps
+
     def config_for(self, data: Data | DataShape) -> HeadwaterConfig:
         """The model's config for this data. Raises `HeadwaterError` if fields contradict each other."""
         if isinstance(self.data, ImageSettings):
@@ -113,19 +141,19 @@ class Recipe(Settings):
         plain = self.model_copy(update={"stages": [], "compare": None})
         runs = [(plain, folder("start", plain))]
         for stage in self.stages:
-            before, at = runs[-1]
+            previous, checkpoint = runs[-1]
             change = stage.model_dump(mode="json", exclude={"name", "training", "data"})
             values = plain.model_dump(mode="json")
             values |= {
                 "name": file_name(f"{self.name}-{stage.name}"),
-                "start": change | {"checkpoint": str(at), "previous": before.identity},
+                "start": change | {"checkpoint": str(checkpoint), "previous": previous.identity},
             }
             values["training"] |= stage.training
             distillation = values["training"].get("distillation")
             if distillation and distillation.get("teacher") is None and self.start is not None:
                 values["training"]["distillation"] = distillation | {"teacher": self.start.checkpoint}
-            same = stage.data.get("kind", values["data"]["kind"]) == values["data"]["kind"]
-            values["data"] = values["data"] | stage.data if same else stage.data
+            same_kind = stage.data.get("kind", self.data.kind) == self.data.kind
+            values["data"] = values["data"] | stage.data if same_kind else stage.data
             recipe = parse(values, f"stage {stage.name!r}")
             runs.append((recipe, folder(stage.name, recipe)))
         return runs
@@ -154,8 +182,8 @@ class Recipe(Settings):
         """Raise `HeadwaterError` for a stage that would fail, before earlier stages are trained."""
         runs = [recipe for recipe, _ in self.chain(lambda name, _: Path(name))]
         frozen = self.start is not None and self.start.grow is not None and self.start.grow.freeze
-        for stage, before, now in zip(self.stages, runs, runs[1:], strict=False):
-            stage.check_state(before.training.optimizer, now.training.optimizer, frozen)
+        for stage, previous, run in zip(self.stages, runs, runs[1:], strict=False):
+            stage.check_state(previous.training.optimizer, run.training.optimizer, frozen)
             frozen = frozen if stage.grow is None else stage.grow.freeze
         _check_one_metric(runs, "Stages are put on record")
         if self.start is None and self.stages:  # else the model is a checkpoint's
@@ -168,16 +196,19 @@ class Recipe(Settings):
         values = self.model_dump(mode="json", exclude={"compare"})
         of_size = dict(self.compare.sizes[size]) if size is not None else {}
         of_arm = of_size.pop("arms", {}).get(name, {})
-        given = {"seed": seed, "name": file_name(f"{name}-{seed}" if size is None else f"{name}-{size}-{seed}")}
+        trial = {"seed": seed, "name": file_name(f"{name}-{seed}" if size is None else f"{name}-{size}-{seed}")}
         where = f"arm {name!r}" if size is None else f"arm {name!r} of size {size!r}"
-        for change in map(_with_mechanisms, (of_size, self.compare.arms[name], of_arm, given)):
-            kept = values["model"].get("mechanisms")
-            if kept and isinstance(change.get("model"), dict) and change["model"].get("mechanisms") == {}:
+        changes: list[dict[str, Any]] = [of_size, self.compare.arms[name], of_arm, trial]
+        for change in changes:
+            if "model" in change:
+                change = change | {"model": map_mechanisms(change["model"])}
+            mechanisms = values["model"].get("mechanisms")
+            if mechanisms and isinstance(change.get("model"), dict) and change["model"].get("mechanisms") == {}:
                 raise HeadwaterError(
-                    f"{where}: empty mechanisms do not remove {', '.join(kept)}, since an arm is merged into the "
+                    f"{where}: empty mechanisms do not remove {', '.join(mechanisms)}, since an arm is merged into the "
                     f"recipe; write mechanisms: null to remove all."
                 )
-            values = merged(values, change)
+            values = merge_values(values, change)
         return parse(values, where)
 
     def trials(self) -> dict[tuple[str, str | None], Recipe]:
@@ -188,8 +219,23 @@ class Recipe(Settings):
 
     @property
     def identity(self) -> str:
-        """What decides the result, as text (`identity_of`)."""
-        return identity_of(self)
+        """A version and the SHA-256 of what decides the result. Runs of equal identity are the same run.
+
+        Fields at their defaults do not enter it, nor does the folder of a previous stage's checkpoint, whose own
+        identity does.
+        """
+        content = self.model_dump(mode="json", exclude=NOT_DECISIVE, exclude_defaults=True)
+        content["data"]["kind"] = self.data.kind
+        if content.get("start", {}).get("previous") is not None:
+            del content["start"]["checkpoint"]
+        # Keys are sorted, but mechanisms apply in order, and the order of a mixture's sources decides which rows are
+        # drawn.
+        for section, name in (("model", "mechanisms"), ("data", "source")):
+            if isinstance(content.get(section, {}).get(name), dict):
+                content[section][name] = list(content[section][name].items())
+        content = {name: value for name, value in content.items() if value}
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return f"{IDENTITY_VERSION}:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _check_one_metric(recipes: Sequence[Recipe], why: str) -> None:
@@ -197,24 +243,15 @@ def _check_one_metric(recipes: Sequence[Recipe], why: str) -> None:
     if len({recipe.unit for recipe in recipes}) > 1:
         raise HeadwaterError(f"{why} with data of one sort; use either images or text for all.")
     data = [recipe.data for recipe in recipes if isinstance(recipe.data, LanguageSettings)]
-    if len({(one.metric, *sorted(one.held_out_domains or ())) for one in data}) > 1:
+    if len({(settings.metric, *sorted(settings.held_out_domains or ())) for settings in data}) > 1:
         raise HeadwaterError(
             f"{why} by one metric over the same domains; set the same data.metric and the same names in "
             f"data.held_out_domains for all."
         )
 
 
-def _with_mechanisms(values: dict[str, Any]) -> dict[str, Any]:
-    """The same values of a recipe, with a list of mechanisms as a mapping."""
-    return values | {"model": with_mechanisms(values["model"])} if "model" in values else values
-
-
-def sections_of(values: dict[str, Any]) -> Sections:
-    """The fields of each section of a recipe with these values."""
-    try:
-        data: Any = settings_of(values.get("data"))
-    except ValueError:
-        data = DataSettings
+def list_sections(data: type[DataSettings]) -> Sections:
+    """List the fields of each section of a recipe whose `data:` this class reads."""
     return {
         "": Recipe.model_fields,
         "data": data.model_fields,
@@ -233,21 +270,22 @@ def parse(values: Any, where: str) -> Recipe:
     """
     if not isinstance(values, dict):
         raise HeadwaterError(f"{where}: a recipe is a mapping of sections (data, model, training, …).")
-    sections = sections_of(values)
-    problems: list[str] = []
-    if isinstance(model := values.get("model"), dict):
-        problems += wrong_fields(model, sections)
+    try:
+        data = find_data_class(values.get("data"))
+    except ValueError:
+        data = DataSettings
+    sections = list_sections(data)
+    problems = [*wrong_fields(model, sections)] if isinstance(model := values.get("model"), dict) else []
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        if (refused := untrusted_in(error)) is not None:
-            raise NotTrusted(f"{where}: {refused}") from error
-        problems += sentences(error, Recipe, sections)
-        raise refusal(where, problems) from error
+        if (untrusted := find_untrusted(error)) is not None:
+            raise NotTrusted(f"{where}: {untrusted}") from error
+        raise build_refusal(where, [*problems, *list_problems(error, Recipe, data, sections)]) from error
     if problems:
-        raise refusal(where, problems)
+        raise build_refusal(where, problems)
     names = [stage.name for stage in recipe.stages]
-    if len(set(names)) < len(names) or "start" in names:
+    if len({*names, "start"}) <= len(names):
         raise HeadwaterError(f"{where}: stages need different names, other than 'start', not {names}.")
     recipe.check_stages()
     if recipe.compare is not None:

@@ -1,4 +1,4 @@
-"""What the user says and no run reads."""
+"""Fields and overrides that the user sets and no run reads."""
 
 from __future__ import annotations
 
@@ -13,86 +13,87 @@ from headwater_lab.util.settings import ReadIf, Settings
 Chains = dict[tuple[str, str | None], list[Recipe]]
 
 
-def chains_of(recipe: Recipe) -> Chains:
-    """The runs of a recipe, with one seed for each arm."""
-    trials = {("", None): recipe} if recipe.compare is None else recipe.trials()
-    return {trial: [run for run, _ in each.chain(lambda name, _: Path(name))] for trial, each in trials.items()}
+def list_chains(recipe: Recipe) -> Chains:
+    """List the runs of a recipe, with one seed for each arm."""
+    arms = {("", None): recipe} if recipe.compare is None else recipe.trials()
+    return {trial: [run for run, _ in arm.chain(lambda name, _: Path(name))] for trial, arm in arms.items()}
 
 
-def unread_fields(recipe: Recipe, chains: Chains, said: Mapping[str, Any]) -> list[str]:
-    """A sentence for each field among these values that none of the recipe's runs reads, and that is not its default.
+def find_unread(recipe: Recipe, chains: Chains, values: Mapping[str, Any]) -> list[str]:
+    """Write a sentence for each of these values that none of the recipe's runs reads, and that is not its default.
 
     What an arm or a stage inherits may be for others: a field that the recipe sets counts for all runs, one that an arm
     or a stage sets for its own.
     """
     return [
-        f"{where}{'.'.join(path)} has no effect {condition.otherwise.format(runs[0])}; leave it out"
-        for where, values, runs in _parts(recipe, chains, said)
+        f"{prefix}{'.'.join(path)} has no effect {condition.otherwise.format(runs[0])}; leave it out"
+        for prefix, section, runs in _list_sections(recipe, chains, values)
         if runs  # else an override has taken them away
-        for path, condition in _conditions(runs[0], values)
+        for path, condition in _find_conditions(runs[0], section)
         if not any(condition.test(run, path[-1]) for run in runs)
     ]
 
 
-def _parts(
-    recipe: Recipe, chains: Chains, said: Mapping[str, Any]
+def _list_sections(
+    recipe: Recipe, chains: Chains, values: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], Sequence[Recipe]]]:
-    """Parts of the values: where they are, what they say, and the runs that they are for."""
-    sections, compare = dict(said), dict(_mapping(said.get("compare")))
+    """Yield sections of the values: the prefix of their fields, their values, the runs that they are for."""
+    sections, compare = dict(values), dict(_read_mapping(values.get("compare")))
     stages, arms, sizes = sections.pop("stages", None), compare.pop("arms", None), compare.pop("sizes", None)
     yield "", {"compare": compare}, [recipe]
-    yield "", sections | {"compare": {}}, _runs(chains)
-    for arm, values in _mapping(arms).items():
-        yield f"compare.arms.{arm}.", _mapping(values), _runs(chains, arm)
-    for size, values in _mapping(sizes).items():
-        yield f"compare.sizes.{size}.", _mapping(values), _runs(chains, size=size)
-        for arm, of_arm in _mapping(_mapping(values).get("arms")).items():
-            yield f"compare.sizes.{size}.arms.{arm}.", _mapping(of_arm), _runs(chains, arm, size)
-    of_stages = dict(enumerate(stages)) if isinstance(stages, list) else _mapping(stages)
+    yield "", sections | {"compare": {}}, _select_runs(chains)
+    for arm, changes in _read_mapping(arms).items():
+        yield f"compare.arms.{arm}.", _read_mapping(changes), _select_runs(chains, arm)
+    for size, changes in _read_mapping(sizes).items():
+        yield f"compare.sizes.{size}.", _read_mapping(changes), _select_runs(chains, size=size)
+        for arm, arm_changes in _read_mapping(_read_mapping(changes).get("arms")).items():
+            yield f"compare.sizes.{size}.arms.{arm}.", _read_mapping(arm_changes), _select_runs(chains, arm, size)
+    by_number = dict(enumerate(stages)) if isinstance(stages, list) else _read_mapping(stages)
     for number, stage in enumerate(recipe.stages):
         runs = [chain[number + 1] for chain in chains.values() if number + 1 < len(chain)]
-        yield f"stages.{stage.name}.", _mapping(of_stages.get(number)), runs
+        yield f"stages.{stage.name}.", _read_mapping(by_number.get(number)), runs
 
 
-def _mapping(value: Any) -> Mapping[Any, Any]:
-    """A part of the values; an override may have replaced one that is no mapping."""
+def _read_mapping(value: Any) -> Mapping[Any, Any]:
+    """Return a mapping among the values; an override may have replaced one by something else."""
     return value if isinstance(value, Mapping) else {}
 
 
-def _runs(chains: Chains, arm: str | None = None, size: str | None = None) -> list[Recipe]:
-    """The runs of an arm or a size; default: of all."""
-    fitting = [chain for (of, at), chain in chains.items() if arm in (None, of) and size in (None, at)]
-    return [run for chain in fitting for run in chain]
+def _select_runs(chains: Chains, arm: str | None = None, size: str | None = None) -> list[Recipe]:
+    """Select the runs of an arm or a size; default: of all."""
+    matching = [chain for trial, chain in chains.items() if arm in (None, trial[0]) and size in (None, trial[1])]
+    return [run for chain in matching for run in chain]
 
 
-def _conditions(
-    section: Settings, said: Mapping[str, Any], path: tuple[str, ...] = ()
+def _find_conditions(
+    section: Settings, values: Mapping[str, Any], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], ReadIf]]:
-    """The fields among these values that only some runs read, with the conditions."""
-    for name, value in said.items():
+    """Find the fields among these values that only some runs read, with the conditions."""
+    for name, value in values.items():
         if (field := type(section).model_fields.get(name)) is None:
             continue
         default = field.get_default(call_default_factory=True)
         if value != default and not (isinstance(default, tuple) and value == list(default)):
-            yield from (((*path, name), each) for each in field.metadata if isinstance(each, ReadIf))
+            yield from (((*path, name), entry) for entry in field.metadata if isinstance(entry, ReadIf))
         if isinstance(inner := getattr(section, name), Settings) and isinstance(value, Mapping):
-            yield from _conditions(inner, value, (*path, name))
+            yield from _find_conditions(inner, value, (*path, name))
 
 
-def overruled(recipe: Recipe, runs: Iterable[Recipe], overrides: Sequence[str]) -> list[str]:
-    """The keys of overrides whose values none of the runs of a recipe's comparison has."""
-    values = [run.model_dump(mode="json") for run in runs]
-    own = recipe.model_dump(mode="json", exclude={"name": True, "title": True, "compare": True})
-    keys = dict.fromkeys(text.partition("=")[0] for text in overrides)
-    return [key for key in keys if _is_overruled(_at(own, key), [_at(run, key) for run in values])]
+def find_overruled(recipe: Recipe, runs: Iterable[Recipe], overrides: Sequence[str]) -> list[str]:
+    """Find the keys of overrides whose values none of the runs of a recipe's comparison has."""
+    by_run = [run.model_dump(mode="json") for run in runs]
+    values = recipe.model_dump(mode="json", exclude={"name": True, "title": True, "compare": True})
+    overruled = []
+    for key in dict.fromkeys(text.partition("=")[0] for text in overrides):
+        value = _look_up(values, key)
+        # Sections are merged.
+        if not isinstance(value, dict | None) and value not in [_look_up(run, key) for run in by_run]:
+            overruled.append(key)
+    return overruled
 
 
-def _is_overruled(value: Any, in_runs: Sequence[Any]) -> bool:
-    return value is not None and not isinstance(value, dict) and value not in in_runs  # sections are merged
-
-
-def _at(values: Any, key: str) -> Any:
-    """The value at a dotted key; None if there is none."""
+def _look_up(values: Any, key: str) -> Any:
+    """Look up the value at a dotted key; None if there is none."""
     for name in key.split("."):
         values = values.get(name) if isinstance(values, dict) else None
     return values

@@ -12,7 +12,7 @@ from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.comparison.earlier import find_conflict
 from headwater_lab.comparison.statistics import Summary, arm_of, choose_decisive, plan_of, summarize_arms
 from headwater_lab.comparison.worth import Worth, measure_worth
-from headwater_lab.training.records import RunRecord, SeedPlan, changed_data, read_record, record_files
+from headwater_lab.training.records import RunRecord, SeedPlan, changed_data, list_records, read_record
 
 UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token"}
 
@@ -119,7 +119,7 @@ def read_comparisons(folder: Path, only: Collection[str] | None = None) -> list[
     """
     groups: dict[tuple[str, str | None], list[tuple[RunRecord, Path]]] = {}
     tuning: dict[str, list[RunRecord]] = {}
-    for path in record_files(folder):
+    for path in list_records(folder):
         record = read_record(path)
         experiment = record.experiment
         if experiment is None or (only is not None and experiment.name not in only):

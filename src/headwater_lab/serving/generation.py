@@ -25,13 +25,13 @@ from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.data.tokenizer import encode_plainly, separator_id
 from headwater_lab.data.tokenizer_files import find_tokenizer
 from headwater_lab.serving.stops import UntilStop, before_stop
-from headwater_lab.training.checkpoints import check, load_model, newest_checkpoint
+from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint
 
 
 def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase]:
     """Model and tokenizer of a checkpoint folder, or of the newest checkpoint of a run. Raises `HeadwaterError`."""
     path = newest_checkpoint(path)
-    check(path)
+    check_sums(path)
     model = load_model(path)
     tokenizer = find_tokenizer(path, model.config.vocab_size)
     if tokenizer is None:

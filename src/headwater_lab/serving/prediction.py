@@ -11,8 +11,8 @@ from transformers import BaseImageProcessor
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.data.images.reading import read_image
-from headwater_lab.training.checkpoints import check, load_model, newest_checkpoint
-from headwater_lab.training.models import PROCESSOR, image_processor_of
+from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint
+from headwater_lab.training.trained_models import PROCESSOR, open_image_processor
 
 BATCH = 32
 
@@ -20,11 +20,11 @@ BATCH = 32
 def load_for_prediction(path: Path) -> tuple[HeadwaterForImageClassification, BaseImageProcessor]:
     """Model and image processor of a checkpoint, or of the newest one of a run. Raises `HeadwaterError`."""
     path = newest_checkpoint(path)
-    check(path)
+    check_sums(path)
     model = load_model(path)
     if not isinstance(model, HeadwaterForImageClassification):
         raise HeadwaterError(f"{str(path)!r} is a text model, which `headwater generate` runs; name an image model.")
-    processor = image_processor_of(path)
+    processor = open_image_processor(path)
     if processor is None:
         raise HeadwaterError(
             f"{str(path)!r} has no {PROCESSOR}, which says how images are prepared; save the image processor there."

@@ -27,10 +27,10 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.plugins.registry import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
-from headwater_lab.recipe.loading import find_recipe, load_recipe
 from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.recipe_files import find_recipe, load_recipe
 from headwater_lab.titan.data import NoTokenizer, RecipeLoader
-from headwater_lab.training.models import set_attention
+from headwater_lab.training.attention_choice import set_attention
 from headwater_lab.training.optimizers import parameter_groups
 
 # torchtitan 0.3 calls this function by its name in PyTorch after 2.13.

@@ -13,7 +13,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import Share
-from headwater_lab.recipe.loading import find_recipe, load_recipe
+from headwater_lab.recipe.recipe_files import find_recipe, load_recipe
 
 
 class RecipeLoader(BaseDataLoader):

@@ -16,16 +16,20 @@ class SideBySide:
     """A table with a column for each model, and ratios to the first."""
 
     def __init__(self, prices: Sequence[Price]) -> None:
-        self.title = ""
-        self.table = lined("", *(each.name for each in prices), fold=True, caption=_note(prices))
+        self.prices, self.title = prices, ""
+        self.unit, self.batch = prices[0].unit, f"batch {prices[0].batch}"
+        # Some layers run for a prompt's last token alone.
+        self.is_shortened = any(price.last_token_layers for price in prices)
+        self.table = lined("", *(price.name for price in prices), fold=True, caption=_write_note(prices))
         self.table.columns[0].no_wrap = True
 
-    def section(self, title: str) -> None:
+    def begin_section(self, title: str) -> None:
         """Begin a section, which appears with its first row."""
         self.title = title
 
-    def row(self, label: str, values: Sequence[Any], ratio: bool = True) -> None:
-        """A row, left out if no model has a value."""
+    def add_row(self, label: str, values: Sequence[Any], ratio: bool = True) -> None:
+        """Add a row, unless no model has a value. Of values by part, their sum."""
+        values = [sum(value.values()) if isinstance(value, dict) else value for value in values]
         if all(value is None for value in values):
             return
         if self.title:
@@ -39,98 +43,100 @@ class SideBySide:
             ]
         self.table.add_row(f"  {label}", *cells)
 
-    def rows(self, sources: Sequence[Any], labels: Mapping[str, str], ratio: bool = True) -> None:
-        """A row for each field of the sources, by its label. Of FLOPs by part, their sum."""
+    def add_rows(self, sources: Sequence[Any], labels: Mapping[str, str], ratio: bool = True) -> None:
+        """Add a row for each field of the sources, by its label."""
         for label, field in labels.items():
-            values = [getattr(source, field) for source in sources]
-            self.row(label, [sum(value.values()) if isinstance(value, dict) else value for value in values], ratio)
+            self.add_row(label, [getattr(source, field) for source in sources], ratio)
 
-    def of_models(self, prices: Sequence[Price], shortened: bool) -> None:
-        """Rows of what no context changes. shortened: with the layers that run for a prompt's last token alone."""
-        self.section("parameters")
-        for part in prices[0].parameters:
-            if any(each.parameters[part] for each in prices):
-                self.row(part, [each.parameters[part] for each in prices], ratio=False)
-        self.rows(prices, {"all": "parameters"})
-        if prices[0].unit == "token":
-            self.section("K/V cache")
-            self.rows(prices, {"bytes per token": "cache_bytes_per_token"})
-        if shortened:
-            self.section("prompt")
-            self.rows(prices, {"layers for its last token alone": "last_token_layers"}, ratio=False)
-        self.section("training state")
-        self.rows(prices, {"bytes": "state_bytes"})
+    def add_models(self) -> None:
+        """Add rows of what no context changes."""
+        self.begin_section("parameters")
+        for name in self.prices[0].parameters:
+            if any(price.parameters[name] for price in self.prices):
+                self.add_row(name, [price.parameters[name] for price in self.prices], ratio=False)
+        self.add_rows(self.prices, {"all": "parameters"})
+        if self.unit == "token":
+            self.begin_section("K/V cache")
+            self.add_rows(self.prices, {"bytes per token": "cache_bytes_per_token"})
+        if self.is_shortened:
+            self.begin_section("prompt")
+            self.add_rows(self.prices, {"layers for its last token alone": "last_token_layers"}, ratio=False)
+        self.begin_section("training state")
+        self.add_rows(self.prices, {"bytes": "state_bytes"})
 
-    def at_context(self, first: Price, here: Sequence[AtContext], shortened: bool) -> None:
-        forward, batch = f"forward FLOPs per {first.unit}", f"batch {first.batch}"
-        if first.unit == "image":
-            sizes = (f"{high} x {wide}" for high, wide in (each.image_size for each in here if each.image_size))
-            self.section(f"images of {', '.join(dict.fromkeys(sizes))}")
-            self.rows(here, {"sequence length": "context"}, ratio=False)
+    def add_context(self, estimates: Sequence[AtContext]) -> None:
+        """Add rows for one context, or size of images."""
+        forward = f"forward FLOPs per {self.unit}"
+        if self.unit == "image":
+            sizes = (
+                f"{high} x {wide}"
+                for high, wide in (estimate.image_size for estimate in estimates if estimate.image_size)
+            )
+            self.begin_section(f"images of {', '.join(dict.fromkeys(sizes))}")
+            self.add_rows(estimates, {"sequence length": "context"}, ratio=False)
         else:
-            self.section(f"context {here[0].context:,}")
-        for part in here[0].forward:
-            label = f"{forward}: {'linear layers' if part == 'maps' else part}"
-            self.row(label, [each.forward[part] for each in here], ratio=False)
-        self.rows(here, {forward: "forward", "  full attention": "forward_full"})
-        self.rows(here, {f"training FLOPs per {first.unit}": "training", "  full attention": "training_full"})
-        if shortened:
-            self.rows(here, {f"FLOPs of a prompt, {batch}": "prefill"})
-        self.rows(here, {f"cache bytes, {batch}": "cache_bytes", f"activation bytes, {batch}": "activation_bytes"})
-        self.rows(here, {"  gradient checkpointing": "activation_bytes_checkpointed"}, ratio=False)
+            self.begin_section(f"context {estimates[0].context:,}")
+        for name in estimates[0].forward:
+            label = f"{forward}: {'linear layers' if name == 'maps' else name}"
+            self.add_row(label, [estimate.forward[name] for estimate in estimates], ratio=False)
+        self.add_rows(estimates, {forward: "forward", "  full attention": "forward_full"})
+        self.add_rows(estimates, {f"training FLOPs per {self.unit}": "training", "  full attention": "training_full"})
+        if self.is_shortened:
+            self.add_rows(estimates, {f"FLOPs of a prompt, {self.batch}": "prefill"})
+        memory = {f"cache bytes, {self.batch}": "cache_bytes", f"activation bytes, {self.batch}": "activation_bytes"}
+        self.add_rows(estimates, memory)
+        self.add_rows(estimates, {"  gradient checkpointing": "activation_bytes_checkpointed"}, ratio=False)
+        if any(map(_list_savings, self.prices)):
+            self.add_rows(estimates, {"training state and activations, as trained": "step_bytes"})
 
-    def limits(self, first: Price, hardware: Hardware, limits: Sequence[Limits | None]) -> None:
-        """Rows of what the hardware allows."""
-        units = f"{first.unit}s"
-        self.rows(limits, {f"training ceiling, {units}/s, {first.devices} × {hardware.name}": "training_ceiling"})
-        budget = si(first.images or 0) if first.unit == "image" else si(first.tokens or 0).replace("G", "B")
-        days = f"days for {budget} {units} at MFU {first.mfu:g}"
-        self.rows(limits, {days: "days", "device-hours": "device_hours"}, ratio=False)
-        largest = f"largest batch, {'images' if first.unit == 'image' else 'rows'} per device"
+    def add_limits(self, hardware: Hardware, limits: Sequence[Limits | None]) -> None:
+        """Add rows of what the hardware allows."""
+        price, units = self.prices[0], f"{self.unit}s"
+        self.add_rows(limits, {f"training ceiling, {units}/s, {price.devices} × {hardware.name}": "training_ceiling"})
+        budget = si(price.images or 0) if self.unit == "image" else si(price.tokens or 0).replace("G", "B")
+        days = f"days for {budget} {units} at MFU {price.mfu:g}"
+        self.add_rows(limits, {days: "days", "device-hours": "device_hours"}, ratio=False)
+        largest = f"largest batch, {'images' if self.unit == 'image' else 'rows'} per device"
         batches = {largest: "largest_batch", "  gradient checkpointing": "largest_batch_checkpointed"}
-        self.rows(limits, batches, ratio=False)
-        generation = f"generation ceiling, tokens/s, batch {first.batch}"
-        self.rows(limits, {generation: "generation_ceiling", "most sequences when generating": "most_sequences"})
-        self.rows(limits, {"inference ceiling, images/s, one device": "inference_ceiling"})
+        self.add_rows(limits, batches, ratio=False)
+        generation = f"generation ceiling, tokens/s, {self.batch}"
+        self.add_rows(limits, {generation: "generation_ceiling", "most sequences when generating": "most_sequences"})
+        self.add_rows(limits, {"inference ceiling, images/s, one device": "inference_ceiling"})
 
 
 def estimate_table(prices: Sequence[Price]) -> Table:
-    """The prices side by side, with ratios to the first; all of text, or all of images."""
-    result, first = SideBySide(prices), prices[0]
-    shortened = any(each.last_token_layers for each in prices)
-    result.of_models(prices, shortened)
-    for index in range(len(first.at)):
-        here = [each.at[index] for each in prices]
-        result.at_context(first, here, shortened)
-        if any(map(_ways_to_train, prices)):
-            result.rows(here, {"training state and activations, as trained": "step_bytes"})
-        if first.hardware is not None:
-            result.limits(first, first.hardware, [each.limits for each in here])
-    if any((each.devices_needed or 1) > 1 for each in prices):
-        result.rows(prices, {"devices to shard the training state over": "devices_needed"}, ratio=False)
+    """Lay the prices out side by side, with ratios to the first; all of text, or all of images."""
+    result = SideBySide(prices)
+    result.add_models()
+    for estimates in zip(*(price.at for price in prices), strict=True):
+        result.add_context(estimates)
+        if prices[0].hardware is not None:
+            result.add_limits(prices[0].hardware, [estimate.limits for estimate in estimates])
+    if any((price.devices_needed or 1) > 1 for price in prices):
+        result.add_rows(prices, {"devices to shard the training state over": "devices_needed"}, ratio=False)
     return result.table
 
 
-def _ways_to_train(price: Price) -> list[str]:
-    """What training has that changes its memory, in words."""
-    ways = ["gradient checkpointing"] if price.gradient_checkpointing else []
+def _list_savings(price: Price) -> list[str]:
+    """List in words what changes the memory of training."""
+    savings = ["gradient checkpointing"] if price.gradient_checkpointing else []
     if price.loss_chunk_tokens is not None:
-        ways.append(f"logits of {price.loss_chunk_tokens:,} tokens at once")
-    return [*ways, "a mask for packed rows"] if price.masked else ways
+        savings.append(f"logits of {price.loss_chunk_tokens:,} tokens at once")
+    return [*savings, "a mask for packed rows"] if price.masked else savings
 
 
-def _note(prices: Sequence[Price]) -> str:
-    """Footnote of the table."""
-    first = prices[0]
-    attention = ", causal attention unless it says full" if first.unit == "token" else ""
-    parts = [
-        f"{first.precision}; FLOPs are matmuls{attention}; × is over the first column.",
+def _write_note(prices: Sequence[Price]) -> str:
+    """Write the footnote of the table."""
+    precision, device = prices[0].precision, prices[0].hardware
+    attention = ", causal attention unless it says full" if prices[0].unit == "token" else ""
+    sentences = [
+        f"{precision}; FLOPs are matmuls{attention}; × is over the first column.",
         "Activations and largest batches are estimates.",
     ]
-    parts += [f"{each.name} trains with {', '.join(ways)}." for each in prices if (ways := _ways_to_train(each))]
-    if (device := first.hardware) is not None:
-        parts.append(
-            f"{device.name}: {device.peak(first.precision) / 1e12:.4g} TFLOP/s, {device.memory / 1e9:.4g} GB, "
+    sentences += [f"{price.name} trains with {', '.join(ways)}." for price in prices if (ways := _list_savings(price))]
+    if device is not None:
+        sentences.append(
+            f"{device.name}: {device.peak(precision) / 1e12:.4g} TFLOP/s, {device.memory / 1e9:.4g} GB, "
             f"{device.bandwidth / 1e9:.4g} GB/s ({device.source}). Ceilings are 100 % of these."
         )
-    return " ".join(parts)
+    return " ".join(sentences)

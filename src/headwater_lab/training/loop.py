@@ -1,7 +1,7 @@
-"""The training loop: batch, loss, backward, step and logging. It can be read in one sitting.
+"""The training loop: batch, loss, backward, step and logging, from `take_steps` to `settle_step`.
 
 Lightning Fabric handles devices, processes, precision and loggers. `Setup` builds what a step uses, `Journal` writes
-results, `Saver` saves everything. Batches are prepared in another thread while the step before them runs.
+results, `Saver` saves everything. Batches are prepared in another thread while the previous step runs.
 """
 
 from __future__ import annotations
@@ -31,34 +31,28 @@ from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.seeding import number
 from headwater_lab.data.base import LABELS, Batch, Data, Share, labels_of, main_input, units
 from headwater_lab.data.images.base import UnreadableImage
-from headwater_lab.optimization.tensors import local
+from headwater_lab.optimization.tensors import local_shard
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.checkpoints import (
-    FOLDER,
-    Progress,
-    Saver,
-    checkpoints,
-    optimizer_tensors,
-    prune,
-    publish_model,
-)
-from headwater_lab.training.optimizers import clip, gradient_norm, learning_rate
+from headwater_lab.training.checkpoints import FOLDER, Progress, list_checkpoints, optimizer_tensors
+from headwater_lab.training.journal import Journal, OnEvent, report_full_disk_once
+from headwater_lab.training.optimizers import clip_gradient, gradient_norm, learning_rate
 from headwater_lab.training.processes import (
     Reading,
     add_up_scalars,
-    autocast,
-    connected,
-    first,
-    leave,
-    lost_process,
-    reshard,
-    sharded,
+    autocast_forward,
+    connect_processes,
+    end_process,
+    find_lost_process,
+    is_sharded,
+    reshard_model,
+    run_in_first,
+    sum_processes,
     to_device,
-    total,
 )
 from headwater_lab.training.records import Experiment, RunRecord
-from headwater_lab.training.run_folder import Journal, OnEvent, claimed, full_disk_told_once
-from headwater_lab.training.start import Setup, memory_advice
+from headwater_lab.training.run_folder import claim_folder
+from headwater_lab.training.saving import Saver, prune_checkpoints, publish_model
+from headwater_lab.training.start import Setup, advise_on_memory
 from headwater_lab.util.endings import Diverged, Interrupted
 from headwater_lab.util.machine import set_threads
 from headwater_lab.util.model_kinds import is_of_images
@@ -76,7 +70,6 @@ def train(
     resume: bool = False,
     experiment: Experiment | None = None,
     on_event: OnEvent | None = None,
-    until: int | None = None,
 ) -> RunRecord:
     """Train one model as the recipe says, into `folder`.
 
@@ -85,8 +78,6 @@ def train(
     experiment: the comparison this run belongs to, for its record.
     on_event: called in the first process with (step, None) after every step, and with (step, point) for each new point
         of the curve, speed, held-out metric or warning.
-    until: stop after this many of the recipe's steps, evaluated and saved; the record says "stopped", and a run with
-        `resume` continues as if it had never stopped.
 
     With training.devices above 1 the first process starts the others with its own command line; all return the record
     that the first one writes to `folder`/record.json. Raises `HeadwaterError` for errors that the user can fix, and
@@ -94,51 +85,47 @@ def train(
     """
     if recipe.training.threads is not None:
         set_threads(recipe.training.threads)
-    early: list[str] = []  # warnings from before the journal exists
+    early_warnings: list[str] = []  # from before the journal exists
     with (
-        connected(recipe, folder) as fabric,
-        claimed(folder, resume, fabric, early.append) as checkpoint,
+        connect_processes(recipe, folder) as fabric,
+        claim_folder(folder, resume, fabric, early_warnings.append) as checkpoint,
         stop_requests() as stop,
-        full_disk_told_once(),
+        report_full_disk_once(),
     ):
-        if fabric.device.type == "cpu":
-            keep_freed_memory()
         run = TrainingRun(recipe, folder, checkpoint, fabric, experiment, on_event)
-        for message in early:
+        for message in early_warnings:
             run.journal.warn(message)
         try:
             with closing(run.batches), run.saver:
-                run.train(stop, until)
+                run.take_steps(stop)
         except Interrupted:
-            run.journal.write("stopped")
+            run.journal.write_record("stopped")
             raise
         except Exception as error:
-            lost = lost_process(fabric, error)
+            lost = find_lost_process(fabric, error)
             status = "stopped" if lost else "diverged" if isinstance(error, Diverged) else "failed"
             if not lost:  # or its outcome may never arrive
                 with suppress(Exception):
-                    run.settle()
+                    run.settle_step()
             if run.saver.failure not in (None, error):
                 run.journal.warn(f"{run.saver.failure}")
             with suppress(HeadwaterError):  # a full disk matters less than the error itself
-                run.journal.write(status, error)
+                run.journal.write_record(status, error)
             if lost:
                 raise HeadwaterError(
                     f"A process of this run has ended or cannot be reached: {lost}. Continue with --resume."
                 ) from error
             raise
-        run.journal.write("finished" if run.progress.step == recipe.training.steps else "stopped")
+        run.journal.write_record("finished")
         return run.journal.record
 
 
 @contextmanager
-def stepping(recipe: Recipe, folder: Path) -> Iterator[TrainingRun]:
-    """A recipe's training step by step, to time it, without evaluating or saving; its journal is in `folder`. The
-    threads are the caller's."""
+def prepare_steps(recipe: Recipe, folder: Path) -> Iterator[TrainingRun]:
+    """Train a recipe step by step, to time it, without evaluating or saving; its journal is in `folder`. The threads
+    are the caller's."""
     folder.mkdir(parents=True)
-    with connected(recipe, folder) as fabric:
-        if fabric.device.type == "cpu":
-            keep_freed_memory()
+    with connect_processes(recipe, folder) as fabric:
         run = TrainingRun(recipe, folder, None, fabric)
         with closing(run.batches), run.saver:
             yield run
@@ -147,7 +134,7 @@ def stepping(recipe: Recipe, folder: Path) -> Iterator[TrainingRun]:
 class StepOutcome(NamedTuple):
     """A step's results, on their way from the device.
 
-    counts: labels, the rows' fingerprint, processes asked to stop, processes whose `Saver` is done.
+    counts: labels, the rows' hash, processes asked to stop, processes whose `Saver` is done.
     """
 
     step: int
@@ -168,32 +155,33 @@ class TrainingRun(Setup):
         on_event: OnEvent | None = None,
     ) -> None:
         """checkpoint: to resume from; None to begin."""
+        on_gpu = fabric.device.type == "cuda"
+        if fabric.device.type == "cpu":
+            keep_freed_memory()
         super().__init__(recipe, folder, checkpoint, fabric)
         self.journal = Journal(self, checkpoint is not None, experiment, on_event)
-        self.share = Share(fabric.global_rank, fabric.world_size, partial(total, fabric))
+        self.share = Share(fabric.global_rank, fabric.world_size, partial(sum_processes, fabric))
         self.by_document = takes_documents(self.config._attn_implementation)
-        on_gpu = fabric.device.type == "cuda"
-        self.batches = batches(recipe, self.data, self.progress.rows, self.share, on_gpu, self.by_document)
+        self.batches = read_batches(recipe, self.data, self.progress.rows, self.share, on_gpu, self.by_document)
         # Optimizers that support GradScaler's `found_inf` change nothing if it is 1.
         self.skips_on_device = all(
             getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers
         )
-        self.saver = Saver(fabric, sharded(recipe.training))
+        self.saver = Saver(fabric, is_sharded(recipe.training))
         self.outcome: StepOutcome | None = None
         # Progress and learning rate at a point of the curve, until its step is settled.
         self.due: tuple[Progress, float] | None = None
-        self.norm, self.others_stop = math.nan, False  # of the last settled step
+        self.norm, self.stops_elsewhere = math.nan, False  # of the last settled step
 
-    def train(self, stop: threading.Event, until: int | None = None) -> None:
-        """Take steps until `until` or the recipe's end, or until `stop` is set in some process; then save, and raise
+    def take_steps(self, stop: threading.Event) -> None:
+        """Take steps until the recipe's end, or until `stop` is set in some process; then save, and raise
         `Interrupted`."""
-        reporting, progress = self.recipe.reporting, self.progress
-        steps = min(self.recipe.training.steps, until or self.recipe.training.steps)
-        self.catch_up(steps)
+        reporting, progress, steps = self.recipe.reporting, self.progress, self.recipe.training.steps
+        self.catch_up()
         self.journal.announce("the first step takes longest" if is_compiled(self.model) else "")
-        with memory_advice(self.recipe.training, is_of_images(self.config), self.fabric.world_size):
+        with advise_on_memory(self.recipe.training, is_of_images(self.config), self.fabric.world_size):
             while progress.step < steps:
-                rate = self.step(stop.is_set())
+                rate = self.take_step(stop.is_set())
                 step, is_last = progress.step, progress.step == steps
                 if is_last or is_due(step, reporting.log_every):
                     self.due = replace(progress), rate
@@ -203,60 +191,37 @@ class TrainingRun(Setup):
                 self.journal.report(step, None)
                 stopping = not is_last and self.is_stopping(stop)
                 if is_last or stopping or is_due(step, reporting.save_every):
-                    self.save(must=is_last or stopping)
+                    self.save_checkpoint(must=is_last or stopping)
                 if stopping:
                     self.raise_interrupted()
 
-    def catch_up(self, steps: int) -> None:
-        """Measure a model before its training continues, or do what a killed run did not after its last checkpoint."""
-        step = self.progress.step
-        if step:
-            first(self.fabric, self.publish)
-            # The held-out data could not be read, or the record is missing.
-            missed = self.progress.result is None and is_due(step, self.recipe.reporting.evaluate_every)
-        else:
-            missed = self.beginning is not None
-        if missed or step == steps:
-            self.evaluate()
-
-    def is_stopping(self, stop: threading.Event) -> bool:
-        """Whether some process was asked to stop. A single process has no others to wait for."""
-        return self.others_stop or (self.fabric.world_size == 1 and stop.is_set())
-
-    def raise_interrupted(self) -> NoReturn:
-        """End the process, or in the first one raise `Interrupted`."""
-        if self.fabric.global_rank > 0:
-            leave(failed=False)
-        step = self.progress.step
-        raise Interrupted(f"Stopped after step {step}, which is saved; run the same command with --resume.")
-
-    def step(self, stop: bool = False) -> float:
+    def take_step(self, stop: bool = False) -> float:
         """Take one optimizer step, and return its learning rate. stop: whether this process was asked to stop, which it
         tells the others.
 
         The loss is the mean over all tokens of the step, in all processes. A step whose loss or gradient is not finite
         changes nothing. That is decided on the device: the host does not wait for the step, and reads its outcome
-        after it has started the next one (`settle`).
+        after it has started the next one (`settle_step`).
         """
         settings, progress = self.recipe.training, self.progress
         started = time.perf_counter()
         rate = self.set_rates()
         self.hooks.prepare_step(progress.step)
-        with self.reading():
+        with self.guard_data():
             batches = [next(self.batches) for _ in range(settings.gradient_accumulation_steps)]
         progress.waited += time.perf_counter() - started
-        sums = sum(counted.labels for counted in batches), sum(counted.fingerprint for counted in batches)
-        own = torch.tensor([*sums, stop, self.saver.is_done])
-        counts = total(self.fabric, to_device(own, self.fabric.device))
-        loss = self.backward(batches, counts[0])
+        sums = [sum(batch.labels for batch in batches), sum(batch.fingerprint for batch in batches)]
+        tensor = torch.tensor([*sums, stop, self.saver.is_done])
+        counts = sum_processes(self.fabric, to_device(tensor, self.fabric.device))
+        loss = self.run_backward(batches, counts[0])
         norm = gradient_norm(self.parameters)
         self.update_weights(norm, loss.isfinite() & norm.isfinite())
         progress.rows += settings.batch_size * settings.gradient_accumulation_steps
-        progress.tokens += self.fabric.world_size * sum(units(counted.batch) for counted in batches)
-        self.settle()
+        progress.tokens += self.fabric.world_size * sum(units(batch.tensors) for batch in batches)
+        self.settle_step()
         self.outcome = StepOutcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts))
         if progress.skipped_last + 1 >= settings.max_skipped_steps:  # the next skipped step ends the run
-            self.settle()
+            self.settle_step()
         progress.seconds += time.perf_counter() - started
         return rate
 
@@ -270,12 +235,52 @@ class TrainingRun(Setup):
             group["lr"] = rate * (settings.scalar_learning_rate_multiplier if group["name"] == "scalars" else 1.0)
         return rate
 
+    def run_backward(self, batches: list[CountedBatch], labels: Tensor) -> Tensor:
+        """Run the forward and backward passes of one step, with `labels` over all processes; returns its loss, 0-d."""
+        world = self.fabric.world_size
+        # Under FSDP, delaying the reduction would keep the gradients of the whole model in every process.
+        waits = world > 1 and not is_sharded(self.recipe.training)
+        total = torch.zeros((), device=self.fabric.device)
+        for index, batch in enumerate(batches, 1):
+            if len(batches) > 1:
+                self.journal.announce(f"batch {index} of {len(batches)}")
+            with self.fabric.no_backward_sync(self.wrapped, enabled=index < len(batches) and waits):
+                loss, objective = self.compute_losses(self.fabric.to_device(batch.tensors), labels)
+                # Processes average their gradients, but the mean must be over all tokens.
+                self.fabric.backward(objective * world if world > 1 else objective)
+            total += loss.detach()
+        if self.scalars and world > 1:
+            add_up_scalars(self.scalars, world)
+        return sum_processes(self.fabric, total)
+
+    def compute_losses(self, batch: Batch, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute (the loss to report, the loss to minimize) of a batch, both over `count` tokens or images."""
+        training, teacher = self.recipe.training, self.teacher
+        count = count.clamp(min=1)  # a step may have no answer of a conversation
+        with autocast_forward(self.fabric.device, training):
+            if "pixel_values" in batch:
+                labels = smooth_labels(batch["labels"], training.label_smoothing, self.config.num_labels)
+                # With mixup, labels are no single classes: the loss to report is the one to minimize.
+                out = self.wrapped(pixel_values=batch["pixel_values"], labels=labels)
+                loss = out.loss * (len(labels) / count)
+                return loss, loss
+            out = self.wrapped(
+                **batch,
+                labels=batch["shift_labels"],
+                num_items_in_batch=count,
+                skip_logits=teacher is None,
+                output_z_loss=training.z_loss > 0,
+                loss_chunk_tokens=training.loss_chunk_tokens,
+            )
+            objective = out.loss + training.z_loss * out.z_loss if training.z_loss else out.loss
+            return out.loss, objective if teacher is None else teacher.add_loss(objective, out.logits, batch, count)
+
     def update_weights(self, norm: Tensor, finite: Tensor) -> None:
         """Let the optimizers step if loss and gradient are finite. norm: of the gradient."""
         limit = self.recipe.training.max_grad_norm
         if self.skips_on_device or bool(finite):
             if limit is not None:
-                clip(self.parameters, norm, limit)
+                clip_gradient(self.parameters, norm, limit)
             for optimizer, stepper in zip(self.optimizers, self.steppers, strict=True):
                 optimizer.found_inf = (~finite).float() if self.skips_on_device else None  # type: ignore[attr-defined]
                 stepper.step()
@@ -285,271 +290,256 @@ class TrainingRun(Setup):
         if self.average is not None:
             self.average.update(self.progress.step, finite)
 
-    def settled_step(self) -> None:
-        """One step, with its outcome."""
-        self.step()
-        self.settle()
-
-    def backward(self, batches: list[Counted], labels: Tensor) -> Tensor:
-        """Run the forward and backward passes of one step, with `labels` over all processes; returns its loss."""
-        world = self.fabric.world_size
-        # Under FSDP, delaying the reduction would keep the gradients of the whole model in every process.
-        waits = world > 1 and not sharded(self.recipe.training)
-        loss = torch.zeros((), device=self.fabric.device)
-        for index, counted in enumerate(batches, 1):
-            if len(batches) > 1:
-                self.journal.announce(f"batch {index} of {len(batches)}")
-            with self.fabric.no_backward_sync(self.wrapped, enabled=index < len(batches) and waits):
-                part, aimed = self.losses(self.fabric.to_device(counted.batch), labels)
-                # Processes average their gradients, but the mean must be over all tokens.
-                self.fabric.backward(aimed * world if world > 1 else aimed)
-            loss += part.detach()
-        if self.scalars and world > 1:
-            add_up_scalars(self.scalars, world)
-        return total(self.fabric, loss)
-
-    def losses(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """(the loss to report, the loss to minimize) of a batch, both over `counted` tokens or images."""
-        training, teacher = self.recipe.training, self.teacher
-        counted = counted.clamp(min=1)  # a step may have no answer of a conversation
-        with autocast(self.fabric.device, training):
-            if "pixel_values" in batch:
-                labels = smooth_labels(batch["labels"], training.label_smoothing, self.config.num_labels)
-                # With mixup, labels are no single classes: the loss to report is the one to minimize.
-                out = self.wrapped(pixel_values=batch["pixel_values"], labels=labels)
-                loss = out.loss * (len(labels) / counted)
-                return loss, loss
-            out = self.wrapped(
-                **batch,
-                labels=batch["shift_labels"],
-                num_items_in_batch=counted,
-                skip_logits=teacher is None,
-                output_z_loss=training.z_loss > 0,
-                loss_chunk_tokens=training.loss_chunk_tokens,
-            )
-            aimed = out.loss + training.z_loss * out.z_loss if training.z_loss else out.loss
-            return out.loss, aimed if teacher is None else teacher.aim(aimed, out.logits, batch, counted)
-
-    def settle(self) -> None:
+    def settle_step(self) -> None:
         """Read the outcome of the last step, if not yet read: count it as done or skipped, and record the point of the
         curve that is due. Raises `Diverged`."""
         if self.outcome is None:
             return
         (step, readings, counts), self.outcome = self.outcome, None
-        loss, self.norm = readings.values()
-        _, fingerprint, stops, done = counts.values()
+        loss, self.norm = readings.read_values()
+        _, fingerprint, stops, done = counts.read_values()
         progress = self.progress
         progress.order = hashlib.sha256(f"{progress.order}{fingerprint}".encode()).hexdigest()
-        self.others_stop = stops > 0
+        self.stops_elsewhere = stops > 0
         if done:
-            self.saver.finish()
+            self.saver.finish_saving()
         if math.isfinite(loss) and math.isfinite(self.norm):
             progress.skipped_last = 0
             self.running["loss"] += loss
             self.running["steps"] += 1
         else:
-            self.skip(step, loss, self.norm)
+            self.count_skipped(step, f"the loss is {loss:g} and the gradient's norm {self.norm:g}")
         if self.due is not None:
-            self.journal.curve(*self.due, self.norm)
+            self.journal.add_curve_point(*self.due, self.norm)
             self.due = None
 
-    def skip(self, step: int, loss: float, norm: float) -> None:
+    def take_settled_step(self) -> None:
+        """Take one step, and wait for its outcome."""
+        self.take_step()
+        self.settle_step()
+
+    def catch_up(self) -> None:
+        """Measure a model before its training continues, or do what a killed run did not after its last checkpoint."""
+        step = self.progress.step
+        if step:
+            run_in_first(self.fabric, self.publish_checkpoint)
+            # The held-out data could not be read, or the record is missing.
+            missed = self.progress.result is None and is_due(step, self.recipe.reporting.evaluate_every)
+        else:
+            missed = self.beginning is not None
+        if missed or step == self.recipe.training.steps:
+            self.evaluate()
+
+    def is_stopping(self, stop: threading.Event) -> bool:
+        """Whether some process was asked to stop. A single process has no others to wait for."""
+        return self.stops_elsewhere or (self.fabric.world_size == 1 and stop.is_set())
+
+    def raise_interrupted(self) -> NoReturn:
+        """End the process, or in the first one raise `Interrupted`."""
+        if self.fabric.global_rank > 0:
+            end_process(failed=False)
+        step = self.progress.step
+        raise Interrupted(f"Stopped after step {step}, which is saved; run the same command with --resume.")
+
+    def count_skipped(self, step: int, problem: str) -> None:
         """Count a step that was not finite. At the limit, raise `Diverged`, which names its rows."""
         progress, settings = self.progress, self.recipe.training
         progress.skipped += 1
         progress.skipped_last += 1
-        what = f"the loss is {loss:g} and the gradient's norm {norm:g}"
-        self.journal.warn(f"Step {step} was skipped: {what}.", step)
+        self.journal.warn(f"Step {step} was skipped: {problem}.", step)
         if progress.skipped_last < settings.max_skipped_steps:
             return
         assert progress.step == step, "the run has taken further steps, of other rows"
         count = settings.batch_size * settings.gradient_accumulation_steps
         progress.step, progress.rows = step - 1, progress.rows - count
-        rows = self.data.rows(self.recipe.seed, progress.rows, count)
-        named = ", ".join(rows[:8]) + (f" and {count - 8} more" if count > 8 else "")
-        raise self.diverged(
-            f"at step {step} {what}, and {progress.skipped_last} steps in a row were not finite. Its rows are {named}. "
-            "Lower"
+        rows = ", ".join(self.data.rows(self.recipe.seed, progress.rows, count)[:8])
+        rows += f" and {count - 8} more" if count > 8 else ""
+        raise self.build_divergence(
+            f"at step {step} {problem}, and {progress.skipped_last} steps in a row were not finite. Its rows are "
+            f"{rows}. Lower"
         )
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def guard_data(self) -> Iterator[None]:
         """If data cannot be read within it, save the finished steps and raise `HeadwaterError`."""
         try:
             yield
         except (OSError, UnreadableImage) as error:
             saved = "the last checkpoint is intact"
             if self.fabric.world_size == 1 and self.progress.step:
-                self.save()
+                self.save_checkpoint()
                 saved = f"step {self.progress.step} is saved"
             elif not self.progress.step:
                 saved = "no step was taken yet"
             advice = "Put them back and continue with --resume."
             if isinstance(error, UnreadableImage):
-                what = sentence(error).rstrip(".")
+                problem = sentence(error).rstrip(".")
                 advice = "Put an intact one in its place and continue with --resume, or remove it and begin a new run."
             else:
-                where = f" ({error.filename})" if error.filename else ""
-                what = f"The data cannot be read: {error.strerror or error}{where}"
-            raise HeadwaterError(f"{what}; {saved}. {advice}") from error
+                file = f" ({error.filename})" if error.filename else ""
+                problem = f"The data cannot be read: {error.strerror or error}{file}"
+            raise HeadwaterError(f"{problem}; {saved}. {advice}") from error
 
     def evaluate(self) -> None:
-        """Evaluate on the held-out data. Raises as `step`, and `Diverged` if the run's last measures are no numbers."""
-        self.settle()
-        compiled, most, batches = is_compiled(self.model), 0, 0
+        """Evaluate on the held-out data. Raises as `take_step`, and `Diverged` if the run's last measures are no
+        numbers."""
+        self.settle_step()
+        compiled, most_rows, batches = is_compiled(self.model), 0, 0
 
         @torch.no_grad()
-        def logits(batch: Batch) -> Tensor:
-            nonlocal most, batches
+        def compute_logits(batch: Batch) -> Tensor:
+            nonlocal most_rows, batches
             batches += 1
             self.journal.announce(f"evaluating, batch {batches}")
             rows = len(main_input(batch))
-            most = max(most, rows)
+            most_rows = max(most_rows, rows)
             if compiled:  # a last batch of fewer rows would be compiled for itself
-                batch = filled(batch, most)
+                batch = pad_rows(batch, most_rows)
             batch = with_documents(batch) if self.by_document else batch
             inputs = {name: tensor for name, tensor in batch.items() if name not in LABELS}
             if not is_of_images(self.config):
                 inputs["use_cache"] = False  # type: ignore[assignment]
-            with autocast(self.fabric.device, self.recipe.training):
+            with autocast_forward(self.fabric.device, self.recipe.training):
                 return self.wrapped(**self.fabric.to_device(inputs)).logits[:rows]
 
-        with self.reading(), self.averaged():
+        with self.guard_data(), self.use_average():
             self.wrapped.eval()
-            evaluation = self.data.evaluate(logits, self.share)
+            evaluation = self.data.evaluate(compute_logits, self.share)
             self.wrapped.train()
-            if sharded(self.recipe.training):  # a forward pass leaves the last parameters unsharded for a backward pass
-                reshard(self.model)
-        if broken := next((name for name, value in evaluation.metrics.items() if math.isnan(value)), None):
-            what = f"after step {self.progress.step} the held-out {broken} is nan"
+            if is_sharded(self.recipe.training):  # a forward pass leaves the last parameters gathered for a backward
+                reshard_model(self.model)
+        if invalid := next((name for name, value in evaluation.metrics.items() if math.isnan(value)), None):
+            problem = f"after step {self.progress.step} the held-out {invalid} is nan"
             if self.progress.step >= self.recipe.training.steps:
-                raise self.diverged(f"{what}; lower")
-            self.journal.warn(f"The model may have diverged: {what}.")
+                raise self.build_divergence(f"{problem}; lower")
+            self.journal.warn(f"The model may have diverged: {problem}.")
         self.progress.result = evaluation.metrics[self.data.metric]
-        self.journal.held_out(evaluation)
+        self.journal.add_evaluation(evaluation)
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """The average of the weights in the model, if there is one: what is evaluated and saved."""
+    def use_average(self) -> AbstractContextManager[None]:
+        """Put the average of the weights, if there is one, into the model: what is evaluated and saved."""
         return nullcontext() if self.average is None else self.average.in_place()
 
-    def diverged(self, what: str) -> Diverged:
-        """what: ends with "lower"."""
+    def build_divergence(self, problem: str) -> Diverged:
+        """Make the error of a run that has diverged. problem: ends with "lower"."""
         return Diverged(
-            f"The run diverged: {what} training.learning_rate={self.recipe.training.learning_rate:g}, or lengthen the "
-            "warm-up."
+            f"The run diverged: {problem} training.learning_rate={self.recipe.training.learning_rate:g}, or lengthen "
+            "the warm-up."
         )
 
-    def save(self, must: bool = True) -> None:
+    def save_checkpoint(self, must: bool = True) -> None:
         """Save a checkpoint, unless the weights are not finite: then keep the previous one.
 
         must: wait until it is written, and raise `Diverged` if the weights are not finite; otherwise warn.
         """
-        self.settle()
-        self.saver.finish()
-        broken = [~parameter.isfinite().all() for parameter in map(local, self.parameters)]
-        if int(total(self.fabric, torch.stack(broken).sum())):  # one wait for all
-            what = f"after step {self.progress.step} some weights are not finite"
+        self.settle_step()
+        self.saver.finish_saving()
+        broken = [~parameter.isfinite().all() for parameter in map(local_shard, self.parameters)]
+        if int(sum_processes(self.fabric, torch.stack(broken).sum())):  # one wait for all
+            problem = f"after step {self.progress.step} some weights are not finite"
             if not must:
-                self.journal.warn(f"Not saved: {what}.")
+                self.journal.warn(f"Not saved: {problem}.")
                 return
-            raise self.diverged(f"{what}; lower")
+            raise self.build_divergence(f"{problem}; lower")
         state = optimizer_tensors(self.model, self.optimizers)
         state |= {f"running.{name}": tensor for name, tensor in self.running.items()}
-        with self.averaged():
-            self.saver.start(
+        if self.average is not None:
+            state |= self.average.state
+        with self.use_average():
+            self.saver.start_saving(
                 self.folder / FOLDER / f"step-{self.progress.step:06d}",
                 self.progress,
                 self.model,
                 self.preparer,
-                state | ({} if self.average is None else self.average.state),
+                state,
                 history=self.journal.history,
-                then=self.publish,
+                then=self.publish_checkpoint,
                 copy=not must,
             )
             if must:
-                self.saver.finish()
+                self.saver.finish_saving()
 
-    def publish(self) -> None:
+    def publish_checkpoint(self) -> None:
         """Put the newest checkpoint's model at the top of the folder, and remove the checkpoints that the recipe does
         not keep. Called by the first process."""
-        publish_model(checkpoints(self.folder)[-1], self.folder)
-        prune(self.folder, self.recipe.reporting.keep_checkpoints, self.data.lower_is_better)
+        publish_model(list_checkpoints(self.folder)[-1], self.folder)
+        prune_checkpoints(self.folder, self.recipe.reporting.keep_checkpoints, self.data.lower_is_better)
 
 
-def is_due(step: int, every: int | None) -> bool:
-    """Whether something happens after this step that happens every few steps; None for never."""
-    return every is not None and step % every == 0
+def is_due(step: int, interval: int | None) -> bool:
+    """Whether something is due after this step that happens every `interval` steps; None for never."""
+    return interval is not None and step % interval == 0
 
 
-class Counted(NamedTuple):
-    """A batch of this process, its number of labels, and its part of the hash of all rows in order."""
+class CountedBatch(NamedTuple):
+    """A batch of this process, its number of labels, and its share of the hash of all rows in order."""
 
-    batch: Batch
+    tensors: Batch
     labels: int
     fingerprint: int
 
 
-def batches(
+def read_batches(
     recipe: Recipe, data: Data, row: int, share: Share, pinned: bool, by_document: bool
-) -> Generator[Counted, None, None]:
-    """This process's batches from row `row` of the seed's order on.
+) -> Generator[CountedBatch, None, None]:
+    """Read this process's batches from row `row` of the seed's order on.
 
     pinned: in page-locked memory, from which copies to a GPU are asynchronous.
     by_document: packed rows come `with_documents`.
     """
-    made = data.batches(recipe.seed, recipe.training.batch_size, row, share)
-    found = counted(made, recipe.training.batch_size, row, share, pinned, by_document)
-    return ahead(found) if getattr(data, "reads_ahead", True) else found
+    batches = data.batches(recipe.seed, recipe.training.batch_size, row, share)
+    stream = _count_batches(batches, recipe.training.batch_size, row, share, pinned, by_document)
+    return read_ahead(stream, 2) if getattr(data, "reads_ahead", True) else stream
 
 
-def counted(
-    made: Iterator[Batch], size: int, row: int, share: Share, pinned: bool, by_document: bool
-) -> Generator[Counted, None, None]:
-    """size: rows of a batch over all processes."""
+def _count_batches(
+    batches: Iterator[Batch], size: int, row: int, share: Share, pinned: bool, by_document: bool
+) -> Generator[CountedBatch, None, None]:
+    """Count labels and hash rows. size: rows of a batch over all processes."""
     with ThreadPoolExecutor(HASHING, "hash") as pool:
-        for batch in made:
+        for batch in batches:
             if by_document:
                 batch = with_documents(batch)
-            parts = main_input(batch).chunk(HASHING)
-            firsts = accumulate(map(len, parts), initial=row + share.rank * size // share.world)
-            prints = sum(pool.map(fingerprint, firsts, parts))
+            chunks = main_input(batch).chunk(HASHING)
+            starts = accumulate(map(len, chunks), initial=row + share.rank * size // share.world)
+            fingerprint = sum(pool.map(hash_rows, starts, chunks))
             if pinned:
                 batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-            yield Counted(batch, labels_of(batch), prints)
+            yield CountedBatch(batch, labels_of(batch), fingerprint)
             row += size
 
 
 def with_documents(batch: Batch) -> Batch:
-    """With the borders of its documents, for attention that takes them, where position_ids restart inside rows.
+    """Add the borders of documents, for attention that takes them, where position_ids restart inside rows.
 
-    Found here, where the numbers are: looking for them on a GPU would wait for it.
+    They are looked for on the host: on a GPU that would wait for it.
     """
     positions = batch.get("position_ids")
     borders = None if positions is None else make_cu_seq_lens(positions.expand(len(batch["input_ids"]), -1))
     return batch if borders is None else batch | {"cu_seq_lens_q": borders}
 
 
-def filled(batch: Batch, rows: int) -> Batch:
-    """A batch that repeats its last row to have this many."""
+def pad_rows(batch: Batch, rows: int) -> Batch:
+    """Repeat the last row of a batch until it has this many."""
     missing = rows - len(main_input(batch))
     if not missing:
         return batch
     return {name: torch.cat((x, x[-1:].expand(missing, *x.shape[1:]))) for name, x in batch.items()}
 
 
-def fingerprint(first: int, rows: Tensor) -> int:
-    """The sum of a 40-bit hash for each row's tokens or pixels and its place in the order, counted from `first`: sums
+def hash_rows(start: int, rows: Tensor) -> int:
+    """Add up a 40-bit hash for each row's tokens or pixels and its position in the order, counted from `start`: sums
     over a step never overflow."""
     total = 0
-    for place, row in enumerate(rows.contiguous().numpy(), first):
-        content = hashlib.blake2b(place.to_bytes(8, "little"), digest_size=5)
+    for position, row in enumerate(rows.contiguous().numpy(), start):
+        content = hashlib.blake2b(position.to_bytes(8, "little"), digest_size=5)
         content.update(row)  # outside Python's lock
         total += int.from_bytes(content.digest(), "little")
     return total
 
 
-def ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
-    """The same items, of which another thread prepares up to `depth` in advance."""
+def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
+    """Yield the same items, of which another thread prepares up to `depth` in advance."""
     with ThreadPoolExecutor(1, "data") as worker:
         waiting = deque(worker.submit(next, items) for _ in range(depth))
         while True:
@@ -558,7 +548,7 @@ def ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
 
 
 def smooth_labels(labels: Tensor, share: float, classes: int) -> Tensor:
-    """Labels [B], or [B, at most `classes`] probabilities, with this share spread over all classes."""
+    """Spread this share of labels, [B] or [B, at most `classes`] probabilities, over all classes."""
     if labels.ndim == 1:
         if not share:
             return labels

@@ -1,4 +1,4 @@
-"""Parameter groups, clipping, a step's learning rate, and the average of the weights."""
+"""Parameter groups, clipping, the learning rate of a step, and the average of the weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from headwater.mechanisms.named import Named, owner_of
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError, sentence
 from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, values_read
-from headwater_lab.optimization.tensors import gradients, local
-from headwater_lab.recipe.training import Training
+from headwater_lab.optimization.tensors import list_gradients, local_shard
+from headwater_lab.recipe.training_section import Training
 
 # The groups in order, and which of them decay under each `weight_decay_on`.
 GROUPS = ("matrices", "tensors", "embeddings", "vectors", "scalars")
@@ -36,49 +36,45 @@ def parameter_groups(
     weight_decay: float,
     decay_on: Literal["matrices", "embeddings", "all"] = "matrices",
 ) -> list[dict[str, Any]]:
-    """Five groups: "matrices", "tensors" (of more than two dimensions, as in convolutions), "embeddings", "vectors"
-    (norms, biases), and the mechanisms' "scalars", which stay in fp32, unsharded in every process.
+    """Sort parameters into five groups: "matrices", "tensors" (of more than two dimensions, as in convolutions),
+    "embeddings", "vectors" (norms, biases), and the mechanisms' "scalars", which stay in fp32, unsharded in every
+    process.
 
     A mechanism may choose another group for a parameter, also one of its own, which does not decay: a group may then
     have two parts of the same name. Empty ones are left out.
     decay_on: which of them decay, see `DECAYED`. A tied output head is an embedding.
     Raises `HeadwaterError` for a mechanism that puts anything but matrices in "matrices", or gives no usable name.
     """
-    found: dict[tuple[str, bool], list[nn.Parameter]] = {}
-    seen: set[nn.Parameter] = set()
-    for place, module in model.named_modules():
+    # Sharded and unsharded parameters cannot be stepped together.
+    by_kind: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    sorted_parameters: set[nn.Parameter] = set()
+    for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter in seen or not parameter.requires_grad:
+            if parameter in sorted_parameters or not parameter.requires_grad:
                 continue
-            seen.add(parameter)
-            whole = isinstance(module, KeepsPrecision)
-            if whole:
+            sorted_parameters.add(parameter)
+            unsharded = isinstance(module, KeepsPrecision)
+            if unsharded:
                 kind = "scalars"
             elif isinstance(module, nn.Embedding):
                 kind = "embeddings"
             else:
                 kind = ("vectors", "vectors", "matrices")[parameter.ndim] if parameter.ndim < 3 else "tensors"
-            owner, inner = owner_of(model, f"{place}.{name}")
+            owner, inner = owner_of(model, f"{path}.{name}")
             if owner is not None:
                 kind = _choose_group(owner, inner, parameter, kind)
-            # Sharded and unsharded parameters cannot be stepped together.
-            found.setdefault((kind, whole), []).append(parameter)
-
-    def order(key: tuple[str, bool]) -> tuple[Any, ...]:
-        kind, whole = key
-        return GROUPS.index(kind) if kind in GROUPS else len(GROUPS), kind, not whole
-
-    groups = []
-    for kind, whole in sorted(found, key=order):
-        decay = weight_decay if kind in DECAYED[decay_on] else 0.0
-        groups.append({"name": kind, "params": found[kind, whole], "weight_decay": decay})
+            by_kind.setdefault((kind, unsharded), []).append(parameter)
     trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    assert seen == trainable, "the groups must hold every parameter once"
-    return groups
+    assert sorted_parameters == trainable, "the groups must hold every parameter once"
+    order = [*GROUPS, *sorted({kind for kind, _ in by_kind} - {*GROUPS})]
+    return [
+        {"name": kind, "params": by_kind[kind, unsharded], "weight_decay": weight_decay * (kind in DECAYED[decay_on])}
+        for kind, unsharded in sorted(by_kind, key=lambda key: (order.index(key[0]), not key[1]))
+    ]
 
 
 def _choose_group(owner: Mechanism, name: str, parameter: nn.Parameter, kind: str) -> str:
-    """The group in which a mechanism puts its parameter, or else `kind`. Raises `HeadwaterError`."""
+    """Choose the group in which a mechanism puts its parameter, or else `kind`. Raises `HeadwaterError`."""
     chosen = (owner.choose_group(name) if isinstance(owner, GroupsParameters) else None) or kind
     misspelt = chosen not in GROUPS and get_close_matches(str(chosen), GROUPS, cutoff=0.7)
     if not isinstance(chosen, str) or misspelt or (chosen == "matrices" and parameter.ndim != 2):
@@ -90,40 +86,41 @@ def _choose_group(owner: Mechanism, name: str, parameter: nn.Parameter, kind: st
     return chosen
 
 
-def freeze(model: nn.Module, trainable_mechanisms: Collection[str]) -> None:
+def freeze_others(model: nn.Module, trainable_mechanisms: Collection[str]) -> None:
     """Leave the parameters of these mechanisms trainable, and no others.
 
     Raises `HeadwaterError` if the model does not have one of them, or one has no parameters.
     """
-    chosen: set[nn.Parameter] = set()
+    trainable: set[nn.Parameter] = set()
     for name in trainable_mechanisms:
         kind = resolve(name)
-        named = (one for module in model.modules() if isinstance(module, Named) for one in module.named())
-        modules = [module for key, module in named if resolve(key) is kind]
+        entries = (entry for module in model.modules() if isinstance(module, Named) for entry in module.named())
+        modules = [module for key, module in entries if resolve(key) is kind]
         modules += [module for module in model.modules() if isinstance(module, kind)]
-        own = {parameter for module in modules for parameter in module.parameters()}
-        if not own:
+        parameters = {parameter for module in modules for parameter in module.parameters()}
+        if not parameters:
             raise HeadwaterError(
                 f"training.trainable_mechanisms: the model has no parameters of {name!r}; leave it out, or "
                 "choose a mechanism that has some."
             )
-        chosen |= own
+        trainable |= parameters
     for parameter in model.parameters():
-        parameter.requires_grad_(parameter in chosen)
+        parameter.requires_grad_(parameter in trainable)
 
 
 def make_optimizers(model: nn.Module, training: Training) -> list[torch.optim.Optimizer]:
-    """The recipe's optimizers, for all trainable parameters. Raises `HeadwaterError` if they cannot be created."""
+    """Make the recipe's optimizers, for all trainable parameters. Raises `HeadwaterError` if that fails."""
     groups = parameter_groups(model, training.weight_decay, training.weight_decay_on)
     make = OPTIMIZERS.resolve(training.optimizer)
     parameters = {parameter for group in groups for parameter in group["params"]}
     try:
         if isinstance(make, type):
-            made = make(groups, lr=training.learning_rate, **training.optimizer_options)
+            result = make(groups, lr=training.learning_rate, **training.optimizer_options)
         else:
-            made = make(groups, **values_read(make, training))
-        optimizers = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
-        stepped = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+            result = make(groups, **values_read(make, training))
+        optimizers = [result] if isinstance(result, torch.optim.Optimizer) else list(result)
+        owned_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        stepped = [parameter for group in owned_groups for parameter in group["params"]]
     except Exception as error:  # outside code can raise anything
         raise HeadwaterError(
             f"The optimizer {training.optimizer!r} cannot be created: {type(error).__name__}: {sentence(error)}; see "
@@ -133,7 +130,7 @@ def make_optimizers(model: nn.Module, training: Training) -> list[torch.optim.Op
         raise HeadwaterError(
             f"The optimizer {training.optimizer!r} must hold every parameter exactly once, but does not."
         )
-    for group in (group for each in optimizers for group in each.param_groups):
+    for group in owned_groups:
         group.setdefault("name", "matrices")
     return optimizers
 
@@ -141,21 +138,21 @@ def make_optimizers(model: nn.Module, training: Training) -> list[torch.optim.Op
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norm of the whole gradient, 0-d, the same in every process."""
-    grads = gradients(parameters)
+    grads = list_gradients(parameters)
     # PyTorch's own functions do not accept sharded and unsharded tensors together.
-    whole = [grad for grad in grads if not isinstance(grad, DTensor)]
-    split = [grad for grad in grads if isinstance(grad, DTensor)]
-    norms = [nn.utils.get_total_norm(whole)] if whole else []
-    if split:
-        norms.append(cast(DTensor, nn.utils.get_total_norm(split)).full_tensor())
+    unsharded = [grad for grad in grads if not isinstance(grad, DTensor)]
+    sharded = [grad for grad in grads if isinstance(grad, DTensor)]
+    norms = [nn.utils.get_total_norm(unsharded)] if unsharded else []
+    if sharded:
+        norms.append(cast(DTensor, nn.utils.get_total_norm(sharded)).full_tensor())
     return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])) if len(norms) > 1 else norms[0]
 
 
 @torch.no_grad()
-def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
+def clip_gradient(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Scale a gradient of known norm down to `limit` if it is longer (as `clip_grad_norm_` does)."""
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local(grad) for grad in gradients(parameters)], factor)
+    torch._foreach_mul_([local_shard(grad) for grad in list_gradients(parameters)], factor)
 
 
 def learning_rate(step: int, training: Training) -> float:
@@ -195,11 +192,11 @@ class Average:
         self.tensors = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     @torch.no_grad()
-    def update(self, step: int, taken: Tensor) -> None:
-        """After optimizer step `step`, counted from 1. taken: whether it changed the weights, 0-d."""
-        weight = (1 - min(self.decay, (1 + step) / (10 + step))) * taken
-        means = [local(tensor) for tensor in self.tensors.values()]
-        moves = torch._foreach_sub([local(parameter) for parameter in self.parameters.values()], means)
+    def update(self, step: int, finite: Tensor) -> None:
+        """Update the average after optimizer step `step`, counted from 1. finite: whether it was taken, 0-d."""
+        weight = (1 - min(self.decay, (1 + step) / (10 + step))) * finite
+        means = [local_shard(tensor) for tensor in self.tensors.values()]
+        moves = torch._foreach_sub([local_shard(parameter) for parameter in self.parameters.values()], means)
         torch._foreach_mul_(moves, weight)
         torch._foreach_add_(means, moves)
 
@@ -207,13 +204,14 @@ class Average:
     def swap(self) -> None:
         """Exchange the weights of the model with those here."""
         for name, parameter in self.parameters.items():
-            own, other = local(parameter), local(self.tensors[name])
-            kept = own.clone()
-            own.copy_(other)
-            other.copy_(kept)
+            weights, average = local_shard(parameter), local_shard(self.tensors[name])
+            trained = weights.clone()
+            weights.copy_(average)
+            average.copy_(trained)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
+        """Put the average into the model, and the trained weights back at the end."""
         self.swap()
         try:
             yield
@@ -222,5 +220,5 @@ class Average:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What is saved beside the model, by name."""
+        """What is saved with the model, by name."""
         return {f"trained.{name}": tensor for name, tensor in self.tensors.items()}

@@ -34,7 +34,7 @@ from headwater.nn.block import Block
 from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.precision import Precision
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.recipe.training import Training
+from headwater_lab.recipe.training_section import Training
 from headwater_lab.util.model_kinds import AnyModel
 from headwater_lab.util.workers import die_with_parent
 
@@ -52,13 +52,14 @@ T = TypeVar("T")
 
 
 @contextmanager
-def connected(recipe: Recipe, run: Path) -> Iterator[Fabric]:
-    """`make_fabric`; disconnects the processes at the end, unless they were connected before."""
-    before = dist.is_initialized()
+def connect_processes(recipe: Recipe, run: Path) -> Iterator[Fabric]:
+    """Run `make_fabric`; disconnect the processes at the end, unless they were connected before."""
+    was_connected = dist.is_initialized()
     try:
         yield make_fabric(recipe, run)
     finally:
-        if dist.is_initialized() and not before:  # some backends abort when Python exits while they are connected
+        # Some backends abort when Python exits while they are connected.
+        if dist.is_initialized() and not was_connected:
             dist.destroy_process_group()
 
 
@@ -69,7 +70,7 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
 
     training, reporting = recipe.training, recipe.reporting
     to_files = reporting.tensorboard or reporting.wandb is not None
-    devices, nodes = placed(training)
+    devices, nodes = count_processes(training)
     world = devices * nodes
     if training.batch_size % world:
         raise HeadwaterError(
@@ -83,10 +84,10 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
     try:
         fabric = Fabric(
             accelerator=training.device,
-            strategy=strategy(training, world),
+            strategy=choose_strategy(training, world),
             devices=devices,
             num_nodes=nodes,
-            # Precision is ours (`start.build`, `autocast`): Fabric would copy all logits to fp32 for no use.
+            # Precision is ours (`start.build`, `autocast_forward`): Fabric would copy all logits to fp32 for no use.
             precision="32-true",
             loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
         )
@@ -106,13 +107,13 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
     return fabric
 
 
-def autocast(device: torch.device, training: Training) -> torch.autocast:
-    """The autocast of a forward pass. FSDP casts to bf16 itself when it gathers the parameters."""
-    return training.precision.autocast(device.type, enabled=not sharded(training))
+def autocast_forward(device: torch.device, training: Training) -> torch.autocast:
+    """Set the autocast of a forward pass. FSDP casts to bf16 itself when it gathers the parameters."""
+    return training.precision.autocast(device.type, enabled=not is_sharded(training))
 
 
-def placed(training: Training) -> tuple[int, int]:
-    """The number of processes on this machine, and of machines: torchrun's, or else the recipe's."""
+def count_processes(training: Training) -> tuple[int, int]:
+    """Count the processes on this machine, and the machines: torchrun's, or else the recipe's."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return training.devices, training.nodes
     processes = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -122,40 +123,40 @@ def placed(training: Training) -> tuple[int, int]:
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """Let SIGINT and SIGTERM end the process at once: while it waits for others in C++, Python runs no handlers."""
-    mine = threading.current_thread() is threading.main_thread()
-    heard = [signal.SIGINT, signal.SIGTERM] if mine else []
-    before = {number: signal.getsignal(number) for number in heard}
-    handled = {number: handler for number, handler in before.items() if callable(handler)}
-    for number in handled:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    signals = [signal.SIGINT, signal.SIGTERM] if in_main_thread else []
+    handlers = {number: handler for number in signals if callable(handler := signal.getsignal(number))}
+    for number in handlers:
         signal.signal(number, signal.SIG_DFL)
     try:
         yield
     finally:
-        for number, handler in handled.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def sharded(training: Training) -> bool:
+def is_sharded(training: Training) -> bool:
+    """Whether the parameters are split over the processes."""
     return training.strategy == "fsdp"
 
 
-def strategy(training: Training, world: int) -> Strategy | str:
-    """Fabric's strategy. FSDP2 shards the model over the processes."""
+def choose_strategy(training: Training, world: int) -> Strategy | str:
+    """Choose Fabric's strategy. FSDP2 shards the model over the processes."""
     from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 
-    def sharded_over(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
-        return shard(model, mesh["data_parallel"], training.precision)
+    def shard_over(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
+        return shard_model(model, mesh["data_parallel"], training.precision)
 
     timeout = timedelta(minutes=training.timeout_minutes)
-    if sharded(training):
-        return ModelParallelStrategy(sharded_over, data_parallel_size=world, tensor_parallel_size=1, timeout=timeout)
+    if is_sharded(training):
+        return ModelParallelStrategy(shard_over, data_parallel_size=world, tensor_parallel_size=1, timeout=timeout)
     if world == 1 and training.strategy != "ddp":
         return "auto"
     # Buffers are constants, and gradients need not be held twice.
     return DDPStrategy(timeout=timeout, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
-def shard(model: AnyModel, mesh: DeviceMesh, precision: Precision) -> AnyModel:
+def shard_model(model: AnyModel, mesh: DeviceMesh, precision: Precision) -> AnyModel:
     """Shard the parameters over the processes, one block at a time. Scalars stay unsharded, in fp32, in each process.
 
     FSDP2 needs one dtype for the parameters it gathers together, and would round scalars with the rest;
@@ -167,32 +168,30 @@ def shard(model: AnyModel, mesh: DeviceMesh, precision: Precision) -> AnyModel:
         reduce_dtype=torch.promote_types(precision.weights, torch.float32),
         cast_forward_inputs=False,
     )
-    kept = set(scalars(model))
+    unsharded = set(list_scalars(model))
     # Blocks return views of their results, which are not changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    parts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
-    parts.append(model)
-    for part in parts:
-        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=kept)
+    for module in [*(module for module in model.modules() if isinstance(module, Block)), model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=unsharded)
     model.to_empty(device=f"cuda:{torch.cuda.current_device()}" if mesh.device_type == "cuda" else "cpu")
-    started: set[nn.Parameter] = set()
+    initialized: set[nn.Parameter] = set()
     for module in model.modules():
-        own = set(module.parameters(recurse=False))
-        if not own or not own <= started:  # a tied table has the initial values of its first owner
+        parameters = set(module.parameters(recurse=False))
+        if not parameters or not parameters <= initialized:  # a tied table has the initial values of its first owner
             model._init_weights(module)
-        started |= own
+        initialized |= parameters
     return model
 
 
-def reshard(model: nn.Module) -> None:
+def reshard_model(model: nn.Module) -> None:
     """Free the gathered parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def scalars(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are neither cast nor sharded."""
+def list_scalars(model: nn.Module) -> list[nn.Parameter]:
+    """List the parameters that are neither cast nor sharded."""
     return [
         parameter
         for module in model.modules()
@@ -211,8 +210,8 @@ def add_up_scalars(parameters: Sequence[nn.Parameter], world: int) -> None:
             grad.copy_(mean.view_as(grad))
 
 
-def total(fabric: Fabric, tensor: Tensor) -> Tensor:
-    """The sum over all processes, on the device and in the dtype of `tensor`."""
+def sum_processes(fabric: Fabric, tensor: Tensor) -> Tensor:
+    """Sum a tensor over all processes, on its own device and in its dtype."""
     if fabric.world_size == 1:
         return tensor
     summed = tensor.to(fabric.device)
@@ -225,8 +224,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def recorded(on_gpu: bool) -> torch.cuda.Event | None:
-    """An event after which a GPU has done all that it was given so far; None if nothing is on a GPU."""
+def record_event(on_gpu: bool) -> torch.cuda.Event | None:
+    """Record the event after which a GPU has done all that was queued so far; None if nothing is on a GPU."""
     if not on_gpu:
         return None
     event = torch.cuda.Event()
@@ -235,24 +234,24 @@ def recorded(on_gpu: bool) -> torch.cuda.Event | None:
 
 
 class Reading:
-    """A copy of a small tensor to the host, started now and waited for when it is read."""
+    """Copy a small tensor to the host, starting now and waiting when it is read."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.copy = tensor.detach()
         if tensor.is_cuda:
             self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        self.arrived = recorded(tensor.is_cuda)
+        self.arrival = record_event(tensor.is_cuda)
 
-    def values(self) -> list:
-        """The numbers; waits for the device if they have not arrived."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+    def read_values(self) -> list:
+        """Read the numbers; wait for the device if they have not arrived."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
         return self.copy.tolist()
 
 
 @contextmanager
-def together(fabric: Fabric) -> Iterator[list[Any]]:
-    """Work that each process does by itself and all must finish: an error in one ends all.
+def fail_together(fabric: Fabric) -> Iterator[list[Any]]:
+    """Do work in each process that all must finish: an error in one ends all.
 
     Yields a list, which in the end holds what the first process has put into its own. The first process raises
     `HeadwaterError` with the message of the first one that failed; the others end silently. The processes must not
@@ -268,33 +267,32 @@ def together(fabric: Fabric) -> Iterator[list[Any]]:
         error = raised
     if fabric.world_size == 1:
         return
-    outcomes = gathered(fabric, (None if error is None else str(error) or type(error).__name__, results))
+    outcomes = gather_values(fabric, (None if error is None else str(error) or type(error).__name__, results))
     results[:] = outcomes[0][1]
     failed = [f"Process {rank}: {message}" for rank, (message, _) in enumerate(outcomes) if message is not None]
     if failed and fabric.global_rank > 0:
-        leave(failed=True)
+        end_process(failed=True)
     if failed:
         raise error or HeadwaterError(failed[0])
 
 
-def first(fabric: Fabric, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `do` in the first process, and return its result in all. An error ends all, as in `together`."""
-    with together(fabric) as results:
+def run_in_first(fabric: Fabric, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `do` in the first process, and return its result in all. An error ends all, as in `fail_together`."""
+    with fail_together(fabric) as results:
         if fabric.global_rank == 0:
             results.append(do(*args, **kwargs))
     return results[0]
 
 
-def gathered(fabric: Fabric, value: T) -> list[T]:
-    """The values of all processes, in each of them."""
-    values: list[Any] = [None] * fabric.world_size
+def gather_values(fabric: Fabric, value: T) -> list[T]:
+    """Gather the values of all processes, in each of them."""
+    values: list[Any] = [value] * fabric.world_size
     if fabric.world_size > 1:
         dist.all_gather_object(values, value)
-        return values
-    return [value]
+    return values
 
 
-def leave(failed: bool) -> NoReturn:
+def end_process(failed: bool) -> NoReturn:
     """End a process other than the first, after giving the first, which reports for all, time to do so.
 
     Under a launcher that watches every process, each one's exit code shows the failure; Fabric, which watches if there
@@ -306,10 +304,10 @@ def leave(failed: bool) -> NoReturn:
     raise SystemExit(1 if failed and watched else 0)
 
 
-def lost_process(fabric: Fabric, error: Exception) -> str | None:
-    """PyTorch's message that another process of the run has ended or cannot be reached; None for other errors."""
-    found = _LOST.search(str(error)) if fabric.world_size > 1 and isinstance(error, RuntimeError) else None
-    return None if found is None else found.group()
+def find_lost_process(fabric: Fabric, error: Exception) -> str | None:
+    """Find PyTorch's message that another process of the run has ended or cannot be reached; None for other errors."""
+    match = _LOST.search(str(error)) if fabric.world_size > 1 and isinstance(error, RuntimeError) else None
+    return None if match is None else match.group()
 
 
 _LOST = re.compile(

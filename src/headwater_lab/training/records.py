@@ -21,7 +21,7 @@ from headwater.util.processor import describe_cpu
 
 SCHEMA_VERSION = 2
 RECORD = "record.json"
-# Of a run with a result; that of a diverged one is that it diverged.
+# The states of a run with a result; the result of a diverged one is that it diverged.
 ENDED = ("finished", "diverged")
 # Relative tolerance of bits per byte over nats per token; rounding is a millionth of it.
 SAME = 1e-6
@@ -29,12 +29,12 @@ SAME = 1e-6
 RecordCount = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     # A diverged run has losses that are not finite, and its record must still be readable.
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants")
 
 
-class CurvePoint(_Part):
+class CurvePoint(_Section):
     """One point of the training curve."""
 
     step: RecordCount
@@ -50,7 +50,7 @@ class CurvePoint(_Part):
     """Training FLOPs spent."""
 
 
-class HeldOutPoint(_Part):
+class HeldOutPoint(_Section):
     """One evaluation on held-out data."""
 
     step: RecordCount
@@ -61,7 +61,7 @@ class HeldOutPoint(_Part):
     tasks."""
 
 
-class SpeedPoint(_Part):
+class SpeedPoint(_Section):
     """Training speed since the previous point."""
 
     step: RecordCount
@@ -72,14 +72,14 @@ class SpeedPoint(_Part):
     """The model's FLOPs as a share of the devices' peak (from data sheets, or measured)."""
 
 
-class Notice(_Part):
+class Notice(_Section):
     """A warning, which did not stop the run."""
 
     step: RecordCount
     message: str
 
 
-class DocumentLoss(_Part):
+class DocumentLoss(_Section):
     """The final loss of one held-out document."""
 
     id: str
@@ -89,7 +89,7 @@ class DocumentLoss(_Part):
     """Summed over the document."""
 
 
-class Environment(_Part):
+class Environment(_Section):
     """The environment of a run."""
 
     headwater: str
@@ -108,7 +108,7 @@ class Environment(_Part):
     """The attention kernel that ran, as in training.attn_implementation."""
 
 
-class SeedPlan(_Part):
+class SeedPlan(_Section):
     """How a comparison adds seeds until it is decided (`compare.sequential`)."""
 
     seeds: list[RecordCount]
@@ -122,13 +122,13 @@ class SeedPlan(_Part):
     baseline: str
 
     @model_validator(mode="after")
-    def _enough(self) -> Self:
+    def _check_seeds(self) -> Self:
         if len(self.seeds) < self.min_seeds:
             raise ValueError(f"seed_plan.seeds lists {len(self.seeds)}, fewer than min_seeds {self.min_seeds}")
         return self
 
 
-class Experiment(_Part):
+class Experiment(_Section):
     """The comparison a run belongs to."""
 
     name: str
@@ -149,7 +149,7 @@ class Experiment(_Part):
     """Set if seeds are added until the comparison is decided."""
 
 
-class Event(_Part):
+class Event(_Section):
     """One thing that was done to a model; a checkpoint's history.json lists them all, in order."""
 
     kind: Literal["trained", "grown", "merged", "shrunk", "retrofitted", "converted", "refitted"]
@@ -161,7 +161,7 @@ class Event(_Part):
     """For training: name, identity, seed, steps and rows; otherwise the arguments and the measurements."""
 
 
-class Origin(_Part):
+class Origin(_Section):
     """The trained model that a run started from."""
 
     checkpoint: str
@@ -172,7 +172,7 @@ class Origin(_Part):
     history: list[Event]
 
 
-class StageRecord(_Part):
+class StageRecord(_Section):
     """One stage of a run that has several."""
 
     name: str
@@ -210,7 +210,7 @@ class _Sections(BaseModel):
     data: dict[str, Any] = {}
 
 
-class RunRecord(_Part):
+class RunRecord(_Section):
     """Everything known about one run."""
 
     schema_version: Literal[2] = 2
@@ -219,7 +219,7 @@ class RunRecord(_Part):
     experiment: Experiment | None = None
     """Set by `headwater compare`."""
     origin: Origin | None = None
-    """Set if the run started from a trained model, whose cost comes before this run's."""
+    """Set if the run started from a trained model, whose cost precedes this run's."""
     stages: list[StageRecord] = []
     """The stages that this record sums up; its points continue from one to the next."""
     seed: RecordCount
@@ -271,7 +271,7 @@ class RunRecord(_Part):
     environment: Environment
 
     @model_validator(mode="after")
-    def _looks_decide(self) -> Self:
+    def _check_metric(self) -> Self:
         if any(self.metric not in point.metrics for point in self.held_out):
             raise ValueError(f"an evaluation has no {self.metric!r}, the deciding metric")
         return self
@@ -279,11 +279,12 @@ class RunRecord(_Part):
     @property
     def domains(self) -> list[str]:
         """The domains that the last evaluation's loss averages; empty if the held-out data are not split."""
-        last = self.held_out[-1].metrics if self.held_out else {}
-        return [name.removeprefix("loss/") for name in last if name.startswith("loss/")]
+        metrics = self.held_out[-1].metrics if self.held_out else {}
+        return [name.removeprefix("loss/") for name in metrics if name.startswith("loss/")]
 
     @property
     def tokens_per_second(self) -> float:
+        """Mean training speed."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
@@ -322,21 +323,21 @@ def same_tokens(records: Iterable[RunRecord]) -> bool:
     domains = {tuple(sorted(record.domains)) for record in evaluated}
     if len(domains) != 1:
         return not domains
-    last = [record.held_out[-1].metrics for record in evaluated]
-    return all(_share_bits(last, suffix) for suffix in [f"/{name}" for name in domains.pop()] or [""])
+    metrics = [record.held_out[-1].metrics for record in evaluated]
+    return all(_share_bits(metrics, suffix) for suffix in [f"/{name}" for name in domains.pop()] or [""])
 
 
 def _share_bits(metrics: Sequence[Mapping[str, float]], suffix: str) -> bool:
     """Whether bits per byte are the same multiple of the loss in all that have both. suffix: of the names."""
-    pairs = [(each.get(f"bits_per_byte{suffix}", math.nan), each.get(f"loss{suffix}", 0.0)) for each in metrics]
+    pairs = [(row.get(f"bits_per_byte{suffix}", math.nan), row.get(f"loss{suffix}", 0.0)) for row in metrics]
     ratios = [bits / nats for bits, nats in pairs if nats and math.isfinite(bits / nats)]
     return not ratios or max(ratios) - min(ratios) <= SAME * max(ratios)
 
 
-def environment(
+def read_environment(
     device: str, world_size: int = 1, compiled: bool | None = None, attention: str | None = None
 ) -> Environment:
-    """This process's. compiled, attention: how a run's model runs."""
+    """Describe this process. compiled, attention: how a run's model runs."""
     return Environment(
         headwater=__version__,
         python=platform.python_version(),
@@ -358,24 +359,26 @@ def device_name(device: torch.device) -> str:
 
 
 def changed_data(records: Iterable[RunRecord]) -> str:
-    """A sentence if runs with the same data settings had different data; "" if none did.
+    """Write a sentence if runs with the same data settings had different data; "" if none did.
 
-    Their difference would be that of the data, too, and a mean over seeds would be one over texts. Of runs with stages
+    The data would be a part of their difference, and a mean over seeds would be one over texts. For runs with stages
     it is the data of the last one, which is all that they state.
     """
-    found: dict[tuple[str, str], dict[str, RunRecord]] = {}
+    by_settings: dict[tuple[str, str], dict[str, RunRecord]] = {}
     for record in records:
-        changes = [one["data"] for one in record.recipe.get("stages", ()) if one.get("data")]
+        changes = [stage["data"] for stage in record.recipe.get("stages", ()) if stage.get("data")]
         settings = json.dumps([record.recipe.get("data"), *changes], sort_keys=True)
         key = settings, str(record.data.get("source"))
-        found.setdefault(key, {}).setdefault(record.data_hashes, record)
-    for runs in found.values():
+        by_settings.setdefault(key, {}).setdefault(record.data_hashes, record)
+    for runs in by_settings.values():
         if len(runs) > 1:
-            python = [f", Python {one.data['python']}" if "python" in one.data else "" for one in runs.values()]
-            named = "; ".join(f"{one.name}{which}" for one, which in zip(runs.values(), python, strict=True))
+            names = (
+                f"{run.name}, Python {run.data['python']}" if "python" in run.data else run.name
+                for run in runs.values()
+            )
             return (
-                f"Runs with the same data settings had different data ({named}), so their results cannot be compared. "
-                "Train them again in a new folder."
+                f"Runs with the same data settings had different data ({'; '.join(names)}), so their results cannot be "
+                "compared. Train them again in a new folder."
             )
     return ""
 
@@ -386,7 +389,7 @@ def write_record(record: RunRecord, folder: Path) -> None:
 
 
 def usable_record(record: RunRecord) -> RunRecord:
-    """The record, if its recipe has what is read from it. Raises pydantic's `ValidationError`."""
+    """Return the record, if its recipe has what is read from it. Raises pydantic's `ValidationError`."""
     _Sections.model_validate(record.recipe)
     return record
 
@@ -401,30 +404,30 @@ def read_record(path: Path) -> RunRecord:
     except OSError as error:
         raise HeadwaterError(f"The run record {str(path)!r} cannot be read: {error.strerror}.") from error
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        if first["loc"] == ("schema_version",):
+        detail = error.errors(include_url=False)[0]
+        if detail["loc"] == ("schema_version",):
             raise HeadwaterError(
-                f"{str(path)!r} has schema version {first['input']}, and this version of headwater reads only "
+                f"{str(path)!r} has schema version {detail['input']}, and this version of headwater reads only "
                 f"{SCHEMA_VERSION}; train the run again."
             ) from error
-        where = ".".join(map(str, first["loc"]))
-        said = f"{where}: {first['msg']}" if where else first["msg"].removeprefix("Value error, ")
-        raise HeadwaterError(f"{str(path)!r} is not a run record, or it is damaged: {said}.") from error
+        field = ".".join(map(str, detail["loc"]))
+        problem = f"{field}: {detail['msg']}" if field else detail["msg"].removeprefix("Value error, ")
+        raise HeadwaterError(f"{str(path)!r} is not a run record, or it is damaged: {problem}.") from error
 
 
-def record_files(folder: Path, tell: Callable[[str], None] | None = None) -> list[Path]:
-    """All records below `folder`, sorted.
+def list_records(folder: Path, tell: Callable[[str], None] | None = None) -> list[Path]:
+    """List all records below `folder`, sorted.
 
     tell: called with a message for each unreadable folder; without it, such a folder raises `HeadwaterError`.
     """
 
-    def unreadable(error: OSError) -> None:
+    def report_folder(error: OSError) -> None:
         if isinstance(error, FileNotFoundError):  # it never existed, or was removed
             return
-        said = f"The folder {error.filename!r} cannot be read: {error.strerror}."
+        problem = f"The folder {error.filename!r} cannot be read: {error.strerror}."
         if tell is None:
-            raise HeadwaterError(said)
-        tell(said)
+            raise HeadwaterError(problem)
+        tell(problem)
 
-    walked = os.walk(folder, onerror=unreadable)
-    return sorted(Path(place, RECORD) for place, folders, files in walked if RECORD in files or RECORD in folders)
+    walked = os.walk(folder, onerror=report_folder)
+    return sorted(Path(path, RECORD) for path, folders, files in walked if RECORD in files or RECORD in folders)

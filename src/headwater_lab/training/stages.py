@@ -6,7 +6,7 @@ runs/NAME/
   stages/00-start/             the runs
   stages/01-NAME-OF-STAGE/
 
-`headwater convert` trains such a recipe, which `conversion_recipe` makes.
+`headwater convert` trains such a recipe, which `build_conversion` makes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from typing import Any
 from headwater.conversion import config_of
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import replace_text
-from headwater_lab.recipe.change import changed_config
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.checkpoints import STAGES, checkpoints, newest_checkpoint, publish_model
+from headwater_lab.recipe.start_section import changed_config
+from headwater_lab.training.checkpoints import STAGES, list_checkpoints, newest_checkpoint
+from headwater_lab.training.journal import OnEvent
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import Experiment, RunRecord, StageRecord, read_record, write_record
-from headwater_lab.training.run_folder import OnEvent, check_ours, locked, mark
+from headwater_lab.training.run_folder import check_ours, lock_run, mark_folder
+from headwater_lab.training.saving import publish_model
 
 
-def chain(recipe: Recipe, folder: Path) -> list[tuple[Recipe, Path]]:
-    """The stages of a recipe as plain recipes, each with its folder in the run's."""
+def list_stages(recipe: Recipe, folder: Path) -> list[tuple[Recipe, Path]]:
+    """List the stages of a recipe as plain recipes, each with its folder in the run's."""
     names = recipe.stage_names
     return recipe.chain(lambda name, _: folder / STAGES / f"{names.index(name):02d}-{name}")
 
@@ -55,45 +57,45 @@ def train_stages(
     """
     if not recipe.stages and only is None:
         return train(recipe, folder, experiment=experiment, on_event=on_event, resume=resume)
-    runs, names = chain(recipe, folder), recipe.stage_names
-    with locked(folder, nested=True) if recipe.stages and not on_several(recipe) else nullcontext():
+    runs, names = list_stages(recipe, folder), recipe.stage_names
+    with lock_run(folder, nested=True) if recipe.stages and not uses_processes(recipe) else nullcontext():
         _check_folder(recipe, folder)
-        if not finished(*runs[0]):
+        if not is_finished(*runs[0]):
             check_later_stages(recipe)
         if only is not None:
             if only not in names:
                 raise HeadwaterError(f"{recipe.name!r} has no stage {only!r}; {nearest(only, names)}")
             record = train(*runs[names.index(only)], resume=resume, on_event=on_event)
-            if all(finished(*run) for run in runs):
-                finish(recipe, folder, runs, experiment)
+            if all(is_finished(*run) for run in runs):
+                finish_stages(recipe, folder, runs, experiment)
             return record
-        if on_several(recipe):
+        if uses_processes(recipe):
             raise HeadwaterError(
                 "Train stages separately on several devices, which a process can set up only once: "
                 f"{', '.join(f'--stage {name}' for name in names)}."
             )
-        mark(folder)
-        before = 0
+        mark_folder(folder)
+        steps = 0
         for plain, path in runs:
-            if not (resume and finished(plain, path)):
-                train(plain, path, resume=resume, on_event=_later(on_event, before))
-            before += plain.training.steps
-        return finish(recipe, folder, runs, experiment)
+            if not (resume and is_finished(plain, path)):
+                train(plain, path, resume=resume, on_event=_shift_steps(on_event, steps))
+            steps += plain.training.steps
+        return finish_stages(recipe, folder, runs, experiment)
 
 
 def _check_folder(recipe: Recipe, folder: Path) -> None:
     """Raise `HeadwaterError` for a folder that is not for the stages of this recipe."""
-    if on_several(recipe):
+    if uses_processes(recipe):
         check_ours(folder)
-    if recipe.stages and checkpoints(folder) and not (folder / STAGES).is_dir():
+    if recipe.stages and list_checkpoints(folder) and not (folder / STAGES).is_dir():
         raise HeadwaterError(f"{str(folder)!r} already holds a run without stages; choose another --out.")
 
 
-def finish(
+def finish_stages(
     recipe: Recipe, folder: Path, runs: list[tuple[Recipe, Path]], experiment: Experiment | None = None
 ) -> RunRecord:
     """Write the record of finished stages, and the model of the last one, into the folder around them."""
-    record = joined(recipe, folder, runs, experiment)
+    record = join_records(recipe, folder, runs, experiment)
     publish_model(newest_checkpoint(runs[-1][1]), folder)
     write_record(record, folder)
     return record
@@ -107,12 +109,12 @@ def check_later_stages(recipe: Recipe) -> None:
     recipe.configs(changed_config(config_of(newest_checkpoint(Path(recipe.start.checkpoint))), recipe.start))
 
 
-def on_several(recipe: Recipe) -> bool:
+def uses_processes(recipe: Recipe) -> bool:
     """Whether a recipe trains with several processes."""
     return recipe.training.devices * recipe.training.nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def finished(recipe: Recipe, folder: Path) -> bool:
+def is_finished(recipe: Recipe, folder: Path) -> bool:
     """Whether `folder` holds this recipe's run, finished."""
     try:
         record = read_record(folder)
@@ -121,56 +123,54 @@ def finished(recipe: Recipe, folder: Path) -> bool:
     return record.status == "finished" and record.identity == recipe.identity
 
 
-def joined(
+def join_records(
     recipe: Recipe, folder: Path, runs: list[tuple[Recipe, Path]], experiment: Experiment | None = None
 ) -> RunRecord:
-    """One record of finished stages: each one's counts continue from the end of the one before.
+    """Join the records of finished stages: the counts of each continue from the end of the previous one.
 
-    It has both the evaluation at the end of a stage and the one before the next stage's first step: their difference
-    is the immediate effect of changing the model.
+    The result has both the evaluation at the end of a stage and the one before the next stage's first step: their
+    difference is the immediate effect of changing the model.
     """
-    records = [read_record(place) for _, place in runs]
-    first, last = records[0], records[-1]
+    records = [read_record(path) for _, path in runs]
+    origin = records[0].origin
     summed = ("tokens", "flops", "seconds", "data_wait_seconds", "skipped_steps")
-    whole = last.model_copy(
+    joined = records[-1].model_copy(
         update={name: sum(getattr(record, name) for record in records) for name in summed}
         | dict(
             name=recipe.name,
             experiment=experiment,
-            origin=first.origin,
+            origin=origin,
             recipe=recipe.model_dump(mode="json", exclude={"compare"}),
             identity=recipe.identity,
             data_order=hashlib.sha256("".join(record.data_order for record in records).encode()).hexdigest(),
         )
     )
-    parts: dict[str, list] = {"curve": [], "held_out": [], "speed": [], "notices": []}
-    before: dict[str, Any] = {"step": 0, "tokens": 0, "flops": 0.0}
+    points: dict[str, list] = {"curve": [], "held_out": [], "speed": [], "notices": []}
+    counts: dict[str, Any] = {"step": 0, "tokens": 0, "flops": 0.0}
     stages = []
     for name, record, (plain, path) in zip(recipe.stage_names, records, runs, strict=True):
-        for kind, points in parts.items():
+        for kind in points:
             for point in getattr(record, kind):
-                counted = {
-                    count: getattr(point, count) + value for count, value in before.items() if hasattr(point, count)
-                }
-                points.append(point.model_copy(update=counted))
-        before["step"] += plain.training.steps
-        before["tokens"] += record.tokens
-        before["flops"] += record.flops
+                shifted = {name: getattr(point, name) + count for name, count in counts.items() if hasattr(point, name)}
+                points[kind].append(point.model_copy(update=shifted))
+        counts["step"] += plain.training.steps
+        counts["tokens"] += record.tokens
+        counts["flops"] += record.flops
         stages.append(
             StageRecord(
                 name=name,
                 folder=Path(os.path.relpath(path, folder)).as_posix(),
                 steps=plain.training.steps,
-                total_tokens=first.total_tokens - first.tokens + before["tokens"],
-                total_flops=before["flops"] + (first.origin.flops if first.origin else 0.0),
+                total_tokens=counts["tokens"] + (origin.tokens if origin else 0),
+                total_flops=counts["flops"] + (origin.flops if origin else 0.0),
                 result=record.result,
                 **record.model_dump(include={"parameters", "tokens", "flops", "seconds", "cache_bytes_per_token"}),
             )
         )
-    return whole.model_copy(update=parts | {"stages": stages})
+    return joined.model_copy(update=points | {"stages": stages})
 
 
-def _later(on_event: OnEvent | None, steps: int) -> OnEvent | None:
+def _shift_steps(on_event: OnEvent | None, steps: int) -> OnEvent | None:
     if on_event is None:
         return None
     return lambda step, point: on_event(step + steps, point)
@@ -181,7 +181,7 @@ RECIPE = "recipe.yaml"
 LEAST_STEPS = 3
 
 
-def conversion_recipe(
+def build_conversion(
     name: str,
     source: str,
     data: dict[str, Any],
@@ -192,7 +192,7 @@ def conversion_recipe(
     batch_size: int,
     gradient_accumulation_steps: int = 1,
 ) -> dict[str, Any]:
-    """A recipe, as plain values, that converts `source` and heals it on this many tokens.
+    """Make a recipe, as plain values, that converts `source` and heals it on this many tokens.
 
     Half of the steps are at a constant rate after a warm-up, then the cosine decays. If `convert` has `anneal`, the
     model goes over in the first tenth of all; without, it is the smaller model from the first step. Raises
@@ -207,19 +207,19 @@ def conversion_recipe(
             "training.batch_size."
         )
     constant, decaying = steps - steps // 2, steps // 2
-    first = max(1, steps // 10) if convert.get("anneal") else constant
+    annealed = max(1, steps // 10) if convert.get("anneal") else constant
     training = {
-        "steps": first,
+        "steps": annealed,
         "batch_size": batch_size,
         "learning_rate": 3e-4,
         "schedule": "constant",
-        "warmup_steps": min(50, constant // 4, first),
+        "warmup_steps": min(50, constant // 4, annealed),
         "distillation": {},
     }
     stages: list[dict[str, Any]] = []
-    if first < constant:
-        rest = {"steps": constant - first, "warmup_steps": 0}
-        stages.append({"name": "finish", "finish_conversion": True, "optimizer_state": "keep", "training": rest})
+    if annealed < constant:
+        finish = {"steps": constant - annealed, "warmup_steps": 0}
+        stages.append({"name": "finish", "finish_conversion": True, "optimizer_state": "keep", "training": finish})
     decay = {"steps": decaying, "schedule": "cosine", "warmup_steps": 0}
     stages.append({"name": "heal", "optimizer_state": "keep", "training": decay})
     return {
@@ -244,19 +244,17 @@ def write_recipe(recipe: Recipe, folder: Path) -> None:
     replace_text(folder / RECIPE, json.dumps(values, indent=1) + "\n")
 
 
-def curve_of(record: RunRecord) -> list[dict[str, float]]:
-    """Held-out metrics over the tokens of healing, with the bytes a token adds to the cache of the model then."""
-    ends = [(stage.tokens, stage.cache_bytes_per_token) for stage in record.stages] or [
-        (record.tokens, record.cache_bytes_per_token)
-    ]
-    stage, end = 0, ends[0][0]
-    found: list[dict[str, float]] = []
+def list_healing(record: RunRecord) -> list[dict[str, float]]:
+    """List held-out metrics over the tokens of healing, with the bytes a token adds to the cache of the model then."""
+    stages: list[Any] = record.stages or [record]
+    stage, end = 0, stages[0].tokens
+    rows: list[dict[str, float]] = []
     for point in record.held_out:
         # Where stages meet there are two: of the model before the change, and after it.
-        if found and point.tokens == end == found[-1]["tokens"] and stage + 1 < len(ends):
+        if rows and point.tokens == end == rows[-1]["tokens"] and stage + 1 < len(stages):
             stage += 1
-            end += ends[stage][0]
-        now = {"tokens": point.tokens, "cache_bytes_per_token": ends[stage][1], **point.metrics}
-        if now not in found[-1:]:  # the change may be only one of the learning rate
-            found.append(now)
-    return found
+            end += stages[stage].tokens
+        row = {"tokens": point.tokens, "cache_bytes_per_token": stages[stage].cache_bytes_per_token, **point.metrics}
+        if row not in rows[-1:]:  # the change may be only one of the learning rate
+            rows.append(row)
+    return rows

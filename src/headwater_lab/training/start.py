@@ -1,4 +1,4 @@
-"""What a run trains: its data, model and optimizers; new, from a trained checkpoint, or resumed.
+"""Build what a run trains: its data, model and optimizers; new, from a trained checkpoint, or resumed.
 
 A run that learns from a teacher minimizes (arXiv 1503.02531)
 
@@ -42,41 +42,31 @@ from headwater_lab.data.base import LABELS, Batch, Data
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.tokenizer import extends
 from headwater_lab.data.tokenizer_files import find_tokenizer
-from headwater_lab.recipe.change import Start
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.recipe.training import Distillation, Training
+from headwater_lab.recipe.start_section import Start
+from headwater_lab.recipe.training_section import Distillation, Training
+from headwater_lab.training.attention_choice import choose_attention, set_attention
 from headwater_lab.training.checkpoints import (
     Progress,
     begin_with,
-    check,
-    history_of,
+    check_sums,
     newest_checkpoint,
+    read_history,
     read_progress,
-    restore,
-    write_model,
+    restore_run,
 )
-from headwater_lab.training.models import (
-    attention_of,
-    changed,
-    changes_for,
-    check_classes,
-    drowning,
-    init_diagnostics,
-    last_training,
-    open_source,
-    open_trained,
-    refitted,
-    refitting,
-    set_attention,
-)
-from headwater_lab.training.optimizers import Average, freeze, learning_rate, make_optimizers
-from headwater_lab.training.processes import first, scalars, sharded, together
+from headwater_lab.training.initialization import measure_initialization, warn_drowning
+from headwater_lab.training.model_changes import change_model, check_classes, describe_refit, list_refits, refit_model
+from headwater_lab.training.optimizers import Average, freeze_others, learning_rate, make_optimizers
+from headwater_lab.training.processes import fail_together, is_sharded, list_scalars, run_in_first
 from headwater_lab.training.records import Event, Origin
+from headwater_lab.training.saving import write_model
+from headwater_lab.training.trained_models import open_source, open_trained
 from headwater_lab.util.machine import c_compiler
 from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, is_of_images, model_class
 
 # The folder of a changed model, before and after the run begins.
-MADE, KEPT = ".start", "start"
+CHANGED, START = ".start", "start"
 # Rows on which a conversion measures how alike keys and values are.
 SAMPLE = 16
 # What a recipe may change in a trained model.
@@ -100,8 +90,8 @@ MAY_CHANGE = {
 }
 
 
-def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progress:
-    """A run's progress, if this recipe may resume it. Raises `HeadwaterError` if not.
+def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progress:
+    """Read a run's progress, if this recipe may resume it. Raises `HeadwaterError` if not.
 
     data: the facts about the data as they are now.
     """
@@ -112,10 +102,10 @@ def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progr
         fields = {section: (old, new)}
         if isinstance(old, dict) and isinstance(new, dict):
             fields = {f"{section}.{key}": (old.get(key), new.get(key)) for key in {**old, **new}}
-        for name, (was, now) in fields.items():
-            if was != now and name not in MAY_CHANGE:
+        for name, (old, new) in fields.items():
+            if old != new and name not in MAY_CHANGE:
                 raise HeadwaterError(
-                    f"This run was started with {name}={was!r} and cannot be resumed with {now!r}; restore it, or "
+                    f"This run was started with {name}={old!r} and cannot be resumed with {new!r}; restore it, or "
                     "start a new run with another --out."
                 )
     if progress.step > recipe.training.steps:
@@ -148,9 +138,9 @@ class Beginning(NamedTuple):
     notices: list[str]
 
 
-def prepare(start: Start, folder: Path, data: Data, device: torch.device) -> Path:
-    """The checkpoint a run begins with. If it was changed, or converted from another family, it is in the run's folder
-    (see `run_folder.begun`).
+def prepare_start(start: Start, folder: Path, data: Data, device: torch.device) -> Path:
+    """Return the checkpoint a run begins with. If it was changed, or converted from another family, it is in the run's
+    folder (see `run_folder.clear_log`).
 
     data: what the run trains on, for a change that measures; device: a GPU does so faster. Called by one process.
     Raises `HeadwaterError`.
@@ -158,26 +148,27 @@ def prepare(start: Start, folder: Path, data: Data, device: torch.device) -> Pat
     path = newest_checkpoint(Path(start.checkpoint))
     foreign = (path / CONFIG).is_file() and model_type(path) not in (None, *MODEL_TYPES)
     if not (start.grow or start.convert or start.finish_conversion or foreign):
-        check(path)
-        if not changes_for(read_config(path), data, start, find_tokenizer(path)):
+        check_sums(path)
+        if not list_refits(read_config(path), data, start, find_tokenizer(path)):
             return path
-    target = folder / MADE
+    target = folder / CHANGED
     shutil.rmtree(target, ignore_errors=True)  # of a run that was killed before it began
     if foreign:
         trained = open_source(start.checkpoint)
     else:
         trained = open_trained(Path(start.checkpoint), with_state=start.optimizer_state == "keep")
-    if start.convert is not None and device.type == "cuda":
-        trained.model.to(device)
     rows = None
-    if start.convert is not None:  # always the same
+    if start.convert is not None:
+        if device.type == "cuda":
+            trained.model.to(device)
+        # Always the same rows.
         rows = next(iter(data.batches(seed=0, batch_size=SAMPLE, start=0))).get("input_ids")
-    made = refitted(changed(trained, start, rows), data, start)
-    return write_model(target, made.model, made.tokenizer, made.history, made.state)
+    changed = refit_model(change_model(trained, start, rows), data, start)
+    return write_model(target, changed.model, changed.tokenizer, changed.history, changed.state)
 
 
-def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Beginning:
-    """What a run begins with, from its checkpoint. Raises `HeadwaterError` if recipe, data and model do not match.
+def read_beginning(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Beginning:
+    """Read what a run begins with. Raises `HeadwaterError` if recipe, data and checkpoint do not match.
 
     resumed: the checkpoint is this run's own; the one it began with may be gone.
     """
@@ -186,21 +177,37 @@ def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Begi
     _check_data(config, path, data, recipe.start)
     if recipe.start.tau is not None and not has_pairs(config):
         raise HeadwaterError("start.tau is about parameter tokens, which this model lacks; leave it out.")
-    history = history_of(path)[: -1 if resumed else None]
+    history = read_history(path)[: -1 if resumed else None]
     origin = Origin(
         checkpoint=recipe.start.checkpoint,
         tokens=sum(event.tokens for event in history),
         flops=sum(event.flops for event in history),
         history=history,
     )
-    rows = _rows_used(recipe, data, history)
-    tau = recipe.start.tau or _default_tau(history)
-    notices = [] if resumed else _notices(recipe, config, rows, history)
+    last_index = max((index for index, event in enumerate(history) if event.kind == "trained"), default=-1)
+    changes = history[last_index + 1 :]
+    rows = _count_rows(recipe, data, history[last_index].details) if last_index >= 0 else 0
+    tau = recipe.start.tau or _choose_tau(changes)
+    notices = [] if resumed else _list_notices(recipe, config, rows, changes)
     return Beginning(recipe.start, path, config, origin, rows, tau, notices)
 
 
+def _count_rows(recipe: Recipe, data: Data, details: dict[str, Any]) -> int:
+    """Count the rows of this data, in this seed's order, that the last training used. details: of its event."""
+    rows = details.get("rows")
+    same_order = details.get("seed") == recipe.seed and details.get("data") == _describe_data(recipe, data)
+    return rows if same_order and isinstance(rows, int) and rows > 0 else 0
+
+
+def _choose_tau(changes: list[Event]) -> str:
+    """Choose what the run does with τ. changes: of the model since it was last trained."""
+    growth = [event.details for event in changes if event.kind == "grown"]
+    anneals = any(details.get("tau") == "keep" for details in growth)
+    return "anneal" if anneals and not any(details.get("freeze") for details in growth) else "keep"
+
+
 def _read_config(path: Path, recipe: Recipe) -> HeadwaterConfig:
-    """The config of a checkpoint, with what the recipe may change in it."""
+    """Read the config of a checkpoint, with what the recipe may change in it."""
     config = read_config(path)
     try:
         for name in (name for name in MAY_DIFFER if name in recipe.model):
@@ -212,46 +219,35 @@ def _read_config(path: Path, recipe: Recipe) -> HeadwaterConfig:
     return config
 
 
-def _default_tau(history: list[Event]) -> str:
-    """What the run does with τ of a model that was grown since it was last trained."""
-    grown = [event.details for event in since_training(history) if event.kind == "grown"]
-    anneals = any(each.get("tau") == "keep" for each in grown) and not any(each.get("freeze") for each in grown)
-    return "anneal" if anneals else "keep"
+def describe_training(recipe: Recipe, data: Data, progress: Progress, flops: float) -> Event:
+    """Make the event that a run adds to its model's history."""
+    details = {
+        "name": recipe.name,
+        "identity": recipe.identity,
+        "seed": recipe.seed,
+        "data": _describe_data(recipe, data),
+        "steps": progress.step,
+        "rows": progress.rows,
+    }
+    return Event(kind="trained", tokens=progress.tokens, flops=flops, details=details)
 
 
-def trained_event(recipe: Recipe, data: Data, steps: int, rows: int, tokens: int, flops: float) -> Event:
-    """The event that a run adds to its model's history."""
-    details = {"name": recipe.name, "identity": recipe.identity, "seed": recipe.seed, "data": _data_key(recipe, data)}
-    return Event(kind="trained", tokens=tokens, flops=flops, details=details | {"steps": steps, "rows": rows})
-
-
-def since_training(history: list[Event]) -> list[Event]:
-    """What was done to a model since it was last trained."""
-    trained = [index for index, event in enumerate(history) if event.kind == "trained"]
-    return history[trained[-1] + 1 :] if trained else history
-
-
-def _data_key(recipe: Recipe, data: Data) -> dict[str, Any]:
+def _describe_data(recipe: Recipe, data: Data) -> dict[str, Any]:
     return {"settings": recipe.data.model_dump(mode="json"), "sha256": data.description.get("sha256")}
 
 
-def _rows_used(recipe: Recipe, data: Data, history: list[Event]) -> int:
-    """How many rows of this data, in this seed's order, the last training used."""
-    last = last_training(history)
-    if last is None or last.details.get("seed") != recipe.seed or last.details.get("data") != _data_key(recipe, data):
-        return 0
-    rows = last.details.get("rows")
-    return rows if isinstance(rows, int) and rows > 0 else 0
-
-
-def _notices(recipe: Recipe, config: HeadwaterConfig, rows: int, history: list[Event]) -> list[str]:
-    said = {name: value for name, value in recipe.model.items() if name not in (*MAY_DIFFER, "base")}
-    other = [name for name, value in said.items() if name != "mechanisms" and getattr(config, name, None) != value]
-    notices = [refitting(event) for event in since_training(history) if event.kind == "refitted"]
-    if other and recipe.start is not None and recipe.start.previous is None:
+def _list_notices(recipe: Recipe, config: HeadwaterConfig, rows: int, changes: list[Event]) -> list[str]:
+    notices = [describe_refit(event) for event in changes if event.kind == "refitted"]
+    ignored = [
+        name
+        for name, value in recipe.model.items()
+        if name not in (*MAY_DIFFER, "base", "mechanisms") and getattr(config, name, None) != value
+    ]
+    if ignored and recipe.start is not None and recipe.start.previous is None:
+        name = ignored[0]
         notices.append(
-            f"The model is the checkpoint's, so the recipe's model section is ignored: {other[0]} is "
-            f"{getattr(config, other[0], None)!r} there, and {said[other[0]]!r} in the recipe."
+            f"The model is the checkpoint's, so the recipe's model section is ignored: {name} is "
+            f"{getattr(config, name, None)!r} there, and {recipe.model[name]!r} in the recipe."
         )
     if rows:
         notices.append(
@@ -282,8 +278,8 @@ def _check_data(config: HeadwaterConfig, path: Path, data: Data, start: Start) -
             "tokenizer the model was trained with (data.tokenizer), or one that adds tokens to it."
         )
     _check_positions("checkpoint", config, data.context)
-    own = find_tokenizer(path)
-    if own is not None and data.tokenizer is not None and not extends(data.tokenizer, own):
+    tokenizer = find_tokenizer(path)
+    if tokenizer is not None and data.tokenizer is not None and not extends(data.tokenizer, tokenizer):
         raise HeadwaterError(
             f"The data's tokenizer is not the one {source!r} was trained with, nor one that adds tokens "
             f"to it; set data.tokenizer={source!r}, or prepare the data with it."
@@ -301,29 +297,29 @@ def _check_positions(owner: str, config: HeadwaterConfig, context: int) -> None:
 class Hooks:
     """The modules of a model that act before each step, with what checkpoints store for them.
 
-    kept: that, by the module's name. notices: warnings for the record of a run that begins, or None.
+    state: that, by the module's name. notices: warnings for the record of a run that begins, or None.
     """
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe, beginning: Beginning | None, kept: dict[str, Any] | None
+        self, model: nn.Module, recipe: Recipe, beginning: Beginning | None, state: dict[str, Any] | None
     ) -> None:
-        """kept: of a resumed run; None for one that begins."""
+        """state: of a resumed run; None for one that begins."""
         start = {} if beginning is None else beginning.start.model_dump(mode="json") | {"tau": beginning.tau}
         self.first = Step(0, recipe.training.steps, recipe.training.warmup_steps, start)
         mechanisms = {name: module for name, module in model.named_modules() if isinstance(module, ActsInTraining)}
-        if kept is None:
+        if state is None:
             answers = {name: module.prepare_training(self.first) for name, module in mechanisms.items()}
-            kept = {name: value for name, value in answers.items() if value is not None}
-        self.kept = kept
-        self.modules = [(mechanisms[name], value) for name, value in kept.items()]
+            state = {name: value for name, value in answers.items() if value is not None}
+        self.state = state
+        self.modules = [(mechanisms[name], value) for name, value in state.items()]
         counts = Counter(type(module) for module, _ in self.modules)
         self.notices = [kind.describe_training(count, self.first) for kind, count in counts.items()]
 
     def prepare_step(self, number: int) -> None:
         """Call them; number: the step, from 0."""
         step = self.first._replace(number=number)
-        for module, kept in self.modules:
-            module.prepare_step(kept, step)
+        for module, state in self.modules:
+            module.prepare_step(state, step)
 
 
 class Teacher:
@@ -336,46 +332,46 @@ class Teacher:
         source = settings.teacher or (recipe.start.checkpoint if recipe.start is not None else None)
         assert source is not None
         model = open_source(str(Path(source))).model
-        theirs = model.config
-        if is_of_images(theirs) or theirs.vocab_size != config.vocab_size:
-            what = "is an image model" if is_of_images(theirs) else f"has a vocabulary of {theirs.vocab_size} tokens"
+        if is_of_images(model.config) or model.config.vocab_size != config.vocab_size:
+            kind = "is an image model"
+            if not is_of_images(model.config):
+                kind = f"has a vocabulary of {model.config.vocab_size} tokens"
             raise HeadwaterError(
-                f"training.distillation: the teacher {source!r} {what}, and the model one of {config.vocab_size}; use "
+                f"training.distillation: the teacher {source!r} {kind}, and the model one of {config.vocab_size}; use "
                 "a teacher with the same vocabulary."
             )
-        _check_positions(f"teacher {source!r}", theirs, context)
+        _check_positions(f"teacher {source!r}", model.config, context)
         assert isinstance(model, HeadwaterForCausalLM)
         self.model = model.to(device).eval().requires_grad_(False)
-        self.flops = sum(forward_flops(theirs, context).values())
+        self.flops = sum(forward_flops(model.config, context).values())
 
-    def aim(self, loss: Tensor, logits: Tensor, batch: Batch, counted: Tensor) -> Tensor:
-        """The loss to minimize. loss: what it would be without a teacher; logits: the model's for the batch."""
+    def add_loss(self, loss: Tensor, logits: Tensor, batch: Batch, count: Tensor) -> Tensor:
+        """Return the loss to minimize, over `count` tokens. loss: the loss without a teacher; logits: of the batch."""
         inputs = {name: tensor for name, tensor in batch.items() if name not in LABELS}
         with torch.no_grad():
-            theirs = self.model(**inputs, use_cache=False).logits
-        which, settings = batch["shift_labels"] != -100, self.settings
-        kl = divergence(logits, theirs, which, settings.temperature) / counted
-        return (1 - settings.weight) * loss + settings.weight * kl
+            targets = self.model(**inputs, use_cache=False).logits
+        divergence = compute_divergence(logits, targets, batch["shift_labels"] != -100, self.settings.temperature)
+        return (1 - self.settings.weight) * loss + self.settings.weight * divergence / count
 
 
-def divergence(logits: Tensor, teacher: Tensor, which: Tensor, temperature: float = 1.0) -> Tensor:
-    """T²·Σ KL(softmax(teacher / T) ‖ softmax(logits / T)) over the tokens `which` [B, T]; logits [B, T, V].
+def compute_divergence(logits: Tensor, targets: Tensor, selected: Tensor, temperature: float = 1.0) -> Tensor:
+    """T²·Σ KL(softmax(targets / T) ‖ softmax(logits / T)) over the tokens `selected` [B, T]; logits [B, T, V].
 
     The other tokens are made equal, and not left out: how many there are is known to the device alone.
     """
-    own, theirs = (
-        x.masked_fill(~which[..., None], 0.0)
+    log_q, log_p = (
+        x.masked_fill(~selected[..., None], 0.0)
         .to(torch.promote_types(x.dtype, torch.float32))
         .div(temperature)
         .log_softmax(-1)
-        for x in (logits, teacher)
+        for x in (logits, targets)
     )
-    kl = torch.nn.functional.kl_div(own, theirs.to(own.dtype), log_target=True, reduction="sum")
+    kl = torch.nn.functional.kl_div(log_q, log_p.to(log_q.dtype), log_target=True, reduction="sum")
     return temperature**2 * kl
 
 
 @contextmanager
-def memory_advice(training: Training, of_images: bool, world: int) -> Iterator[None]:
+def advise_on_memory(training: Training, of_images: bool, world: int) -> Iterator[None]:
     """Turn running out of memory into a `HeadwaterError` that says what would need less."""
     try:
         yield
@@ -386,7 +382,7 @@ def memory_advice(training: Training, of_images: bool, world: int) -> Iterator[N
             "training.gradient_checkpointing=true": not training.gradient_checkpointing,
             "training.loss_chunk_tokens=1024": training.loss_chunk_tokens is None and not of_images,
             "a smaller training.batch_size with a larger training.gradient_accumulation_steps": True,
-            "training.strategy=fsdp on several devices": not sharded(training),
+            "training.strategy=fsdp on several devices": not is_sharded(training),
         }
         advice = ", ".join(way for way, helps in ways.items() if helps)
         raise HeadwaterError(
@@ -403,114 +399,115 @@ class Setup:
     optimizers: PyTorch's. steppers: these, as wrapped by Fabric. parameters: the trainable ones.
     scalars: parameters that FSDP does not shard; the loop averages their gradients itself.
     running: sums since the last point of the curve; saved with the run.
-    average: of the weights, if the recipe asks for one. teacher: what the run learns from beside its data.
+    average: of the weights, if the recipe asks for one. teacher: the model that the run learns from too.
     preparer: what makes inputs for the model and is saved with it: the tokenizer, or the image processor.
     """
 
     def __init__(self, recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric) -> None:
         """checkpoint: of this run, to resume from; None for a run that begins."""
         self.recipe, self.folder, self.fabric = recipe, folder, fabric
-        training, is_sharded = recipe.training, sharded(recipe.training)
-        with together(fabric):
+        training = recipe.training
+        with fail_together(fabric):
             self.data = data = recipe.data.build()
         self.preparer = getattr(data, "processor", None) or data.tokenizer
         self.beginning: Beginning | None = None
         if recipe.start is not None:
-            path = checkpoint or first(fabric, prepare, recipe.start, folder, data, fabric.device)
-            with together(fabric):
-                self.beginning = begin(recipe, path, data, resumed=checkpoint is not None)
-        with together(fabric):
+            path = checkpoint or run_in_first(fabric, prepare_start, recipe.start, folder, data, fabric.device)
+            with fail_together(fabric):
+                self.beginning = read_beginning(recipe, path, data, resumed=checkpoint is not None)
+        with fail_together(fabric):
             config = recipe.config_for(data) if self.beginning is None else self.beginning.config
-            if fabric.device.type == "cpu" and not is_sharded:
+            if fabric.device.type == "cpu" and not is_sharded(training):
                 check_memory(config)
         self.progress = self.begin_progress(checkpoint)
-        with memory_advice(training, is_of_images(config), fabric.world_size):
-            self.model, self.wrapped = build(recipe, config, fabric, data.context)
+        with advise_on_memory(training, is_of_images(config), fabric.world_size):
+            self.model, self.wrapped = build_model(recipe, config, fabric, data.context)
             self.optimizers = make_optimizers(self.model, training)
             steppers = fabric.setup_optimizers(*self.optimizers)
         self.config = self.model.config
         self.steppers = steppers if isinstance(steppers, tuple) else (steppers,)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.scalars = scalars(self.model) if is_sharded else []
+        self.scalars = list_scalars(self.model) if is_sharded(training) else []
         self.running = {name: torch.zeros(1, dtype=torch.float64) for name in ("loss", "steps")}
-        with together(fabric):
+        with fail_together(fabric):
             teaches = training.distillation is not None
             self.teacher = Teacher(recipe, config, data.context, fabric.device) if teaches else None
-        with together(fabric):
+        with fail_together(fabric):
             self.average = self.load_weights(checkpoint)
         self.hooks = Hooks(self.model, recipe, self.beginning, None if checkpoint is None else self.progress.kept)
-        self.progress.kept = self.hooks.kept
-        self.warnings = self.notices() if checkpoint is None else []
+        self.progress.kept = self.hooks.state
+        self.warnings = self.list_warnings() if checkpoint is None else []
 
     def begin_progress(self, checkpoint: Path | None) -> Progress:
-        """The progress of a resumed run, or of one that begins."""
+        """Read the progress of a resumed run, or make that of a new one."""
         description = self.data.description
         if checkpoint is not None:
-            return first(self.fabric, progress_of, checkpoint, self.recipe, description)
+            return run_in_first(self.fabric, resume_progress, checkpoint, self.recipe, description)
         rows = 0 if self.beginning is None else self.beginning.rows
         values = self.recipe.model_dump(mode="json")
         return Progress(rows=rows, recipe=values, data=description, run_id=secrets.token_hex(4))
 
     def load_weights(self, checkpoint: Path | None) -> Average | None:
         """Read the weights of a resumed run, or those that it starts from. Returns their average, if there is one."""
-        training, is_sharded = self.recipe.training, sharded(self.recipe.training)
+        training = self.recipe.training
         if checkpoint is None and self.beginning is not None:
-            kept = self.optimizers if self.beginning.start.optimizer_state == "keep" else ()
-            begin_with(self.beginning.path, self.model, kept, is_sharded)
+            optimizers = self.optimizers if self.beginning.start.optimizer_state == "keep" else ()
+            begin_with(self.beginning.path, self.model, optimizers, is_sharded(training))
         average = None if training.ema_decay is None else Average(self.model, training.ema_decay)
         if checkpoint is not None:
-            restore(checkpoint, self.model, self.optimizers, self.running, is_sharded, average)
+            restore_run(checkpoint, self.model, self.optimizers, self.running, is_sharded(training), average)
         return average
 
-    def notices(self) -> list[str]:
-        """Sentences for the record of a run that begins."""
+    def list_warnings(self) -> list[str]:
+        """List warnings for the record of a run that begins."""
         training, device = self.recipe.training, self.fabric.device
-        notices = [uncompiled(training, device), in_fp32(training, device), unfinished_warmup(training)]
+        warnings = [warn_uncompiled(training, device), warn_fp32(training, device), warn_short_run(training)]
         if self.fabric.world_size == 1:
             default = Training.model_fields["timeout_minutes"].default
             unread = {"timeout_minutes": training.timeout_minutes != default, "strategy": training.strategy == "ddp"}
-            notices += [f"training.{name} has no effect in a single process." for name in unread if unread[name]]
-        notices += getattr(self.data, "notices", [])
+            warnings += [f"training.{name} has no effect in a single process." for name in unread if unread[name]]
+        warnings += getattr(self.data, "notices", [])
         if self.beginning is not None:
-            notices += self.beginning.notices
-        elif not sharded(training):
-            notices.append(drowning(init_diagnostics(self.model)))
-        return [notice for notice in (*notices, *self.hooks.notices) if notice is not None]
+            warnings += self.beginning.notices
+        elif not is_sharded(training):
+            warnings.append(warn_drowning(measure_initialization(self.model)))
+        return [warning for warning in (*warnings, *self.hooks.notices) if warning is not None]
 
 
-def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int) -> tuple[AnyModel, _FabricModule]:
-    """(the plain model, the model that runs: in its precision, compiled, on its device, sharded)."""
+def build_model(
+    recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int
+) -> tuple[AnyModel, _FabricModule]:
+    """Build (the plain model, the model that runs: in its precision, compiled, on its device, sharded)."""
     training = recipe.training
-    with torch.device("meta") if sharded(training) else nullcontext():
+    with torch.device("meta") if is_sharded(training) else nullcontext():
         model = model_class(config)(config)
-    if training.trainable_mechanisms is not None:
-        with together(fabric):
-            freeze(model, training.trainable_mechanisms)
-    with together(fabric):
-        attention = attention_of(config, training, fabric.device, context)
+    with fail_together(fabric):
+        if training.trainable_mechanisms is not None:
+            freeze_others(model, training.trainable_mechanisms)
+        attention = choose_attention(config, training, fabric.device, context)
         if attention is not None:
             set_attention(model, attention)
         if training.gradient_checkpointing:
             older: Any = model.gradient_checkpointing_enable  # the only name in transformers 5.17
             getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
-        if compiles(training, fabric.device):
+        if is_compiling(training, fabric.device):
             compile_model(model)
     wrapped = fabric.setup_module(model.to(training.precision.weights))
     wrapped.train()
     return model, wrapped
 
 
-def compiles(training: Training, device: torch.device) -> bool:
+def is_compiling(training: Training, device: torch.device) -> bool:
     """Whether to compile the model: by default on a GPU, where it can be. Raises `HeadwaterError` if asked in vain."""
     if training.compile is None:
-        return device.type == "cuda" and has_triton() and missing_compiler(device) is None
-    if training.compile and (missing := missing_compiler(device)) is not None:
+        return device.type == "cuda" and has_triton() and find_missing_compiler(device) is None
+    if training.compile and (missing := find_missing_compiler(device)) is not None:
         raise HeadwaterError(f"training.compile needs {missing}, or leave training.compile=false.")
     return training.compile
 
 
-def missing_compiler(device: torch.device) -> str | None:
-    """What PyTorch's compiler misses: one for C++ on a CPU, and for C, as Triton does, on a GPU."""
+def find_missing_compiler(device: torch.device) -> str | None:
+    """Find what PyTorch's compiler misses: a compiler of C++ on a CPU, and of C on a GPU, as Triton needs it."""
     if device.type == "cuda" and os.name == "posix" and c_compiler() is None:  # on Windows Triton brings its own
         return "a C compiler, but none was found; install gcc or clang, or set CC"
     if device.type == "cpu":
@@ -524,16 +521,16 @@ def missing_compiler(device: torch.device) -> str | None:
     return None
 
 
-def uncompiled(training: Training, device: torch.device) -> str | None:
-    """A notice if a run is not compiled only because the machine has no C compiler."""
+def warn_uncompiled(training: Training, device: torch.device) -> str | None:
+    """Warn if a run is not compiled only because the machine has no C compiler."""
     if training.compile is not None or device.type != "cuda" or not has_triton():
         return None
-    missing = missing_compiler(device)
+    missing = find_missing_compiler(device)
     return None if missing is None else f"The model is not compiled, which is slower: Triton needs {missing}."
 
 
-def unfinished_warmup(training: Training) -> str | None:
-    """A notice if the run ends before its learning rate has reached the peak."""
+def warn_short_run(training: Training) -> str | None:
+    """Warn if the run ends before its learning rate has reached the peak."""
     if training.warmup_steps <= training.steps:
         return None
     highest = learning_rate(training.steps - 1, training)
@@ -543,8 +540,8 @@ def unfinished_warmup(training: Training) -> str | None:
     )
 
 
-def in_fp32(training: Training, device: torch.device) -> str | None:
-    """A notice if a run computes in fp32 on a GPU that has bf16."""
+def warn_fp32(training: Training, device: torch.device) -> str | None:
+    """Warn if a run computes in fp32 on a GPU that has bf16."""
     if device.type != "cuda" or training.precision is not Precision.FP32:
         return None
     if not torch.cuda.is_bf16_supported(including_emulation=False):

@@ -1,4 +1,4 @@
-"""Work that is given up if it takes far too long, such as that of tokenizers that others made.
+"""Work that is given up if it takes far too long, such as calls of other people's tokenizers.
 
 A pattern in tokenizer.json can need longer than the age of the universe for a line of text, and a chat template can be
 an endless loop.
@@ -20,8 +20,8 @@ T = TypeVar("T")
 SECONDS_TO_LOAD, SECONDS = 120.0, 10.0
 
 
-def within(seconds: float, work: Callable[[], T], what: str) -> T:
-    """The result of `work`, done in a thread of its own. Raises its errors, and `HeadwaterError` if it takes longer.
+def within(seconds: float, work: Callable[[], T], problem: str) -> T:
+    """Return the result of `work`, done in a thread. Raises its errors, and `HeadwaterError` if it takes longer.
 
     Both the clock and the process's computing time count, so that a busy machine is no reason. The thread cannot be
     stopped: it ends with the process.
@@ -29,13 +29,13 @@ def within(seconds: float, work: Callable[[], T], what: str) -> T:
     results: list[T] = []
     errors: list[BaseException] = []
 
-    def run() -> None:
+    def run_work() -> None:
         try:
             results.append(work())
         except BaseException as error:  # also the panics of Rust libraries, which are no Exceptions
             errors.append(error)
 
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="tokenizer", daemon=True)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run_work,), name="tokenizer", daemon=True)
     begun, computed = time.monotonic(), time.process_time()
     thread.start()
     while True:
@@ -43,7 +43,7 @@ def within(seconds: float, work: Callable[[], T], what: str) -> T:
         if not thread.is_alive():
             break
         if time.monotonic() - begun > seconds and time.process_time() - computed > seconds:
-            raise HeadwaterError(f"{what}; use another tokenizer.")
+            raise HeadwaterError(f"{problem}; use another tokenizer.")
     if errors:
         raise errors[0]
     return results[0]

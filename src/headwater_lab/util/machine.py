@@ -50,20 +50,21 @@ def set_threads(count: int) -> None:
 
 
 def available_memory() -> float:
-    """Bytes of the machine's memory that this process could still take, within its container's limit (Linux).
+    """Count the bytes of memory that this process could still take, within its container's limit (Linux).
 
     Elsewhere all of the machine's memory.
     """
     free = [memory_of(torch.device("cpu"))]
     with suppress(OSError, ValueError, LookupError):
-        known = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free.append(int(known["MemAvailable"].split()[0]) * 1024)
+        memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free.append(int(memory["MemAvailable"].split()[0]) * 1024)
     with suppress(OSError, ValueError, LookupError):
-        own = Path("/proc/self/cgroup").read_text().split("::", 1)[1].splitlines()[0]
-        group = Path("/sys/fs/cgroup") / own.lstrip("/")
-        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        taken = int((group / "memory.current").read_text()) - int(used["inactive_file"])  # files can be read again
-        free.append(int((group / "memory.max").read_text()) - taken)
+        name = Path("/proc/self/cgroup").read_text().split("::", 1)[1].splitlines()[0]
+        group = Path("/sys/fs/cgroup") / name.lstrip("/")
+        usage = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        files = int(usage["inactive_file"])  # which can be read again
+        limit, current = (int((group / file).read_text()) for file in ("memory.max", "memory.current"))
+        free.append(limit - current + files)
     return min(free)
 
 
@@ -74,6 +75,6 @@ def c_compiler() -> str | None:
 
 
 def read_bandwidth(device: str = "cpu") -> float:
-    """Bytes/s at which the device's memory is read: the best of repeated long sums."""
+    """Measure the bytes/s at which the device's memory is read: the best of repeated long sums."""
     x = torch.ones(2**27 if torch.device(device).type == "cpu" else 2**30, device=device)
     return x.numel() * x.element_size() / best(lambda: float(x.sum()), x.device)

@@ -19,8 +19,8 @@ def is_file_name(text: str) -> bool:
 
 
 def file_name(text: str) -> str:
-    """A file name for a text: the text if possible, else its letters and a checksum."""
+    """Make a file name for a text: the text if possible, else its letters and a checksum."""
     if is_file_name(text):
         return text
-    kept = re.sub(r"[\W_]+", "-", text).strip("-").encode()[: NAME_BYTES // 2].decode(errors="ignore")
-    return f"{kept}-{zlib.crc32(text.encode(errors='surrogatepass')):08x}".lstrip("-")
+    stem = re.sub(r"[\W_]+", "-", text).strip("-").encode()[: NAME_BYTES // 2].decode(errors="ignore")
+    return f"{stem}-{zlib.crc32(text.encode(errors='surrogatepass')):08x}".lstrip("-")

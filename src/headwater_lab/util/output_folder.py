@@ -25,11 +25,11 @@ _stays: dict[tuple[Path, int], bool] = {}
 
 
 @contextmanager
-def occupied(folder: Path, *, empty: bool = False, nested: bool = False) -> Iterator[None]:
+def occupy_folder(folder: Path, *, empty: bool = False, nested: bool = False) -> Iterator[None]:
     """Lock a folder, which is created if it is missing.
 
-    If the block raises before `keep` is called, what is new in the folder is removed, and the folder if it was created
-    here.
+    If the block raises before `keep_contents` is called, what is new in the folder is removed, and the folder if it was
+    created here.
 
     empty: the folder must hold nothing. nested: do nothing if a caller in this thread has locked it.
     Raises `HeadwaterError` if another process has locked the folder, or if it cannot be created.
@@ -41,16 +41,16 @@ def occupied(folder: Path, *, empty: bool = False, nested: bool = False) -> Iter
         return
     new, stays = missing_folders(folder), False
     try:
-        lock = _acquire(folder)
+        lock = _acquire_lock(folder)
         try:
-            before = {path.name for path in folder.iterdir()} - {LOCK}
+            old_names = {path.name for path in folder.iterdir()} - {LOCK}
             _stays[key] = False
-            if empty and before:
+            if empty and old_names:
                 raise HeadwaterError(f"{str(folder)!r} already exists; remove it, or choose another folder.")
             yield
         except BaseException:
             if not _stays.get(key):
-                _remove_new(folder, before | {LOCK})
+                _remove_new(folder, old_names | {LOCK})
             raise
         finally:
             stays = _stays.pop(key, False)
@@ -64,7 +64,7 @@ def occupied(folder: Path, *, empty: bool = False, nested: bool = False) -> Iter
         raise
 
 
-def keep(folder: Path) -> None:
+def keep_contents(folder: Path) -> None:
     """Let what is in a folder, and in the occupied folders above it, stay even if the command fails from now on."""
     inner = Path(os.path.realpath(folder))
     for path, thread in list(_stays):
@@ -72,8 +72,8 @@ def keep(folder: Path) -> None:
             _stays[path, thread] = True
 
 
-def _acquire(folder: Path) -> FileLock:
-    """The lock of a folder, which is created too. Raises `HeadwaterError`."""
+def _acquire_lock(folder: Path) -> FileLock:
+    """Take the lock of a folder, which is created too. Raises `HeadwaterError`."""
     end = time.monotonic() + PATIENCE
     lock = FileLock(folder / LOCK)
     while True:
@@ -102,7 +102,7 @@ def _acquire(folder: Path) -> FileLock:
 
 
 def _is_file_of(lock: FileLock) -> bool:
-    """Whether a lock is that of the file which has its name now: a command that is refused removes the file."""
+    """Whether a lock is held on the file that now has its name: a command that is refused removes the file."""
     descriptor = lock._context.lock_file_fd
     try:
         return descriptor is None or os.path.samestat(os.fstat(descriptor), os.stat(lock.lock_file))
@@ -110,10 +110,10 @@ def _is_file_of(lock: FileLock) -> bool:
         return False
 
 
-def _remove_new(folder: Path, before: set[str]) -> None:
+def _remove_new(folder: Path, old_names: set[str]) -> None:
     """Remove what a folder did not hold before."""
     for path in folder.iterdir():
-        if path.name not in before:
+        if path.name not in old_names:
             with suppress(OSError):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)

@@ -42,8 +42,8 @@ def check_replaceable(file: Path) -> None:
     if file.is_symlink():
         raise HeadwaterError(f"{str(file)!r} is a link, which is not replaced; choose another name.")
     if not file.is_file():
-        what = "a folder" if file.is_dir() else "not a regular file"
-        raise HeadwaterError(f"{str(file)!r} cannot be written: it is {what}; choose another name.")
+        kind = "a folder" if file.is_dir() else "not a regular file"
+        raise HeadwaterError(f"{str(file)!r} cannot be written: it is {kind}; choose another name.")
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -95,12 +95,12 @@ def save_figure(figure: Figure, file: Path, dpi: int) -> Path:
     kind = file.suffix.removeprefix(".").lower()
     with (
         explain_disk_errors(lambda problem: f"{str(file)!r} could not be written: {problem}."),
-        replace_file(file) as beside,
+        replace_file(file) as temporary,
     ):
         try:
-            more: dict[str, Any] = {"metadata": {_METADATA[kind]: _AUTHOR}} if kind in _METADATA else {}
+            options: dict[str, Any] = {"metadata": {_METADATA[kind]: _AUTHOR}} if kind in _METADATA else {}
             with default_style():
-                figure.savefig(beside, dpi=dpi, format=kind, **more)
+                figure.savefig(temporary, dpi=dpi, format=kind, **options)
         except ValueError as error:  # a suffix that no picture has
             raise HeadwaterError(f"{str(file)!r} cannot be drawn: {error}") from error
     return file

@@ -31,7 +31,7 @@ def is_command() -> bool:
     return PurePath(started).stem in (LIBRARY, LABORATORY, f"-m{LABORATORY}")
 
 
-def begin() -> None:
+def set_up() -> None:
     """Set up a command-line process, before anything else."""
     gc.set_threshold(50_000, 20, 20)  # garbage collection during imports takes a tenth of a command's start-up time
     os.environ["PYTHONSAFEPATH"] = "1"  # processes that this one starts look for no modules in the current folder
@@ -39,8 +39,8 @@ def begin() -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) != signal.SIG_IGN:  # as shells do for background jobs
-                signal.signal(number, _stop)
-    atexit.register(_finish)  # registered first, so called last
+                signal.signal(number, _interrupt)
+    atexit.register(_flush_output)  # registered first, so called last
     try:
         os.getcwd()
     except OSError:
@@ -48,7 +48,7 @@ def begin() -> None:
         sys.exit(2)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     """Stop with `KeyboardInterrupt`, which gives exit code 130.
 
     Outside a command, exit at once: nothing is lost, and an interrupted import leaves modules incomplete.
@@ -67,7 +67,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def stop_requests() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, so that a step can be finished and saved; a second signal stops at once.
+    """Yield an event that SIGINT and SIGTERM set, so that a step can be finished and saved; a second one stops at once.
 
     Signals that are ignored stay ignored: a shell starts background jobs with SIGINT ignored. Outside the main thread,
     where Python handles no signals, the event is never set.
@@ -77,22 +77,22 @@ def stop_requests() -> Iterator[threading.Event]:
         yield stop
         return
 
-    def request(number: int, frame: object) -> None:
+    def request_stop(number: int, frame: object) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
 
-    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, request) for number in heard}
+    signals = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    handlers = {number: signal.signal(number, request_stop) for number in signals}
     try:
         yield stop
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def _open_streams() -> None:
-    """Standard streams that are there, and that print any text: as \\xe9 where the encoding has no é."""
+    """Make sure that standard streams are open, and print any text: as \\xe9 where the encoding has no é."""
     # Otherwise the next opened files would take the file descriptors of closed streams.
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -125,7 +125,7 @@ class _Aside(io.TextIOWrapper):
             super().flush()
 
 
-def _finish() -> None:
+def _flush_output() -> None:
     """At exit: flush the output, and set the exit code if that fails."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends anyway
@@ -138,4 +138,4 @@ def _finish() -> None:
 
 
 if is_command():
-    begin()
+    set_up()

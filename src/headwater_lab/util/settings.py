@@ -29,9 +29,9 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _usable(cls, values: Any) -> Any:
-        if (found := find_unusable(values)) is not None:
-            raise PydanticCustomError("unusable", "{why}.", {"why": found[1], "path": found[0]})
+    def _check_numbers(cls, values: Any) -> Any:
+        if (problem := find_unusable(values)) is not None:
+            raise PydanticCustomError("unusable", "{why}.", {"why": problem[1], "path": problem[0]})
         return values
 
 

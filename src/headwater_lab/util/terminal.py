@@ -22,18 +22,18 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206
 
 
 def literal(text: str) -> str:
-    r"""A text whose control characters and unprintable characters are replaced by escapes such as \x1b."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    r"""Replace control characters and unprintable characters by escapes such as \x1b."""
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class Terminal(Console):
     """A console without markup, highlighting, emoji codes and control characters."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(markup=False, highlight=False, emoji=False, **given)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, highlight=False, emoji=False, **options)
 
-    def render_str(self, text: str, **given: Any) -> Text:  # before widths are counted
-        return super().render_str(literal(text), **given)
+    def render_str(self, text: str, **options: Any) -> Text:  # before widths are counted
+        return super().render_str(literal(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -43,28 +43,28 @@ class Terminal(Console):
 class Table(RichTable):
     """A table whose texts are literal on any console, including the caller's."""
 
-    def __init__(self, *, title: str | None = None, caption: str | None = None, **given: Any) -> None:
+    def __init__(self, *, title: str | None = None, caption: str | None = None, **options: Any) -> None:
         super().__init__(
             title=None if title is None else Text(literal(title), "table.title"),
             caption=None if caption is None else Text(literal(caption), "table.caption"),
-            **given,
+            **options,
         )
 
-    def add_column(self, header: RenderableType = "", *rest: Any, **given: Any) -> None:
-        super().add_column(_literal(header), *rest, **given)
+    def add_column(self, header: RenderableType = "", *arguments: Any, **options: Any) -> None:
+        super().add_column(_make_literal(header), *arguments, **options)
 
-    def add_row(self, *cells: RenderableType | None, **given: Any) -> None:
-        super().add_row(*map(_literal, cells), **given)
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        super().add_row(*map(_make_literal, cells), **options)
 
 
 def lined(
-    *columns: str, rows: Iterable[Iterable[Any]] = (), left: Collection[str] = ("",), fold: bool = False, **given: Any
+    *columns: str, rows: Iterable[Iterable[Any]] = (), left: Collection[str] = ("",), fold: bool = False, **options: Any
 ) -> Table:
-    """A table with a line under its head, and texts beside it to the left. given: what `Table` takes.
+    """Make a table with a line under its head. options: of `Table`.
 
     left: the columns that are not aligned to the right. fold: break what is too long, instead of cutting it off.
     """
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left", **given)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left", **options)
     for name in columns:
         justify, overflow = "left" if name in left else "right", "fold" if fold else "ellipsis"
         table.add_column(name, justify=justify, overflow=overflow)
@@ -73,16 +73,17 @@ def lined(
     return table
 
 
-def _literal(cell: Any) -> Any:
+def _make_literal(cell: Any) -> Any:
     return Text(literal(cell)) if isinstance(cell, str) else cell
 
 
-def counted(number: int, of: str = "seed") -> str:
-    return f"{number} {of}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str = "seed") -> str:
+    """Write a number with its noun, in the plural unless it is 1."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def si(value: float) -> str:
-    """Four significant digits with k, M, G, T, P."""
+    """Write four significant digits with k, M, G, T, P."""
     for prefix in ("", "k", "M", "G", "T"):
         if abs(value) < 999.95:
             return f"{value:.4g} {prefix}".rstrip()

@@ -52,27 +52,27 @@ class Worker:
             start_new_session=True,
             creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # Windows
         )
-        threading.Thread(target=self._listen, args=[on_answer], daemon=True).start()
-        self._send({"path": [str(place) for place in sys.path], "function": function})
+        threading.Thread(target=self._watch_process, args=[on_answer], daemon=True).start()
+        self._send_json({"path": list(map(str, sys.path)), "function": function})
 
     def call(self, **arguments: Any) -> None:
         """Call the function; the result goes to `on_answer`."""
-        self._send(arguments)
+        self._send_json(arguments)
 
-    def _send(self, content: dict[str, Any]) -> None:
+    def _send_json(self, content: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, which `on_answer` is told
             self.process.stdin.write(json.dumps(content).encode() + b"\n")
             self.process.stdin.flush()
 
-    def _listen(self, on_answer: Callable[[Worker, Answer], None]) -> None:
-        reader = threading.Thread(target=self._read, args=[on_answer], daemon=True)
+    def _watch_process(self, on_answer: Callable[[Worker, Answer], None]) -> None:
+        reader = threading.Thread(target=self._read_answers, args=[on_answer], daemon=True)
         reader.start()
         self.process.wait()
-        reader.join(1)  # of what it said last; a child that it has left behind may hold the pipe open
+        reader.join(1)  # for its last answer; a child that it has left behind may hold the pipe open
         on_answer(self, None)
 
-    def _read(self, on_answer: Callable[[Worker, Answer], None]) -> None:
+    def _read_answers(self, on_answer: Callable[[Worker, Answer], None]) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.endswith(b"\n"):  # otherwise it was killed while writing
@@ -80,7 +80,7 @@ class Worker:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """Exit code or signal, in words."""
         code = self.process.returncode
         if code >= 0:
             return f"exit code {code}"
@@ -126,9 +126,9 @@ class _Calls:
         self.pipe, self.queue = pipe, queue.SimpleQueue[dict[str, Any] | None]()
         self.open = 0
         self.lock = threading.Lock()
-        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._read_calls, daemon=True).start()
 
-    def _read(self) -> None:
+    def _read_calls(self) -> None:
         for line in self.pipe:
             with self.lock:
                 self.open += 1
@@ -137,18 +137,18 @@ class _Calls:
             os._exit(1)
         self.queue.put(None)
 
-    def next(self) -> dict[str, Any] | None:
-        """The next call; None when no more will come."""
+    def wait_for_call(self) -> dict[str, Any] | None:
+        """Wait for the next call; None when no more will come."""
         return self.queue.get()
 
-    def done(self) -> None:
-        """The last one is about to be answered."""
+    def end_call(self) -> None:
+        """Note that the last call is about to be answered."""
         with self.lock:
             self.open -= 1
 
 
 def main() -> None:
-    """In the worker."""
+    """Serve calls, in the worker."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     calls = _Calls(os.fdopen(os.dup(0), "rb"))
@@ -160,25 +160,25 @@ def main() -> None:
     with suppress(OSError):
         os.dup2(2, 1)
 
-    def say(answer: dict[str, Any]) -> None:
-        calls.done()
+    def send_answer(answer: dict[str, Any]) -> None:
+        calls.end_call()
         with suppress(BrokenPipeError):
             answers.write(json.dumps(answer).encode() + b"\n")
             answers.flush()
 
-    first = calls.next()
-    if first is None:  # the parent ended before it said anything
+    setup = calls.wait_for_call()
+    if setup is None:  # the parent ended before it said anything
         return
-    sys.path[:] = first["path"]
-    module, _, name = first["function"].partition(":")
+    sys.path[:] = setup["path"]
+    module, _, name = setup["function"].partition(":")
     function = getattr(importlib.import_module(module), name)
-    say({"ready": True})
-    while (arguments := calls.next()) is not None:
+    send_answer({"ready": True})
+    while (arguments := calls.wait_for_call()) is not None:
         try:
             answer = {"result": function(**arguments)}
         except Exception as error:
             answer = {"error": [type(error).__name__, str(error)]}
-        say(answer)
+        send_answer(answer)
 
 
 if __name__ == "__main__":

@@ -148,12 +148,12 @@ class CPUEngine(PagedEngine):
         assert isinstance(batch, ScheduledBatch)
         if k.shape[1] == v.shape[1] > 0:
             keys, values = (self.view_store(layer, kind, k.dtype) for kind in ("k", "v"))
-            choose_isa = self.choose_isa(k.dtype, k.shape[2])
+            isa = self.choose_isa(k.dtype, k.shape[2])
             kernels.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), keys, values, batch.slots, isa)
             return
         for kind, x in (("k", k), ("v", v)):
             if x.shape[1]:
-                find_order = self.find_order(x.dtype, x.shape[2])[kind == "v"]
+                order = self.find_order(x.dtype, x.shape[2])[kind == "v"]
                 memory = self.view_store(layer, kind, x.dtype).flatten(2)
                 heads = torch.arange(x.shape[1])[:, None]
                 memory[batch.token_blocks[:, None, None], heads, order[batch.token_offsets][:, None]] = x

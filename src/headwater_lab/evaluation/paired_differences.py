@@ -64,7 +64,7 @@ class Items:
 
 
 def standard_error(influences: np.ndarray) -> float | None:
-    """None for fewer than two items, or if it is not finite."""
+    """Compute the standard error; None for fewer than two items, or if it is not finite."""
     if len(influences) < 2 or not np.isfinite(influences).all():
         return None
     return float(influences.std(ddof=1) / math.sqrt(len(influences)))
@@ -82,10 +82,10 @@ class Difference:
     test: str
 
 
-def difference(model: str, items: Items, baseline: str, reference: Items) -> Difference:
-    """McNemar's exact test if every score is 0 or 1, else Student's t on the items' paired influences.
+def compare_items(model: str, items: Items, baseline: str, reference: Items) -> Difference:
+    """Test by McNemar's exact test if every score is 0 or 1, else by Student's t on the items' paired influences.
 
-    It uses the influences on the ratio, so loss and perplexity have the same p.
+    The test uses the influences on the ratio, so loss and perplexity have the same p.
     """
     value = items.figure - reference.figure
     stderr = standard_error(items.influences - reference.influences)

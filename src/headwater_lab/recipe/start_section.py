@@ -42,26 +42,22 @@ class Growth(Settings):
     freeze: bool = False
     """Train only the new pairs."""
 
-    @property
-    def options(self) -> GrowthOptions:
-        return GrowthOptions(**self.model_dump())
-
     @model_validator(mode="after")
-    def _possible(self) -> Self:
-        _ = self.options
+    def _check_options(self) -> Self:
+        GrowthOptions(**self.model_dump())
         return self
 
 
-def _by_name(mechanisms: Any) -> Any:
-    """Mechanisms as name -> options, from a list of names too."""
-    given = as_mapping(mechanisms)
-    return {name: options or {} for name, options in given.items()} if isinstance(given, dict) else given
+def _map_mechanisms(mechanisms: Any) -> Any:
+    """Map the names of mechanisms to their options, from a list of names too."""
+    by_name = as_mapping(mechanisms)
+    return {name: options or {} for name, options in by_name.items()} if isinstance(by_name, dict) else by_name
 
 
 class CacheConversion(Settings):
     """`convert:` how to make the model's cache smaller."""
 
-    mechanisms: Annotated[dict[str, dict[str, Any]] | None, BeforeValidator(_by_name)] = None
+    mechanisms: Annotated[dict[str, dict[str, Any]] | None, BeforeValidator(_map_mechanisms)] = None
     """Mechanisms by which layers share keys and values: names with their options, or a list of names."""
     num_key_value_heads: Count | None = None
     """Fewer key/value heads: each is the mean of a group of the model's."""
@@ -74,7 +70,7 @@ class CacheConversion(Settings):
     first step."""
 
     @model_validator(mode="after")
-    def _somewhere(self) -> Self:
+    def _check_goal(self) -> Self:
         if not self.mechanisms and self.num_key_value_heads is None:
             raise ValueError("convert needs mechanisms that share keys and values, or num_key_value_heads")
         return self
@@ -127,11 +123,11 @@ class TrainingStage(Change):
     data: dict[str, Any] = Field(default_factory=dict)
     """Changes to `data:`."""
 
-    def check_state(self, before: str, now: str, frozen: bool) -> None:
+    def check_state(self, previous: str, current: str, frozen: bool) -> None:
         """Raise `HeadwaterError` if the optimizer's state cannot be kept.
 
-        before, now: the optimizers of the stage before and of this one. frozen: the stage before trained only new
-        pairs.
+        previous, current: the optimizers of the stage before and of this one. frozen: the stage before trained only
+        new pairs.
         """
         if self.optimizer_state != "keep":
             return
@@ -140,10 +136,10 @@ class TrainingStage(Change):
                 f"Stage {self.name!r} trains again what the stage before had frozen, for which it has no optimizer's "
                 "state; leave out optimizer_state: keep."
             )
-        if before != now:
+        if previous != current:
             raise HeadwaterError(
-                f"Stage {self.name!r} keeps the state of {before} but trains with {now}; use the same optimizer for "
-                "both, or leave out optimizer_state: keep."
+                f"Stage {self.name!r} keeps the state of {previous} but trains with {current}; use the same optimizer "
+                "for both, or leave out optimizer_state: keep."
             )
         if self.convert is not None and self.convert.align:
             raise HeadwaterError(
@@ -153,13 +149,13 @@ class TrainingStage(Change):
 
 
 def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
-    """The config of a changed model. Raises `HeadwaterError` as the change does."""
+    """Plan the config of a changed model. Raises `HeadwaterError` as the change does."""
     if change.grow is not None:
         return grown_config(config, **change.grow.model_dump())
     if change.finish_conversion:
         return finish_config(config)
     if (goal := change.convert) is not None:
-        made = blend_config(config, goal.mechanisms, goal.num_key_value_heads)
-        check_conversion(made)
-        return made if goal.anneal else finish_config(made)
+        blended = blend_config(config, goal.mechanisms, goal.num_key_value_heads)
+        check_conversion(blended)
+        return blended if goal.anneal else finish_config(blended)
     return config

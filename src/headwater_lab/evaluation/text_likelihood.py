@@ -1,4 +1,4 @@
-"""How well a model predicts documents: sliding windows, each token scored once.
+"""Measure how well a model predicts documents: sliding windows, each token scored once.
 
 A document is [begin, t_1, …, t_n], where `begin` is the start token; t_1 … t_n are all scored, and
 nothing is shared between documents. A window is `context` tokens of input. The first scores all its targets, each
@@ -35,10 +35,10 @@ class Text:
 
 
 def read_text(source: str, limit: int | None = None, column: str = "text") -> Text:
-    """The first `limit` documents of a source as `headwater_lab.data.stream.TextSource` has it; a file is one document.
+    """Read the first `limit` documents of a source, see `headwater_lab.data.stream.TextSource`; a file is one document.
 
-    column: that of tables with the text. Raises `HeadwaterError` if there is none, and for conversations, since each
-    model would write them with a template of its own.
+    column: the column of tables with the text. Raises `HeadwaterError` if there is none, and for conversations, since
+    each model would write them with its own template.
     """
     documents, skipped = read_documents(source, column, "--text-column")
     if any(document.is_chat for document in documents):
@@ -50,7 +50,7 @@ def read_text(source: str, limit: int | None = None, column: str = "text") -> Te
 
 
 def list_windows(targets: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(start, end, scored): tokens start … end−1 of a document go in, and the last `scored` predictions count."""
+    """List (start, end, scored): tokens start … end−1 of a document go in, and the last `scored` predictions count."""
     done = 0
     while done < targets:
         end = min(done + (stride if done else context), targets)
@@ -69,7 +69,7 @@ def sum_log_likelihoods(
     batch_size: int,
     on_batch: Callable[[int, int], None] = lambda done, total: None,
 ) -> np.ndarray:
-    """The log-likelihood of each document in nats (negative), summed in fp64; documents: token ids without `begin`.
+    """Sum the log-likelihood of each document in nats (negative), in fp64; documents: token ids without `begin`.
 
     on_batch: called with how many windows are done, and of how many. Raises `HeadwaterError` for ids that the model
     does not have.

@@ -56,7 +56,7 @@ class Compare(Settings):
 
     @field_validator("sizes", mode="before")
     @classmethod
-    def _none(cls, sizes: Any) -> Any:
+    def _allow_null(cls, sizes: Any) -> Any:
         return {} if sizes is None else sizes
 
     @property
@@ -68,56 +68,52 @@ class Compare(Settings):
         return [*self.seeds, *itertools.islice(further, self.max_seeds - len(self.seeds))]
 
     @model_validator(mode="after")
-    def _names_fit(self) -> Compare:
+    def _check_names(self) -> Compare:
         if self.baseline not in self.arms:
             raise ValueError(f"baseline {self.baseline!r} is not an arm; {nearest(self.baseline, self.arms)}")
         for size, change in self.sizes.items():
             for arm in change.get("arms", {}):
                 if arm not in self.arms:
                     raise ValueError(f"compare.sizes.{size}.arms: {arm!r} is not an arm; {nearest(arm, self.arms)}")
-        for what, changes in (("arms", self.arms), ("sizes", self.sizes)):
+        for field, changes in (("arms", self.arms), ("sizes", self.sizes)):
             for name, change in changes.items():
                 if unread := change.keys() & {"seed", "name", "compare"}:
                     raise ValueError(
-                        f"compare.{what}.{name}.{min(unread)} has no effect: the comparison sets it; leave it out"
+                        f"compare.{field}.{name}.{min(unread)} has no effect: the comparison sets it; leave it out"
                     )
         return self
 
     @model_validator(mode="after")
-    def _lists_fit(self) -> Compare:
+    def _check_lists(self) -> Compare:
         if self.sequential:
             self._check_sequential()
         self._check_budget_arms()
         if self.budget_arms and self.match is not None:
             raise ValueError(f"compare.match={self.match} would make all compare.budget_arms the same; leave one out")
-        if both := set(self.all_seeds) & set(self.tuning_seeds) if self.learning_rates else set():
+        if self.learning_rates and (shared := set(self.all_seeds) & set(self.tuning_seeds)):
             raise ValueError(
-                f"compare.tuning_seeds and compare.seeds share {sorted(both)}; seeds that choose a rate flatter it, "
+                f"compare.tuning_seeds and compare.seeds share {sorted(shared)}; seeds that choose a rate flatter it, "
                 f"so use other tuning_seeds"
             )
         if len({f"{rate:g}" for rate in self.learning_rates}) < len(self.learning_rates):
             raise ValueError("compare.learning_rates names a rate twice, up to its sixth digit; list each once")
-        for what in ("seeds", "tuning_seeds", "budget_arms"):
-            if len(set(names := getattr(self, what))) < len(names):
-                raise ValueError(f"compare.{what} has an entry twice: {names}; list each once")
+        for field in ("seeds", "tuning_seeds", "budget_arms"):
+            if len(set(entries := getattr(self, field))) < len(entries):
+                raise ValueError(f"compare.{field} has an entry twice: {entries}; list each once")
         return self
 
     def _check_budget_arms(self) -> None:
         for arm in self.budget_arms:
-            if arm not in self.arms or arm == self.baseline:
-                others = [name for name in self.arms if name != self.baseline]
-                raise ValueError(
-                    f"compare.budget_arms: {arm!r} is not an arm besides the baseline; {nearest(arm, others)}"
-                )
+            if arm not in self.arms.keys() - {self.baseline}:
+                hint = nearest(arm, self.arms.keys() - {self.baseline})
+                raise ValueError(f"compare.budget_arms: {arm!r} is not an arm other than the baseline; {hint}")
             for arms in (self.arms, *(size.get("arms", {}) for size in self.sizes.values())):
-                own, base = (
-                    {key: value for key, value in arms.get(name, {}).items() if key != "training"}
-                    for name in (arm, self.baseline)
-                )
-                if other := [key for key in own.keys() | base.keys() if own.get(key) != base.get(key)]:
+                change, base = arms.get(arm, {}), arms.get(self.baseline, {})
+                names = (change.keys() | base.keys()) - {"training"}
+                if differing := [name for name in names if change.get(name) != base.get(name)]:
                     raise ValueError(
-                        f"compare.budget_arms: {arm!r} differs from {self.baseline!r} in {min(other)}, but a budget is "
-                        "the same model with other fields of training"
+                        f"compare.budget_arms: {arm!r} differs from {self.baseline!r} in {min(differing)}, but a "
+                        "budget is the same model with other fields of training"
                     )
 
     def _check_sequential(self) -> None:
@@ -131,4 +127,4 @@ class Compare(Settings):
                 "the first"
             )
         if not self.arms.keys() - {self.baseline, *self.budget_arms}:
-            raise ValueError("compare.sequential=true needs an arm besides the baseline and its budgets")
+            raise ValueError("compare.sequential=true needs an arm other than the baseline and its budgets")

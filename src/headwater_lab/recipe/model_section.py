@@ -19,19 +19,19 @@ from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater_lab.data.base import Data, DataShape
 from headwater_lab.data.images.base import ImageSettings
-from headwater_lab.recipe.messages import Sections, unknown_field
+from headwater_lab.recipe.messages import Sections, describe_unknown_field
 
 # Allowed values of `model.base`.
 BASES = ("llama", "gpt2", "vit", *PRESETS)
-# Allowed fields of `model:`: those headwater adds to a Hugging Face config, without the derived ones.
+# Allowed fields of `model:`: what headwater adds to a Hugging Face config, without the derived ones.
 MODEL_FIELDS = {"base"} | {
     field.name for field in dataclasses.fields(HeadwaterConfig) if field.name in HeadwaterConfig.__annotations__
 } - {"layer_types", "materialise", "initializer_seed", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
 IMAGE_FIELDS = {"base", "num_labels", *HeadwaterVisionConfig.field_names()} - {"layer_types", "initializer_seed"}
 
 
-def with_mechanisms(model: Any) -> Any:
-    """The same fields of a model, with a list of mechanisms as a mapping."""
+def map_mechanisms(model: Any) -> Any:
+    """Turn a list of mechanisms among the fields of a model into a mapping."""
     if not isinstance(model, dict) or "mechanisms" not in model:
         return model
     mechanisms = as_mapping(model["mechanisms"])
@@ -40,17 +40,16 @@ def with_mechanisms(model: Any) -> Any:
     return model | {"mechanisms": mechanisms}
 
 
-ModelFields = Annotated[dict[str, Any], BeforeValidator(with_mechanisms)]
+ModelFields = Annotated[dict[str, Any], BeforeValidator(map_mechanisms)]
 
 
 def wrong_fields(model: dict[str, Any], sections: Sections) -> Iterator[str]:
-    """Sentences for fields that the config does not have, or of other types than its own."""
-    known = sections["model"]
-    config = HeadwaterVisionConfig if known is IMAGE_FIELDS else HeadwaterConfig
+    """Yield a sentence for each field that the config does not have, or that is of another type there."""
+    config = HeadwaterVisionConfig if sections["model"] is IMAGE_FIELDS else HeadwaterConfig
     types = {field.name: field.type for field in dataclasses.fields(config)}
     for name, value in model.items():
-        if name not in known:
-            yield unknown_field(str(name), "model", known, sections)
+        if name not in sections["model"]:
+            yield describe_unknown_field(str(name), "model", sections["model"], sections)
         elif name == "base":
             if value not in BASES:
                 yield f"model.base must be llama, gpt2, vit or a preset; {nearest(str(value), BASES)}"
@@ -62,16 +61,16 @@ def wrong_fields(model: dict[str, Any], sections: Sections) -> Iterator[str]:
 
 
 def text_config(model: dict[str, Any], seed: int, data: Data | DataShape) -> HeadwaterConfig:
-    """The config of a text model for this data. Raises `HeadwaterError` if fields contradict each other."""
+    """Build the config of a text model for this data. Raises `HeadwaterError` if fields contradict each other."""
     fields = dict(model)
     base = fields.pop("base", "llama")
-    bases = {"llama": HeadwaterConfig, "gpt2": HeadwaterConfig.gpt2}
-    make = bases.get(base) or functools.partial(preset, base)
+    makers = {"llama": HeadwaterConfig, "gpt2": HeadwaterConfig.gpt2}
+    make = makers.get(base) or functools.partial(preset, base)
     of_data = {"vocab_size": data.vocab_size, "max_position_embeddings": data.context, "initializer_seed": seed}
     if data.tokenizer is not None:
         for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
             of_data[token] = getattr(data.tokenizer, token)
-    config = _checked_config(make, of_data | fields)
+    config = _build_config(make, of_data | fields)
     if config.vocab_size < data.vocab_size:
         raise HeadwaterError(
             f"model.vocab_size {config.vocab_size} is smaller than the data's {data.vocab_size} tokens; leave it out."
@@ -85,7 +84,7 @@ def text_config(model: dict[str, Any], seed: int, data: Data | DataShape) -> Hea
 
 
 def image_config(model: dict[str, Any], seed: int, settings: ImageSettings, data: Data | DataShape) -> HeadwaterConfig:
-    """The config of an image model for this data. Raises `HeadwaterError` if fields contradict each other."""
+    """Build the config of an image model for this data. Raises `HeadwaterError` if fields contradict each other."""
     fields = dict(model)
     base = fields.pop("base", "vit")
     if base in ("llama", "gpt2") or (base in PRESETS and not isinstance(preset(base), HeadwaterVisionConfig)):
@@ -99,7 +98,7 @@ def image_config(model: dict[str, Any], seed: int, settings: ImageSettings, data
             )
     classes = list(getattr(data, "classes", ())) or [str(number) for number in range(data.vocab_size)]
     make = HeadwaterVisionConfig if base == "vit" else functools.partial(preset, base)
-    config = _checked_config(make, of_data | _labels(fields, classes) | {"initializer_seed": seed} | fields)
+    config = _build_config(make, of_data | _name_labels(fields, classes) | {"initializer_seed": seed} | fields)
     if config.num_labels < len(classes):
         raise HeadwaterError(
             f"model.num_labels {config.num_labels} is smaller than the data's {len(classes)} classes; leave it out."
@@ -107,8 +106,8 @@ def image_config(model: dict[str, Any], seed: int, settings: ImageSettings, data
     return config
 
 
-def _labels(fields: dict[str, Any], classes: list[str]) -> dict[str, Any]:
-    """Names of the classes for the config; of those that the data do not have, as transformers names them."""
+def _name_labels(fields: dict[str, Any], classes: list[str]) -> dict[str, Any]:
+    """Name the classes for the config; those that the data do not have, as transformers names them."""
     count = fields.get("num_labels", len(classes))
     if not isinstance(count, int) or "id2label" in fields:
         return {}
@@ -120,7 +119,7 @@ def _labels(fields: dict[str, Any], classes: list[str]) -> dict[str, Any]:
     }
 
 
-def _checked_config(make: Callable[..., HeadwaterConfig], fields: dict[str, Any]) -> HeadwaterConfig:
+def _build_config(make: Callable[..., HeadwaterConfig], fields: dict[str, Any]) -> HeadwaterConfig:
     try:
         config = make(**fields)
         plan_layers(config)  # or a run would end after others of its comparison have been trained

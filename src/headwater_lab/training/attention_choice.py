@@ -1,0 +1,69 @@
+"""Choose the attention kernel of a run, and list what else its memory depends on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from headwater import kernels
+from headwater.config.layers import layer_config
+from headwater.config.text import HeadwaterConfig
+from headwater.config.vision import HeadwaterVisionConfig
+from headwater.kernels.varlen import FROM, VARLEN, find_refusal
+from headwater.nn.attention_kernel import supported_kernels
+from headwater.nn.documents import takes_documents
+from headwater.util.errors import HeadwaterError, sentence
+from headwater_lab.recipe.training_section import Training
+from headwater_lab.util.model_kinds import AnyModel, is_of_images
+
+
+def choose_attention(config: HeadwaterConfig, training: Training, device: torch.device, context: int) -> str | None:
+    """Choose the kernel that the recipe names; else varlen if packed rows of `context` tokens are faster with it; else
+    None.
+
+    Not decided by timing, since a run's bits depend on it. Raises `HeadwaterError` if varlen is named and cannot run.
+    """
+    kernel = choose_kernel(config, training, device.type, context)
+    if kernel == VARLEN and training.attn_implementation is None and device.type == "cuda":
+        return VARLEN if torch.cuda.get_device_capability(device) >= (8, 0) else None  # FlashAttention needs Ampere
+    return kernel
+
+
+def choose_kernel(config: HeadwaterConfig, training: Training, device: str, context: int) -> str | None:
+    """Choose as `choose_attention` for a kind of device, whose capability suffices."""
+    kernel, refusal = training.attn_implementation, _refuse_varlen(config, training, torch.device(device))
+    if kernel == VARLEN and refusal is not None:
+        raise HeadwaterError(f"training.attn_implementation: {VARLEN} {refusal}; leave it out.")
+    if kernel is not None or refusal is not None or kernels.are_disabled():
+        return kernel
+    possible, _ = supported_kernels(config)
+    return VARLEN if (possible is None or VARLEN in possible) and (device != "cpu" or context >= FROM) else None
+
+
+def _refuse_varlen(config: HeadwaterConfig, training: Training, device: torch.device) -> str | None:
+    """Say why varlen cannot compute the attention of a model; None if it can."""
+    if is_of_images(config):
+        return "is for rows of documents"
+    widths = [layer_config(config, layer).head_dim or 0 for layer in config.kinds.values()]
+    dtype, dropout = training.precision.compute, config.attention_dropout
+    refusals = (find_refusal(device, dtype, dropout, width) for width in widths)
+    return next((refusal for refusal in refusals if refusal is not None), None)
+
+
+def list_step_settings(config: HeadwaterConfig, training: Training, data: Any, attention: str | None) -> dict[str, Any]:
+    """List what the memory of a step depends on, its rows aside, for `headwater.cost.price`. data: a recipe's."""
+    settings = {"gradient_checkpointing": training.gradient_checkpointing, "averages": training.ema_decay is not None}
+    if isinstance(config, HeadwaterVisionConfig):
+        return settings
+    unmasked = takes_documents(attention) or attention == "flex_attention"
+    masked = getattr(data, "row_layout", "") == "packed" and not unmasked
+    return settings | {"loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked}
+
+
+def set_attention(model: AnyModel, name: str) -> None:
+    """Set a model's kernel. Raises `HeadwaterError` if it is not installed, or does not support the model."""
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise HeadwaterError(f"training.attn_implementation: {sentence(error)}") from error

@@ -1,0 +1,385 @@
+"""The journal through which a run reports: its record, its log of points, TensorBoard and the caller."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from headwater.cost.counts import cache_bytes_per_token, embedding_parameters, training_flops
+from headwater.cost.hardware import peak_of
+from headwater.models.compiling import is_compiled
+from headwater.util.errors import HeadwaterError
+from headwater.util.files import disk_problem, explain_disk_errors, read_bytes, replace_text
+from headwater_lab.data.base import Evaluation
+from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.training.checkpoints import Progress
+from headwater_lab.training.processes import run_in_first
+from headwater_lab.training.records import (
+    CurvePoint,
+    DocumentLoss,
+    Event,
+    Experiment,
+    HeldOutPoint,
+    Notice,
+    RunRecord,
+    SpeedPoint,
+    list_records,
+    read_environment,
+    read_record,
+    write_record,
+)
+from headwater_lab.training.run_folder import METRICS, clear_log, is_running
+from headwater_lab.training.start import Setup, describe_training
+from headwater_lab.util.model_kinds import unit_of
+from headwater_lab.util.output_folder import keep_contents
+
+Point = CurvePoint | HeldOutPoint | SpeedPoint | Notice
+
+
+class Metrics:
+    """The points of a run, in memory and in metrics.jsonl: one JSON object a line, {"kind": …, …}.
+
+    damage: a description of damaged lines, whose points are missing; None if there are none.
+    """
+
+    def __init__(self, run: Path, step: int, metric: str, writes: bool = True) -> None:
+        """Read the points up to `step`, and drop what a killed run wrote after its last checkpoint.
+
+        metric: the deciding one, which every evaluation must have.
+        writes: whether this process writes the file.
+        Raises `HeadwaterError` if the file cannot be read at all.
+        """
+        self.file, self.writes = run / METRICS, writes
+        self.points: list[Point] = []
+        self.damage: str | None = None
+        try:
+            *lines, tail = read_bytes(self.file).split(b"\n") if self.file.exists() else [b""]
+        except OSError as error:
+            raise HeadwaterError(f"{str(self.file)!r} cannot be read: {error.strerror}.") from error
+        damaged = []
+        # A killed process may leave an incomplete last line; its step is repeated.
+        for number, line in enumerate(lines if _read_point(tail) is None else [*lines, tail], 1):
+            point = _read_point(line)
+            if point is None or (isinstance(point, HeldOutPoint) and metric not in point.metrics):
+                damaged.append(number)
+            elif point.step <= step:
+                self.points.append(point)
+        if damaged:
+            self.damage = f"{METRICS} is damaged: line {damaged[0]} of {len(lines)}"
+            self.damage += f" and {len(damaged) - 1} more are left out" if damaged[1:] else " is left out"
+        if writes:
+            replace_text(self.file, "".join(map(_format_line, self.points)))
+
+    def add_point(self, point: Point) -> None:
+        """Add a point, unless it has just been added."""
+        if point in self.points[-8:]:  # a finished run is evaluated again, with the same result
+            return
+        self.points.append(point)
+        if not self.writes:
+            return
+        # The next checkpoint reports a full disk; a missing line of the log is no reason to end a run.
+        with suppress(OSError), self.file.open("a") as file:
+            file.write(_format_line(point))
+
+    def fill_record(self, record: RunRecord) -> None:
+        """Give the record all points, in order."""
+        record.curve = [point for point in self.points if isinstance(point, CurvePoint)]
+        record.held_out = [point for point in self.points if isinstance(point, HeldOutPoint)]
+        record.speed = [point for point in self.points if isinstance(point, SpeedPoint)]
+        record.notices = [point for point in self.points if isinstance(point, Notice)]
+
+
+KINDS: dict[str, type[Point]] = {"curve": CurvePoint, "held_out": HeldOutPoint, "speed": SpeedPoint, "notice": Notice}
+
+
+def _format_line(point: Point) -> str:
+    kind = next(name for name, point_class in KINDS.items() if isinstance(point, point_class))
+    return json.dumps({"kind": kind} | point.model_dump()) + "\n"
+
+
+def _read_point(line: bytes) -> Point | None:
+    """Read the point of a line; None if it is damaged."""
+    try:
+        values = json.loads(line.decode("utf-8"))
+        return KINDS[values.pop("kind")](**values)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run, as read from its folder. status: "running" only while a process writes to it, else "interrupted"."""
+
+    folder: Path
+    record: RunRecord
+    status: str
+    step: int
+    updated: float
+
+    def to_json(self) -> dict[str, Any]:
+        record, best, environment = self.record, self.record.best, self.record.environment
+        return {
+            "folder": str(self.folder),
+            "name": record.name,
+            "status": self.status,
+            "step": self.step,
+            "steps": record.recipe["training"]["steps"],
+            "unit": record.unit,
+            "tokens": record.tokens,
+            "tokens_per_second": _drop_nan(record.tokens_per_second),
+            "metric": record.metric,
+            "last": _drop_nan(record.result),
+            "best": None if best is None else _drop_nan(best.metrics[record.metric]),
+            "best_step": None if best is None else best.step,
+            "skipped_steps": record.skipped_steps,
+            "device": environment.device_name or environment.device,
+            "compiled": environment.compiled,
+            "attention": environment.attention,
+            "error": record.error,
+            "updated": self.updated,
+        }
+
+
+def _drop_nan(value: float | None) -> float | None:
+    """Replace NaN, which JSON does not have, by None."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def list_runs(folder: Path, tell: Callable[[str], None]) -> list[RunSummary]:
+    """List all runs below `folder`, the most recently changed first.
+
+    tell: called with a sentence for each damaged or unreadable file. A run with such a record is left out.
+    """
+    summaries = []
+    for file in list_records(folder, tell):
+        try:
+            record = read_record(file)
+        except HeadwaterError as error:
+            tell(str(error))
+            continue
+        summaries.append(_summarize_run(file, record, tell))
+    return sorted(summaries, key=lambda summary: -summary.updated)
+
+
+def _summarize_run(file: Path, record: RunRecord, tell: Callable[[str], None]) -> RunSummary:
+    """Summarize the run of a record, which is written at its start and at its end; in between, points show how far it
+    is."""
+    run = file.parent
+    status = "running" if is_running(run) else "interrupted" if record.status == "running" else record.status
+    try:
+        points = Metrics(run, step=2**62, metric=record.metric, writes=False)
+        if points.damage is not None:
+            tell(f"{str(run)!r}: {points.damage}.")
+        if "running" in (status, record.status):
+            points.fill_record(record)
+            record.tokens = record.curve[-1].tokens if record.curve else record.tokens
+            if record.speed and record.speed[-1].tokens_per_second > 0:
+                record.seconds = record.tokens / record.speed[-1].tokens_per_second
+    except HeadwaterError as error:
+        tell(str(error))
+    steps = [point.step for point in record.curve] + [point.step for point in record.held_out]
+    updated = max(path.stat().st_mtime for path in (file, run / METRICS) if path.exists())
+    return RunSummary(run, record, status, max(steps, default=0), updated)
+
+
+@contextmanager
+def report_full_disk_once() -> Iterator[None]:
+    """Stop TensorBoard's thread from printing a traceback when the disk is full: its caller gets the error too."""
+    original = threading.excepthook
+
+    def report_error(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is None or disk_problem(args.exc_value) is None:
+            original(args)
+
+    threading.excepthook = report_error
+    try:
+        yield
+    finally:
+        threading.excepthook = original
+
+
+class Activity(NamedTuple):
+    """What a run does between steps, such as "evaluating, batch 7". The caller hears it; it is not recorded."""
+
+    text: str
+
+
+# Called with the step and an event: None after every step, a point of the curve, a warning, or what the run does now.
+OnEvent = Callable[[int, Point | Activity | None], None]
+
+
+class Journal:
+    """Everything that a run reports goes through here. Only the first process writes."""
+
+    def __init__(
+        self,
+        run: Setup,
+        resumed: bool,
+        experiment: Experiment | None = None,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        self.run, self.folder, self.progress, fabric = run, run.folder, run.progress, run.fabric
+        recipe, is_first = run.recipe, fabric.global_rank == 0
+        self.on_event = on_event if is_first else None
+        self.to_tensorboard = True
+        self.record = run_in_first(fabric, build_record, run, experiment)
+        self.flops_per_unit = training_flops(run.config, run.data.context)
+        if run.teacher is not None:
+            self.flops_per_unit += run.teacher.flops
+        on_gpu = fabric.device.type == "cuda"
+        self.peak = peak_of(fabric.device, recipe.training.precision) if on_gpu else None
+        self.previous = replace(run.progress)  # at the previous point of the curve
+        if recipe.reporting.wandb is not None:
+            run_in_first(fabric, start_wandb, recipe, self.folder, run.progress.run_id)
+        with explain_disk_errors(self.describe_failure):
+            if not resumed:
+                run_in_first(fabric, clear_log, self.folder)
+            self.metrics = Metrics(self.folder, run.progress.step, run.data.metric, writes=is_first)
+        for message in [*([] if self.metrics.damage is None else [f"{self.metrics.damage}."]), *run.warnings]:
+            self.warn(message)
+        self.write_record("running")
+        run_in_first(fabric, keep_contents, self.folder)
+
+    def count_flops(self, tokens: int) -> float:
+        """Count the training FLOPs of this many tokens or images."""
+        return self.flops_per_unit * tokens
+
+    @property
+    def history(self) -> list[Event]:
+        """What was done to the model, including this run."""
+        run, progress = self.run, self.progress
+        event = describe_training(run.recipe, run.data, progress, self.count_flops(progress.tokens))
+        return [*(run.beginning.origin.history if run.beginning else ()), event]
+
+    def add_point(self, point: Point) -> None:
+        """Record a point, and pass it to the caller."""
+        self.metrics.add_point(point)
+        self.report(point.step, point)
+
+    def report(self, step: int, event: Point | Activity | None) -> None:
+        """Call the caller's `on_event`."""
+        if self.on_event is not None:
+            self.on_event(step, event)
+
+    def warn(self, message: str, step: int | None = None) -> None:
+        """Record a warning; step: the step it is about, by default the current one."""
+        self.add_point(Notice(step=self.progress.step if step is None else step, message=message))
+
+    def announce(self, activity: str) -> None:
+        """Tell the caller what the run does now; see `Activity`."""
+        self.report(self.progress.step, Activity(activity))
+
+    def add_curve_point(self, progress: Progress, learning_rate: float, norm: float) -> None:
+        """Record the mean loss of the steps up to this progress, and the speed, since the previous point.
+
+        progress: a copy from after its step, which may since have been followed by others.
+        """
+        running, step, fabric = self.run.running, progress.step, self.run.fabric
+        steps = float(running["steps"])
+        if steps:  # 0 if every step since then was skipped
+            values = {"loss": float(running["loss"]) / steps, "learning_rate": learning_rate, "gradient_norm": norm}
+            for total in running.values():
+                total.zero_()
+            flops = self.count_flops(progress.tokens)
+            self.add_point(CurvePoint(step=step, tokens=progress.tokens, flops=flops, **values))
+            self.log_values(values | {"skipped_steps": self.progress.skipped}, step)
+        previous, self.previous = self.previous, progress
+        seconds = max(progress.seconds - previous.seconds, 1e-9)
+        rate = (progress.tokens - previous.tokens) / seconds
+        mfu = None if self.peak is None else rate * self.flops_per_unit / self.peak / fabric.world_size
+        waited = (progress.waited - previous.waited) / seconds
+        self.add_point(SpeedPoint(step=step, tokens_per_second=rate, data_wait_fraction=waited, mfu=mfu))
+        speeds = {f"{self.record.unit}_per_second": rate, "data_wait_fraction": waited, "mfu": mfu}
+        if fabric.device.type == "cuda":
+            speeds["peak_memory_gb"] = torch.cuda.max_memory_allocated(fabric.device) / 1e9
+        self.log_values({name: value for name, value in speeds.items() if value is not None}, step)
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Record the held-out metrics at this step."""
+        progress, metrics = self.progress, evaluation.metrics
+        flops = self.count_flops(progress.tokens)
+        self.add_point(HeldOutPoint(step=progress.step, tokens=progress.tokens, flops=flops, metrics=metrics))
+        self.log_values({f"held_out/{name}": value for name, value in metrics.items()}, progress.step)
+        self.record.documents = [DocumentLoss(**document) for document in evaluation.documents]
+
+    def log_values(self, values: dict[str, Any], step: int) -> None:
+        """Pass the numbers of a step to TensorBoard until it fails to write them; metrics.jsonl has them too."""
+        try:
+            if self.to_tensorboard:
+                self.run.fabric.log_dict(values, step=step)
+        except Exception as error:
+            # The logger wraps the disk's error in its own.
+            if (problem := disk_problem(error) or disk_problem(error.__cause__ or error)) is None:
+                raise
+            self.to_tensorboard = False
+            self.warn(f"TensorBoard's files cannot be written ({problem}); the run continues without them.")
+
+    def write_record(self, status: str, error: Exception | None = None) -> None:
+        """Update record.json. Raises `HeadwaterError` if it cannot be written."""
+        record, progress = self.record, self.progress
+        record.status = status  # type: ignore[assignment]
+        record.error = record.error if error is None else str(error)
+        record.tokens, record.flops = progress.tokens, self.count_flops(progress.tokens)
+        record.seconds, record.data_wait_seconds = progress.seconds, progress.waited
+        record.skipped_steps, record.data_order = progress.skipped, progress.order
+        self.metrics.fill_record(record)
+        if self.run.fabric.global_rank == 0:
+            with explain_disk_errors(self.describe_failure):
+                write_record(record, self.folder)
+
+    def describe_failure(self, problem: str) -> str:
+        """Write the sentence for files that cannot be written."""
+        return f"The run's files in {str(self.folder)!r} cannot be written: {problem}; then continue with --resume."
+
+
+def build_record(run: Setup, experiment: Experiment | None) -> RunRecord:
+    """Make the record of a run before its first step."""
+    recipe, data, config, fabric = run.recipe, run.data, run.config, run.fabric
+    return RunRecord(
+        name=recipe.name,
+        experiment=experiment,
+        origin=None if run.beginning is None else run.beginning.origin,
+        seed=recipe.seed,
+        status="running",
+        recipe=recipe.model_dump(mode="json"),
+        identity=recipe.identity,
+        data=data.description,
+        metric=data.metric,
+        lower_is_better=data.lower_is_better,
+        parameters=run.model.num_parameters(),
+        embedding_parameters=embedding_parameters(config),
+        cache_bytes_per_token=cache_bytes_per_token(config),
+        unit=unit_of(config),
+        tokens=0,
+        flops=0.0,
+        seconds=0.0,
+        environment=read_environment(
+            str(fabric.device), fabric.world_size, is_compiled(run.model), config._attn_implementation
+        ),
+    )
+
+
+def start_wandb(recipe: Recipe, folder: Path, run_id: str) -> None:
+    """Start Weights & Biases, which syncs the TensorBoard files. Raises `HeadwaterError`."""
+    import wandb
+
+    try:
+        wandb.init(
+            project=recipe.reporting.wandb,
+            name=recipe.name,
+            id=run_id,  # a resumed run continues its curve
+            resume="allow",
+            dir=folder,
+            config=recipe.model_dump(mode="json"),
+            sync_tensorboard=True,
+        )
+    except wandb.Error as error:
+        raise HeadwaterError(f"Weights & Biases refused reporting.wandb={recipe.reporting.wandb!r}: {error}") from error

@@ -1,0 +1,254 @@
+"""Change a trained model: grow it, convert it, fit it to data; and measure how much that changes what it computes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+
+from headwater.config.text import HeadwaterConfig
+from headwater.config.vision import HeadwaterVisionConfig
+from headwater.conversion.convert import align_layers, blend_config, blend_model, finish_model, finish_state
+from headwater.cost.counts import cache_bytes_per_token
+from headwater.growth import grow
+from headwater.growth.enlarge import carry_state
+from headwater.growth.methods import GrowthOptions
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.image_classification import HeadwaterForImageClassification
+from headwater.nn.patches import resize_positions
+from headwater.util.errors import HeadwaterError, shown
+from headwater_lab.data.base import Data
+from headwater_lab.data.images import ImageData
+from headwater_lab.data.tokenizer import extends
+from headwater_lab.recipe.start_section import Change
+from headwater_lab.training.records import Event
+from headwater_lab.training.trained_models import Trained
+from headwater_lab.util.model_kinds import is_of_images
+
+POSITIONS, CLASSIFIER = "model.embed_positions.weight", "classifier."
+# The arguments of growth by parameter tokens.
+PAIR_OPTIONS = ("attention_pairs", "ffn_pairs", "key_init", "tau", "freeze")
+
+
+def change_model(trained: Trained, change: Change, rows: Tensor | None = None) -> Trained:
+    """Apply a recipe's `grow:`, `convert:` or `finish_conversion:` to a trained model; return it unchanged if there is
+    none. rows: of tokens [B, T], on which a conversion measures how alike keys and values are."""
+    if change.convert is not None or change.finish_conversion:
+        return convert_model(trained, change, rows)
+    if change.grow is None:
+        return trained
+    arguments = change.grow.model_dump()
+    options = GrowthOptions(**arguments)
+    model = grow(trained.model, **arguments)
+    learns = all(parameter.requires_grad for version in (trained.model, model) for parameter in version.parameters())
+    state = carry_state(trained.state, trained.model, model, options) if trained.state and learns else {}
+    adds_pairs = options.attention_pairs is not None or options.ffn_pairs is not None or not options.sizes
+    details = {
+        name: value
+        for name, value in arguments.items()
+        if value is not None and (adds_pairs if name in PAIR_OPTIONS else options.sizes)
+    }
+    details["parameters"] = {"from": trained.model.num_parameters(), "to": model.num_parameters()}
+    return trained.after("grown", details, model=model, state=state)
+
+
+def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
+    """Apply a recipe's `convert:` or `finish_conversion:`. The optimizer's state is kept where parameters keep their
+    meaning."""
+    original, goal = trained.model, change.convert
+    if goal is not None and not isinstance(original, HeadwaterForCausalLM):
+        raise HeadwaterError("An image model has no cache to make smaller; leave start.convert out.")
+    old_bytes, trained.original = cache_bytes_per_token(original.config), None
+    details: dict[str, Any] = {}
+    if goal is None:
+        details["finished"] = True
+        model = finish_model(original)
+        state = finish_state(trained.state, original, model)
+    else:
+        mechanisms, heads = goal.mechanisms, goal.num_key_value_heads
+        blend_config(original.config, mechanisms, heads)  # which says what is wrong before the model runs
+        # Turned or mixed in bf16, the weights would be rounded, and the function another one.
+        original.to(torch.promote_types(original.dtype, torch.float32))
+        if goal.align and rows is None:
+            raise HeadwaterError(
+                "A conversion measures keys and values on rows of the recipe's text; use data of text, or set "
+                "convert.align to false."
+            )
+        turned = goal.align and align_layers(original, cast(Tensor, rows), mechanisms, heads)
+        if turned and trained.state and change.optimizer_state == "keep":
+            raise HeadwaterError(
+                "Aligning keys and values turns their weights, to which the optimizer's state does not belong; set "
+                "convert.align=false, or leave out optimizer_state: keep."
+            )
+        trained.model = model = blend_model(original, mechanisms, heads, 0.0 if goal.anneal else 1.0)
+        del original
+        details |= {"mechanisms": mechanisms, "num_key_value_heads": heads, "annealed": goal.anneal, "aligned": turned}
+        state = {} if turned else trained.state
+        if not goal.anneal:
+            blend, model = model, finish_model(model)
+            state = finish_state(state, blend, model)
+    details["cache_bytes_per_token"] = {"from": old_bytes, "to": cache_bytes_per_token(model.config)}
+    return trained.after("converted", details, model=model, state=state)
+
+
+def list_refits(
+    config: HeadwaterConfig,
+    data: Data,
+    change: Change,
+    tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | None = None,
+) -> dict[str, Any]:
+    """List the fields of a model's config that the data change: vocab_size of a text model, or image_size and id2label.
+
+    tokenizer: the model's. The data's may add tokens to it.
+    Classes that only have numbers in the model take the data's names. Other names are an error in `check_classes`,
+    unless `change` asks for a new classifier.
+    """
+    if not isinstance(config, HeadwaterVisionConfig) or not isinstance(data, ImageData):
+        grows = data.tokenizer is not None and not is_of_images(config) and data.vocab_size > config.vocab_size
+        return {"vocab_size": data.vocab_size} if grows and extends(data.tokenizer, tokenizer) else {}
+    fields: dict[str, Any] = {}
+    if config.image_shape != data.settings.size:
+        fields["image_size"] = list(data.settings.size)
+    names = _list_classes(config)
+    unnamed = names == [f"LABEL_{number}" for number in range(len(names))]
+    if change.new_classifier:
+        fields["id2label"] = dict(enumerate(data.classes))
+    elif unnamed and len(data.classes) <= len(names):
+        fields["id2label"] = dict(enumerate([*data.classes, *names[len(data.classes) :]]))
+    return fields
+
+
+def refit_model(trained: Trained, data: Data, change: Change) -> Trained:
+    """Fit the model to the data by `list_refits`; return it unchanged if that is nothing. Raises `HeadwaterError`."""
+    model = trained.model
+    fields = list_refits(model.config, data, change, trained.tokenizer)
+    if "vocab_size" in fields:
+        return _add_tokens(trained, data)
+    if not fields or not isinstance(model, HeadwaterForImageClassification):
+        return trained
+    config, grid = _refit_config(model.config, fields), model.config.grid
+    refitted = HeadwaterForImageClassification(config).to(model.dtype)
+    weights = model.state_dict()
+    if POSITIONS in weights:
+        weights[POSITIONS] = resize_positions(weights[POSITIONS].float(), grid, config.grid)
+    if change.new_classifier:
+        weights |= {name: tensor for name, tensor in refitted.state_dict().items() if name.startswith(CLASSIFIER)}
+    refitted.load_state_dict(weights)
+    interpolated = POSITIONS in weights and config.grid != grid
+    if trained.state and (change.new_classifier or interpolated):
+        raise HeadwaterError(
+            "start.optimizer_state=keep has no state for a new classifier or for interpolated positions; use "
+            "start.optimizer_state=fresh, or data of the checkpoint's classes and size."
+        )
+    details: dict[str, Any] = {
+        name: {"image_size": list(version.image_shape), "classes": version.num_labels}
+        for name, version in (("from", model.config), ("to", config))
+    }
+    details |= {"new_classifier": change.new_classifier, "interpolated": interpolated}
+    return trained.after("refitted", details, model=refitted.eval())
+
+
+def _refit_config(config: HeadwaterVisionConfig, fields: dict[str, Any]) -> HeadwaterVisionConfig:
+    config = copy.deepcopy(config)
+    if (labels := fields.get("id2label")) is not None:
+        config.num_labels, config.id2label = len(labels), labels
+        config.label2id = {name: number for number, name in labels.items()}
+    if "image_size" in fields:
+        config.image_size = fields["image_size"]
+        config.complete_fields()
+    return config
+
+
+def _add_tokens(trained: Trained, data: Data) -> Trained:
+    """Give a text model the data's tokenizer. Raises `HeadwaterError` if the optimizer's state is to be kept."""
+    if trained.state:
+        raise HeadwaterError(
+            "start.optimizer_state=keep has no state for new tokens; use start.optimizer_state=fresh, or data with the "
+            "checkpoint's tokenizer."
+        )
+    model = trained.model
+    details = {"from": {"vocab_size": model.config.vocab_size}, "to": {"vocab_size": data.vocab_size}}
+    with torch.random.fork_rng(devices=[]):  # transformers draws the embedding's new rows
+        torch.manual_seed(model.config.initializer_seed)
+        model.resize_token_embeddings(data.vocab_size)
+    return trained.after("refitted", details, tokenizer=data.tokenizer)
+
+
+def describe_refit(event: Event) -> str:
+    """Say in a sentence what `refit_model` has done."""
+    old, new = event.details["from"], event.details["to"]
+    changes = [f"{name} {new[name]} in place of {old[name]}" for name in new if new[name] != old[name]]
+    changes += ["learned positions interpolated"] if event.details.get("interpolated") else []
+    changes += ["a new classifier"] if event.details.get("new_classifier") else []
+    return f"The model was fitted to the data: {', '.join(changes) or 'its classes have their names'}."
+
+
+def check_classes(config: HeadwaterVisionConfig, data: ImageData) -> None:
+    """Raise `HeadwaterError` unless the model's first classes are the data's, by name."""
+    names = _list_classes(config)
+    if names[: len(data.classes)] == data.classes:
+        return
+    names += ["none"] * (len(data.classes) - len(names))
+    number = next(number for number, label in enumerate(data.classes) if names[number] != label)
+    raise HeadwaterError(
+        f"The checkpoint has {config.num_labels} classes and the data {len(data.classes)}, and they differ: class "
+        f"{number} is {shown(names[number])} in the checkpoint and {shown(data.classes[number])} in the data; set "
+        "start.new_classifier=true to train a new classifier for the data's."
+    )
+
+
+def _list_classes(config: HeadwaterVisionConfig) -> list[str]:
+    return [str(config.id2label[number]) for number in range(config.num_labels)]
+
+
+@torch.no_grad()
+def measure_change(original: PreTrainedModel, changed: PreTrainedModel, input_ids: Tensor) -> dict[str, float]:
+    """Measure how much two models differ on `input_ids` [B, T], T ≥ 2, or on images [B, C, H, W], without dropout.
+
+    logits: the largest difference of logits, relative to the largest logit of `original`. kl: the mean over tokens or
+    images of the Kullback-Leibler divergence of `changed`'s distribution from `original`'s, in nats. Of text also
+    loss_before, loss_after: the mean loss of predicting the next token, in nats.
+
+    Raises `HeadwaterError` for rows of one token, and for models of different vocabularies or classes.
+    """
+    of_images = input_ids.is_floating_point()
+    if not of_images and input_ids.shape[1] < 2:
+        raise HeadwaterError("Rows of one token have no next one to predict; pass rows of two or more.")
+    modes = {model: model.training for model in (original, changed)}
+    try:
+        rows = [_compare_logits(original.eval(), changed.eval(), row[None]) for row in input_ids]
+    finally:
+        for model, mode in modes.items():
+            model.train(mode)
+    differences, logits, *means = zip(*rows, strict=True)
+    difference, largest = max(differences), max(logits)
+    relative = difference / largest if largest else math.inf if difference else 0.0
+    names = ("logits", "kl") if of_images else ("logits", "kl", "loss_before", "loss_after")
+    return dict(zip(names, (relative, *(sum(values) / len(rows) for values in means)), strict=True))
+
+
+def _compare_logits(original: PreTrainedModel, changed: PreTrainedModel, ids: Tensor) -> tuple[float, ...]:
+    """Compare one row: largest difference, largest logit, mean divergence, and of text both losses."""
+    if of_images := ids.is_floating_point():
+        logits = [model(pixel_values=ids.to(model.device)).logits for model in (original, changed)]
+    else:
+        logits = [model(ids.to(model.device), use_cache=False).logits[0] for model in (original, changed)]
+    old, new = (x.to(logits[0].device, torch.promote_types(x.dtype, torch.float32)) for x in logits)
+    if old.shape != new.shape:
+        raise HeadwaterError(
+            f"The models' vocabularies have {old.shape[-1]} and {new.shape[-1]} tokens, so they cannot be compared; "
+            f"use two with the same vocabulary."
+            if not of_images
+            else f"The models have {old.shape[-1]} and {new.shape[-1]} classes, so they cannot be compared; use two "
+            "with the same classes."
+        )
+    p, q = old.log_softmax(-1), new.log_softmax(-1)
+    losses = []
+    if not of_images:
+        losses = [nn.functional.nll_loss(x[:-1], ids[0, 1:].to(p.device)) for x in (p, q)]
+    measured = ((old - new).abs().max(), old.abs().max(), (p.exp() * (p - q)).sum(-1).mean(), *losses)
+    return tuple(value.item() for value in measured)

@@ -1,0 +1,388 @@
+"""Price models before training, as `headwater plan` and `lab.plan` do: read how users name them, and the options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from headwater.config.planner import plan_layers
+from headwater.config.presets import PRESETS, preset
+from headwater.config.text import HeadwaterConfig
+from headwater.config.vision import HeadwaterVisionConfig
+from headwater.conversion import config_of
+from headwater.conversion.convert import way_of
+from headwater.cost import Price, price
+from headwater.cost import counts as cost
+from headwater.cost.estimate import read_precision
+from headwater.cost.hardware import Hardware
+from headwater.cost.hardware import hardware as named_hardware
+from headwater.models.load import check_names, read_json, reading
+from headwater.util.errors import HeadwaterError, nearest, sentence, shown
+from headwater.util.files import explain_absence, is_address
+from headwater.util.precision import Precision
+from headwater_lab.data.base import DataShape
+from headwater_lab.data.tokenizer import local_size
+from headwater_lab.recipe.messages import build_refusal, describe_unknown_field
+from headwater_lab.recipe.model_section import IMAGE_FIELDS, MODEL_FIELDS
+from headwater_lab.recipe.overrides import merge_values
+from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.recipe_files import read_overrides, read_recipe, shipped_recipes
+from headwater_lab.recipe.start_section import Start, changed_config
+from headwater_lab.recipe.training_section import Training
+from headwater_lab.training.attention_choice import choose_kernel, list_step_settings
+from headwater_lab.training.checkpoints import newest_checkpoint
+from headwater_lab.training.trained_models import open_source
+from headwater_lab.util.model_kinds import unit_of
+from headwater_lab.util.outputs import COLORS, default_style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+_HINT = "name a preset, a recipe, a config.json or a checkpoint"
+_FACTORS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+# How a model without a recipe is trained, unless overrides say otherwise.
+_DEFAULTS = {"data": {"kind": "induction"}, "training": {"batch_size": 1, "precision": "bf16-mixed"}}
+# The fields of `training:` that decide a price; with a recipe also those of its budget and of its data's attention.
+_DECISIVE = {
+    *("precision", "devices", "nodes", "batch_size", "gradient_checkpointing", "loss_chunk_tokens", "ema_decay"),
+}
+_DECISIVE_IN_RECIPES = _DECISIVE | {"steps", "gradient_accumulation_steps", "attn_implementation", "device"}
+
+
+@dataclass(frozen=True)
+class ConversionPrice:
+    """What a conversion costs and saves.
+
+    before, after: the model's parameters, and bytes of its weights and of its cache, in the precision of the weights;
+    cache_bytes is of a sequence of the recipe's context. flops: of healing, by stage, with the teacher's. step_bytes:
+    memory of a step at its peak; teacher_bytes: of these, the teacher's weights.
+    """
+
+    before: dict[str, int]
+    after: dict[str, int]
+    tokens: int
+    flops: dict[str, float]
+    step_bytes: int
+    teacher_bytes: int
+
+
+def price_conversion(recipe: Recipe, config: HeadwaterConfig, element: int) -> ConversionPrice:
+    """Price a recipe that converts a model of this config. element: bytes of its numbers.
+
+    Raises `HeadwaterError` if the model cannot be converted so, or if its teacher, by default itself, cannot be read.
+    """
+    context, settings, teacher = recipe.row_length, recipe.training.distillation, None
+    if settings is not None and settings.teacher is not None:
+        path = Path(settings.teacher)
+        teacher = config_of(newest_checkpoint(path)) if path.is_dir() else open_source(settings.teacher).model.config
+    elif settings is not None:
+        teacher = config
+    configs = recipe.configs(config if recipe.start is None else changed_config(config, recipe.start))
+    if way_of(configs[-1]) is not None or not recipe.stages:
+        raise HeadwaterError(
+            "The recipe has no stage after which the model is the smaller one, trained; leave its stages as they are."
+        )
+    teacher_flops = 0.0 if teacher is None else sum(cost.forward_flops(teacher, context).values())
+    flops, tokens, peak = {}, 0, 0
+    for name, stage, (run, _) in zip(recipe.stage_names, configs, recipe.chain(lambda *_: Path()), strict=True):
+        count = run.rows * context
+        step = price(stage, context=context, batch=run.training.batch_size, precision=run.training.precision).at[0]
+        tokens, flops[name] = tokens + count, (step.training + teacher_flops) * count
+        peak = max(peak, step.step_bytes)
+
+    def measure_size(config: HeadwaterConfig) -> dict[str, int]:
+        return {
+            "parameters": (count := sum(cost.parameters(config).values())),
+            "cache_bytes_per_token": cost.cache_bytes_per_token(config, element),
+            "cache_bytes": cost.cache_bytes(config, context, 1, element),
+            "weights_bytes": count * element,
+        }
+
+    teacher_bytes = 0 if teacher is None else measure_size(teacher)["weights_bytes"]
+    return ConversionPrice(
+        measure_size(config), measure_size(configs[-1]), tokens, flops, peak + teacher_bytes, teacher_bytes
+    )
+
+
+class PlannedModel(NamedTuple):
+    """A model to price, and how it is trained. run: its recipe, if there is one."""
+
+    config: HeadwaterConfig
+    training: Training
+    run: Recipe | None = None
+
+    def list_budget(self, context: int) -> dict[str, float]:
+        """List the recipe's budget by unit: in rows of `context` tokens, or with context 1 in images."""
+        return {} if self.run is None else {self.run.unit: self.run.rows * context}
+
+    def list_shared_settings(self) -> dict[str, Any]:
+        """List the settings that all columns of a table share, taken from the first model."""
+        devices = self.training.devices * self.training.nodes
+        batch = max(1, self.training.batch_size // devices)
+        return {"precision": self.training.precision, "devices": devices, "batch": batch}
+
+    def list_settings(self, context: int, precision: Precision) -> dict[str, Any]:
+        """List the settings of this column."""
+        training, data, attention = self.training, None if self.run is None else self.run.data, None
+        if getattr(data, "row_layout", "") == "packed":  # on a GPU, or on the CPU if the recipe names it
+            computed = training.model_copy(update={"precision": precision})
+            attention = choose_kernel(self.config, computed, "cpu" if training.device == "cpu" else "cuda", context)
+        return list_step_settings(self.config, training, data, attention)
+
+
+def plan_models(
+    models: Iterable[HeadwaterConfig | Recipe | Mapping[str, Any] | str | Path],
+    overrides: Sequence[str] = (),
+    vocab_size: int | None = None,
+) -> dict[str, PlannedModel]:
+    """Read models by name, of recipes one for each arm and stage; a repeated name gets a number.
+
+    models: configs; recipes; presets, shipped recipes, YAML files, config.json files, checkpoints and runs by name.
+    overrides: "field=value" for all of them, "training.field=value" for how they are trained. vocab_size: same as the
+    override vocab_size. Raises `HeadwaterError`, also for overrides that decide no price.
+    """
+    overrides = [*overrides, *([] if vocab_size is None else [f"vocab_size={vocab_size}"])]
+    of_training = [text for text in overrides if text.startswith("training.")]
+    changes = _read_changes(of_model := [text for text in overrides if text not in of_training])
+    planned: dict[str, PlannedModel] = {}
+    for model in models:
+        if _is_recipe(model):
+            entries = _read_recipe_models(model, of_model, of_training, changes.get("vocab_size"))
+            _refuse_unread(of_training, _DECISIVE_IN_RECIPES)
+        else:
+            training = read_recipe(_DEFAULTS, of_training).training
+            _refuse_unread(of_training, _DECISIVE)
+            entries = {name: PlannedModel(config, training) for name, config in _read_configs(model, changes).items()}
+        for name, entry in entries.items():
+            planned[name if name not in planned else f"{name} ({len(planned) + 1})"] = entry
+    if not planned:
+        raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint.")
+    return planned
+
+
+def _refuse_unread(overrides: Sequence[str], fields: set[str]) -> None:
+    """Raise `HeadwaterError` for overrides of other fields of `training:` than these."""
+    names = [text.partition("=")[0] for text in overrides]
+    unread = [name for name in names if name.removeprefix("training.") not in fields]
+    if unread:
+        raise build_refusal("plan", [f"{name} has no effect on an estimate; leave it out" for name in unread])
+
+
+def price_models(
+    planned: Mapping[str, PlannedModel],
+    *,
+    context: Sequence[int] | int | None = None,
+    tokens: str | float | None = None,
+    images: str | float | None = None,
+    hardware: str | Hardware | None = None,
+    **settings: Any,
+) -> list[Price]:
+    """Price models by name, all of text or all of images.
+
+    context: of text; default: the first model's own, as far as learned positions of the others reach. tokens, images:
+    a number, or as in "300B". hardware: a device, also by name or "this". settings: batch, devices, precision and mfu,
+    as in `headwater.cost.price`; what is None or missing, and the budget, default to how the first model is trained.
+    Raises `HeadwaterError`.
+    """
+    device = None if hardware is None else named_hardware(hardware)
+    configs = [model.config for model in planned.values()]
+    if len(set(map(unit_of, configs))) > 1:
+        raise HeadwaterError("Models of text and of images have no common measure; name models of one kind.")
+    context = _choose_context(configs) if not context and context != 0 else context
+    longest = max(context) if isinstance(context, Sequence) else context or 1
+    model = next(iter(planned.values()))
+    shared = model.list_shared_settings() | (_read_budget(tokens=tokens, images=images) or model.list_budget(longest))
+    shared |= {name: value for name, value in settings.items() if value is not None}
+    shared |= {"context": context, "hardware": device, "precision": read_precision(shared["precision"])}
+    return [
+        price(model.config, name=name, **shared, **model.list_settings(longest, shared["precision"]))
+        for name, model in planned.items()
+    ]
+
+
+def _read_budget(**counts: str | float | None) -> dict[str, float]:
+    """Read the budgets of training that are given, by unit."""
+    return {unit: read_count(count, unit) for unit, count in counts.items() if count is not None}
+
+
+def _choose_context(configs: Sequence[HeadwaterConfig]) -> int | None:
+    """Choose the context to price models at; None for image models."""
+    lengths = [config.max_position_embeddings for config in configs[1:] if config.position == "learned"]
+    return None if unit_of(configs[0]) == "images" else min([configs[0].max_position_embeddings, *lengths])
+
+
+def _is_recipe(model: Any) -> bool:
+    """Whether it is a recipe, or names one."""
+    if isinstance(model, HeadwaterConfig):
+        return False
+    if not isinstance(model, str | Path):
+        return True
+    argument, path = str(model), Path(model)
+    if argument in PRESETS:
+        return False
+    if path.suffix in (".yaml", ".yml"):
+        return True
+    # Shipped recipes are named also without their folders.
+    return not path.exists() and any(argument in (name, name.rpartition("/")[2]) for name in shipped_recipes())
+
+
+def _read_configs(model: Any, changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
+    """Read the configs of one model that is no recipe, by name."""
+    if isinstance(model, HeadwaterConfig):
+        _check_fields(changes, type(model))
+        return {"model": type(model).from_dict(merge_values(model.to_dict(), changes)) if changes else model}
+    argument, path = str(model), Path(model)
+    if argument in PRESETS:
+        return {argument: preset(argument, **changes)}
+    _check_exists(path)
+    name = path.name if path.is_dir() else path.resolve().parent.name if path.name == "config.json" else path.stem
+    file = newest_checkpoint(path) / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise HeadwaterError(f"{argument!r} has no config.json; {_HINT}.")
+    content = read_json(file)
+    model_type = content.get("model_type") if isinstance(content, dict) else None
+    kind = {kind.model_type: kind for kind in (HeadwaterConfig, HeadwaterVisionConfig)}.get(str(model_type))
+    if kind is None and path.is_dir():
+        config = config_of(file.parent)
+        kind, content = type(config), config.to_dict()
+    elif kind is None:
+        raise HeadwaterError(
+            f"{argument!r} is not the config of a headwater model (model_type {model_type!r}); name the model's folder."
+        )
+    try:
+        with reading("its config", "correct it"):
+            # Not from_pretrained, which applies overrides to a config that was checked without them.
+            _check_fields(changes, kind)
+            check_names(kind, content, file)
+            config = kind.from_dict(merge_values(content, changes))
+            plan_layers(config)
+            return {name: config}
+    except HeadwaterError as error:
+        raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error
+
+
+def _check_exists(path: Path) -> None:
+    """Raise `HeadwaterError` if there is no such file, with the nearest preset or recipe if it may name one."""
+    if path.exists():
+        return
+    if os.path.lexists(path) or is_address(path):
+        raise HeadwaterError(f"{explain_absence(path)}.")
+    if len(path.parts) > 1 or path.suffix:
+        raise HeadwaterError(f"There is no file {str(path)!r}; {_HINT}.")
+    guess = nearest(str(path), [*PRESETS, *shipped_recipes()])
+    raise HeadwaterError(f"There is no preset, recipe or file {str(path)!r}; {guess}")
+
+
+def _read_changes(overrides: list[str]) -> dict[str, Any]:
+    """Read the model fields that overrides change, by name. Raises `HeadwaterError` for an unknown one."""
+    changes, fields = read_overrides(overrides), (MODEL_FIELDS | IMAGE_FIELDS) - {"base"}
+    if unknown := [name for name in changes if name not in fields]:
+        sections = {"model": fields}
+        raise build_refusal("plan", [describe_unknown_field(name, "model", fields, sections) for name in unknown])
+    return changes
+
+
+def _check_fields(changes: Mapping[str, Any], kind: type[HeadwaterConfig]) -> None:
+    """Raise `HeadwaterError` for fields that only text models have, or only image models."""
+    for field in changes:
+        if field != "num_labels" and field not in kind.field_names():
+            raise HeadwaterError(f"{field} is not a field of {kind.__name__}; leave it out.")
+
+
+def _read_recipe_models(
+    source: Recipe | Mapping[str, Any] | str | Path,
+    overrides: list[str],
+    of_training: list[str],
+    vocab_size: int | None,
+) -> dict[str, PlannedModel]:
+    """Read models of a recipe by name, one for each arm of its comparison and each stage. The data is not read, and of
+    tokenizers only local ones."""
+    title = repr(str(source)) if isinstance(source, str | Path) else "the recipe"
+    recipe = read_recipe(source, [*(f"model.{override}" for override in overrides), *of_training])
+    if recipe.compare is None:
+        arms = {recipe.name: recipe}
+    else:
+        arms = {name: recipe.arm(name, recipe.compare.seeds[0], None) for name in recipe.compare.arms}
+    planned: dict[str, PlannedModel] = {}
+    for name, arm in arms.items():
+        config = _read_start(name, arm.start) if arm.start is not None else _build_config(title, arm, vocab_size)
+        runs = [run for run, _ in arm.chain(lambda name, _: Path(name))]
+        for stage, stage_config, run in zip(arm.stage_names, arm.configs(config), runs, strict=True):
+            label = name if stage == "start" else f"{name}, {stage}"
+            if label in planned:
+                raise HeadwaterError(
+                    f"An arm of {title} and a stage of another one would both be called {label!r}; rename one."
+                )
+            planned[label] = PlannedModel(stage_config, run.training, run)
+    return planned
+
+
+def _build_config(title: str, recipe: Recipe, vocab_size: int | None) -> HeadwaterConfig:
+    """Build the config of a recipe's model without its data."""
+    size = vocab_size or recipe.known_size or local_size(getattr(recipe.data, "tokenizer", None))
+    if size is None and recipe.unit == "images":
+        raise HeadwaterError(
+            f"The classes of {title} come from its data, which plan does not load; set their number with num_labels=."
+        )
+    if size is None:
+        raise HeadwaterError(
+            f"The vocabulary of {title} comes from its tokenizer, which is not on this machine, and plan downloads "
+            "nothing; pass its size with --vocab-size (vocab_size=)."
+        )
+    sized = {} if recipe.unit == "images" else {"vocab_size": size}
+    plain = recipe.model_copy(update={"model": recipe.model | sized})
+    return plain.config_for(DataShape(size, recipe.row_length))
+
+
+def _read_start(name: str, start: Start) -> HeadwaterConfig:
+    """Read the config of the model that a run begins with."""
+    checkpoint = Path(start.checkpoint)
+    if not checkpoint.is_dir():
+        raise HeadwaterError(
+            f"{name!r} begins with the checkpoint {str(checkpoint)!r}, which is not there; make it first."
+        )
+    return changed_config(config_of(newest_checkpoint(checkpoint)), start)
+
+
+def read_count(number: str | float, option: str) -> float:
+    """Read a number of tokens or images: 3e11, or as text 300B, 1.5T or 2e10. Raises `HeadwaterError`."""
+    text = str(number)
+    factor = _FACTORS.get(text[-1:].lower(), 1.0)
+    try:
+        value = float(text[:-1] if factor > 1 else text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value * factor < float("inf"):
+        raise HeadwaterError(f"--{option} ({option}=) takes a number such as 300B or 2e10, not {shown(number)}.")
+    return value * factor
+
+
+def draw_flops(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) -> Figure:
+    """Draw forward FLOPs per token against context, counting full attention as TokenFormer's figure 5 does.
+
+    The slope is the cost of attention between tokens, 4·L·H·d; the height at 0 that of the parameters. Each combination
+    of mechanisms has a line style. Raises `HeadwaterError` for image models.
+    """
+    from matplotlib.figure import Figure
+
+    if any(isinstance(config, HeadwaterVisionConfig) for config in configs.values()):
+        raise HeadwaterError("Only text models have a plot of FLOPs against context.")
+    with default_style():
+        result = Figure(figsize=(8.2, 4.6), layout="constrained")
+        axes = result.subplots()
+        styles: dict[tuple[str, ...], str] = {}
+        for index, (name, config) in enumerate(configs.items()):
+            style = styles.setdefault(tuple(config.mechanisms or {}), ("-", "--", ":", "-.")[len(styles) % 4])
+            flops = [sum(cost.forward_flops(config, at, False).values()) / 1e9 for at in contexts]
+            axes.plot(contexts, flops, style, color=COLORS[index % len(COLORS)], label=f"\u200a{name}")
+        axes.set_xlabel("context (tokens)")
+        axes.set_ylabel("forward GFLOPs per token, full attention")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize="small")
+        return result
