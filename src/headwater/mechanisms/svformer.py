@@ -24,9 +24,9 @@ class SVFormer(Mechanism):
     source = "the first layer's values, instead of a layer's own"
 
     class Options:
-        share: Literal["values", "keys", "both"] = "values"
-        source: int = 0
-        layers: list[int] | None = None
+        share: Literal["values", "keys", "both"] = "values"  # what the layers share
+        source: int = 0  # the layer whose values they share
+        layers: list[int] | None = None  # that share; default: all after the source
 
     @classmethod
     def validate_options(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
