@@ -78,8 +78,10 @@ def list_headings(page: Path) -> set[str]:
     without_code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", without_code, re.MULTILINE)
     plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings)
-    given = set(re.findall(r"\{ #(\S+) \}", text))
-    return given | {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+    anchors = {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+    for of_attribute, of_code in re.findall(r"\{ #(\S+) \}|^::: (\S+)", text, re.MULTILINE):
+        anchors.add(of_attribute or of_code)
+    return anchors
 
 
 @functools.cache
