@@ -99,12 +99,8 @@ def test_the_reference_explains_what_it_lists():
     for name in ("recipe.md", "data.md", "tasks.md", "config.md"):
         rows = re.findall(r"^\| `(\w+)`\{.*\| (.*) \|$", pages[name], re.MULTILINE)
         assert len(rows) > 10
-        assert [field for field, meaning in rows if not meaning.strip() and field not in SELF_EXPLANATORY] == [], name
+        assert [field for field, meaning in rows if not meaning.strip()] == [], name
     assert "\n| `--out`" in pages["commands.md"]
-
-
-# Sections, and the name of a kind.
-SELF_EXPLANATORY = {"kind", "training", "reporting", "compare"}
 
 
 def test_code_quoted_from_a_file_is_in_that_file():

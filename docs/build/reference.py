@@ -142,16 +142,16 @@ def write_fields(rows: Iterable[str], what: str = "field") -> list[str]:
     return ['<div class="fields" markdown>', "", *head, *rows, "", "</div>"]
 
 
-def list_fields(section: str, model: type[BaseModel], names: Iterable[str] | None = None) -> list[str]:
+def list_fields(section: str, model: type[BaseModel]) -> list[str]:
     """The table of a pydantic model's fields, from their types, defaults and docstrings."""
     rows = []
-    for name in names or model.model_fields:
-        field = model.model_fields[name]
+    for name, field in model.model_fields.items():
         kind = f"{write_type(field.annotation)} {write_bounds(field.metadata)}".strip()
         default = "required" if field.is_required() else write_value(field.get_default(call_default_factory=True))
         if isinstance(field.default, BaseModel):
             default = ""
-        rows.append(write_field(section, name, kind, default, join_lines(field.description)))
+        if name != "kind" or model is records.Event:  # in a recipe, the heading says it
+            rows.append(write_field(section, name, kind, default, join_lines(field.description)))
     return write_fields(rows)
 
 
@@ -379,7 +379,7 @@ def build_records_page() -> str:
 
 
 def list_kinds(synthetic: bool) -> Iterator[tuple[str, type[DataSettings]]]:
-    for name in DATA.names:
+    for name in reversed(DATA.names):  # text first
         settings = DATA.resolve(name)
         if issubclass(settings, SyntheticSettings) is synthetic:
             yield name, settings
