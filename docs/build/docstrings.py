@@ -18,11 +18,11 @@ def as_markdown(text: str) -> str:
         if HEADING.fullmatch(line) and ITEM.match(following) and following.startswith("    "):
             out += ["", f"**{line.rstrip(':')}**", ""]
             depth, inside = 4, False
-        elif (found := ITEM.fullmatch(line)) and indent == (depth or 0) and "`" not in found[2]:
+        elif (entry := ITEM.fullmatch(line)) and indent == (depth or 0) and "`" not in entry[2]:
             if not inside and depth is None:
                 out.append("")
-            names = ", ".join(f"`{name}`" for name in found[2].split(", "))
-            out.append(f"- {names}: {found[3]}")
+            names = ", ".join(f"`{name}`" for name in entry[2].split(", "))
+            out.append(f"- {names}: {entry[3]}")
             inside = True
         elif inside and line and indent > (depth or 0):
             out.append(f"    {line.strip()}")

@@ -19,15 +19,18 @@ OUTSIDE = {
 def relink(markdown: str, source: Path, page: str) -> str:
     """Rewrite the links of a page for the site. A file that the site does not have is named without a link.
 
-    MkDocs reports what leads nowhere.
+    MkDocs reports what leads nowhere, but in the changelog, which names pages that were.
     """
     addresses = {path: name for name, path in OUTSIDE.items()}
+    is_history = page == "changelog.md"
 
     def replace(match: re.Match[str]) -> str:
         text, (target, hash_, anchor) = match[1], match[2].partition("#")
         path = (source.parent / target).resolve()
         if "://" in target or not target:
             return match[0]
+        if is_history and (anchor or not path.exists()):
+            return text
         if path in addresses or (path.is_relative_to(DOCS) and not path.is_dir()):
             address = addresses.get(path) or path.relative_to(DOCS).as_posix()
             return f"[{text}]({'../' * page.count('/')}{address}{hash_}{anchor})"

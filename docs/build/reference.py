@@ -4,7 +4,6 @@
 page's function in `PAGES` returns.
 """
 
-import ast
 import dataclasses
 import functools
 import importlib
@@ -43,8 +42,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_prose(text: str) -> str:
-    """A docstring as Markdown: code blocks and code stay, names with _ are no emphasis, [A] is no link."""
-    return "\n".join(line if line.startswith("    ") else write_line(line) for line in text.splitlines())
+    """A docstring as Markdown: code stays, names with _ are no emphasis, [A] is no link."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        begins_block = not lines or not lines[-1] or lines[-1].startswith("    ")
+        is_code = line.startswith("    ") and begins_block
+        lines.append(line if is_code else write_line(line.strip()))
+    return "\n".join(lines)
 
 
 def write_line(line: str) -> str:
@@ -138,16 +142,16 @@ def write_fields(rows: Iterable[str], what: str = "field") -> list[str]:
     return ['<div class="fields" markdown>', "", *head, *rows, "", "</div>"]
 
 
-def list_fields(section: str, model: type[BaseModel], names: Iterable[str] | None = None) -> list[str]:
+def list_fields(section: str, model: type[BaseModel]) -> list[str]:
     """The table of a pydantic model's fields, from their types, defaults and docstrings."""
     rows = []
-    for name in names or model.model_fields:
-        field = model.model_fields[name]
+    for name, field in model.model_fields.items():
         kind = f"{write_type(field.annotation)} {write_bounds(field.metadata)}".strip()
         default = "required" if field.is_required() else write_value(field.get_default(call_default_factory=True))
         if isinstance(field.default, BaseModel):
             default = ""
-        rows.append(write_field(section, name, kind, default, join_lines(field.description)))
+        if name != "kind" or model is records.Event:  # in a recipe, the heading says it
+            rows.append(write_field(section, name, kind, default, join_lines(field.description)))
     return write_fields(rows)
 
 
@@ -229,23 +233,15 @@ def build_config_page() -> str:
 
 
 def read_option_texts(mechanism: type) -> dict[str, str]:
-    """What options mean: the docstrings below them, else what the class says of arguments of the same names."""
+    """What options mean: the comment on their line, else what the class says of an argument of the same name."""
     text = " ".join((inspect.getdoc(mechanism) or "").partition(">>>")[0].split())
     parts = re.split(r"(?:^|(?<=[ .;]))((?:[a-z_]\w*, )*[a-z_]\w*): ", text)
     texts = {}
     for names, meaning in zip(parts[1::2], parts[2::2], strict=True):
         for name in names.split(", "):
             texts.setdefault(name, re.split(r" Parameters: | Args ", meaning)[0].strip())
-    tree = ast.parse(textwrap.dedent(inspect.getsource(mechanism)))
-    for options in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "Options"):
-        for field, below in zip(options.body, options.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-            ):
-                texts[ast.unparse(field.target)] = str(below.value.value)
-    return texts
+    options = inspect.getsource(mechanism).partition("    class Options:\n")[2].partition("\n\n")[0]
+    return texts | dict(re.findall(r"^ +(\w+): .*  # (.*)$", options, re.MULTILINE))
 
 
 def count_costs(mechanisms: dict[str, Any]) -> tuple[int, float, int]:
@@ -383,7 +379,7 @@ def build_records_page() -> str:
 
 
 def list_kinds(synthetic: bool) -> Iterator[tuple[str, type[DataSettings]]]:
-    for name in DATA.names:
+    for name in reversed(DATA.names):  # text first
         settings = DATA.resolve(name)
         if issubclass(settings, SyntheticSettings) is synthetic:
             yield name, settings

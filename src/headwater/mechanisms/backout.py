@@ -40,8 +40,8 @@ class Backout(KeepsPrecision, Mechanism):
     order = 190
 
     class Options:
-        weight: float | int = 0.2
-        layer: int | None = None
+        weight: float | int = 0.2  # λ at the start
+        layer: int | None = None  # the layer whose output is taken out; default: the middle one
 
     def __init__(self, weight: float = 0.2, *, slot: int = 0) -> None:
         super().__init__()

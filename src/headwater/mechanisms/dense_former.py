@@ -41,8 +41,8 @@ class DenseFormer(KeepsPrecision, Mechanism):
     order = 160
 
     class Options:
-        dilation: int = 1
-        period: int = 1
+        dilation: int = 1  # average over every n-th earlier layer
+        period: int = 1  # act after every n-th layer
 
     def __init__(self, terms: int, reads: tuple[Source, ...] = (), slots: tuple[int, ...] = ()) -> None:
         super().__init__()

@@ -51,10 +51,10 @@ class DepthAttention(Mechanism):
     paper = "2603.15031"
 
     class Options:
-        queries: Literal[1, 3] = 1
-        variant: DepthVariant = "attnres"
-        block: int = 1
-        layers: list[int] | None = None
+        queries: Literal[1, 3] = 1  # 1: one query a block; 3: one each for q, k and v
+        variant: DepthVariant = "attnres"  # inkling_2: scores divided by √D, and norm(h_j) summed
+        block: int = 1  # layers whose sum is one state
+        layers: list[int] | None = None  # in which it acts; default: all
 
     def __init__(
         self,

@@ -49,8 +49,8 @@ class Exclusive(KeepsPrecision, Mechanism):
     paper = "2603.09078"
 
     class Options:
-        learnable: bool = False
-        layers: list[int] | None = None
+        learnable: bool = False  # α = tanh of a scalar per query head, at first 0; false: α = 1
+        layers: list[int] | None = None  # in which it acts; default: all
 
     def __init__(self, heads: int = 0, *, value_slots: tuple[tuple[int, Heads], ...] = ()) -> None:
         super().__init__()

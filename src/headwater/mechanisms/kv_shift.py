@@ -79,12 +79,12 @@ class KVShift(KeepsPrecision, Mechanism):
     paper = "2411.19574"
 
     class Options:
-        keys: bool = True
-        values: bool = True
-        queries: bool = False
-        window: int = 2
-        variant: ShiftVariant = "free"
-        init: Literal["random", "identity"] = "random"
+        keys: bool = True  # shift keys
+        values: bool = True  # shift values
+        queries: bool = False  # shift queries, with scalars per query head
+        window: int = 2  # taps; 3 and 4 are the paper's "shift 2" and "shift 3"
+        variant: ShiftVariant = "free"  # gate, clamped: α2 = 1 - α1, α1 in [0, 1]
+        init: Literal["random", "identity"] = "random"  # identity: for adding it to a trained model
 
     def __init__(
         self,

@@ -42,11 +42,11 @@ class KVSource(Mechanism):
     paper = "2405.12981"
 
     class Options:
-        keys: LayerMap | list[int] = "cross_layer"
-        values: LayerMap | list[int] = "cross_layer"
-        group_size: int = 2
-        num_shared_layers: int | None = None
-        layer_types: list[str] | None = None
+        keys: LayerMap | list[int] = "cross_layer"  # cross_layer, yoco, last, own, or a layer for each layer
+        values: LayerMap | list[int] = "cross_layer"  # the same
+        group_size: int = 2  # layers in a group of cross_layer
+        num_shared_layers: int | None = None  # the last layers, that share, of last; default: half
+        layer_types: list[str] | None = None  # for last: share within layers of one name
 
     @classmethod
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:

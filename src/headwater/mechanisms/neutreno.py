@@ -47,8 +47,8 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     order = 110
 
     class Options:
-        weight: float | int = 0.4
-        learnable: bool = False
+        weight: float | int = 0.4  # λ
+        learnable: bool = False  # λ is a scalar per layer, at first `weight`
 
     def __init__(
         self,

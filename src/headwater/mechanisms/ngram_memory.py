@@ -201,17 +201,17 @@ class NGramMemory(KeepsPrecision, Mechanism):
     needs_input_ids = True
 
     class Options:
-        target: Literal["stream", "values"] = "stream"
-        orders: list[int] | None = None
-        heads: int = 4
-        rows: int | None = None
-        rank: int | None = None
-        gate: Opened = "none"
-        init: Literal["random", "zero"] = "random"
-        end_of_text: int | None = None
-        seed: int = 0
-        vocab_size: int | None = None
-        layers: list[int] | None = None
+        target: Literal["stream", "values"] = "stream"  # what is added to: the residual stream, or values
+        orders: list[int] | None = None  # lengths n; default: [2, 3]
+        heads: int = 4  # hashes, and so rows read, of each order
+        rows: int | None = None  # at least, in each head's table; default: vocab_size
+        rank: int | None = None  # numbers of a row, which a map widens; default: no map
+        gate: Opened = "none"  # scalar: a learned number; match: by how the row fits x_t
+        init: Literal["random", "zero"] = "random"  # zero: for adding it to a trained model
+        end_of_text: int | None = None  # an id after which n-grams restart
+        seed: int = 0  # of the hashes
+        vocab_size: int | None = None  # that the hashes are for; filled in
+        layers: list[int] | None = None  # that have a memory; default: the first, or for values all
 
         def __post_init__(self) -> None:
             if self.orders is None:

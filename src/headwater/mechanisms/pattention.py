@@ -85,22 +85,22 @@ class Pattention(Mechanism):
     embedding_range = 0.2  # chosen in docs/fairness.md; the papers' presets have the published 0.02
 
     class Options:
-        attention_pairs: int | None = None
-        ffn_pairs: int | None = None
-        query_pairs: int | None = None
-        key_pairs: int | None = None
-        value_pairs: int | None = None
-        output_pairs: int | None = None
-        score: ScoreFunction = "l2_norm_gelu"
-        gelu: Gelu = "erf"
-        tau: Literal["sqrt_pairs", "pairs"] | None = None
+        attention_pairs: int | None = None  # of each attention map; default: D
+        ffn_pairs: int | None = None  # of the feed-forward; default: 4·D
+        query_pairs: int | None = None  # of one map; default: attention_pairs
+        key_pairs: int | None = None  # the same
+        value_pairs: int | None = None  # the same
+        output_pairs: int | None = None  # the same
+        score: ScoreFunction = "l2_norm_gelu"  # Θ, one of the scores above
+        gelu: Gelu = "erf"  # the form of GELU in Θ
+        tau: Literal["sqrt_pairs", "pairs"] | None = None  # τ; default: √n with an L2 norm, n with an L1 norm
         # Standard deviations at init: a number, "fan_in", or a mapping from a map's name to one of these.
-        key_init: float | int | str | dict[str, Any] | None = None
-        value_init: float | int | str | dict[str, Any] | None = None
-        frozen: dict[str, int] | None = None  # map -> frozen pairs
-        top_k: int | dict[str, int] | None = None  # or map -> top_k
-        product_keys: list[str] | None = None  # maps
-        product_heads: int = 1
+        key_init: float | int | str | dict[str, Any] | None = None  # of K_P; default: 0.02
+        value_init: float | int | str | dict[str, Any] | None = None  # of V_P; default: 2/(L·√D)
+        frozen: dict[str, int] | None = None  # map -> pairs that are not trained, the first ones
+        top_k: int | dict[str, int] | None = None  # pairs that a token reads, or map -> pairs; default: all
+        product_keys: list[str] | None = None  # maps whose pairs have product keys; needs top_k
+        product_heads: int = 1  # lists of top_k pairs that a token reads
 
     def __init__(
         self,

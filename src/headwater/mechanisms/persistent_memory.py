@@ -49,9 +49,9 @@ class PersistentMemory(Mechanism):
     paper = "1907.01470"
 
     class Options:
-        pairs: int = 4
-        layers: list[int] | None = None
-        init_std: float | int | None = None  # None: that of the tokens' keys and values
+        pairs: int = 4  # n, of each key/value head; 1 is a learned sink
+        layers: list[int] | None = None  # in which it acts; default: all
+        init_std: float | int | None = None  # at the start; default: that of the tokens' keys and values
 
     def __init__(self, heads: int, pairs: int, width: int, init_stds: tuple[float, float] = (1.0, 1.0)) -> None:
         super().__init__()

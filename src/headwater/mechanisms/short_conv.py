@@ -87,12 +87,12 @@ class ShortConv(KeepsPrecision, Mechanism):
     paper = "2512.17351"
 
     class Options:
-        sites: list[str] | None = None
-        window: int = 4
-        residual: bool = True
-        dynamic: list[str] | None = None
-        init: Literal["random", "identity"] = "random"
-        layers: list[int] | None = None
+        sites: list[str] | None = None  # what is convolved; default: keys and values
+        window: int = 4  # w
+        residual: bool = True  # whether x_t itself is added
+        dynamic: list[str] | None = None  # queries, keys or values with taps that depend on the token
+        init: Literal["random", "identity"] = "random"  # identity: y = x, for adding it to a trained model
+        layers: list[int] | None = None  # in which it acts; default: all
 
     def __init__(
         self,

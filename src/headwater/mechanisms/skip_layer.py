@@ -33,9 +33,9 @@ class SkipLayer(Mechanism):
     order = 90
 
     class Options:
-        layers: int | None = None
-        heads: int | None = None
-        source: Literal["projection", "alias"] = "projection"
+        layers: int | None = None  # n_l; default: ¾ of L; 0 is off
+        heads: int | None = None  # n_h, in query heads; default: ¾ of H
+        source: Literal["projection", "alias"] = "projection"  # alias: what the source's skip heads attend to
 
     @classmethod
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:

@@ -45,9 +45,9 @@ class Smear(KeepsPrecision, Mechanism):
     order = 170
 
     class Options:
-        channels: int = 12
-        norm: Literal["none", "before", "after"] = "none"
-        weight: float | int = 0.0
+        channels: int = 12  # n, the first ones
+        norm: Literal["none", "before", "after"] = "none"  # when x_0 is divided by its root mean square
+        weight: float | int = 0.0  # λ at the start
 
     def __init__(self, channels: int = 12, norm: str = "none", weight: float = 0.0, width: int | None = None) -> None:
         super().__init__()

@@ -25,9 +25,9 @@ class SVFormer(Mechanism):
     order = 70
 
     class Options:
-        share: Literal["values", "keys", "both"] = "values"
-        source: int = 0
-        layers: list[int] | None = None
+        share: Literal["values", "keys", "both"] = "values"  # what the layers share
+        source: int = 0  # the layer whose values they share
+        layers: list[int] | None = None  # that share; default: all after the source
 
     @classmethod
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:

@@ -69,13 +69,13 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     needs_input_ids = True
 
     class Options:
-        tables: int | None = None
-        rank: int | None = None
-        gate: Gate = "sigmoid"
-        channels: int = 12
-        scale: float | int = 2.0
-        init: Literal["random", "zero"] = "random"
-        layers: list[int] | None = None
+        tables: int | None = None  # shared by the layers in turn; default: one for each layer
+        rank: int | None = None  # numbers per row, which a map of each layer widens; default: no map
+        gate: Gate = "sigmoid"  # sigmoid of the input, a learned scalar, or none
+        channels: int = 12  # n, that the gate reads
+        scale: float | int = 2.0  # s, the largest gate
+        init: Literal["random", "zero"] = "random"  # zero: for adding it to a trained model
+        layers: list[int] | None = None  # in which it acts; default: those with values of their own
 
     def __init__(
         self,

@@ -70,13 +70,13 @@ class ValueResidual(KeepsPrecision, Mechanism):
     order = 40
 
     class Options:
-        mode: Mode | None = None  # learnable; identity for queries, keys and probabilities, constant for hidden
-        target: Target = "values"
-        source: int = 0
-        layers: list[int] | None = None
-        weight: float | int | None = None
-        init: LearnableInit | None = None  # half
-        plus_init: PlusInit | None = None  # uniform
+        mode: Mode | None = None  # default: learnable; of queries, keys, probabilities identity; of hidden constant
+        target: Target = "values"  # of which the residual is
+        source: int = 0  # the layer that is mixed in
+        layers: list[int] | None = None  # that receive; default: all after the source with values of their own
+        weight: float | int | None = None  # λ1 of a fixed form; default: the paper's
+        init: LearnableInit | None = None  # half (default); identity: λ = (0, 1), for a trained model
+        plus_init: PlusInit | None = None  # of learnable_plus: uniform (default), ramp or depth
 
         def __post_init__(self) -> None:
             if self.mode is None:
