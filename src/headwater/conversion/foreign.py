@@ -7,7 +7,7 @@
     nanochat      github.com/karpathy/nanochat: value embeddings, the embedding in every layer, windows
 
 Sizes are those of the tensors; what tensors cannot tell comes from keywords, else from a config beside them, else from
-the paper. docs/foreign-checkpoints.md has every name with its source, and says which are certain.
+the paper. docs/checkpoints.md has every name with its source, and says which are certain.
 """
 
 import json

@@ -24,7 +24,7 @@ from headwater_lab.util.model_kinds import AnyModel
 
 @dataclass(frozen=True)
 class Run(Result):
-    """A run: its folder, its record (docs/records.md), and the folder of its model, which is the stage's if only one
+    """A run: its folder, its record (docs/reference/records.md), and the folder of its model, which is the stage's if only one
     was trained."""
 
     folder: Path

@@ -1,1 +1,1 @@
-"""Recipes for torchtitan's trainer: `--module headwater_lab.titan --config RECIPE`. docs/titan.md."""
+"""Recipes for torchtitan's trainer: `--module headwater_lab.titan --config RECIPE`. docs/devices.md."""

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module headwater_lab.titan --config RECIPE
 
-docs/titan.md says what works with which mechanism. `spec` gives torchtitan's description of any model, for a config of
+docs/devices.md says what works with which mechanism. `spec` gives torchtitan's description of any model, for a config of
 your own; `export` turns a checkpoint of its trainer into one of headwater's.
 """
 

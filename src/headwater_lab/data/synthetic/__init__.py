@@ -1,4 +1,4 @@
-"""Synthetic tasks: endless streams of rows, nothing stored; one file per task, described in docs/tasks.md."""
+"""Synthetic tasks: endless streams of rows, nothing stored; one file per task, described in docs/reference/tasks.md."""
 
 from headwater_lab.data.base import DATA
 from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings
