@@ -35,7 +35,7 @@ def hand(mechanisms=None, width=LENGTH, layers=1, **changes):
 
 
 def of(ids, **more):
-    return Sample({"input_ids": ids, **more})
+    return Sample({"input_ids": ids, **more}, ids.shape[1])
 
 
 def attend_back(model, back, layer=0):

@@ -419,11 +419,6 @@ class Pattention(Mechanism):
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"τ": Shown(self.scale())}
 
-    @torch.no_grad()
-    def show_firing(self, x: Tensor, *_: Any) -> Tensor:
-        """|Θ|·‖V_P‖: x [..., d_in] -> the norm of each pair's contribution to the output [..., n]."""
-        return self.weights(x).abs() * _wide(self.values).norm(dim=-1)
-
     def build_twin(self) -> nn.Module:
         """An MLP with a unit for each pair: linear, GELU, linear. Without `top_k` it has the same matmuls."""
         (d_in, d_out), bias = (self.key.shape[1], self.value.shape[1]), False

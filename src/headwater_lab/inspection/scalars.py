@@ -59,7 +59,7 @@ def list_blocks(model: AnyModel) -> list[Block]:
 
 
 def find_mechanisms(block: Block) -> Iterator[tuple[str, Mechanism]]:
-    """(place, module) of each mechanism of a block; place is the linear layer it replaces, else ""."""
+    """(name, module) of each mechanism of a block; the name is that of the linear layer it replaces, else ""."""
     for path, module in block.named_modules():
         if isinstance(module, Mechanism):
             parent, _, name = path.rpartition(".")
@@ -93,7 +93,7 @@ def compose_windows(block: Block, tensor: str) -> Tensor | None:
 
 
 def take_census(model: AnyModel) -> Census | None:
-    """None for a model that does not mix both keys and values with those of earlier tokens."""
+    """Count a model's heads for the census; None if it does not mix both keys and values over tokens."""
     counts = {(key, value): 0 for key in (True, False) for value in (True, False)}
     for block in list_blocks(model):
         keys, values = (_by_head(block, tensor) for tensor in ("k", "v"))
