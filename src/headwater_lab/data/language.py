@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, combinations, islice
-from os.path import normpath
+from itertools import chain, islice
 from typing import Any, Self
 
 import numpy as np
@@ -21,7 +20,6 @@ from headwater_lab.data.chat import Encoded
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.rows import RowLayout, Rows, Tokens
 from headwater_lab.data.tokenizer import Encoder, vocabulary_size
-from headwater_lab.util.names import is_file_name
 
 # Metrics of held-out text; for a domain, METRIC/NAME.
 METRICS = ("bits_per_byte", "loss")
@@ -37,32 +35,19 @@ class LanguageSettings(DataSettings):
     held_out_bytes: int | None = Field(default=1_000_000, ge=1)
     """Evaluate on at most about this many bytes (of each domain): an equal excerpt of each document, at a position set
     by its hash; null for all."""
-    held_out_domains: dict[str, str] | None = None
-    """Named domains to evaluate on, name -> source. Each is measured separately, and loss and bits per byte are their
-    plain means; null evaluates the held-out text of `source` as a whole."""
     metric: str = METRICS[0]
     """The deciding metric: bits_per_byte, loss, or one domain's, as loss/NAME."""
 
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics that can decide."""
+        return [*METRICS]
+
     @model_validator(mode="after")
-    def _measurable(self) -> Self:
-        domains = self.held_out_domains
-        if domains == {}:
-            raise ValueError("data.held_out_domains is empty; name domains with their sources, or leave it out")
-        for name in domains or ():
-            if not is_file_name(name):
-                raise ValueError(
-                    f"data.held_out_domains: {shown(name)} is not a plain name; use letters, digits, spaces, dots "
-                    f"and dashes, without a slash or a leading dot"
-                )
-        for (name_a, source), (name_b, same) in combinations((domains or {}).items(), 2):
-            if normpath(source) == normpath(same):
-                raise ValueError(
-                    f"data.held_out_domains: {name_a!r} and {name_b!r} are the same source, {shown(source)}; name it "
-                    "once"
-                )
-        metrics = [*METRICS, *(f"{metric}/{name}" for name in domains or () for metric in METRICS)]
-        if self.metric not in metrics:
-            raise ValueError(f"data.metric: there is no metric {shown(self.metric)}; {nearest(self.metric, metrics)}")
+    def _metric_exists(self) -> Self:
+        if self.metric not in self.metrics:
+            advice = nearest(self.metric, self.metrics)
+            raise ValueError(f"data.metric: there is no metric {shown(self.metric)}; {advice}")
         return self
 
 
@@ -70,7 +55,8 @@ class LanguageData:
     """See `headwater_lab.data.base.Data`. Raises `HeadwaterError` if a stream is too short for one row.
 
     streams: token streams by name, with their weights; each document starts with the tokenizer's separator.
-    held_out: documents to evaluate on, by the name of their stream or of the domain in the settings.
+    held_out: documents to evaluate on, by the name of their stream, or of their domain.
+    domains: whether these are domains, each of which is measured by itself; the overall result is their plain mean.
     """
 
     lower_is_better = True
@@ -82,10 +68,9 @@ class LanguageData:
         held_out: Mapping[str, Sequence[Document]],
         tokenizer: PreTrainedTokenizerBase,
         description: dict[str, Any],
+        domains: bool = False,
     ) -> None:
-        self.context, self.tokenizer, self.metric = settings.context, tokenizer, settings.metric
-        # Each is measured separately, and the overall result is their mean.
-        self.domains = settings.held_out_domains is not None
+        self.context, self.tokenizer, self.metric, self.domains = settings.context, tokenizer, settings.metric, domains
         self.vocab_size = vocabulary_size(tokenizer)
         for name, (stream, _) in streams.items():
             if stream.tokens <= self.context:
