@@ -130,7 +130,7 @@ def _check_content(content: Any) -> Any:
         return content
     if not isinstance(content, list) or not content:
         raise ValueError("should be a text, or a list of parts of type text")
-    return [TextPart.model_validate(item).model_dump() for item in content]
+    return " ".join(TextPart.model_validate(item).text for item in content)
 
 
 class Chat(AnswerFields):

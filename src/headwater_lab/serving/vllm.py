@@ -21,7 +21,6 @@ def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
     check_servable(config)
     names = {option.partition("=")[0].replace("_", "-") for option in options if option.startswith("-")}
     added = ["--served-model-name", name] * ("--served-model-name" not in names)
-    added += ["--host", "127.0.0.1"] * ("--host" not in names)
     if not torch.cuda.is_available():
         # vLLM would round a model in fp32 to bf16, and reserve nearly all memory.
         dtype = str(config.dtype).rpartition(".")[2]
