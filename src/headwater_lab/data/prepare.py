@@ -29,7 +29,7 @@ from headwater.cost.hardware import cores
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import STAGING, explaining, flush, replace_text, settled, sha256_of
 from headwater_lab.data import shards
-from headwater_lab.data.chat import Encoded, as_fields
+from headwater_lab.data.chat import Encoded
 from headwater_lab.data.corpus import Document, no_text, too_short
 from headwater_lab.data.reading import check_name, escape_name
 from headwater_lab.data.sealed import write_sealed
@@ -295,7 +295,10 @@ class _Folder:
 
     def write_evaluation(self) -> EvaluationFacts:
         documents = sorted(self.chosen.result())
-        rows = [{"id": name} | (as_fields(text) if self.is_chat else {"text": text}) for name, text in documents]
+        rows = [
+            {"id": name} | ({"messages": json.loads(text)} if self.is_chat else {"text": text})
+            for name, text in documents
+        ]
         replace_text(self.path / EVALUATION, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         size = sum(len(text.encode()) for _, text in documents)
         return EvaluationFacts(documents=len(documents), bytes=size, sha256=sha256_of(self.path / EVALUATION))

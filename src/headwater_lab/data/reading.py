@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, AnyStr, NamedTuple
+from typing import IO, Any, AnyStr
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import check_local, open_regular
@@ -27,13 +27,15 @@ TABLES = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-# What may divide the fields of a line; the first is the usual one.
-DELIMITERS = {"csv": ",;\t|", "tsv": "\t,;|"}
+DELIMITERS = {"csv": ",", "tsv": "\t"}
 # The column that is read unless another is named, and the one with conversations that stands in for it.
 DEFAULT, MESSAGES = "text", "messages"
-# The column beside conversations with the functions that a model may call in them.
+# The column next to conversations with the functions that a model may call in them, which are not trained on.
 TOOLS = "tools"
+# Columns whose text is a conversation if it is JSON.
+CONVERSATIONS = (MESSAGES, "conversations")
 MISSING = object()
+NO_TOOLS = (MISSING, None, "", [])
 # Bytes read at a time.
 CHUNK = 2**22
 # Rows of a parquet file at a time, fewer if they take more bytes than this.
@@ -52,13 +54,6 @@ MARK = "\ufeff"
 # pyarrow's name for what a file with this suffix is packed with. Its readers refuse a truncated end and damaged later
 # streams, and unpack a piece at a time.
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
-
-
-class WithTools(NamedTuple):
-    """A row's value that may be a conversation, and that of the column `tools` beside it."""
-
-    value: Any
-    tools: Any
 
 
 class Columns:
@@ -104,8 +99,9 @@ class Columns:
             text = _read_conversation(row.get(MESSAGES, MISSING))
         if text is not MISSING:
             self.missing.pop(self.text, None)
-            tools = _read_cell(row, _tools_column(self.text), where)
-            text = WithTools(text, tools) if tools not in (MISSING, None, "") else text
+            is_chat = isinstance(text, list) or self.text.rpartition(".")[2] in CONVERSATIONS
+            if is_chat and _read_cell(row, tools := _tools_column(self.text), where) not in NO_TOOLS:
+                raise HeadwaterError(f"Column {tools!r} of {where!r} is not read by training; remove it.")
         return None if text is MISSING else text, self._domain(row, where)
 
     def _domain(self, row: dict[str, Any], where: str) -> str | None:
@@ -350,12 +346,11 @@ def _bad_line(file: Path, number: int, error: Exception) -> HeadwaterError:
 
 
 def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, row); the first line names the columns, and says what divides them."""
+    """(number, row); the first line names the columns."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
     lines = _read_lines(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), file)
-    header = next(lines, "")
-    delimiter = _find_delimiter(header, DELIMITERS[table_kind(file) or "csv"], columns)
-    reader = csv.reader(itertools.chain([header], lines), delimiter=delimiter, strict=True)
+    delimiter = DELIMITERS[table_kind(file) or "csv"]
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] | None = None
     number = 0
     try:
@@ -382,16 +377,6 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[
             yield number, dict(zip(names, fields, strict=False))
     except csv.Error as error:
         raise _bad_line(file, reader.line_num, error) from error
-
-
-def _find_delimiter(line: str, candidates: str, columns: Columns) -> str:
-    """What divides the names of the columns: with it, the wanted ones are among them, or there are most."""
-
-    def fit(delimiter: str) -> tuple[int, int]:
-        names = [name.strip() for name in next(csv.reader([line], delimiter=delimiter), [])]
-        return len(columns.outermost(names)), len(names)
-
-    return max(candidates, key=fit)
 
 
 def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:

@@ -19,9 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import STAGING, absence, read_bytes, sha256_of
-from headwater_lab.data.chat import as_text
 from headwater_lab.data.corpus import Document
-from headwater_lab.data.reading import TOOLS
 from headwater_lab.data.sealed import describe_damage, read_sealed
 from headwater_lab.data.tokenizer import load_tokenizer, separator_id, vocabulary_size
 
@@ -302,7 +300,7 @@ class Prepared:
 def _read_document(row: dict[str, Any]) -> Document:
     """The document in a line of evaluation.jsonl."""
     if "messages" in row:
-        return Document(row["id"], as_text(row["messages"], row.get(TOOLS)), key=row["id"], is_chat=True)
+        return Document(row["id"], json.dumps(row["messages"], ensure_ascii=False), key=row["id"], is_chat=True)
     return Document(row["id"], row["text"], key=row["id"])
 
 
