@@ -70,10 +70,10 @@ def serve_checkpoint(name: str, source: Path, host: str, port: int, device: str,
     tokenizer = find_tokenizer(source, model.config.vocab_size)
     assert tokenizer is not None, "the command looks for it"
     model.to(device, dtype)
-    uvicorn.run(Server(name, model, tokenizer).build_app(), host=host, port=port)
+    uvicorn.run(ModelServer(name, model, tokenizer).build_app(), host=host, port=port)
 
 
-class Server:
+class ModelServer:
     """A model behind the routes. name: the one that clients call it by."""
 
     def __init__(self, name: str, model: HeadwaterForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
