@@ -106,7 +106,7 @@ def test_tokens_are_those_of_the_template(folder):
 def test_rows_and_evaluation_count_answers_alone(folder):
     data = make(folder, "bpe-chatml", held_out_bytes=None)
     stream = data.train.streams[0]
-    batch = data.train.batch([(0, row) for row in range(data.train.counts[0])])
+    batch = data.train.make_batch([(0, row) for row in range(data.train.counts[0])])
     labels = batch["shift_labels"]
     following = torch.from_numpy(stream.read(1, labels.numel() + 1).astype(np.int64)).view_as(labels)
     counted = torch.from_numpy(stream.counts(1, labels.numel() + 1)).view_as(labels)

@@ -116,7 +116,7 @@ def _read_text_part(item: Any) -> str:
     raise ValueError(f"a message has a part of type {kind}, and only text is trained on")
 
 
-def contents(conversation: str) -> str:
+def read_contents(conversation: str) -> str:
     """What is said in a conversation given as JSON, a line for each message."""
     return "\n".join(message["content"] for message in json.loads(conversation))
 
@@ -160,7 +160,7 @@ class ChatEncoder:
     def __call__(self, conversation: str, where: str) -> Encoded:
         """The tokens of a conversation given as JSON. where: its name in errors."""
         messages = json.loads(conversation)
-        text, marked = self.render(messages, where, marks=bool(_MARKED.search(self.template)))
+        text, marked = self.render_messages(messages, where, marks=bool(_MARKED.search(self.template)))
         answers = marked or self.find_differences(messages, text, where)
         spans = [span for span in (self.include_end(text, *answer) for answer in answers) if span[0] < span[1]]
         if not spans and any(message["role"] == ASSISTANT and message["content"] for message in messages):
@@ -172,7 +172,7 @@ class ChatEncoder:
         size = sum(len(text[start:end].encode()) for start, end in spans)
         return Encoded(ids, counts, size - sum(special for _, _, special in pieces))
 
-    def render(
+    def render_messages(
         self, messages: list[ChatMessage], where: str, marks: bool = False, prompt: bool = False
     ) -> tuple[str, list[Span]]:
         """(the text of messages, the answers that the template marks). prompt: with the beginning of an answer."""
@@ -211,13 +211,13 @@ class ChatEncoder:
             if message["role"] != ASSISTANT:
                 continue
             try:
-                prompt, _ = self.render(messages[:index], where, prompt=True)
-                prompted = prompt != self.render(messages[:index], where)[0]
+                prompt, _ = self.render_messages(messages[:index], where, prompt=True)
+                prompted = prompt != self.render_messages(messages[:index], where)[0]
             except HeadwaterError:
                 if index:
                     raise
                 prompt, prompted = "", False  # many templates look at the first message
-            answered, _ = self.render(messages[: index + 1], where)
+            answered, _ = self.render_messages(messages[: index + 1], where)
             if not (text.startswith(answered) and answered.startswith(prompt)):
                 raise HeadwaterError(
                     f"The chat template writes the beginning of {where!r} differently from the whole conversation, so "

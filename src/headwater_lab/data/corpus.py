@@ -63,7 +63,7 @@ class Document:
         """The text in UTF-8."""
         return self.text.encode()
 
-    def fraction(self, purpose: str = "") -> float:
+    def hash_fraction(self, purpose: str = "") -> float:
         """A number in [0, 1) that depends only on the key (and its purpose)."""
         return int.from_bytes(hashlib.sha256((self.key + purpose).encode()).digest()[:8], "big") / 2**64
 
@@ -115,16 +115,16 @@ def _stdlib_files(root: Path) -> list[Path]:
     """The standard library's own sources: no installed packages, no tests, no generated tables."""
     unwanted = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"}
 
-    def wanted(file: Path) -> bool:
+    def is_wanted(file: Path) -> bool:
         names = file.relative_to(root).parts
         if unwanted.intersection(names) or file.name.startswith("_sysconfigdata"):
             return False
         return names[0] != "encodings" or b"gencodec" not in file.read_bytes()
 
-    return sorted(file for file in root.rglob("*.py") if file.is_file() and wanted(file))
+    return sorted(file for file in root.rglob("*.py") if file.is_file() and is_wanted(file))
 
 
-def topics() -> Iterator[Document]:
+def read_topics() -> Iterator[Document]:
     """The language reference that `help()` reads from, a document for each topic."""
     try:
         from pydoc_data.topics import topics
@@ -147,11 +147,11 @@ def read_docstrings() -> Iterator[Document]:
         if text:
             relative = name_in(file, root)
             yield Document(relative, text + "\n", key=relative)
-    yield from topics()
+    yield from read_topics()
 
 
 # Corpora that are made from Python itself.
-GENERATED = {TOPICS: topics, DOCS: read_docstrings}
+GENERATED = {TOPICS: read_topics, DOCS: read_docstrings}
 
 
 def local_files(source: str) -> tuple[Path, list[Path]] | None:

@@ -89,9 +89,9 @@ class LanguageData:
         for group in groups if self.domains else [list(chain(*groups))]:
             sizes = choose_limits([document for _, document in group], settings.held_out_bytes)
             excerpts = zip(group, sizes, strict=True)
-            self.held_out += [HeldOut(name, d.id, self.excerpt(d, limit)) for (name, d), limit in excerpts if limit]
+            self.held_out += [HeldOut(name, d.id, self.cut_excerpt(d, limit)) for (name, d), limit in excerpts if limit]
         self.notices = self._unread_limit(settings, held_out)
-        facts = self.facts(held_out) if self.domains else {}
+        facts = self.describe_domains(held_out) if self.domains else {}
         if not self.held_out:
             raise HeadwaterError(f"{', '.join(streams)}: no text was held out for evaluation; hold out a larger share.")
         self.description = description | {
@@ -110,7 +110,7 @@ class LanguageData:
         size = max(sizes) if self.domains else sum(sizes)
         return [f"data.held_out_bytes={limit:,} has no effect: {size:,} bytes are held out."] if limit > size else []
 
-    def facts(self, domains: Iterable[str]) -> dict[str, Any]:
+    def describe_domains(self, domains: Iterable[str]) -> dict[str, Any]:
         """What the record keeps about the domains. Raises `HeadwaterError` if one is too short to evaluate on."""
         sizes, content = {}, hashlib.sha256()
         for name in domains:
@@ -127,23 +127,23 @@ class LanguageData:
                 content.update(f"{name}\0{excerpt.id}\0{hashlib.sha256(excerpt.ids.tobytes()).hexdigest()}\n".encode())
         return {"held_out_domains": sizes, "held_out_sha256": content.hexdigest()}
 
-    def excerpt(self, document: Document, limit: int) -> Encoded:
+    def cut_excerpt(self, document: Document, limit: int) -> Encoded:
         """`limit` bytes of a document, at a position set by its hash, cut between characters; a whole conversation.
 
         Not from the beginning, because files begin alike, with licenses and imports.
         """
         if document.is_chat:
-            return self.encoder.documents([document])[0]
+            return self.encoder.encode_documents([document])[0]
         content = document.text.encode()
-        start = int(document.fraction("excerpt") * (len(content) - limit + 1))
+        start = int(document.hash_fraction("excerpt") * (len(content) - limit + 1))
         text = content[start : start + limit].decode(errors="ignore")
-        return self.encoder.documents([Document(document.id, text, document.key)])[0]
+        return self.encoder.encode_documents([Document(document.id, text, document.key)])[0]
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
         return self.train.batches(seed, batch_size, start, share.rank, share.world)
 
     def rows(self, seed: int, start: int, count: int) -> list[str]:
-        chosen = islice(self.train.order(seed, start), count)
+        chosen = islice(self.train.order_rows(seed, start), count)
         return [str(row) if len(self.names) == 1 else f"{self.names[stream]}:{row}" for stream, row in chosen]
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
@@ -176,9 +176,9 @@ class LanguageData:
             }
             for excerpt, n in zip(self.held_out, nats, strict=True)
         ]
-        return Evaluation(self.metrics(nats), documents)
+        return Evaluation(self.compute_metrics(nats), documents)
 
-    def metrics(self, nats: np.ndarray) -> dict[str, float]:
+    def compute_metrics(self, nats: np.ndarray) -> dict[str, float]:
         """The metrics of these losses of the held-out documents, the deciding one first."""
         metrics = _average_losses(float(nats.sum()), self.held_out)
         by_stream: dict[str, list[int]] = {}
@@ -218,7 +218,7 @@ def choose_limits(documents: Sequence[Document], budget: int | None) -> list[int
     if not any(document.is_chat for document in documents):
         return share_budget(sizes, budget)
     chosen, budget_left = [0] * len(documents), sum(sizes) if budget is None else budget
-    for turn, index in enumerate(sorted(range(len(documents)), key=lambda i: documents[i].fraction("excerpt"))):
+    for turn, index in enumerate(sorted(range(len(documents)), key=lambda i: documents[i].hash_fraction("excerpt"))):
         if not turn or sizes[index] <= budget_left:
             chosen[index] = sizes[index]
             budget_left -= sizes[index]

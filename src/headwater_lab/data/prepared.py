@@ -69,7 +69,7 @@ class PreparedSettings(LanguageSettings):
         return LanguageData(
             self,
             {name: (folder.train, weights[name]) for name, folder in folders.items()},
-            {name: folder.evaluation() for name, folder in (domains or folders).items()},
+            {name: folder.read_evaluation() for name, folder in (domains or folders).items()},
             example.tokenizer,
             {
                 "source": self.source,

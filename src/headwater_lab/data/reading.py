@@ -74,7 +74,7 @@ class Columns:
         self.names: dict[str, None] = {}
         self.rows = 0
 
-    def outermost(self, names: Iterable[str]) -> list[str]:
+    def find_columns(self, names: Iterable[str]) -> list[str]:
         """Those columns of a table with these names that hold the wanted ones."""
         names = set(names)
         columns = [*self.options, *([MESSAGES] if self.text == DEFAULT else []), _tools_column(self.text)]
@@ -84,7 +84,7 @@ class Columns:
         """Note names for the error about a missing column."""
         self.names |= dict.fromkeys(itertools.islice(names, NAMED_COLUMNS + 1 - len(self.names)))
 
-    def cells(self, row: dict[str, Any], where: str) -> tuple[Any, str | None]:
+    def read_cells(self, row: dict[str, Any], where: str) -> tuple[Any, str | None]:
         """(the text's value, None if the row has none; its domain). Raises `HeadwaterError` for one that is no name.
 
         Conversations in a column `messages` stand in for a column `text`, the default, that a row lacks.
@@ -93,7 +93,7 @@ class Columns:
         if self.missing and len(self.names) <= NAMED_COLUMNS:
             self.add_names(_dotted_names(row))
         if self.by in self.missing and self.rows > FIRST_ROWS:  # would all go into one domain
-            self.require(where)
+            self.check_missing(where)
         text = _read_cell(row, self.text, where)
         if text is MISSING and self.text == DEFAULT:
             text = _read_conversation(row.get(MESSAGES, MISSING))
@@ -102,9 +102,9 @@ class Columns:
             is_chat = isinstance(text, list) or self.text.rpartition(".")[2] in CONVERSATIONS
             if is_chat and _read_cell(row, tools := _tools_column(self.text), where) not in NO_TOOLS:
                 raise HeadwaterError(f"Column {tools!r} of {where!r} is not read by training; remove it.")
-        return None if text is MISSING else text, self._domain(row, where)
+        return None if text is MISSING else text, self._read_domain(row, where)
 
-    def _domain(self, row: dict[str, Any], where: str) -> str | None:
+    def _read_domain(self, row: dict[str, Any], where: str) -> str | None:
         if not self.by:
             return None
         value = _read_cell(row, self.by, where)
@@ -118,7 +118,7 @@ class Columns:
         encode_text(name := str(value), f"column {self.by!r} of {where}")
         return name
 
-    def require(self, where: str) -> None:
+    def check_missing(self, where: str) -> None:
         """Raise `HeadwaterError` if there were rows, and none of them had a column."""
         for column in self.missing if self.rows else ():
             names = [name if name.isprintable() else repr(name) for name in [*self.names][:NAMED_COLUMNS]]
@@ -289,7 +289,7 @@ def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
     """(the row's text or None, its domain), in bounded memory.
 
     A `.json` file with one array is read whole. Raises `HeadwaterError`. A row without the column is no error here:
-    `columns.require` is one if all of them lack it.
+    `columns.check_missing` is one if all of them lack it.
     """
     kind, where = table_kind(file), escape_name(str(file))
     if kind == "parquet":
@@ -299,7 +299,7 @@ def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
     with open_file(file) as stream:
         for number, row in csv_rows(stream, file, columns) if kind in DELIMITERS else json_rows(stream, file):
             try:
-                cells = columns.cells(row, where)
+                cells = columns.read_cells(row, where)
             except (ValueError, RecursionError) as error:
                 raise _bad_line(file, number, error) from error
             yield cells
@@ -358,7 +358,7 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[
             if names is None:
                 names = [name.strip() for name in fields]
                 columns.add_names(names)
-                if twice := next((name for name in columns.outermost(names) if names.count(name) > 1), None):
+                if twice := next((name for name in columns.find_columns(names) if names.count(name) > 1), None):
                     raise HeadwaterError(f"{_quote_name(file)} has two columns {twice!r}; rename one of them.")
                 continue
             if not fields:  # an empty line
@@ -386,7 +386,7 @@ def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
     with ParquetFile(stream, pre_buffer=False, buffer_size=2**20) as table:
         schema = table.schema_arrow
         columns.add_names(_list_fields(schema))
-        names = columns.outermost(schema.names)
+        names = columns.find_columns(schema.names)
         # Metadata of columns is not looked at: where it is damaged, pyarrow 26 ends the process.
         groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
         size = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
@@ -412,11 +412,11 @@ def rows_of_tables(tables: Iterable[Any], columns: Columns, file: Path) -> Itera
     try:
         for table in tables:
             columns.add_names(_list_fields(table.schema))
-            names = columns.outermost(table.schema.names)
+            names = columns.find_columns(table.schema.names)
             arrays = [table.column(name) for name in names]
             for index in range(len(table)):
                 row = [array[index].as_py() for array in arrays]
-                yield columns.cells(dict(zip(names, row, strict=True)), where)
+                yield columns.read_cells(dict(zip(names, row, strict=True)), where)
     except HeadwaterError:
         raise
     except Exception as error:  # readers of parquet and of the network can raise anything

@@ -68,7 +68,7 @@ class ShardFacts(Facts):
         """Name of the file that says which tokens of conversations are trained on."""
         return self.file.removesuffix(".tokens") + ".answers"
 
-    def files(self, token_bytes: int) -> Iterator[tuple[str, int, Digest]]:
+    def list_files(self, token_bytes: int) -> Iterator[tuple[str, int, Digest]]:
         """(name, bytes, SHA-256) of each of its files."""
         yield self.file, self.tokens * token_bytes, self.sha256
         yield self.borders, self.documents * 8, self.borders_sha256
@@ -184,7 +184,7 @@ class Manifest(Facts):
     def shard_files(self) -> Iterator[tuple[str, int, Digest]]:
         """(name, bytes, SHA-256) of each file with tokens."""
         for shard in (*self.train.shards, *self.held_out.shards):
-            yield from shard.files(self.numpy_dtype.itemsize)
+            yield from shard.list_files(self.numpy_dtype.itemsize)
 
 
 class Shards:
@@ -202,7 +202,7 @@ class Shards:
 
         Raises `HeadwaterError` for a token beyond the vocabulary: a model would read past the end of its embedding.
         """
-        pieces = [self._shard(i)[0][a:b] for i, a, b in self._spans(start, stop)]
+        pieces = [self._open_shard(i)[0][a:b] for i, a, b in self._find_spans(start, stop)]
         tokens = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self.dtype), *pieces])
         if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
             raise HeadwaterError(
@@ -214,8 +214,8 @@ class Shards:
     def starts(self, start: int, stop: int) -> np.ndarray:
         """The positions in [start, stop) at which a document begins, int64 and sorted."""
         starts = [np.empty(0, np.int64)]
-        for i, a, b in self._spans(start, stop):
-            borders = self._shard(i)[1]
+        for i, a, b in self._find_spans(start, stop):
+            borders = self._open_shard(i)[1]
             low, high = np.searchsorted(borders, (a, b))
             starts.append(borders[low:high].astype(np.int64) + self.offsets[i])
         return np.concatenate(starts)
@@ -224,11 +224,11 @@ class Shards:
         """Which of the tokens [start, stop) are trained on, bool; None: all of the stream."""
         if self.facts.answer_tokens is None:
             return None
-        files = [(self._shard(i)[2], a, b) for i, a, b in self._spans(start, stop)]
+        files = [(self._open_shard(i)[2], a, b) for i, a, b in self._find_spans(start, stop)]
         pieces = [np.ones(b - a, bool) if answers is None else answers[a:b] != 0 for answers, a, b in files]
         return np.concatenate([np.empty(0, bool), *pieces])
 
-    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _find_spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(shard, first, last + 1) for each shard that has some of [start, stop)."""
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"[{start}, {stop}) is not within {self.tokens} tokens")
@@ -238,20 +238,20 @@ class Shards:
             yield index, start - self.offsets[index], end - self.offsets[index]
             start, index = end, index + 1
 
-    def _shard(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def _open_shard(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         if index not in self._open:
             shard = self.facts.shards[index]
-            tokens = self._mapped(shard.file, self.dtype, shard.tokens)
-            borders = self._mapped(shard.borders, np.dtype("<i8"), shard.documents)
+            tokens = self._map_file(shard.file, self.dtype, shard.tokens)
+            borders = self._map_file(shard.borders, np.dtype("<i8"), shard.documents)
             if borders[0] != 0 or borders[-1] >= len(tokens) or (borders[1:] <= borders[:-1]).any():
                 raise describe_damage(self.folder / shard.borders)
             answers = None
             if shard.answers_sha256 is not None:
-                answers = self._mapped(shard.answers, np.dtype("u1"), shard.tokens)
+                answers = self._map_file(shard.answers, np.dtype("u1"), shard.tokens)
             self._open[index] = tokens, borders, answers
         return self._open[index]
 
-    def _mapped(self, name: str, dtype: np.dtype, length: int) -> np.ndarray:
+    def _map_file(self, name: str, dtype: np.dtype, length: int) -> np.ndarray:
         try:
             mapped = np.memmap(self.folder / name, dtype=dtype, mode="r")
         except (OSError, ValueError) as error:
@@ -274,7 +274,7 @@ class Prepared:
     train: Shards
     held_out: Shards
 
-    def evaluation(self) -> list[Document]:
+    def read_evaluation(self) -> list[Document]:
         """The documents kept as text for evaluation, sorted by id. Raises `HeadwaterError` if they were changed."""
         file = self.folder / EVALUATION
         try:

@@ -108,7 +108,7 @@ def read_documents(source: str, column: str, option: str | None) -> tuple[list[D
     option: that sets the column of tables, if one does. Raises `HeadwaterError` if there are none.
     """
     stream = Stream(TextSource(source), Columns(column, text_option=option))
-    documents = list(stream.documents())
+    documents = list(stream.iterate_documents())
     if not documents:
         raise no_text(source, stream.skipped)
     return documents, stream.skipped
@@ -152,8 +152,8 @@ class Stream:
     def __iter__(self) -> Iterator[Document]:
         cuts_texts = self.few_texts and not self.marked
         # A text that would be one piece is cut smaller, as a whole.
-        cuts_texts = cuts_texts and len(list(itertools.islice(self.documents(True), 2))) > 1
-        documents = self.documents(cuts_texts)
+        cuts_texts = cuts_texts and len(list(itertools.islice(self.iterate_documents(True), 2))) > 1
+        documents = self.iterate_documents(cuts_texts)
         if self.marked or cuts_texts:
             yield from documents
             return
@@ -173,7 +173,7 @@ class Stream:
                 return
         yield from cut_documents(first_documents)
 
-    def documents(self, cuts_texts: bool = False) -> Iterator[Document]:
+    def iterate_documents(self, cuts_texts: bool = False) -> Iterator[Document]:
         """The documents in file order, uncut. cuts_texts: text files in pieces."""
         self.empty, self.none, self.skipped = 0, 0, []
         if self.generate:
@@ -183,18 +183,18 @@ class Stream:
             for shard in self.shards:
                 tables = shard.with_format("arrow").iter(batch_size=ROWS)
                 rows = rows_of_tables(tables, self.columns, Path(self.source.source))
-                begin = yield from self._rows(rows, self.source.source, begin)
+                begin = yield from self._read_rows(rows, self.source.source, begin)
         for file, name in zip(self.files, self.names, strict=True):
             if table_kind(file):
-                yield from self._rows(table_rows(file, self.columns), name)
+                yield from self._read_rows(table_rows(file, self.columns), name)
             elif is_text(file):
                 with open_text(file) as text:
-                    yield from self._text(text, name, cuts_texts)
+                    yield from self._read_text(text, name, cuts_texts)
             else:
                 self.skipped.append(name)
-        self.columns.require(self.source.source)
+        self.columns.check_missing(self.source.source)
 
-    def _rows(self, rows: Iterator[TableRow], name: str, begin: int = 0) -> Generator[Document, None, int]:
+    def _read_rows(self, rows: Iterator[TableRow], name: str, begin: int = 0) -> Generator[Document, None, int]:
         """The documents of rows that are numbered from `begin` on; the result is the number after the last."""
         gathered: list[Document] = []
         numbers = itertools.count(begin)
@@ -222,7 +222,7 @@ class Stream:
             yield _join_rows(gathered)
         return next(numbers)
 
-    def _text(self, text: IO[str], name: str, in_pieces: bool) -> Iterator[Document]:
+    def _read_text(self, text: IO[str], name: str, in_pieces: bool) -> Iterator[Document]:
         """The documents of a text file: the text between two marks, pieces of it, or the whole file."""
         contents: Iterable[str]
         chunks = iter(partial(text.read, CHUNK), "")

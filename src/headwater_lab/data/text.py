@@ -44,13 +44,13 @@ class TextSettings(LanguageSettings):
         corpus = read_corpus(self.source, self.text_column)
         tokenizer = load_tokenizer(self.tokenizer)
         # A corpus of two or more documents always has one on each side, whatever their hashes.
-        ordered = sorted(corpus.documents, key=Document.fraction)
-        count = sum(document.fraction() < self.held_out for document in ordered)
+        ordered = sorted(corpus.documents, key=Document.hash_fraction)
+        count = sum(document.hash_fraction() < self.held_out for document in ordered)
         if len(ordered) < 2:
             raise too_short(self.source, f"one document of {len(ordered[0].data)} bytes")
         count = min(max(count, 1), len(ordered) - 1)
         held_out, train = ordered[:count], ordered[count:]
         train.sort(key=lambda document: document.id)
-        tokens = TokenArray(Encoder(tokenizer).documents(train))
+        tokens = TokenArray(Encoder(tokenizer).encode_documents(train))
         description = corpus.facts | {"tokenizer": self.tokenizer, "train_documents": len(train)}
         return LanguageData(self, {self.source: (tokens, 1.0)}, {self.source: held_out}, tokenizer, description)

@@ -117,7 +117,7 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
-def extends(tokenizer: PreTrainedTokenizerBase | None, base: PreTrainedTokenizerBase | None) -> bool:
+def has_all_tokens(tokenizer: PreTrainedTokenizerBase | None, base: PreTrainedTokenizerBase | None) -> bool:
     """Whether a tokenizer has all tokens of another one under their ids, and perhaps more."""
     if tokenizer is None or base is None:
         return False
@@ -199,25 +199,25 @@ class Encoder:
         if self.is_bytes:  # same result as calling the tokenizer, without the overhead
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
         with _one_sentence("The tokenizer cannot encode a text"):
-            return [np.asarray(row, dtype=self.dtype) for row in encode_in_time(self._ids, texts)]
+            return [np.asarray(row, dtype=self.dtype) for row in encode_in_time(self._encode_ids, texts)]
 
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
         if self.backend is None:
             return self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def documents(self, documents: Sequence[Document]) -> list[Encoded]:
+    def encode_documents(self, documents: Sequence[Document]) -> list[Encoded]:
         """Documents, with the separator before each; conversations as their template writes them."""
         texts = [[] if document.is_chat else _cut_parts(document.text) for document in documents]
         rows = iter(self(list(chain.from_iterable(texts))))
         return [
             self.chat(document.text, document.id)
             if document.is_chat
-            else Encoded(self._separated(islice(rows, len(pieces))), None, len(document.data))
+            else Encoded(self._add_separator(islice(rows, len(pieces))), None, len(document.data))
             for document, pieces in zip(documents, texts, strict=True)
         ]
 
-    def _separated(self, rows: Iterable[np.ndarray]) -> np.ndarray:
+    def _add_separator(self, rows: Iterable[np.ndarray]) -> np.ndarray:
         return np.concatenate(([self.separator], *rows)).astype(self.dtype)
 
     @cached_property

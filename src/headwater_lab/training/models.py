@@ -41,12 +41,12 @@ from headwater.util.errors import HeadwaterError, sentence, shown
 from headwater.util.files import local
 from headwater.util.seeding import generator
 from headwater_lab.data.base import LABELS, Data, main_input
-from headwater_lab.data.chat import contents
-from headwater_lab.data.corpus import TOPICS, topics
+from headwater_lab.data.chat import read_contents
+from headwater_lab.data.corpus import TOPICS, read_topics
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.reading import PACKED, table_kind
 from headwater_lab.data.stream import read_documents
-from headwater_lab.data.tokenizer import encode_plainly, extends
+from headwater_lab.data.tokenizer import encode_plainly, has_all_tokens
 from headwater_lab.data.tokenizer_files import check_vocabulary, find_tokenizer, open_tokenizer
 from headwater_lab.recipe.change import Change
 from headwater_lab.recipe.data import AnyData
@@ -320,7 +320,7 @@ def _content(text: Path) -> str:
     if table_kind(text) is None and text.suffix.lower() not in PACKED:
         return read_text(text, "text", MOST_TEXT)
     documents, _ = read_documents(str(text), "text", None)
-    return "\n".join(contents(one.text) if one.is_chat else one.text for one in documents)
+    return "\n".join(read_contents(one.text) if one.is_chat else one.text for one in documents)
 
 
 def _rows_of(trained: Trained, content: str, name: str, rows: int, context: int | None = None) -> Tensor:
@@ -347,7 +347,7 @@ def known_rows(trained: Trained) -> tuple[Tensor, str]:
         return images, f"{len(images)} images of noise"
     with suppress(HeadwaterError):
         if trained.tokenizer is not None and config.max_position_embeddings >= 16:
-            text = "\n".join(document.text for document in islice(topics(), 40))
+            text = "\n".join(document.text for document in islice(read_topics(), 40))
             ids = _rows_of(trained, text, TOPICS, 4, min(128, config.max_position_embeddings))
             if int(ids.max()) < config.vocab_size:
                 return ids, f"{ids.numel()} tokens of Python's language reference"
@@ -371,7 +371,7 @@ def changes_for(
     """
     if not isinstance(config, HeadwaterVisionConfig) or not isinstance(data, ImageData):
         grows = data.tokenizer is not None and not is_of_images(config) and data.vocab_size > config.vocab_size
-        return {"vocab_size": data.vocab_size} if grows and extends(data.tokenizer, tokenizer) else {}
+        return {"vocab_size": data.vocab_size} if grows and has_all_tokens(data.tokenizer, tokenizer) else {}
     found: dict[str, Any] = {}
     if config.image_shape != data.settings.size:
         found["image_size"] = list(data.settings.size)

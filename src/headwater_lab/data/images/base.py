@@ -133,48 +133,48 @@ class ImageData:
             "classes": len(self.classes),
         }
 
-    def order(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
+    def order_images(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
         """An endless stream of (epoch, index), from row `start` on: a function of the seed."""
         images = shuffle_rows(len(self.train), seed, start)
         return ((row // len(self.train), index) for row, index in zip(itertools.count(start), images, strict=False))
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
         local_rows = range(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
-        load = partial(self.read, seed, local_rows)
-        return load_batches(load, self.parts(seed, batch_size, start), self.settings.workers)
+        load = partial(self.read_batch, seed, local_rows)
+        return load_batches(load, self.plan_batches(seed, batch_size, start), self.settings.workers)
 
-    def parts(self, seed: int, batch_size: int, start: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    def plan_batches(self, seed: int, batch_size: int, start: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         """(number of its first row, its rows) of each batch; mixed rows come with the `back` rows before them."""
         back = self.settings.augmentation.back
         # The first rows of all have none before them, and take those behind.
-        earliest = list(itertools.islice(self.order(seed, 0), 2 * back))
-        order = self.order(seed, max(0, start - back))
+        earliest = list(itertools.islice(self.order_images(seed, 0), 2 * back))
+        order = self.order_images(seed, max(0, start - back))
         previous = [earliest[number + 2 * back] if number < 0 else next(order) for number in range(start - back, start)]
         for first_row in itertools.count(start, batch_size):
             rows = previous + list(itertools.islice(order, batch_size))
             yield first_row, rows
             previous = rows[len(rows) - back :]
 
-    def read(self, seed: int, local_rows: range, numbered_rows: tuple[int, list[tuple[int, int]]]) -> Batch:
-        """The rows `local_rows` of a batch, one of `parts`. Raises `UnreadableImage`."""
+    def read_batch(self, seed: int, local_rows: range, numbered_rows: tuple[int, list[tuple[int, int]]]) -> Batch:
+        """The rows `local_rows` of a batch, one of `plan_batches`. Raises `UnreadableImage`."""
         (start, rows), settings = numbered_rows, self.settings.augmentation
         rows = rows[local_rows.start : local_rows.stop + settings.back]
         pixels = torch.empty(len(rows), self.settings.channels, *self.settings.size)
         for target, row in zip(pixels, rows, strict=True):
-            target.numpy()[...] = self.changed(seed, *row).numpy()
+            target.numpy()[...] = self.augment_image(seed, *row).numpy()
         labels = torch.tensor([self.train.labels[index] for _, index in rows])
         if settings.back:
             draws = [partial(generator, "mix", seed, start + row) for row in local_rows]
             pixels, labels = mix_images(settings, pixels, labels, len(self.classes), draws)
         return {"pixel_values": pixels, "labels": labels}
 
-    def changed(self, seed: int, epoch: int, index: int) -> Tensor:
+    def augment_image(self, seed: int, epoch: int, index: int) -> Tensor:
         """The pixels [C, H, W] of a training image, as this epoch sees it."""
         draw = generator("image", seed, epoch, index, 0)
         return self.change(self.train.open(index, draw), draw)
 
     def rows(self, seed: int, start: int, count: int) -> list[str]:
-        return [self.train.name(index) for _, index in itertools.islice(self.order(seed, start), count)]
+        return [self.train.name(index) for _, index in itertools.islice(self.order_images(seed, start), count)]
 
     def held_out_images(self, numbers: Sequence[int]) -> Batch:
         """These held-out images, as every model sees them, whatever its seed. Raises `UnreadableImage`."""

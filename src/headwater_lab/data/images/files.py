@@ -68,7 +68,7 @@ class ImageFilesSettings(ImageSettings):
         classes = _find_classes(chosen[0])
         sides = [number_classes(split, classes, self.channels) for split in chosen]
         if not isinstance(held_out, str):
-            sides = sides[0].divided(held_out)
+            sides = sides[0].divide_classes(held_out)
         for name, side in zip(("train", "held out"), sides, strict=True):
             if not len(side):
                 raise HeadwaterError(
@@ -370,7 +370,7 @@ class ImageFiles:
         name = f"The image {self.name(index)!r} in {self.split.where!r}"
         return read_image(self.split.read(self.numbers[index]), name, self.channels)
 
-    def divided(self, share: float) -> list[ImageFiles]:
+    def divide_classes(self, share: float) -> list[ImageFiles]:
         """[to train on, held out]: `share` of each class, at least one image, chosen by the names' hash.
 
         Raises `HeadwaterError` for a class of one image.

@@ -161,14 +161,14 @@ class GlyphImages:
         from PIL.Image import fromarray
 
         numbers = torch.rand(6, generator=draw, dtype=torch.float64).tolist()
-        ink = self.inked(index, *numbers[:4])
+        ink = self.draw_ink(index, *numbers[:4])
         contrast = CONTRAST + numbers[4] * (255 - CONTRAST)
         paper = contrast + numbers[5] * (255 - contrast)
         noise = torch.randn(self.size, self.size, generator=draw).double().numpy() * NOISE
         pixels = np.clip(np.rint(paper - contrast * ink + noise), 0, 255).astype(np.uint8)
         return fromarray(pixels).convert("RGB" if self.channels == 3 else "L")
 
-    def inked(self, index: int, side: float, turn: float, right: float, up: float) -> np.ndarray:
+    def draw_ink(self, index: int, side: float, turn: float, right: float, up: float) -> np.ndarray:
         """How much of each pixel a glyph covers; the other numbers, from 0 to 1, say how large it is, and where."""
         from matplotlib.backends.backend_agg import RendererAgg
         from matplotlib.path import Path as Outline
