@@ -187,14 +187,14 @@ class TestCurves:
         short = record("other", 1, 2.4, steps=3, status="diverged", error="x", recipe=record("other", 0, 2.0).recipe)
         ragged = [record("other", 0, 2.0, steps=4), short]
         found = read_comparisons(saved(tmp_path, three("base", BASE) + ragged))[0]
-        (one, other), mean = make_arm_curves(found).held_out["other"]
+        (one, other), mean = make_arm_curves(found).by_arm["other"]
         assert mean.steps == [10, 20, 30]
         assert mean.values == pytest.approx([(a + b) / 2 for a, b in zip(one.values, other.values, strict=False)])
 
     def test_losses_that_are_no_numbers_leave_gaps(self, tmp_path):
         wild = [record("wild", 0, 2.0), record("wild", 1, math.nan, status="diverged")]
         found = read_comparisons(saved(tmp_path, three("base", BASE) + wild))[0]
-        runs, mean = make_arm_curves(found).held_out["wild"]
+        runs, mean = make_arm_curves(found).by_arm["wild"]
         assert np.isnan(runs[1].values).all()
         assert mean.steps == []
         assert "wild has no step at which all its seeds have a value" in curves_picture(found).description

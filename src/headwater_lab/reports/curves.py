@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,38 +36,23 @@ ArmCurves = tuple[list[Curve], Curve]
 
 @dataclass(frozen=True)
 class Curves:
-    """By arm: its runs and their mean. dense: the held-out curve has enough points to be shown."""
+    """The curves of one kind, by arm. label: of their axis."""
 
-    held_out: dict[str, ArmCurves]
-    training: dict[str, ArmCurves]
-    dense: bool
-    unit: str
-    trained_on: str
-
-    def label(self, kind: What) -> str:
-        sample = self.trained_on.removesuffix("s")
-        return f"held-out {self.unit}" if kind == "held_out" else f"training loss (nats per {sample})"
+    kind: What
+    label: str
+    by_arm: dict[str, ArmCurves]
 
 
 def make_arm_curves(comparison: Comparison) -> Curves:
-    by_arm = {arm: comparison.runs(arm) for arm in comparison.arms}
-    looks = [len(record.held_out) for arm in by_arm for record in comparison.finished(arm)]
+    """The held-out curves if they are dense enough, else the training losses, if these can be compared."""
+    finished = [record for arm in comparison.arms for record in comparison.finished(arm)]
     # Losses per different tokens share no axis.
-    trained = same_tokens(comparison.records) and all(
-        record.curve for arm in by_arm for record in comparison.finished(arm)
-    )
-
-    def with_means(kind: What) -> dict[str, ArmCurves]:
-        curves = {arm: [make_run_curve(run, kind) for run in runs] for arm, runs in by_arm.items()}
-        return {arm: (runs, average_curves(runs)) for arm, runs in curves.items()}
-
-    return Curves(
-        held_out=with_means("held_out"),
-        training=with_means("training") if trained else {},
-        dense=min(looks) >= DENSE or not trained,
-        unit=comparison.unit,
-        trained_on=comparison.trained_on,
-    )
+    trained = same_tokens(comparison.records) and all(record.curve for record in finished)
+    kind: What = "training" if trained and min(len(record.held_out) for record in finished) < DENSE else "held_out"
+    runs = {arm: [make_run_curve(run, kind) for run in comparison.runs(arm)] for arm in comparison.arms}
+    sample = comparison.trained_on.removesuffix("s")
+    label = f"held-out {comparison.unit}" if kind == "held_out" else f"training loss (nats per {sample})"
+    return Curves(kind, label, {arm: (curves, average_curves(curves)) for arm, curves in runs.items()})
 
 
 def make_run_curve(record: RunRecord, kind: What) -> Curve:
@@ -96,12 +81,12 @@ def average_curves(runs: Sequence[Curve]) -> Curve:
     return Curve(steps, tokens, flops, values)
 
 
-def choose_y_limits(comparison: Comparison, by_arm: Mapping[str, ArmCurves], kind: What) -> tuple[float, float] | None:
+def choose_y_limits(curves: Curves, lower_is_better: bool) -> tuple[float, float] | None:
     """Limits without the first points of a curve, which would flatten the rest; None for the limits of all points."""
-    curves_of_runs = [run.values for runs, _ in by_arm.values() for run in runs]
+    curves_of_runs = [run.values for runs, _ in curves.by_arm.values() for run in runs]
     numbers = [[value for value in values if not math.isnan(value)] for values in curves_of_runs]
     numbers = [values for values in numbers if values]
-    if not numbers or (kind == "held_out" and not comparison.lower_is_better):
+    if not numbers or (curves.kind == "held_out" and not lower_is_better):
         return None
     low = min(map(min, numbers))
     later = [values[max(1, len(values) // 8)] for values in numbers if len(values) > 1]

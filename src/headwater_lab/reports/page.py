@@ -179,15 +179,13 @@ def tell_story(sizes: Sequence[Comparison], curves: Mapping[str, Picture] | None
 
 
 def results_table(comparison: Comparison) -> PageTable:
-    names = words.result_columns(comparison)
-    index = names.index("verdict")
     classes = {"better": "better", "worse": "worse", "diverged": "worse"}
-    rows: list[list[PageCell]] = []
-    for summary in comparison.summaries:
-        row: list[PageCell] = [*words.result_cells(summary, comparison)]
-        row[index] = (str(row[index]), classes.get(summary.verdict(comparison.lower_is_better), ""))
-        rows.append(row)
-    return PageTable(f"Held-out {comparison.unit} at the end. {words.describe_test(comparison)}", names, rows)
+    rows = words.result_rows(comparison)
+    cells: list[list[PageCell]] = []
+    for row, summary in zip(rows, comparison.summaries, strict=True):
+        marked = (row["verdict"], classes.get(summary.verdict(comparison.lower_is_better), ""))
+        cells.append([marked if name == "verdict" else cell for name, cell in row.items()])
+    return PageTable(f"Held-out {comparison.unit} at the end. {words.describe_test(comparison)}", list(rows[0]), cells)
 
 
 def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:

@@ -50,29 +50,27 @@ def curves_picture(comparison: Comparison) -> Picture:
     axis = ["tokens", "flops"] if differ_in_cost(comparison.records) else ["tokens"]
     figure = Figure(figsize=(WIDTH, 3.9 * len(axis)), layout="constrained")
     curves = make_arm_curves(comparison)
-    kind = "held_out" if curves.dense else "training"
-    by_arm = curves.held_out if curves.dense else curves.training
     look = choose_styles(comparison.arms, comparison.baseline)
     for axes, name in zip(figure.subplots(len(axis), 1, squeeze=False)[:, 0], axis, strict=True):
         lines = []
-        for arm, (runs, mean) in by_arm.items():
+        for arm, (runs, mean) in curves.by_arm.items():
             style = look[arm]
             for run in runs:
                 axes.plot(getattr(run, name), run.values, color=style.color, lw=0.7, alpha=0.35, ls=style.line)
             marker = dict(marker=style.marker, markevery=max(1, len(mean.values) // 8), ms=4.5)
             lines += axes.plot(getattr(mean, name), mean.values, color=style.color, lw=2.0, ls=style.line, **marker)
         axes.set_xlabel(f"training {comparison.trained_on}" if name == "tokens" else "training FLOPs")
-        axes.set_ylabel(curves.label(kind))
-        axes.set_ylim(choose_y_limits(comparison, by_arm, kind) or (None, None))
+        axes.set_ylabel(curves.label)
+        axes.set_ylim(choose_y_limits(curves, comparison.lower_is_better) or (None, None))
         if name == "tokens":
             axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M" if x >= 1e6 else f"{x / 1e3:g} k")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(lines, map(literal, by_arm), frameon=False, ncols=1 + len(look) // 8)
+        axes.legend(lines, map(literal, curves.by_arm), frameon=False, ncols=1 + len(look) // 8)
     return Picture(
         figure,
-        f"Curves of {comparison.heading}: {curves.label(kind)} over training {comparison.trained_on}, one line for "
-        f"each arm: {'; '.join(_describe_course(arm, mean) for arm, (_, mean) in by_arm.items())}.",
+        f"Curves of {comparison.heading}: {curves.label} over training {comparison.trained_on}, one line for "
+        f"each arm: {'; '.join(_describe_course(arm, mean) for arm, (_, mean) in curves.by_arm.items())}.",
         "Thin lines: runs. Thick lines: means over the points that all seeds of an arm have. "
         f"{comparison.trained_on.capitalize()} and FLOPs include the training of the model that a run started from.",
     )

@@ -22,30 +22,31 @@ RARE = (
 SKEWED = "up to {:.0%} of verdicts are wrong if differences are strongly skewed, in simulations."
 
 
-def result_columns(comparison: Comparison) -> list[str]:
-    names = ["", f"{comparison.unit} ± sd", f"minus {comparison.baseline} [95 %]", "verdict"]
-    if comparison.threshold is not None:
-        names.append(f"steps to {describe_threshold(comparison)}")
-    if _shows_seeds(comparison):
-        names.append("seeds")
-    names += ["parameters", f"{comparison.trained_on}/s"]
-    return names if comparison.trained_on == "images" else [*names, "cache B/token"]
-
-
-def result_cells(summary: Summary, comparison: Comparison) -> list[str]:
-    """One row of the table, as text."""
-    row = [summary.arm, _write_mean(summary), write_difference(summary), write_verdict(summary, comparison)]
-    if comparison.threshold is not None:
-        steps = summary.steps_to_threshold or []
-        row.append(", ".join("never" if n is None else str(n) for n in steps) if any(steps) else "never")
-    if _shows_seeds(comparison):
-        row.append(str(summary.runs))
-    row += [f"{summary.parameters:,}", f"{summary.tokens_per_second:,.0f}"]
-    return row if comparison.trained_on == "images" else [*row, f"{summary.cache_bytes_per_token:,}"]
-
-
-def _shows_seeds(comparison: Comparison) -> bool:
-    return comparison.plan is not None or len({s.runs for s in comparison.summaries}) > 1
+def result_rows(comparison: Comparison) -> list[dict[str, str]]:
+    """A row for each arm: column -> cell, with its name in the column ""."""
+    shows_seeds = comparison.plan is not None or len({summary.runs for summary in comparison.summaries}) > 1
+    rows = []
+    for summary in comparison.summaries:
+        row = {
+            "": summary.arm,
+            f"{comparison.unit} ± sd": _write_mean(summary),
+            f"minus {comparison.baseline} [95 %]": write_difference(summary),
+            "verdict": write_verdict(summary, comparison),
+        }
+        if comparison.threshold is not None:
+            steps = summary.steps_to_threshold or []
+            texts = ["never" if step is None else str(step) for step in steps]
+            row[f"steps to {describe_threshold(comparison)}"] = ", ".join(texts) if any(steps) else "never"
+        if shows_seeds:
+            row["seeds"] = str(summary.runs)
+        row |= {
+            "parameters": f"{summary.parameters:,}",
+            f"{comparison.trained_on}/s": f"{summary.tokens_per_second:,.0f}",
+        }
+        if comparison.trained_on != "images":
+            row["cache B/token"] = f"{summary.cache_bytes_per_token:,}"
+        rows.append(row)
+    return rows
 
 
 def describe_threshold(comparison: Comparison) -> str:
@@ -161,8 +162,9 @@ def write_verdict(summary: Summary, comparison: Comparison) -> str:
 
 def result_table(comparison: Comparison) -> Table:
     """The comparison for a terminal."""
-    rows = [result_cells(summary, comparison) for summary in comparison.summaries]
-    result = lined(*result_columns(comparison), rows=rows, title=comparison.heading, caption=describe_test(comparison))
+    rows = result_rows(comparison)
+    cells = [row.values() for row in rows]
+    result = lined(*rows[0], rows=cells, title=comparison.heading, caption=describe_test(comparison))
     for column in result.columns[:3]:
         column.no_wrap = True
     return result

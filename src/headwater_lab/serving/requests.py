@@ -82,7 +82,7 @@ class StreamOptions(_Fields):
 
 
 class Sampling(_Fields):
-    """Fields of every route. top_k, min_p and repetition_penalty are those of transformers' `generate`."""
+    """Fields of completions and chats. top_k, min_p and repetition_penalty are as in transformers' `generate`."""
 
     model: str | None = None
     stream: bool = False
@@ -93,17 +93,12 @@ class Sampling(_Fields):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     user: str | None = None  # a label for the client's own records
-
-
-class AnswerFields(Sampling):
-    """Fields of completions and chats."""
-
     n: Literal[1] | None = None
     stop: Stop = Field(default=None, validate_default=False)
     stream_options: StreamOptions | None = None
 
 
-class Completion(AnswerFields):
+class Completion(Sampling):
     prompt: Annotated[Any, AfterValidator(_check_prompts)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     best_of: Literal[1] | None = None
@@ -133,7 +128,7 @@ def _check_content(content: Any) -> Any:
     return " ".join(TextPart.model_validate(item).text for item in content)
 
 
-class Chat(AnswerFields):
+class Chat(Sampling):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

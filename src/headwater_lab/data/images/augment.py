@@ -154,7 +154,11 @@ def mix_images(
     """
     from torchvision.transforms import v2
 
-    kinds = [kind(alpha=a, num_classes=classes) for kind, a in _choose_mixes(v2, settings) if a]
+    kinds = [
+        kind(alpha=a, num_classes=classes)
+        for kind, a in ((v2.MixUp, settings.mixup), (v2.CutMix, settings.cutmix))
+        if a
+    ]
     images = torch.empty_like(pixels[settings.back :])
     shares = torch.empty(len(images), classes)
     for row, draw in enumerate(draws):
@@ -164,7 +168,3 @@ def mix_images(
             x, y = kind(pixels[pair], labels[pair])
         images[row], shares[row] = x[1], y[1]
     return images, shares
-
-
-def _choose_mixes(v2: Any, settings: Augmentation) -> list[tuple[Any, float]]:
-    return [(v2.MixUp, settings.mixup), (v2.CutMix, settings.cutmix)]
