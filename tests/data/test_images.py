@@ -29,7 +29,7 @@ from headwater_lab.data.base import Share
 from headwater_lab.data.images.augment import drawing_from
 from headwater_lab.data.images.digits import DigitsSettings
 from headwater_lab.data.images.files import ImageFilesSettings
-from headwater_lab.data.images.glyphs import FAMILIES, GlyphImages, GlyphSettings, files_of
+from headwater_lab.data.images.glyphs import FAMILIES, HELD_OUT, GlyphImages, GlyphSettings, files_of
 from headwater_lab.data.images.reading import UnreadableImage, read_image
 from headwater_lab.recipe.loading import read_recipe
 from headwater_lab.recipe.recipe import parse
@@ -199,7 +199,7 @@ def test_processes_that_read_outlive_an_interrupt_and_their_end_is_told():
 
 
 def test_where_processes_are_spawned_they_get_the_data_pickled(digits, folder):
-    glyphs = GlyphSettings(image_size=16, characters="AB1", held_out_families=["Lato"], workers=0).build()
+    glyphs = GlyphSettings(image_size=16, characters="AB1", workers=0).build()
     for data in (digits, build(folder), glyphs):
         again = pickle.loads(pickle.dumps(partial(data.read_batch, 1, range(2))))
         assert equal(again((0, [(0, 1), (0, 2)])), data.read_batch(1, range(2), (0, [(0, 1), (0, 2)])))
@@ -298,10 +298,11 @@ def test_measures_are_exact_and_the_same_in_any_number_of_processes(digits, monk
 
 
 def test_glyphs_hold_whole_families_out():
-    settings = GlyphSettings(image_size=16, characters="AB1", held_out_families=["Lato"], workers=1)
+    settings = GlyphSettings(image_size=16, characters="AB1", workers=1)
     data = settings.build()
-    assert {file.parent.name for file in data.held_out.files} == {"Lato"}
-    assert not {file.parent.name for file in data.train.files} & {"Lato"}
+    held_out = [file for family in HELD_OUT for file in files_of(family)]
+    assert data.held_out.files == held_out
+    assert not set(data.train.files) & set(held_out)
     assert len(data.train) == 3 * len(data.train.files)
     assert len(data.held_out) == 2 * 3 * len(data.held_out.files)
     assert data.description["sha256"] == settings.build().description["sha256"]
@@ -581,7 +582,6 @@ def test_what_does_not_fit_is_one_sentence(make, words, folder, tmp_path):
         ({"data": {"kind": "digits", "augmentation": {"crop": [0.9, 0.1]}}}, "crop"),
         ({"data": {"kind": "digits", "augmentation": {"flip": 2.0}}}, "flip"),
         ({"data": {"kind": "glyphs", "characters": "AA"}}, "each once"),
-        ({"data": {"kind": "glyphs", "held_out_families": ["Latto"]}}, "Lato"),
     ],
     ids=json.dumps,
 )
