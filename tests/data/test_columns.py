@@ -161,7 +161,9 @@ def test_nested_columns_have_dotted_names(tmp_path):
     with pytest.raises(HeadwaterError, match=r"to one of: id, meta\.text, meta\.n\."):
         read_corpus(str(tmp_path / "a.parquet"))
     (tmp_path / "list.jsonl").write_text('{"turns": [{"text": "a"}]}\n')
-    with pytest.raises(HeadwaterError, match=r"Column 'turns' .* is a list, so 'turns\.text' is not one value a row"):
+    with pytest.raises(
+        HeadwaterError, match=r"Column 'turns' .* is a list, so 'turns\.text' has several values in a row"
+    ):
         read_corpus(str(tmp_path / "list.jsonl"), "turns.text")
 
 

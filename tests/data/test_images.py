@@ -553,8 +553,8 @@ def other_class(folder, tmp_path):
         (class_like_a_split, "ant, bee, test.*no 'train'.*rename 'test'"),
         (lonely, "only image of its class"),
         (other_class, "dog.*out of range"),
-        (lambda folder, path: (path / "nowhere", {}), "not a folder"),
-        (lambda folder, path: (folder / "ant" / "0.png", {}), "not a folder"),
+        (lambda folder, path: (path / "nowhere", {}), "neither a folder"),
+        (lambda folder, path: (folder / "ant" / "0.png", {}), "neither a folder"),
         (lambda folder, path: (folder, {"held_out": "tests"}), "no split 'tests'"),
     ],
 )
@@ -613,7 +613,7 @@ def test_no_image_starts_another_program(folder, monkeypatch):
     (folder / "bee" / "1.jpg").write_bytes(
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpage\n%%EOF\n"
     )
-    with pytest.raises(UnreadableImage, match="not an image in a format that is read"):
+    with pytest.raises(UnreadableImage, match="not an image in a supported format"):
         read_image(folder / "bee" / "1.jpg", "it", 3)
     assert not started
 

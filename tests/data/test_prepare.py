@@ -483,7 +483,7 @@ def test_wikitext_rows_are_joined_to_articles(tmp_path):
     Dataset.from_list(rows).to_parquet(tmp_path / "local.parquet")
     source = TextSource(str(tmp_path / "local.parquet"), begins=r"^ = [^=]+(=[^=]+)* = $")
     assert [document.text for document in Stream(source)] == articles
-    with pytest.raises(HeadwaterError, match=r"--begins '\(' is no regular expression: missing \)"):
+    with pytest.raises(HeadwaterError, match=r"--begins '\(' is not a valid regular expression: missing \)"):
         Stream(TextSource(str(tmp_path / "local.parquet"), begins="("))
 
 
@@ -633,7 +633,7 @@ def test_damaged_folders_are_named(folder, tmp_path, run):
     with pytest.raises(HeadwaterError, match=r"train-00001\.tokens' is missing"):
         open_prepared(out)
     write_sealed(out / MANIFEST, {})
-    with pytest.raises(HeadwaterError, match="is not a file of format 2"):
+    with pytest.raises(HeadwaterError, match="does not match format 2"):
         open_prepared(out)
     with pytest.raises(HeadwaterError, match=r"has no manifest\.json; make it with"):
         open_prepared(folder)

@@ -33,7 +33,7 @@ _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 # Characters that encoding and templates are timed by.
 MEGABYTE = 10**6
-# The most characters that a template may write for one of a conversation's, beside a million.
+# How many characters a template may write for each of a conversation's, in addition to a million.
 MOST_ADDED = 100
 
 # transformers keeps the marks of one text at a time.
@@ -56,7 +56,7 @@ class Encoded:
 
 
 def content_of(value: Any, column: str, where: str, row: int) -> tuple[str, bool] | None:
-    """(the text of a row, or its conversation as JSON; whether it is one); None if there is nothing to train on.
+    """Return (a row's text, or its conversation in JSON; whether it is one); None if there is nothing to train on.
 
     Raises `HeadwaterError` for anything else.
     """
@@ -83,7 +83,7 @@ def content_of(value: Any, column: str, where: str, row: int) -> tuple[str, bool
 
 
 def _parse_list(value: Any) -> Any:
-    """The messages of a text that is a list in JSON; any other value as it is."""
+    """Parse a text that is a list in JSON; return any other value unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
             return json.loads(value)
@@ -117,7 +117,7 @@ def _read_text_part(item: Any) -> str:
 
 
 def read_contents(conversation: str) -> str:
-    """What is said in a conversation given as JSON, a line for each message."""
+    """The contents of a conversation in JSON, a line for each message."""
     return "\n".join(message["content"] for message in json.loads(conversation))
 
 
@@ -130,7 +130,7 @@ def copy_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 class ChatEncoder:
-    """Conversations -> token ids, as the chat template renders them, in any number of threads.
+    """An encoder from conversations to token ids, as the chat template renders them, in any number of threads.
 
     Raises `HeadwaterError` if the tokenizer has no template, or none that tells where answers begin.
     """
@@ -141,7 +141,7 @@ class ChatEncoder:
             raise HeadwaterError(
                 "The text holds conversations, and the tokenizer has no chat template to write them with; set "
                 "tokenizer.chat_template and save it to a folder with save_pretrained, or put a chat_template.jinja "
-                "beside its tokenizer.json."
+                "next to its tokenizer.json."
             )
         if not getattr(tokenizer, "is_fast", False):
             raise HeadwaterError(f"{type(tokenizer).__name__} has no tokenizer.json, which conversations need.")
@@ -175,7 +175,7 @@ class ChatEncoder:
     def render_messages(
         self, messages: list[ChatMessage], where: str, marks: bool = False, prompt: bool = False
     ) -> tuple[str, list[Span]]:
-        """(the text of messages, the answers that the template marks). prompt: with the beginning of an answer."""
+        """Return (the text of messages, the answers that the template marks). prompt: add the generation prompt."""
 
         def work() -> Any:
             return render_jinja_template(
@@ -206,7 +206,7 @@ class ChatEncoder:
         return texts[0], [(start, end) for start, end in spans[0]] if spans else []
 
     def find_differences(self, messages: list[ChatMessage], text: str, where: str) -> Iterator[Span]:
-        """The answers in the text of a conversation, as what each adds to the messages before it."""
+        """Find the answers in the text of a conversation: what each adds to the messages before it."""
         for index, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
@@ -231,7 +231,7 @@ class ChatEncoder:
             yield start, len(answered)
 
     def include_end(self, text: str, start: int, stop: int) -> Span:
-        """An answer up to the token that ends it, without the white space of the template behind that."""
+        """Extend an answer to the token that ends it, but not to the template's white space behind that."""
         *_, end = (0, *(match.end() for match in self.marks.finditer(text, start, stop)))
         if end and not text[end:stop].strip():
             return start, end
@@ -239,7 +239,7 @@ class ChatEncoder:
         return start, stop + len(following)
 
     def encode_stretches(self, text: str, spans: list[Span]) -> list[tuple[list[int], bool, int]]:
-        """(ids, whether they are of an answer, the bytes of its special tokens) of each stretch of a text.
+        """Return (ids, whether they are of an answer, the bytes of its special tokens) for each stretch of a text.
 
         Where a token would reach over a border, the stretches are tokenized apart, as they are when a model answers.
         """

@@ -40,7 +40,7 @@ class LanguageSettings(DataSettings):
 
     @property
     def metrics(self) -> list[str]:
-        """The metrics that can decide."""
+        """The names of the metrics that can decide."""
         return [*METRICS]
 
     @model_validator(mode="after")
@@ -111,7 +111,7 @@ class LanguageData:
         return [f"data.held_out_bytes={limit:,} has no effect: {size:,} bytes are held out."] if limit > size else []
 
     def describe_domains(self, domains: Iterable[str]) -> dict[str, Any]:
-        """What the record keeps about the domains. Raises `HeadwaterError` if one is too short to evaluate on."""
+        """Describe the domains for the record. Raises `HeadwaterError` if one is too short to evaluate on."""
         sizes, content = {}, hashlib.sha256()
         for name in domains:
             excerpts = [excerpt for excerpt in self.held_out if excerpt.stream == name]
@@ -128,7 +128,7 @@ class LanguageData:
         return {"held_out_domains": sizes, "held_out_sha256": content.hexdigest()}
 
     def cut_excerpt(self, document: Document, limit: int) -> Encoded:
-        """`limit` bytes of a document, at a position set by its hash, cut between characters; a whole conversation.
+        """Cut `limit` bytes out of a document, between characters, at a position set by its hash; a whole chat.
 
         Not from the beginning, because files begin alike, with licenses and imports.
         """
@@ -147,7 +147,7 @@ class LanguageData:
         return [str(row) if len(self.names) == 1 else f"{self.names[stream]}:{row}" for stream, row in chosen]
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
-        """Bits per byte over the held-out excerpts, cut into rows that do not overlap: context grows along each row."""
+        """Measure bits per byte of the held-out excerpts, in rows that do not overlap: context grows along each row."""
         owners, rows = [], []
         for index, excerpt in enumerate(self.held_out):
             for position in range(0, len(excerpt.ids) - 1, self.context):
@@ -179,7 +179,7 @@ class LanguageData:
         return Evaluation(self.compute_metrics(nats), documents)
 
     def compute_metrics(self, nats: np.ndarray) -> dict[str, float]:
-        """The metrics of these losses of the held-out documents, the deciding one first."""
+        """Compute the metrics from the losses of the held-out documents, the deciding one first."""
         metrics = _average_losses(float(nats.sum()), self.held_out)
         by_stream: dict[str, list[int]] = {}
         for index, excerpt in enumerate(self.held_out):
@@ -196,7 +196,7 @@ class LanguageData:
 
 
 def _average_losses(total: float, excerpts: Sequence[HeldOut]) -> dict[str, float]:
-    """Bits per byte and loss of excerpts. total: their nats."""
+    """Compute bits per byte and loss of excerpts. total: their nats."""
     size, tokens = sum(excerpt.bytes for excerpt in excerpts), sum(excerpt.tokens for excerpt in excerpts)
     return {"bits_per_byte": total / math.log(2) / size, "loss": total / tokens}
 
@@ -213,7 +213,7 @@ class HeldOut:
 
 
 def choose_limits(documents: Sequence[Document], budget: int | None) -> list[int]:
-    """Bytes to use of each: of texts equal shares; whole conversations, in the order of their hashes, one at least."""
+    """Choose how many bytes to use of each: equal shares of texts; whole conversations by their hash, at least one."""
     sizes = [len(document.text.encode()) for document in documents]
     if not any(document.is_chat for document in documents):
         return share_budget(sizes, budget)
@@ -226,7 +226,7 @@ def choose_limits(documents: Sequence[Document], budget: int | None) -> list[int
 
 
 def share_budget(sizes: Sequence[int], budget: int | None) -> list[int]:
-    """Bytes to use of each: equal shares of the budget; what short ones do not use goes to the others."""
+    """Divide a budget of bytes into equal shares; what short ones do not use goes to the others."""
     budget_left = sum(sizes) if budget is None else min(budget, sum(sizes))
     limits = [0] * len(sizes)
     for rank, index in enumerate(sorted(range(len(sizes)), key=lambda i: sizes[i])):

@@ -67,7 +67,7 @@ OnProgress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class Options:
-    """Options that affect the result, besides the source and the tokenizer."""
+    """Options that affect the result, in addition to the source and the tokenizer."""
 
     held_out: float = 0.01
     """Share of the documents that is held out, by hash."""
@@ -87,9 +87,9 @@ def prepare(
     batch_bytes: int = 2**18,
     on_progress: OnProgress | None = None,
 ) -> list[Path]:
-    """Write prepared folders, and return them; of a finished run with the same settings, check them.
+    """Write prepared folders, and return them; if a run with the same settings has finished, only check its folders.
 
-    There is one, `out`, unless the source is split by a column. Of a run that was stopped nothing stays.
+    There is one folder, `out`, unless the source is split by a column. A run that is stopped leaves nothing.
 
     Raises `HeadwaterError` for errors that the user can fix, `Interrupted` after Ctrl-C.
     workers: threads that tokenize; default one per core, 16 at most.
@@ -377,7 +377,7 @@ class _Smallest:
         self.texts: list[tuple[float, str, str]] = []
 
     def offer_text(self, fraction: float, name: str, text: str) -> None:
-        """text: no longer than the limit."""
+        """Add a text, which is not longer than the limit."""
         bisect.insort(self.texts, (fraction, name, text))
         self.size += len(text.encode())
         # The first that does not fit marks where the choice ends.
@@ -386,7 +386,7 @@ class _Smallest:
             self.size -= size
 
     def list_texts(self) -> list[tuple[str, str]]:
-        """(id, text) up to the first that does not fit."""
+        """Return (id, text) up to the first that does not fit."""
         return [(name, text) for _, name, text in (self.texts[:-1] if self.size > self.limit else self.texts)]
 
 
@@ -405,7 +405,7 @@ def _make_batches(stream: Stream, size: int) -> Iterator[list[Document]]:
 
 
 def _publish_folder(written: Path, out: Path) -> None:
-    """Move what is written to its folder, last the file that says that it is finished."""
+    """Move what was written to its folder; the file that marks it as finished comes last."""
     for path in sorted(written.iterdir(), key=lambda path: path.name in (MANIFEST, DOMAINS)):
         if (target := out / path.name).is_dir():  # of a run that was killed here
             shutil.rmtree(target)

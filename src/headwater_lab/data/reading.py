@@ -75,7 +75,7 @@ class Columns:
         self.rows = 0
 
     def find_columns(self, names: Iterable[str]) -> list[str]:
-        """Those columns of a table with these names that hold the wanted ones."""
+        """Find which of a table's columns to read."""
         names = set(names)
         columns = [*self.options, *([MESSAGES] if self.text == DEFAULT else []), _tools_column(self.text)]
         return [c for name in columns for c in (name, name.partition(".")[0]) if c in names][: 2 * len(columns)]
@@ -85,7 +85,7 @@ class Columns:
         self.names |= dict.fromkeys(itertools.islice(names, NAMED_COLUMNS + 1 - len(self.names)))
 
     def read_cells(self, row: dict[str, Any], where: str) -> tuple[Any, str | None]:
-        """(the text's value, None if the row has none; its domain). Raises `HeadwaterError` for one that is no name.
+        """Return (the text's value, None if the row has none; its domain). Raises `HeadwaterError`.
 
         Conversations in a column `messages` stand in for a column `text`, the default, that a row lacks.
         """
@@ -129,7 +129,7 @@ class Columns:
 
 
 def _tools_column(column: str) -> str:
-    """The name of the column `tools` beside one of conversations, dotted if that is nested."""
+    """The name of the column `tools` next to a column of conversations, dotted if that is nested."""
     outer, dot, _ = column.rpartition(".")
     return outer + dot + TOOLS
 
@@ -155,8 +155,8 @@ def _read_cell(row: dict[str, Any], column: str, where: str) -> Any:
             value = json.loads(value)
         if isinstance(value, list):
             raise HeadwaterError(
-                f"Column {'.'.join(path[:depth])!r} of {where!r} is a list, so {column!r} is not one value a row; name "
-                "another column, or write one row for each item."
+                f"Column {'.'.join(path[:depth])!r} of {where!r} is a list, so {column!r} has several values in a row; "
+                "name another column, or write one row for each item."
             )
         if not isinstance(value, dict) or name not in value:
             return MISSING
@@ -229,7 +229,7 @@ def open_file(file: Path) -> Iterator[IO[bytes]]:
         with open_regular(file) as stream:
             if file.suffix.lower() == ".xz":
                 raise HeadwaterError(
-                    f"{_quote_name(file)} is packed with xz, which is not read; unpack it, or use gzip or zstd."
+                    f"{_quote_name(file)} is packed with xz, which is not supported; unpack it, or use gzip or zstd."
                 )
             if (packing := PACKED.get(file.suffix.lower())) is None:
                 yield stream
@@ -262,7 +262,7 @@ def read_whole(file: Path, stream: IO[bytes]) -> bytes:
         most -= len(data)
         if most < 0:
             raise HeadwaterError(
-                f"{_quote_name(file)} unpacks to more than {MOST_UNPACKED} times its size, which is read at once; "
+                f"{_quote_name(file)} unpacks to more than {MOST_UNPACKED} times its size, too much to read at once; "
                 "unpack it, or read it with `headwater data prepare`."
             )
     return b"".join(pieces)
@@ -286,7 +286,7 @@ TableRow = tuple[Any, str | None]
 
 
 def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
-    """(the row's text or None, its domain), in bounded memory.
+    """Yield (the row's text or None, its domain), in bounded memory.
 
     A `.json` file with one array is read whole. Raises `HeadwaterError`. A row without the column is no error here:
     `columns.check_missing` is one if all of them lack it.
@@ -306,7 +306,7 @@ def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
 
 
 def json_rows(stream: Any, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, row). One row per line, since rows of real corpora do not share one schema."""
+    """Yield (number, row). One row per line, since rows of real corpora do not share one schema."""
     numbered: Iterator[tuple[int, Any]]
     if table_kind(file) == "json" and stream.peek(64)[:64].removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         numbered = enumerate(_parse_line(file, 1, read_whole(file, stream)), 1)
@@ -346,7 +346,7 @@ def _bad_line(file: Path, number: int, error: Exception) -> HeadwaterError:
 
 
 def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, row); the first line names the columns."""
+    """Yield (number, row); the first line names the columns."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
     lines = _read_lines(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), file)
     delimiter = DELIMITERS[table_kind(file) or "csv"]
@@ -380,7 +380,7 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[
 
 
 def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
-    """Tables of a file. Not read with datasets, which loads whole row groups: they can be as large as the file."""
+    """Read the tables of a file; not with datasets, which loads whole row groups, which can be as large as the file."""
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(stream, pre_buffer=False, buffer_size=2**20) as table:

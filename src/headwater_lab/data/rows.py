@@ -29,7 +29,7 @@ class Tokens(Protocol):
     tokens: int
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The tokens [start, stop)."""
+        """Read the tokens [start, stop)."""
         ...
 
     def starts(self, start: int, stop: int) -> np.ndarray:
@@ -75,7 +75,7 @@ class Rows:
         self.borders = np.cumsum(weights) / np.sum(weights)
 
     def order_rows(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
-        """An endless stream of (stream, row), from the `start`-th on: a function of the seed."""
+        """Yield (stream, row) without end, from the `start`-th on: a function of the seed."""
         if len(self.streams) == 1:
             yield from ((0, row) for row in shuffle_rows(self.counts[0], seed, start))
             return
@@ -94,19 +94,19 @@ class Rows:
                 yield stream, next(orders[stream])
 
     def draw_streams(self, seed: int, block: int) -> np.ndarray:
-        """Which stream each of the rows block·BLOCK, … comes from."""
+        """Draw which stream each of the rows block·BLOCK, … comes from."""
         chance = torch.rand(BLOCK, generator=generator("mixture", seed, block), dtype=torch.float64).numpy()
         return np.searchsorted(self.borders[:-1], chance, side="right")
 
     def batches(self, seed: int, batch_size: int, start: int, rank: int, world: int) -> Iterator[Batch]:
-        """An endless stream of batches, of which process `rank` of `world` gets its share."""
+        """Yield batches without end, of which process `rank` of `world` gets its share."""
         order, share = self.order_rows(seed, start), batch_size // world
         while True:
             chosen = list(itertools.islice(order, batch_size))
             yield self.make_batch(chosen[rank * share : (rank + 1) * share])
 
     def make_batch(self, rows: Sequence[tuple[int, int]]) -> Batch:
-        """The rows with these (stream, row) numbers."""
+        """Make a batch of the rows with these (stream, row) numbers."""
         context = self.context
         tokens = np.empty((len(rows), context + 1), dtype=np.int64)
         ignored = np.zeros((len(rows), context), dtype=bool)

@@ -69,7 +69,7 @@ class ShardFacts(Facts):
         return self.file.removesuffix(".tokens") + ".answers"
 
     def list_files(self, token_bytes: int) -> Iterator[tuple[str, int, Digest]]:
-        """(name, bytes, SHA-256) of each of its files."""
+        """Yield (name, bytes, SHA-256) for each of its files."""
         yield self.file, self.tokens * token_bytes, self.sha256
         yield self.borders, self.documents * 8, self.borders_sha256
         if self.answers_sha256 is not None:
@@ -165,7 +165,7 @@ class Manifest(Facts):
         if "tokenizer.json" not in self.tokenizer.files:
             raise ValueError("the tokenizer has no checksum")
         if self.separator >= self.tokenizer.vocab_size:
-            raise ValueError("the separator is beyond the vocabulary")
+            raise ValueError("the separator is outside the vocabulary")
         return self
 
     @property
@@ -229,7 +229,7 @@ class Shards:
         return np.concatenate([np.empty(0, bool), *pieces])
 
     def _find_spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(shard, first, last + 1) for each shard that has some of [start, stop)."""
+        """Yield (shard, first, last + 1) for each shard that has some of [start, stop)."""
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"[{start}, {stop}) is not within {self.tokens} tokens")
         index = bisect.bisect_right(self.offsets, start) - 1
@@ -305,7 +305,7 @@ def _read_document(row: dict[str, Any]) -> Document:
 
 
 def open_all(folder: Path) -> list[Prepared]:
-    """A prepared folder, or those of all domains. Raises `HeadwaterError` as `open_prepared` does."""
+    """Open a prepared folder, or the folders of all domains. Raises `HeadwaterError` as `open_prepared` does."""
     domains = {} if (folder / MANIFEST).exists() else read_domains(folder)
     for name, domain in domains.items():
         if (manifest := read_manifest(folder / name)).domain != domain:
@@ -314,7 +314,7 @@ def open_all(folder: Path) -> list[Prepared]:
 
 
 def prepared_folder(path: Path) -> Path | None:
-    """The folder of prepared data, or of all its domains, that a path names, also by the manifest in it; or None."""
+    """Find the folder of prepared data, or of all its domains, that a path names, or whose manifest."""
     folder = path.parent if path.name in (MANIFEST, DOMAINS) else path
     with suppress(HeadwaterError):  # another program's file of this name
         if any(read_sealed(folder / name) is not None for name in (MANIFEST, DOMAINS)):
@@ -346,7 +346,7 @@ def open_prepared(folder: Path) -> Prepared:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises `HeadwaterError` if there is none, or it is damaged."""
+    """Read the manifest of a folder. Raises `HeadwaterError` if there is none, or it is damaged."""
     if (values := read_sealed(folder / MANIFEST)) is not None:
         return validate_file(Manifest, values, folder / MANIFEST)
     if domains := read_domains(folder):
@@ -367,7 +367,7 @@ class Domains(Facts):
 
 
 def read_domains(folder: Path) -> dict[str, str]:
-    """Folder name -> value of the column, of a corpus split by a column; empty if `folder` is not one.
+    """Return folder name -> value of the column, for a corpus split by a column; empty if `folder` is not one.
 
     Raises `HeadwaterError` if domains.json is damaged.
     """
@@ -386,12 +386,12 @@ def validate_file(kind: type[M], values: dict[str, Any], file: Path) -> M:
         detail = error.errors()[0]
         where = ".".join(map(str, detail["loc"]))
         raise HeadwaterError(
-            f"{str(file)!r} is not a file of format {FORMAT_VERSION}: {where}: {detail['msg']}"
+            f"{str(file)!r} does not match format {FORMAT_VERSION}: {where}: {detail['msg']}"
         ) from error
 
 
 def check_files(prepared: Prepared) -> Iterator[str]:
-    """Names of the files whose content has changed, in order, as they are found, since it takes time.
+    """Yield the names of files whose content has changed, as they are found, since checking takes time.
 
     The manifest's own checksum was compared when it was read.
     """

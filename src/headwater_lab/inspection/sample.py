@@ -39,7 +39,7 @@ class Sample:
         return len(next(iter(self.inputs.values())))
 
     def iterate_batches(self, model: AnyModel) -> Iterator[dict[str, Tensor]]:
-        """The inputs, as many rows at a time as the attention weights of one layer fit in memory."""
+        """Yield the inputs, as many rows at a time as the attention weights of one layer fit in memory."""
         heads = max(layer_config(model.config, layer).num_attention_heads for layer in model.config.kinds.values())
         size = max(1, WEIGHTS // (heads * self.length**2))
         for start in range(0, self.rows, size):

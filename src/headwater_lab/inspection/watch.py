@@ -135,7 +135,7 @@ def _run_model(model: AnyModel, batch: dict[str, Tensor]) -> None:
 
 
 class Sight(NamedTuple):
-    """What each token of a batch sees, [B, T] each.
+    """The tokens that each token of a batch sees, [B, T] each.
 
     visible: how many tokens. start: the slot of the first one. since: how many tokens of its document come before it,
     which limits what mechanisms read. It differs from `visible - 1` in rows in which attention crosses from one
@@ -212,7 +212,7 @@ class Watch:
             self.sums.add(name, layer, total, int(count))
 
     def measure_heads(self, layer: int, out: Tensor) -> None:
-        """out [B, T, H·d], the input of the output projection."""
+        """Measure each head's share of the output. out [B, T, H·d]: the input of the output projection."""
         block, width = list_blocks(self.model)[layer], layer_config(self.model.config, layer).head_dim
         heads = out.split(width, dim=-1)
         output = block.self_attn.o_proj

@@ -69,7 +69,7 @@ def make_run_curve(record: RunRecord, kind: What) -> Curve:
 
 
 def average_curves(runs: Sequence[Curve]) -> Curve:
-    """The mean over the steps at which every run has a number."""
+    """Average over the steps at which every run has a number."""
     indices = [{step: i for i, step in enumerate(run.steps) if not math.isnan(run.values[i])} for run in runs]
     steps = sorted(set.intersection(*map(set, indices))) if indices else []
 
@@ -82,7 +82,7 @@ def average_curves(runs: Sequence[Curve]) -> Curve:
 
 
 def choose_y_limits(curves: Curves, lower_is_better: bool) -> tuple[float, float] | None:
-    """Limits without the first points of a curve, which would flatten the rest; None for the limits of all points."""
+    """Choose limits without the first points of a curve, which would flatten the rest; None: all points."""
     curves_of_runs = [run.values for runs, _ in curves.by_arm.values() for run in runs]
     numbers = [[value for value in values if not math.isnan(value)] for values in curves_of_runs]
     numbers = [values for values in numbers if values]

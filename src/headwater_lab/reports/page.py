@@ -86,7 +86,7 @@ def write_report(
     only: Collection[str] | None = None,
     target: Path | None = None,
 ) -> Path:
-    """The page of the comparisons under `folder`, and a picture NAME-curves.png of each next to it.
+    """Write the page of the comparisons under `folder`, and a picture NAME-curves.png of each next to it.
 
     head: the top of the page; default: the title of the one experiment. only: names of the experiments to include;
     default: all; an empty list makes a page of just the head. target: default: `folder`/report.html.
@@ -114,7 +114,7 @@ def _make_id(text: str) -> str:
 
 
 def render_page(stories: Sequence[Story], head: Head | None = None) -> str:
-    """The page as HTML."""
+    """Render the page as HTML."""
     loader = PackageLoader(top_package(__name__))
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["bound"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
@@ -132,7 +132,7 @@ def render_page(stories: Sequence[Story], head: Head | None = None) -> str:
 
 
 def tell_story(sizes: Sequence[Comparison], curves: Mapping[str, Picture] | None = None) -> Story:
-    """Everything about one experiment, at one or more sizes. curves: by names of files, pictures already drawn."""
+    """Collect everything about one experiment, at one or more sizes. curves: pictures already drawn, by file name."""
     comparison = sizes[0]
     name = _make_id(comparison.name)
     several = len(sizes) > 1

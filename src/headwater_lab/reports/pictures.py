@@ -32,13 +32,13 @@ class Picture:
 
     @property
     def png(self) -> str:
-        """In base64."""
+        """The figure as PNG, in base64."""
         return encode_png(self.figure)
 
 
 @default_style()
 def encode_png(figure: Figure) -> str:
-    """A figure as PNG, in base64."""
+    """Encode a figure as PNG, in base64."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=DPI)
     return base64.b64encode(content.getvalue()).decode()
@@ -145,5 +145,5 @@ def scaling_picture(scaling: Scaling, title: str, arms: Sequence[str]) -> Pictur
 
 
 def law_constants(law: Law) -> np.ndarray:
-    """E, log A, a."""
+    """Return E, log A, a."""
     return np.array([law.e.value, np.log(max(law.a.value, 1e-300)), law.exponent.value])

@@ -1,4 +1,4 @@
-"""How arms are told apart: by color, marker and dashes, so that none of them is the only channel."""
+"""Styles that distinguish arms by color, marker and dashes, so that none of them is the only channel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Style:
 
 
 def choose_styles(arms: Sequence[str], baseline: str) -> dict[str, Style]:
-    """A style for each arm, no two alike among 210."""
+    """Choose a style for each arm, no two alike among 210."""
     compared = [arm for arm in arms if arm != baseline]
     # Six colors and seven markers have no common divisor: each of the first 42 arms is a pair of its own.
     by_arm = {

@@ -58,7 +58,7 @@ def describe_threshold(comparison: Comparison) -> str:
 
 
 def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """What it cost each arm to reach the threshold: column names and rows; no rows where arms cost alike."""
+    """List what it cost each arm to reach the threshold: column names and rows; no rows where arms cost alike."""
     reach, over = f"seeds that reach {describe_threshold(comparison)}", f"over {comparison.baseline} [95 %]"
     names = ["", reach, "FLOPs, all included", over, "seconds"]
     if comparison.threshold is None or not differ_in_cost(comparison.records):
@@ -76,7 +76,7 @@ def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 
 def write_factor(cheaper: Paired | None) -> str:
-    """A mean of logarithms of ratios as a factor, with its interval."""
+    """Write a mean of logarithms of ratios as a factor, with its interval."""
     if cheaper is None:
         return ""
     spread = "" if cheaper.interval is None else " [{:.2f}, {:.2f}]".format(*map(math.exp, cheaper.interval))
@@ -91,7 +91,7 @@ COST_NOTE = (
 
 
 def worth_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """What each arm's result would have cost the baseline: column names and rows; no rows without budgets."""
+    """List what each arm's result would have cost the baseline: column names and rows; no rows without budgets."""
     names = ["", "FLOPs, all included", f"worth in FLOPs of {comparison.baseline} [95 %]"]
     diverged = {summary.arm: summary.diverged for summary in comparison.summaries}
     rows = []
@@ -199,7 +199,7 @@ def _list_metrics(comparison: Comparison) -> dict[str, str]:
 
 
 def domains_note(comparison: Comparison) -> str:
-    """The cells of the domains' table."""
+    """Describe the cells of the domains' table."""
     of_domains = f"{name_unit(comparison.metric.partition('/')[0])} of each domain"
     return (
         f"Held-out {'metrics' if comparison.trained_on == 'images' else of_domains} at the end, mean over seeds; in "
@@ -208,14 +208,14 @@ def domains_note(comparison: Comparison) -> str:
 
 
 def count_tested(comparison: Comparison) -> int:
-    """The number of arms tested together."""
+    """Count the arms that are tested together."""
     if comparison.plan is not None:
         return len(comparison.plan.arms)
     return sum(s.paired is not None and s.paired.p is not None for s in comparison.summaries)
 
 
 def describe_test(comparison: Comparison) -> str:
-    """A description of the test."""
+    """Describe the test."""
     seeds, arms = len(comparison.seeds), count_tested(comparison)
     direction = "lower" if comparison.lower_is_better else "higher"
     cache = "" if comparison.trained_on == "images" else "; cache in fp32"
@@ -340,12 +340,12 @@ def _write_effect(summary: Summary, comparison: Comparison) -> str:
 
 
 def _write_confidence(paired: Paired) -> str:
-    """An interval's by itself: with several arms more than the 95 % of all of them together."""
+    """Write the confidence of one interval: with several arms it exceeds the 95 % of all of them together."""
     return f"{100 * (1 - paired.level):.4g} %"
 
 
 def list_left_out(comparison: Comparison) -> list[str]:
-    """A line for each run that is not in the tables, since it failed or has not ended."""
+    """Write a line for each run that is not in the tables, since it failed or has not ended."""
     lines = [f"{r.name}: failed, and not in the tables. {r.error or ''}".strip() for r in comparison.failed]
     return lines + [f"{r.name}: {r.status}, not finished, and not in the tables." for r in comparison.unfinished]
 
@@ -377,7 +377,7 @@ def _ask_question(arms: Sequence[str], baseline: str) -> str:
 
 
 def write_range(values: Sequence[float], form: Callable[[float], str]) -> str:
-    """One number, or the lowest and the highest."""
+    """Write one number, or the lowest and the highest."""
     return " to ".join(dict.fromkeys((form(min(values)), form(max(values)))))
 
 
@@ -403,7 +403,7 @@ def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]
 
 
 def describe_columns(comparison: Comparison) -> str:
-    """The columns of the differences' table, and what bounds the error of the test."""
+    """Describe the columns of the differences' table, and what bounds the error of the test."""
     apart = " Each size is tested separately." if comparison.size is not None else ""
     power = "with a probability of 80 %"
     if (plan := comparison.plan) is not None:

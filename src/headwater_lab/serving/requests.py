@@ -27,7 +27,7 @@ class RequestError(HeadwaterError):
 
 
 def error_body(message: str, field: str | None = None, status: int = 400) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """Write an error as OpenAI's clients read it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     code = "model_not_found" if field == "model" and status == 404 else None
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
@@ -142,7 +142,7 @@ TEXTS = ("prompt", "messages")
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The fields of a request. Raises `RequestError` for a body that is no JSON object of valid text."""
+    """Read the fields of a request. Raises `RequestError` for a body that is not a JSON object of valid text."""
     if len(body) > MOST_BYTES:
         raise RequestError(None, f"The request's body has {len(body):,} bytes; at most {MOST_BYTES:,} are read.")
     try:
@@ -155,14 +155,14 @@ def read_json(body: bytes) -> dict[str, Any]:
         try:
             json.dumps([name, value], ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
-            raise RequestError(ascii(name)[1:-1], "has a lone surrogate, which is no text") from error
+            raise RequestError(ascii(name)[1:-1], "has a lone surrogate, which is not valid text") from error
         except RecursionError as error:
             raise RequestError(name, "has too many lists or objects inside each other") from error
     return content
 
 
 def read_fields(fields: type[Sampling], content: dict[str, Any]) -> dict[str, Any]:
-    """A request's fields, checked, without those that are null. Raises `RequestError`, which names the field."""
+    """Check a request's fields, and leave out those that are null. Raises `RequestError`, which names the field."""
     try:
         request = fields.model_validate(content).model_dump(exclude_none=True)
     except ValidationError as error:
@@ -177,7 +177,7 @@ def read_fields(fields: type[Sampling], content: dict[str, Any]) -> dict[str, An
 
 
 def _describe_refusal(error: ValidationError) -> RequestError:
-    """The first wrong field, as a sentence."""
+    """Describe the first wrong field in a sentence."""
     detail = error.errors(include_url=False)[0]
     field = ".".join(str(step) for step in detail["loc"]) or None
     kind, values = detail["type"], detail.get("ctx", {})

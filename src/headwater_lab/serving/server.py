@@ -149,7 +149,7 @@ class ModelServer:
         return {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": self.name}
 
     async def _stream_events(self, run: Continuation, fields: dict[str, Any]) -> AsyncIterator[str]:
-        """A stream as OpenAI's: errors in their form, usage in an event of its own if asked for, and a last event."""
+        """Yield events as OpenAI does: errors in its form, usage in a separate event if requested, and a last event."""
         loop, texts = asyncio.get_running_loop(), asyncio.Queue[str | None]()
         facts = self._describe_answer(fields)
         run.pass_on = partial(loop.call_soon_threadsafe, texts.put_nowait)
@@ -210,7 +210,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> l
     text = template if isinstance(template, str) else json.dumps(template)
     for name in options:
         if name not in text or name in ("messages", "tools", "documents", "add_generation_prompt", "chat_template"):
-            raise RequestError(f"chat_template_kwargs.{name}", "is no option of the model's chat template")
+            raise RequestError(f"chat_template_kwargs.{name}", "is not an option of the model's chat template")
     messages = [{name: message[name] for name in ("role", "content")} for message in fields["messages"]]
     write = partial(tokenizer.apply_chat_template, messages, add_generation_prompt=True, return_dict=True, **options)
     try:
@@ -298,7 +298,7 @@ def _make_config(model: HeadwaterForCausalLM, fields: dict[str, Any]) -> Generat
 
 
 def _choose_length(config: Any, prompt: list[int], fields: dict[str, Any]) -> int:
-    """By how many tokens to continue a prompt. Raises `RequestError` where it does not fit."""
+    """Choose by how many tokens to continue a prompt. Raises `RequestError` where it does not fit."""
     text = next(name for name in TEXTS if name in fields)
     if not prompt:
         raise RequestError(text, "has no tokens")
@@ -318,7 +318,7 @@ def _choose_length(config: Any, prompt: list[int], fields: dict[str, Any]) -> in
 
 @contextlib.contextmanager
 def _seed_draws(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Random numbers from a seed in this context, and afterwards as if nothing had been drawn."""
+    """Draw random numbers from a seed in this context, and restore the state of the generators after it."""
     if seed is None:
         yield
         return

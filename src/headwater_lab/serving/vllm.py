@@ -45,7 +45,7 @@ def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
 
 
 def _count_processes(options: list[str]) -> int:
-    """How many processes vLLM is asked for. What is no number is left for vLLM to refuse."""
+    """Count the processes that vLLM is asked for. An invalid number is left for vLLM to refuse."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
     try:

@@ -1,4 +1,4 @@
-"""What kinds of image data share: their order, augmentation, evaluation and the image processor."""
+"""The basis of image data: order, augmentation, evaluation and the image processor."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ImageSettings(DataSettings):
 
     @property
     def known_classes(self) -> int | None:
-        """How many classes there are, if the settings alone tell."""
+        """The number of classes, if the settings alone determine it."""
         return None
 
     def check_extras(self) -> None:
@@ -71,7 +71,7 @@ class ImageSettings(DataSettings):
 
 
 class UnreadableImage(HeadwaterError):
-    """A file that is no image, or a damaged one. The message names it."""
+    """An error for a file that is not an image, or is damaged; the message names it."""
 
 
 class Images(Protocol):
@@ -134,7 +134,7 @@ class ImageData:
         }
 
     def order_images(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
-        """An endless stream of (epoch, index), from row `start` on: a function of the seed."""
+        """Yield (epoch, index) without end, from row `start` on: a function of the seed."""
         images = shuffle_rows(len(self.train), seed, start)
         return ((row // len(self.train), index) for row, index in zip(itertools.count(start), images, strict=False))
 
@@ -144,7 +144,7 @@ class ImageData:
         return load_batches(load, self.plan_batches(seed, batch_size, start), self.settings.workers)
 
     def plan_batches(self, seed: int, batch_size: int, start: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """(number of its first row, its rows) of each batch; mixed rows come with the `back` rows before them."""
+        """Yield (number of its first row, its rows) for each batch; mixed rows with the `back` rows before them."""
         back = self.settings.augmentation.back
         # The first rows of all have none before them, and take those behind.
         earliest = list(itertools.islice(self.order_images(seed, 0), 2 * back))
@@ -156,7 +156,7 @@ class ImageData:
             previous = rows[len(rows) - back :]
 
     def read_batch(self, seed: int, local_rows: range, numbered_rows: tuple[int, list[tuple[int, int]]]) -> Batch:
-        """The rows `local_rows` of a batch, one of `plan_batches`. Raises `UnreadableImage`."""
+        """Read the rows `local_rows` of a batch of `plan_batches`. Raises `UnreadableImage`."""
         (start, rows), settings = numbered_rows, self.settings.augmentation
         rows = rows[local_rows.start : local_rows.stop + settings.back]
         pixels = torch.empty(len(rows), self.settings.channels, *self.settings.size)
@@ -183,7 +183,7 @@ class ImageData:
         return {"pixel_values": self.processor(images=images, return_tensors="pt")["pixel_values"], "labels": labels}
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
-        """Accuracy (top-1), top-5 accuracy with more than five classes, and loss in nats per image."""
+        """Measure accuracy (top-1), top-5 accuracy with more than five classes, and loss in nats per image."""
         count = len(self.held_out)
         size = max(1, min(1024, PIXELS // (self.settings.channels * self.settings.size[0] * self.settings.size[1])))
         firsts = range(0, count, size)
@@ -199,7 +199,7 @@ class ImageData:
                 if number < len(firsts):
                     rows = slice(images.start, images.stop)
                     right = scores.gather(1, labels[:, None])
-                    # Among equal scores the first class comes first, as argmax has it. What is no number is wrong.
+                    # Among equal scores the first class comes first, as in argmax. NaN counts as wrong.
                     precedes = torch.arange(scores.shape[1]) < labels[:, None]
                     better = ~(scores <= right) | ((scores == right) & precedes)
                     ranks[rows] = better.sum(1).double()
@@ -218,7 +218,7 @@ def image_processor(
     std: Sequence[float],
     shorter: int | None = None,
 ) -> BaseImageProcessor:
-    """What prepares images for a trained model, one of transformers' own; saved with the model.
+    """The image processor of transformers that prepares images for a trained model, and is saved with it.
 
     shorter: the shorter side is resized to this many pixels before the center crop; None resizes the whole image,
         whatever its aspect ratio.

@@ -81,7 +81,7 @@ class GlyphSettings(ImageSettings):
         if len(set(self.characters)) < len(self.characters) or not all(
             "!" <= character <= "~" for character in self.characters
         ):
-            raise ValueError("data.characters are visible ASCII characters, each once")
+            raise ValueError("data.characters must be visible ASCII characters, each once")
         return self
 
     @property
@@ -89,7 +89,7 @@ class GlyphSettings(ImageSettings):
         return len(self.characters)
 
     def build(self) -> ImageData:
-        """Raises `HeadwaterError` if a font is missing or lacks a character."""
+        """Read the fonts. Raises `HeadwaterError` if one is missing or lacks a character."""
         self.check_extras()
         train = [file for name in FAMILIES if name not in HELD_OUT for file in files_of(name)]
         held_out = [file for name in HELD_OUT for file in files_of(name)]
@@ -121,7 +121,7 @@ def files_of(family: str) -> list[Path]:
 
 
 class GlyphImages:
-    """See `Images`. Every image of an index is another one: `draw` decides size, place, rotation, colors and noise."""
+    """See `Images`. Each opening gives a new image: `draw` decides size, position, rotation, colors and noise."""
 
     def __init__(self, files: Sequence[Path], characters: str, size: int, channels: int, views: int) -> None:
         from matplotlib.ft2font import FT2Font
@@ -158,7 +158,7 @@ class GlyphImages:
         return fromarray(pixels).convert("RGB" if self.channels == 3 else "L")
 
     def draw_ink(self, index: int, side: float, turn: float, right: float, up: float) -> np.ndarray:
-        """How much of each pixel a glyph covers; the other numbers, from 0 to 1, say how large it is, and where."""
+        """The share of each pixel that a glyph covers; the other numbers, from 0 to 1, set its size and position."""
         from matplotlib.backends.backend_agg import RendererAgg
         from matplotlib.path import Path as Outline
         from matplotlib.transforms import IdentityTransform

@@ -83,7 +83,7 @@ class ArithmeticSettings(SyntheticSettings):
         return self.count_width(self.operations + self.extra_operations)
 
     def count_width(self, most: int) -> int:
-        """The longest row with at most this many operations."""
+        """Count the tokens of the longest row with at most this many operations."""
         prompt = (most + MOST_UNNEEDED) * STATEMENT_TOKENS + (most + 1) * NUMBER_TOKENS + QUESTION_TOKENS
         return pad_to_block(prompt + most * STEP_TOKENS + 1)
 
@@ -94,9 +94,9 @@ class ArithmeticSettings(SyntheticSettings):
 class ArithmeticData(SyntheticData[ArithmeticSettings]):
     """One problem per row, padded; labels only on the solution.
 
-    The solution contains each needed operation once, after those of its operands, the left one first, so the problem
-    determines every token. Accuracy is that of solutions the model writes greedily,
-    judged by `is_solved`; the loss is that of the given solution.
+    The solution contains each needed operation once, after the operations of its operands, the left one first, so the
+    problem determines every token. Accuracy judges the solutions that the model writes greedily by `is_solved`; the
+    loss is measured on the given solution.
     """
 
     def __init__(self, settings: ArithmeticSettings) -> None:
@@ -121,7 +121,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         return [self.draw_problem(chance, most) for _ in range(self.settings.held_out)]
 
     def draw_problem(self, chance: random.Random, operations: int) -> Problem:
-        """A problem whose answer needs exactly `operations` operations."""
+        """Draw a problem whose answer needs exactly `operations` operations."""
         names = [(site, thing) for site in PLACES for thing in THINGS]
         chance.shuffle(names)
         results = [names.pop() for _ in range(operations)]  # each uses only earlier ones
@@ -174,7 +174,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         return chance.randrange(self.settings.modulus)
 
     def rows_of(self, problems: list[Problem], most: int | None = None) -> Batch:
-        """Rows as long as the longest, or as any of at most `most` operations."""
+        """Encode problems as rows as long as the longest of them, or as the longest of at most `most` operations."""
         prompts = [self.encode_words(prompt_of(problem)) for problem in problems]
         solutions = [self.encode_words(solution_of(problem, self.settings.modulus)) for problem in problems]
         longest = max((len(p) + len(s) for p, s in zip(prompts, solutions, strict=True)), default=1)
@@ -187,7 +187,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         return {"input_ids": ids, "shift_labels": labels}
 
     def fingerprint_rows(self, batch: Batch) -> Tensor:
-        """The same for the same statements in another order."""
+        """Return fingerprints that ignore the order of statements."""
         return torch.tensor([hash(frozenset(self.split_statements(row))) for row in batch["input_ids"].tolist()])
 
     def split_statements(self, row: list[int]) -> Iterator[tuple[int, ...]]:
@@ -208,7 +208,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         return " ".join(self.words[token] for token in ids if token)
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
-        """Accuracy of the solutions the model writes to the held-out problems; the loss of the given ones."""
+        """Measure the accuracy of the solutions that the model writes, and the loss of the given ones."""
         loss = super().evaluate(logits, share).metrics["loss"]
         solved = [
             is_solved(problem, self.decode_solution(row), self.settings.modulus)
@@ -218,12 +218,12 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         return Evaluation({"accuracy": float(count) / self.settings.held_out, "loss": loss})
 
     def select_problems(self, share: Share) -> list[Problem]:
-        """The held-out problems of a process."""
+        """Select the held-out problems of a process."""
         return self.held_out_problems[share.rank :: share.world]
 
     @torch.no_grad()
     def write_solutions(self, logits: Callable[[Batch], Tensor], share: Share) -> list[list[int]]:
-        """Each problem of a process, with what the model writes after it, up to the end or the longest row.
+        """Let the model continue each problem of a process, up to the end or the longest row.
 
         Models in several processes must run together: all continue until the last has ended.
         """
@@ -244,13 +244,13 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         return rows
 
     def decode_solution(self, row: list[int]) -> list[str]:
-        """The words after the colon. A model may have more tokens than there are words."""
+        """Decode the words after the colon. A model may have more tokens than there are words."""
         behind = row[row.index(self.ids[":"]) + 1 :]
         return [self.words[token] if token < len(self.words) else "<pad>" for token in behind]
 
 
 def pad_to_block(length: int) -> int:
-    """`length` and what pads it."""
+    """Round a length up to a whole number of blocks."""
     return -(-length // BLOCK) * BLOCK
 
 
@@ -312,7 +312,7 @@ def values_of(problem: Problem, modulus: int) -> dict[QuantityName, int]:
 
 
 def value_of(problem: Problem, modulus: int) -> int:
-    """The answer."""
+    """Compute the answer to a problem."""
     return values_of(problem, modulus)[problem[1]]
 
 

@@ -1,4 +1,4 @@
-"""What synthetic tasks share: the stream of rows, the held-out rows, the metric, and its value for a guess."""
+"""The basis of synthetic tasks: the stream of rows, the held-out rows, the metric, and its value for a guess."""
 
 from __future__ import annotations
 
@@ -82,12 +82,10 @@ class SyntheticData(ABC, Generic[S]):
 
     @abstractmethod
     def sample(self, draw: torch.Generator, count: int) -> Batch:
-        """`count` rows: input_ids and shift_labels, both [count, T]."""
+        """Draw `count` rows: input_ids and shift_labels, both [count, T]."""
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
-        """Raises `HeadwaterError` if too many of the possible rows are held out, so that none is left to train on, and
-        as `held_out` does.
-        """
+        """See `Data`. Raises `HeadwaterError` if nearly all possible rows are held out, and as `held_out` does."""
         self.held_out()  # what cannot be evaluated is not trained first
         local_rows = slice(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
         while True:
@@ -96,7 +94,7 @@ class SyntheticData(ABC, Generic[S]):
             start += batch_size
 
     def training_rows(self, seed: int, start: int, count: int) -> Batch:
-        """`count` rows from number `start` on."""
+        """Draw `count` rows from number `start` on."""
         blocks = range(start // self.block, -(-(start + count) // self.block))
         drawn = [self.draw_block(seed, number) for number in blocks]
         rows = slice(start % self.block, start % self.block + count)
@@ -104,7 +102,7 @@ class SyntheticData(ABC, Generic[S]):
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 - one block, in which the next batch begins
     def draw_block(self, seed: int, number: int) -> Batch:
-        """A block of rows; those that equal a held-out row are drawn again."""
+        """Draw a block of rows; rows that equal a held-out one are drawn again."""
         kind = self.settings.kind
         batch = self.sample(generator(kind, seed, number), self.block)
         if not self.keeps_apart:
@@ -147,7 +145,7 @@ class SyntheticData(ABC, Generic[S]):
         return {}
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
-        """Accuracy and loss (nats per label) at the labeled positions of the held-out rows."""
+        """Measure accuracy and loss (nats per label) at the labeled positions of the held-out rows."""
         # Few enough for every process to evaluate them all.
         batch = self.held_out()
         labels = batch["shift_labels"]
@@ -179,11 +177,11 @@ class SyntheticData(ABC, Generic[S]):
         return 1.0 + torch.bincount(labels[labels >= 0], minlength=self.vocab_size)
 
     def write_token(self, token: int) -> str:
-        """A token as text."""
+        """Write a token as text."""
         return str(token)
 
     def write_row(self, batch: Batch, row: int) -> str:
-        """A row as text, with an arrow to the label where there is one."""
+        """Write a row as text, with an arrow to the label where there is one."""
         pairs = zip(batch["input_ids"][row].tolist(), batch["shift_labels"][row].tolist(), strict=True)
         return " ".join(self.write_token(x) + ("" if y < 0 else f"→{self.write_token(y)}") for x, y in pairs)
 

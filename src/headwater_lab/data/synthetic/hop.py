@@ -63,7 +63,7 @@ class HopData(SyntheticData[HopSettings]):
         return {"input_ids": torch.cat([alphabet + 1 + hops_asked, symbols], dim=1), "shift_labels": answers}
 
     def find_previous(self, symbols: Tensor) -> Tensor:
-        """find^1 of all places [count, n + 1]; that of place 0 is 0."""
+        """Compute find^1 of all positions [count, n + 1]; at position 0 it is 0."""
         count, length = symbols.shape
         pointers = torch.zeros(count, length, self.settings.alphabet, dtype=torch.long)
         positions = torch.arange(2, length + 1).expand(count, -1)

@@ -67,14 +67,14 @@ class InductionData(SyntheticData[InductionSettings]):
         return self.settings.variant != "chain"
 
     def sample(self, draw: torch.Generator, count: int) -> Batch:
-        """`count` sequences; shift_labels is -100 where the next token cannot be told."""
+        """Draw `count` sequences; shift_labels is -100 where the next token cannot be predicted."""
         forms = {"chain": self.draw_chain, "periodic": self.draw_periodic, "scattered": self.draw_scattered}
         row, predictable = forms[self.settings.variant](draw, count)
         labels = torch.where(predictable, row[:, 1:], -100)
         return {"input_ids": row[:, :-1].contiguous(), "shift_labels": labels}
 
     def draw_chain(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-        """(tokens [count, T + 1], whether the token after each is known [count, T]); the other forms alike."""
+        """Draw (tokens [count, T + 1], whether the token after each is determined [count, T]), as all forms do."""
         vocab_size, length = self.settings.vocab_size, self.settings.length
         fresh = torch.randint(vocab_size, (count, length + 1), generator=draw)
         follower = torch.full((count, vocab_size), -1)
