@@ -59,15 +59,13 @@ PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 class Columns:
     """The columns to read of a source's rows, and whether any row so far has had them.
 
-    text: the column with the text. by: that with the domain's name. Both are dotted if nested: meta.text.
-    text_option, by_option: the options that set them; None if there is none.
+    text: the column with the text. by: the column with the domain's name. Both are dotted if nested: meta.text.
+    option: the one that sets `text`; None if there is none.
     """
 
-    def __init__(
-        self, text: str, by: str | None = None, text_option: str | None = "--text-column", by_option: str = "--by"
-    ) -> None:
+    def __init__(self, text: str, by: str | None = None, option: str | None = "--text-column") -> None:
         self.text, self.by = text, by
-        self.options = {text: text_option, **({by: by_option} if by else {})}
+        self.options = {text: option, **({by: "--by"} if by else {})}
         # Columns that no row has had yet.
         self.missing = dict.fromkeys(self.options)
         # Names of columns in the rows so far, a few more than an error lists.

@@ -390,20 +390,15 @@ def validate_file(kind: type[M], values: dict[str, Any], file: Path) -> M:
         ) from error
 
 
-def check_files(prepared: Prepared) -> Iterator[str]:
-    """Yield the names of files whose content has changed, as they are found, since checking takes time.
-
-    The manifest's own checksum was compared when it was read.
-    """
-    manifest = prepared.manifest
-    sums = {file: digest for file, _, digest in manifest.shard_files}
-    yield from _find_changed(prepared.folder, sums | {EVALUATION: manifest.evaluation.sha256})
-    yield from _changed_tokenizer(prepared.folder, manifest.tokenizer)
-
-
 def check_all(prepared: list[Prepared]) -> None:
     """Check every file. Raises `HeadwaterError` with the names of those whose content has changed."""
-    if wrong := [str(folder.folder / file) for folder in prepared for file in check_files(folder)]:
+    wrong: list[str] = []
+    for folder in prepared:  # the manifest's own checksum was compared when it was read
+        sums = {file: digest for file, _, digest in folder.manifest.shard_files}
+        changed = _find_changed(folder.folder, sums | {EVALUATION: folder.manifest.evaluation.sha256})
+        changed_tokenizer = _changed_tokenizer(folder.folder, folder.manifest.tokenizer)
+        wrong += [str(folder.folder / file) for file in (*changed, *changed_tokenizer)]
+    if wrong:
         raise HeadwaterError(
             f"Changed since they were written: {', '.join(wrong)}; copy them again, or prepare the folder again."
         )

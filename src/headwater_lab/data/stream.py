@@ -82,7 +82,7 @@ class Corpus:
 
 def read_corpus(source: str, text_column: str = DEFAULT) -> Corpus:
     """Read all documents of a source, described as in `TextSource`. Raises `HeadwaterError` if there are none."""
-    stream = Stream(TextSource(source), Columns(text_column, text_option="data.text_column"))
+    stream = Stream(TextSource(source), Columns(text_column, option="data.text_column"))
     documents = list(stream)
     if not documents:
         raise no_text(source, stream.skipped)
@@ -107,7 +107,7 @@ def read_documents(source: str, column: str, option: str | None) -> tuple[list[D
 
     option: that sets the column of tables, if one does. Raises `HeadwaterError` if there are none.
     """
-    stream = Stream(TextSource(source), Columns(column, text_option=option))
+    stream = Stream(TextSource(source), Columns(column, option=option))
     documents = list(stream.iterate_documents())
     if not documents:
         raise no_text(source, stream.skipped)
