@@ -128,10 +128,10 @@ def test_by_default_held_out_images(tmp_path):
     (model,) = to_json([inspected])["models"]
     assert model["text"] is model["induction"] is None
     assert model["images"] == {"number": 20, "patches": (2, 2), "tokens": 5}
-    assert "class token" in {axes.get_title(loc="left").strip() for axes in heads_picture([inspected]).axes}
+    assert "first token" in {axes.get_title(loc="left").strip() for axes in heads_picture([inspected]).axes}
     _, table = build_tables([inspected])
     labels = " ".join(str(cell) for cell in table.columns[0].cells)
-    assert all(words in labels for words in ("patch similarity", "attention to the class token", "previous patch"))
+    assert all(words in labels for words in ("token similarity", "attention to the first token", "previous token"))
     assert "induction" not in labels
     check_alike([inspected, inspected])
     with pytest.raises(HeadwaterError, match="inspect them separately"):

@@ -35,7 +35,7 @@ TOOLS = "tools"
 # Columns whose text is a conversation if it is JSON.
 CONVERSATIONS = (MESSAGES, "conversations")
 MISSING = object()
-NO_TOOLS = (MISSING, None, "", [])
+NO_TOOLS: tuple[Any, ...] = (MISSING, None, "", [])
 # Bytes read at a time.
 CHUNK = 2**22
 # Rows of a parquet file at a time, fewer if they take more bytes than this.

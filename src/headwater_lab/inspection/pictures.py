@@ -15,7 +15,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 
 from headwater_lab.inspection.inspection import Inspection
-from headwater_lab.inspection.tables import name_measure, read_measure
+from headwater_lab.inspection.tables import read_measure
 from headwater_lab.util.outputs import default_style, save_figure
 
 # Cell size of a heatmap in inches, and the largest side with a number in each cell.
@@ -80,7 +80,7 @@ def heads_picture(inspections: Sequence[Inspection]) -> Figure | None:
         if any(value is not None for value in values):
             # NaN where a layer has fewer heads than another
             arrays = [None if rows is None else np.array([*zip_longest(*rows, fillvalue=nan)]).T for rows in values]
-            grids.append(Grid(name_measure(title, inspections), arrays, "query head"))
+            grids.append(Grid(title, arrays, "query head"))
     return draw_heatmaps(inspections, grids)
 
 

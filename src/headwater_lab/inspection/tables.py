@@ -28,7 +28,6 @@ MEASURES = {
     "entropy, nats": "read.entropy",
     "entropy, share of maximum": "read.normalized_entropy",
     "attention to the first token": "read.first_token",
-    "most attended position": "read.largest",
     "attention to the previous token": "read.previous_token",
     "previous token's value": "read.previous_token_effective",
     "attention to learned pairs": "read.beside",
@@ -36,22 +35,6 @@ MEASURES = {
     "induction: value": "induction.effective",
     "share of heads' output": "read.use",
 }
-
-# What the measures are called on images.
-ON_IMAGES = {
-    "first token": "class token",
-    "most attended position": "most attended token",
-    "previous token": "previous patch",
-    "token similarity": "patch similarity",
-}
-
-
-def name_measure(label: str, inspections: Sequence[Inspection]) -> str:
-    """A measure's label, in the words of what was read."""
-    if any(inspection.images for inspection in inspections):
-        for word, on_images in ON_IMAGES.items():
-            label = label.replace(word, on_images)
-    return label
 
 
 def build_tables(inspections: Sequence[Inspection]) -> list[Table]:
@@ -133,7 +116,7 @@ def read_table(inspections: Sequence[Inspection]) -> Table:
     _add_section(table, "sample", {"images" if of_images else "rows × tokens": sizes})
     for label in MEASURES:
         columns = [list(read_measure(model, label) or ()) for model in inspections]
-        _add_section(table, name_measure(label, inspections), _layer_rows(inspections, columns))
+        _add_section(table, label, _layer_rows(inspections, columns))
     elsewhere = [model.skip_use if model.read and model.attends_elsewhere else [] for model in inspections]
     _add_section(table, "share of heads that attend elsewhere", _layer_rows(inspections, elsewhere))
     return table

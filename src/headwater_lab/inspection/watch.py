@@ -41,8 +41,6 @@ class Read:
     entropy: PerHead
     normalized_entropy: PerHead
     first_token: PerHead | None
-    largest: PerHead
-    largest_at: list[list[int]]
     previous_token: PerHead
     previous_token_effective: PerHead
     beside: PerHead | None
@@ -205,7 +203,6 @@ class Watch:
         first_slots = self.sight.start[:, None, :, None].expand(*weights.shape[:3], 1)
         add("first", weights.gather(-1, first_slots)[..., 0])
         add("beside", 1 - weights.sum(-1) if self.beside[layer] else torch.zeros_like(entropies))
-        self.sums.add("slots", layer, weights.mean(2, dtype=torch.float64).sum(0), rows)
         of_values = effective_weights(weights, self.taps[layer], self.sight.since)
         for name, a in (("previous", weights), ("effective", of_values)):
             total, count = previous_attention(a, self.sight.since)
@@ -229,15 +226,12 @@ class Watch:
         def by_head(name: str) -> PerHead:
             return [self.sums.mean(name, layer) for layer in layers]
 
-        slots = [torch.tensor(row, dtype=torch.float64) for row in by_head("slots")]
         return Read(
             hidden=[self.sums.mean("hidden", layer) for layer in range(len(all_blocks) + 1)],
             values=[None if b.self_attn.v_proj is None else self.sums.mean("values", b.plan.index) for b in all_blocks],
             entropy=by_head("entropy"),
             normalized_entropy=by_head("normalized"),
             first_token=by_head("first") if self.has_first_token else None,
-            largest=[row.amax(-1).tolist() for row in slots],
-            largest_at=[row.argmax(-1).tolist() for row in slots],
             previous_token=by_head("previous"),
             previous_token_effective=by_head("effective"),
             beside=by_head("beside") if any(self.beside) else None,

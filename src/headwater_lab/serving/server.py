@@ -90,7 +90,7 @@ class ModelServer:
             Route(health, self.report_health),
         ]
         refused = dict.fromkeys((HeadwaterError, HTTPException, ClientDisconnect), _answer_refusal)
-        return Starlette(routes=routes, exception_handlers={**refused, Exception: _answer_failure})  # type: ignore[dict-item]
+        return Starlette(routes=routes, exception_handlers={**refused, Exception: _answer_failure})
 
     async def list_models(self, request: Request) -> JSONResponse:
         model = {"id": self.name, "object": "model", "created": self.created, "owned_by": "headwater"}
@@ -152,7 +152,7 @@ class ModelServer:
         """Yield events as OpenAI does: errors in its form, usage in a separate event if requested, and a last event."""
         loop, texts = asyncio.get_running_loop(), asyncio.Queue[str | None]()
         facts = self._describe_answer(fields)
-        run.pass_on = partial(loop.call_soon_threadsafe, texts.put_nowait)
+        run.pass_on = lambda piece: loop.call_soon_threadsafe(texts.put_nowait, piece)
         work = loop.run_in_executor(self.thread, run.generate)
         work.add_done_callback(lambda _: texts.put_nowait(None))
         try:
@@ -268,7 +268,7 @@ class Continuation(StoppingCriteria):
             )
         self._show("", end=True)
         new = generated[0, len(self.prompt) : len(self.prompt) + self.new_tokens]
-        self.text = before_stop(self.tokenizer.decode(new, skip_special_tokens=True), self.stops)  # type: ignore[arg-type]
+        self.text = before_stop(self.tokenizer.decode(new, skip_special_tokens=True), self.stops)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if not self.ended:  # where `generate` looks late, there is a token after the last
