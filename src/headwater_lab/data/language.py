@@ -90,6 +90,7 @@ class LanguageData:
             sizes = choose_limits([document for _, document in group], settings.held_out_bytes)
             excerpts = zip(group, sizes, strict=True)
             self.held_out += [HeldOut(name, d.id, self.cut_excerpt(d, limit)) for (name, d), limit in excerpts if limit]
+        self.notices = self._unread_limit(settings, held_out)
         facts = self.describe_domains(held_out) if self.domains else {}
         if not self.held_out:
             raise HeadwaterError(f"{', '.join(streams)}: no text was held out for evaluation; hold out a larger share.")
@@ -99,6 +100,15 @@ class LanguageData:
             "held_out_bytes": sum(excerpt.bytes for excerpt in self.held_out),
             **facts,
         }
+
+    def _unread_limit(self, settings: LanguageSettings, held_out: Mapping[str, Sequence[Document]]) -> list[str]:
+        """A notice if the settings name a limit of the held-out text that is above all of it."""
+        limit = settings.held_out_bytes
+        if limit in (None, LanguageSettings.model_fields["held_out_bytes"].default):
+            return []
+        sizes = [sum(len(document.text.encode()) for document in documents) for documents in held_out.values()]
+        size = max(sizes) if self.domains else sum(sizes)
+        return [f"data.held_out_bytes={limit:,} has no effect: {size:,} bytes are held out."] if limit > size else []
 
     def describe_domains(self, domains: Iterable[str]) -> dict[str, Any]:
         """Describe the domains for the record. Raises `HeadwaterError` if one is too short to evaluate on."""
