@@ -63,7 +63,7 @@ def test_a_tokenizer_that_takes_too_long_is_refused(monkeypatch, busy):
     tokenizer = byte_tokenizer()
     encoder = Encoder(tokenizer)
     encoder.is_bytes = False
-    monkeypatch.setattr(encoder, "_ids", busy)
+    monkeypatch.setattr(encoder, "_encode_ids", busy)
     for encode in (lambda: encoder(["text"]), lambda: encode_plainly(busy, ["text"])):
         with pytest.raises(HeadwaterError, match=r"needs more than 0\.05 seconds for a megabyte of this text"):
             encode()

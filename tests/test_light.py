@@ -14,7 +14,7 @@ from conftest import Wanted
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.util.extras import MODULES
 
-PLOTS = ("plotly", "matplotlib", "sklearn")
+PLOTS = ("matplotlib", "sklearn")
 FRAMES = ("lightning_fabric", "datasets", "tensorboard", "pandas")
 COMMAND = (
     "import sys; sys.argv[1:] = {arguments}; from headwater_lab.cli import main\ntry: main()\nexcept SystemExit: pass"
@@ -99,7 +99,7 @@ def test_nothing_imports_more_than_it_needs(folder):
 @newer
 def test_training_in_python_needs_neither_statistics_nor_plots():
     code = "import headwater_lab as lab\nprint(lab.train.__name__, lab.plan.__name__, lab.grow.__name__)"
-    loaded, printed = after(code, blocked=("scipy", "matplotlib", "plotly"))
+    loaded, printed = after(code, blocked=("scipy", "matplotlib"))
     assert printed == "train plan grow"
     assert not loaded & {"headwater_lab.comparison", "headwater_lab.reports", "headwater_lab.papers"}
 
@@ -150,7 +150,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 def hide(*absent):
     Without.absent = absent
 """
-REPORT, TRAIN = {"scipy", "matplotlib", "plotly"}, {"lightning_fabric", "datasets"}  # not what torch brings too
+REPORT, TRAIN = {"scipy", "matplotlib"}, {"lightning_fabric", "datasets"}  # not what torch brings too
 # In an order in which a package that was hidden once may be found later on.
 EXTRAS = {
     ("train", "shakespeare"): ("train", REPORT | TRAIN),

@@ -147,7 +147,7 @@ def test_the_command_line_shows_names_whole(tmp_path, run, monkeypatch):
 @pytest.mark.parametrize("name", ["$x$", "$\\frac{$", "a$b$c", "_under", "x\x1by", "line\nend"])
 def test_pictures_show_names_as_they_are(tmp_path, name):
     found = read_comparisons(saved(tmp_path, three("base", BASE) + three(name, GOOD)))[0]
-    picture = curves_picture(found)
+    picture = curves_picture(found).figure
     picture.savefig(io.BytesIO(), format="png")
     assert literal(name) in [text.get_text() for text in picture.axes[0].get_legend().get_texts()]
 

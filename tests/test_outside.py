@@ -156,7 +156,7 @@ ELSEWHERE = {
     "a link": lambda private: {"source": "link"},
     "a pattern through a link": lambda private: {"source": "link/*.txt"},
     "a tokenizer": lambda private: {"source": "texts", "tokenizer": str(private)},
-    "a domain": lambda private: {"source": "texts", "held_out_domains": {"a": str(private)}},
+    "a domain": lambda private: {"kind": "prepared", "source": "texts", "held_out_domains": {"a": str(private)}},
     "a mixture": lambda private: {"kind": "prepared", "source": {str(private): 1.0}},
 }
 

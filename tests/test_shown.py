@@ -83,8 +83,6 @@ def smaller(recipe: Recipe) -> Iterator[str]:
     elif isinstance(recipe.data, ImageSettings):
         if recipe.compare is not None:
             yield "compare.learning_rates=[]"
-        if recipe.data.kind == "glyphs":
-            yield "data.held_out_families=[Lato]"
         if recipe.data.augmentation.draws and find_spec("torchvision") is None:
             yield "data.augmentation=null"
     else:

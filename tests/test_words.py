@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,14 @@ SOURCE = Path(__file__).parents[1] / "src"
 FILES = [path for path in sorted(SOURCE.rglob("*.py")) if "templates" not in path.parts]
 
 VAGUE = frozenset(
-    "one found given made kept own other others there here said asked held known place places what how who whole part parts "
-    "more rest both each every first last now before after at of by theirs ours mine shown named left wanted used read taken "
-    "passed seen told counted".split()
+    re.findall(
+        r"\w+",
+        """
+        one found given made kept own other others there here said asked held known place places what how who whole part
+        parts more rest both each every first last now before after at of by theirs ours mine shown named left wanted used
+        read taken passed seen told counted
+        """,
+    )
 )
 MOST_VAGUE = 0.01
 MOST_SINGLE_WORDS = 0.32

@@ -118,14 +118,14 @@ def test_a_run_in_two_places_counts_once_or_not_at_all(tmp_path):
     place(list_trials(made, tmp_path)[0], tmp_path / "copy")
     with pytest.raises(HeadwaterError, match="copy' holds a run of base · seed 0, which belongs in"):
         run_comparison(made, tmp_path)
-    with pytest.raises(HeadwaterError, match=r"copy' and .*base-0' both hold 'base' with seed 0, so no table"):
+    with pytest.raises(HeadwaterError, match=r"copy' and .*base-0' both hold 'base' with seed 0, so they do not fit"):
         read_comparisons(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"training": {"steps": 6}}, "hold runs of 'base' with different settings, so no table"),
+        ({"training": {"steps": 6}}, "hold runs of 'base' with different settings, so they do not fit"),
         ({"compare": {"arms": ARMS, "baseline": "wide"}}, "was compared with 'base' and .* with 'wide'"),
         ({"compare": {"arms": ARMS, **PLAN, "margin": 0.5}}, "run until decided by different plans"),
     ],

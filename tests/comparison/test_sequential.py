@@ -30,7 +30,7 @@ from headwater_lab.comparison.sequential import (
 )
 from headwater_lab.comparison.trials import list_trials
 from headwater_lab.recipe.recipe import parse
-from headwater_lab.reports import read_comparisons, result_cells, write_report
+from headwater_lab.reports import read_comparisons, result_rows, write_report
 from headwater_lab.reports.words import state_answer
 from headwater_lab.training.records import SeedPlan, read_record, write_record
 from headwater_lab.util.endings import Interrupted
@@ -214,7 +214,7 @@ def test_each_arm_gets_its_verdict_and_stops(tmp_path):
     tiny_arm = next(s for s in found.summaries if s.arm == "tiny")
     low, high = tiny_arm.interval
     assert 0 < low <= high < 0.1  # both hold, and what is smaller than the margin does not matter
-    assert [result_cells(s, found)[4] for s in found.summaries] == [str(s.runs) for s in found.summaries]
+    assert [row["seeds"] for row in result_rows(found)] == [str(s.runs) for s in found.summaries]
     page = write_report(tmp_path).read_text()
     assert "came after the decision" in page
 

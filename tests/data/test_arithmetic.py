@@ -49,7 +49,7 @@ def test_a_problem_needs_exactly_so_many_operations_and_its_solution_is_right(op
     chance = random.Random(operations)
     orders = set()
     for _ in range(100):
-        problem = data.problem(chance, operations)
+        problem = data.draw_problem(chance, operations)
         prompt = " ".join(prompt_of(problem))
         answer, needed = naive(prompt, 23)
         assert needed == operations == len(steps_of(problem))
@@ -86,7 +86,7 @@ def test_some_statements_are_not_needed():
     chance = random.Random(0)
     unneeded = []
     for _ in range(200):
-        stated, asked = data.problem(chance, 2)
+        stated, asked = data.draw_problem(chance, 2)
         used = {asked}
         for name in reversed(steps_of((stated, asked))):
             used |= {operand for operand in (stated[name].left, stated[name].right) if isinstance(operand, tuple)}
@@ -106,8 +106,8 @@ def test_rows_fit_the_context_and_the_loss_is_on_the_solution(settings):
         batch["input_ids"].tolist(), batch["shift_labels"].tolist(), data.held_out_problems, strict=True
     ):
         colon = row.index(data.ids[":"])
-        solution = data.encode(solution_of(problem, data.settings.modulus))
-        assert row[: colon + 1] == data.encode(prompt_of(problem))
+        solution = data.encode_words(solution_of(problem, data.settings.modulus))
+        assert row[: colon + 1] == data.encode_words(prompt_of(problem))
         assert row[colon + 1 : colon + 1 + len(solution)] == solution
         assert [label for label in labels if label >= 0] == solution
         assert labels[colon : colon + len(solution)] == solution
@@ -150,7 +150,7 @@ def test_wrong_answers_are_wrong_over_many_problems(wrong):
     data = ArithmeticSettings(operations=4).build()
     chance = random.Random(1)
     for _ in range(200):
-        problem = data.problem(chance, 4)
+        problem = data.draw_problem(chance, 4)
         written = solution_of(problem, 23)
         assert written[-3] == str(value_of(problem, 23))
         written[-3] = str(wrong(value_of(problem, 23)))
@@ -167,7 +167,7 @@ def solver(data, wrong=()):
     for number, problem in enumerate(data.held_out_problems):
         words = solution_of(problem, 23)
         words[-3] = str((int(words[-3]) + (number in wrong)) % 23)
-        solutions[tuple(data.encode(prompt_of(problem)))] = data.encode(words)
+        solutions[tuple(data.encode_words(prompt_of(problem)))] = data.encode_words(words)
 
     def logits(batch):
         answers = torch.zeros_like(batch["input_ids"])
@@ -198,10 +198,10 @@ def test_a_model_that_never_ends_is_stopped_at_the_longest_row():
         lengths.append(batch["input_ids"].shape[1])
         return torch.zeros(*batch["input_ids"].shape, data.vocab_size + 5).index_fill(2, torch.tensor([50]), 1.0)
 
-    rows = data.write(logits, Share())
+    rows = data.write_solutions(logits, Share())
     assert {len(row) for row in rows} == {data.context}
     assert all(length % 32 == 0 and length <= data.context for length in lengths)
-    assert data.written(rows[0])[-1] == "<pad>"
+    assert data.decode_solution(rows[0])[-1] == "<pad>"
 
 
 def test_problems_are_shared_by_processes_that_call_the_model_equally_often():
@@ -236,5 +236,5 @@ def test_problems_are_shared_by_processes_that_call_the_model_equally_often():
 
 def test_a_row_is_readable():
     data = ArithmeticSettings().build()
-    text = data.readable(data.held_out(), 3)
+    text = data.write_row(data.held_out(), 3)
     assert text.split() == [*prompt_of(data.held_out_problems[3]), *solution_of(data.held_out_problems[3], 23)]

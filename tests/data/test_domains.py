@@ -1,6 +1,7 @@
 """Held-out domains: each is measured by itself, and the loss is the plain mean of theirs."""
 
 import hashlib
+import json
 import math
 
 import pytest
@@ -10,10 +11,10 @@ from conftest import disturb
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.trials import list_trials
+from headwater_lab.data.base import DataShape
 from headwater_lab.data.prepare import Options, prepare
 from headwater_lab.data.prepared import PreparedSettings
 from headwater_lab.data.stream import TextSource
-from headwater_lab.data.text import TextSettings
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import read_record
@@ -38,15 +39,26 @@ def texts(tmp_path):
     return tmp_path / "all"
 
 
-def make(source, **settings):
-    return TextSettings(
-        source=str(source), **({"context": CONTEXT, "held_out": SHARE, "held_out_bytes": None} | settings)
-    )
+@pytest.fixture
+def prepared(texts, tmp_path):
+    """Makes the settings of data trained on `wiki`, with domains: name -> prepared folder; default all."""
+    folders = {}
+    for name in LINES:
+        prepare(TextSource(str(texts / name)), tmp_path / name, "bytes", Options(held_out=SHARE))
+        folders[name] = str(tmp_path / name)
+
+    def make(domains=LINES, **settings):
+        values = {"context": CONTEXT, "held_out_bytes": None} | settings
+        named = {name: folders[name] for name in domains}
+        return PreparedSettings(source=folders["wiki"], held_out_domains=named, **values)
+
+    return make
 
 
 @pytest.fixture
-def model(recipe, texts):
-    return disturb(HeadwaterForCausalLM(recipe().config_for(make(texts).build()))).eval()
+def model(recipe):
+    shape = DataShape(257, CONTEXT)
+    return disturb(HeadwaterForCausalLM(recipe().config_for(shape))).eval()
 
 
 def held_out(folder, root):
@@ -55,10 +67,6 @@ def held_out(folder, root):
         digest = hashlib.sha256(file.relative_to(root).as_posix().encode()).digest()
         if int.from_bytes(digest[:8], "big") / 2**64 < SHARE:
             yield file.read_text()
-
-
-def whole(folder):
-    return [file.read_text() for file in folder.rglob("*.txt")]
 
 
 @torch.no_grad()
@@ -80,69 +88,24 @@ def naive(model, domains):
     return found
 
 
-@pytest.mark.slow
-def test_the_loss_is_the_plain_mean_of_the_domains_losses(texts, model):
-    """Of folders in what is trained on the held-out documents are measured."""
-    data = make(texts, held_out_domains={name: str(texts / name) for name in LINES}).build()
-    measured = measure_model(model, data)
-    by_domain = {name: list(held_out(texts / name, texts)) for name in LINES}
+def test_domains_are_measured_on_their_evaluation_text(prepared, texts, model):
+    """The loss is the plain mean of the domains' losses."""
+    measured = measure_model(model, prepared().build())
+    by_domain = {name: list(held_out(texts / name, texts / name)) for name in LINES}
     assert measured == pytest.approx(naive(model, by_domain), rel=1e-5)
-    pooled = measure_model(model, make(texts).build())
-    assert pooled["loss"] == pytest.approx(naive(model, {"all": held_out(texts, texts)})["loss"], rel=1e-5)
-    assert measured["loss"] != pytest.approx(pooled["loss"], rel=1e-4)
-    assert data.description["left_out"] == {name: 30 - len(by_domain[name]) for name in LINES}
 
 
-@pytest.mark.slow
-def test_other_text_is_measured_whole_and_the_source_in_its_held_out_share(texts, model):
-    domains = {name: str(texts / name) for name in LINES}
-    data = make(texts / "wiki", held_out_domains=domains).build()
-    by_domain = {"wiki": held_out(texts / "wiki", texts / "wiki"), "code": whole(texts / "code")}
-    assert measure_model(model, data) == pytest.approx(
-        naive(model, by_domain | {"books": whole(texts / "books")}), rel=1e-5
-    )
-
-
-def test_prepared_domains_are_measured_on_their_evaluation_text(texts, tmp_path, model):
-    for name in LINES:
-        prepare(TextSource(str(texts / name)), tmp_path / name, "bytes", Options(held_out=SHARE))
-    domains = {name: str(tmp_path / name) for name in LINES}
-    weights = {domains["wiki"]: 2.0, domains["code"]: 1.0}
-    data = PreparedSettings(source=weights, context=CONTEXT, held_out_bytes=None, held_out_domains=domains).build()
-    by_domain = {name: held_out(texts / name, texts / name) for name in LINES}
-    assert measure_model(model, data) == pytest.approx(naive(model, by_domain), rel=1e-5)
-
-
-def test_the_order_in_which_domains_are_written_changes_no_bit(texts, model):
+def test_the_order_in_which_domains_are_written_changes_no_bit(prepared, model):
     """A recipe's digest does not tell of it."""
-    domains = [(f"{name} {n}", str(texts / name / f"*{n}.txt")) for name in LINES for n in (1, 7)]
-    one, other = (make(texts, held_out=0.6, held_out_domains=dict(given)).build() for given in (domains, domains[::-1]))
-    assert one.description == other.description
-    both = [data.evaluate(lambda batch: model(**batch).logits.detach()) for data in (one, other)]
-    assert both[0] == both[1]
+    data = [prepared(names).build() for names in (list(LINES), list(LINES)[::-1])]
+    assert data[0].description == data[1].description
+    results = [each.evaluate(lambda batch: model(**batch).logits.detach()) for each in data]
+    assert results[0] == results[1]
 
 
-def test_the_budget_is_of_each_domain(texts):
-    domains = {name: str(texts / name) for name in ("code", "books")}
-    sizes = make(texts / "wiki", held_out_domains=domains, held_out_bytes=2000).build().description["held_out_domains"]
-    assert all(1900 < size["bytes"] <= 2000 for size in sizes.values())
-    assert [size["documents"] for size in sizes.values()] == [30, 30]
-
-
-@pytest.mark.parametrize("few", ["trained on", "measured"])
-def test_no_text_that_is_trained_on_is_measured(tmp_path, few):
-    """A corpus of few files is cut into pieces and one of many is not, though they share files."""
-    for i in range(25):
-        (tmp_path / f"{i:02}.txt").write_text("".join(f"line {j} of file {i}\n" for j in range(2000 if i < 5 else 9)))
-    large = str(tmp_path / "0[0-4].txt")
-    source, domain = (large, str(tmp_path)) if few == "trained on" else (str(tmp_path), large)
-    data = make(source, held_out=0.5, held_out_domains={"a": domain}).build()
-    stream = data.train.streams[0]
-    trained = bytes(token for token in stream.read(0, stream.tokens).tolist() if token < 256)
-    measured = [bytes(one.ids[1:].tolist()) for one in data.held_out]
-    assert len(measured) > 3
-    lines = [line for text in measured for line in text.splitlines(keepends=True)]
-    assert not [line for line in lines if line in trained]
+def test_the_budget_is_of_each_domain(prepared):
+    sizes = prepared(("code", "books"), held_out_bytes=500).build().description["held_out_domains"]
+    assert all(450 < size["bytes"] <= 500 for size in sizes.values())
 
 
 @pytest.mark.parametrize(
@@ -154,7 +117,7 @@ def test_no_text_that_is_trained_on_is_measured(tmp_path, few):
         ({"held_out_domains": {"": "x"}}, "not a plain name"),
         ({"held_out_domains": {"a\nb": "x"}}, "not a plain name"),
         ({"held_out_domains": {"x" * 300: "x"}}, "not a plain name"),
-        ({"held_out_domains": {"a": "x", "b": "./x/"}}, "'a' and 'b' are the same source"),
+        ({"held_out_domains": {"a": "x", "b": "./x/"}}, "'a' and 'b' are the same folder"),
         ({"held_out_domains": {"a": 3}}, r"data\.held_out_domains\.a: .*string"),
         ({"held_out_domains": ["a"]}, r"data\.held_out_domains: .*dict"),
         ({"metric": "loss/a"}, "no metric 'loss/a'; "),
@@ -162,10 +125,9 @@ def test_no_text_that_is_trained_on_is_measured(tmp_path, few):
         ({"held_out_domains": {"wiki": "x"}, "metric": "accuracy"}, "no metric 'accuracy'"),
     ],
 )
-@pytest.mark.parametrize("kind", ["text", "prepared"])
-def test_settings_that_cannot_be_meant_get_one_sentence(kind, settings, message):
+def test_settings_that_cannot_be_meant_get_one_sentence(settings, message):
     with pytest.raises(HeadwaterError, match=message) as error:
-        parse({"data": {"kind": kind, "source": "x"} | settings}, "test")
+        parse({"data": {"kind": "prepared", "source": "x"} | settings}, "test")
     assert "\n" not in str(error.value)
 
 
@@ -175,27 +137,19 @@ def test_domains_that_cannot_be_measured_get_one_sentence(texts, tmp_path):
             data.build()
         assert "\n" not in str(error.value)
 
-    (tmp_path / "short.txt").write_text("tiny")
-    refused(
-        "'a' has 4 held-out tokens, fewer than one row",
-        make(texts, held_out_domains={"a": str(tmp_path / "short.txt")}),
-    )
-    refused("no file or folder", make(texts, held_out_domains={"a": str(tmp_path / "nowhere")}))
-    kept = next(held_out(texts, texts))
-    trained = next(text for text in whole(texts) if text not in held_out(texts, texts))
-    (tmp_path / "a.txt").write_text(trained)
-    refused("'a' is empty: all text of", make(texts, held_out_domains={"a": str(tmp_path / "a.txt")}))
-    (tmp_path / "a.txt").write_text(kept)
-    assert make(texts, held_out_domains={"a": str(tmp_path / "a.txt")}).build().held_out
     prepare(TextSource(str(texts)), tmp_path / "less", "bytes", Options(held_out=0.1))
     prepare(TextSource(str(texts)), tmp_path / "more", "bytes", Options(held_out=0.5))
 
-    def prepared(source, domain):
-        return PreparedSettings(source=str(source), context=CONTEXT, held_out_domains={"a": str(domain)})
+    def settings(source, domain, **fields):
+        return PreparedSettings(source=str(source), context=CONTEXT, held_out_domains={"a": str(domain)}, **fields)
 
-    refused("'a' is the corpus of .*held-out share", prepared(tmp_path / "less", tmp_path / "more"))
-    assert prepared(tmp_path / "more", tmp_path / "less").build().held_out
-    refused("There is no folder", prepared(tmp_path / "less", tmp_path / "nowhere"))
+    refused(
+        "'a' has 7 held-out tokens, fewer than one row",
+        settings(tmp_path / "less", tmp_path / "less", held_out_bytes=9),
+    )
+    refused("'a' is the corpus of .*held-out share", settings(tmp_path / "less", tmp_path / "more"))
+    assert settings(tmp_path / "more", tmp_path / "less").build().held_out
+    refused("There is no folder", settings(tmp_path / "less", tmp_path / "nowhere"))
 
 
 COMPARED = {
@@ -212,8 +166,8 @@ COMPARED = {
 
 
 @pytest.mark.slow
-def test_a_domain_decides_a_comparison_and_all_are_reported(texts, tmp_path, run):
-    data = make(texts, held_out_domains={n: str(texts / n) for n in LINES}, metric="loss/code").model_dump(mode="json")
+def test_a_domain_decides_a_comparison_and_all_are_reported(prepared, tmp_path, run):
+    data = prepared(metric="loss/code").model_dump(mode="json")
     runs = tmp_path / "runs"
     records = {}
     for trial in list_trials(parse(COMPARED | {"data": data}, "test"), runs):
@@ -233,9 +187,9 @@ def test_a_domain_decides_a_comparison_and_all_are_reported(texts, tmp_path, run
     assert "loss/code" in run("runs", runs)[1]
 
 
-def test_arms_and_stages_are_measured_alike(texts):
-    data = make(texts, held_out_domains={"a": str(texts / "wiki")}).model_dump(mode="json")
-    for other in ({"metric": "loss"}, {"held_out_domains": {"b": str(texts / "code")}}, {"held_out_domains": None}):
+def test_arms_and_stages_are_measured_alike(prepared):
+    data = prepared().model_dump(mode="json")
+    for other in ({"metric": "loss"}, {"held_out_domains": {"b": "data/code"}}, {"held_out_domains": None}):
         compare = COMPARED["compare"] | {"arms": {"base": {}, "other": {"data": other}}}
         with pytest.raises(HeadwaterError, match="one metric over the same domains"):
             parse(COMPARED | {"data": data, "compare": compare}, "test")
@@ -244,11 +198,10 @@ def test_arms_and_stages_are_measured_alike(texts):
             parse(staged, "test")
 
 
-def test_train_says_what_each_domain_has(texts, tmp_path, run):
+def test_train_says_what_each_domain_has(prepared, tmp_path, run):
     recipe = tmp_path / "recipe.yaml"
-    domains = ", ".join(f"{name}: {texts / name}" for name in LINES)
     recipe.write_text(
-        f"data: {{kind: text, source: {texts}, context: 16, metric: loss, held_out_domains: {{{domains}}}}}\n"
+        f"data: {json.dumps(prepared(metric='loss').model_dump(mode='json'))}\n"
         "model: {hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1}\n"
         "training: {steps: 2, batch_size: 2, threads: 1}\nreporting: {tensorboard: false}\n"
     )

@@ -114,7 +114,7 @@ def reference(source: str, tokenizer: str, held_out: float = 0.2) -> dict[str, l
     splits: dict[str, list] = {"train": [], "held_out": []}
     for document in read_corpus(source).documents:
         ids = loaded(document.text, add_special_tokens=False, split_special_tokens=True).input_ids
-        name = "held_out" if document.fraction() < held_out else "train"
+        name = "held_out" if document.hash_fraction() < held_out else "train"
         splits[name].append((document, [loaded.eos_token_id, *ids]))
     return splits
 
@@ -421,18 +421,18 @@ def test_what_is_left_out_is_counted_and_named(folder, tmp_path):
 
 def test_evaluation_text_is_the_held_out_documents_of_smallest_hash(folder, tmp_path):
     held_out = [document for document, _ in reference(str(folder), "bytes")["held_out"]]
-    held_out.sort(key=Document.fraction)
+    held_out.sort(key=Document.hash_fraction)
     sizes = np.cumsum([len(document.text.encode()) for document in held_out])
     for count, limit in [(len(held_out), 10**7), (3, int(sizes[2])), (2, int(sizes[2]) - 1)]:
         out = tmp_path / str(limit)
         make(folder, out, evaluation_bytes=limit, batch_bytes=200)
         prepared = open_prepared(out)
         expected = sorted(held_out[:count], key=lambda document: document.id)
-        assert [(d.id, d.text) for d in prepared.evaluation()] == [(d.id, d.text) for d in expected]
+        assert [(d.id, d.text) for d in prepared.read_evaluation()] == [(d.id, d.text) for d in expected]
         facts = prepared.manifest.evaluation
         assert (facts.documents, facts.bytes) == (count, int(sizes[count - 1]))
     make(folder, tmp_path / "tiny", evaluation_bytes=7)
-    (only,) = open_prepared(tmp_path / "tiny").evaluation()
+    (only,) = open_prepared(tmp_path / "tiny").read_evaluation()
     assert held_out[0].text.startswith(only.text)
     assert 4 <= len(only.text.encode()) <= 7
 
@@ -483,7 +483,7 @@ def test_wikitext_rows_are_joined_to_articles(tmp_path):
     Dataset.from_list(rows).to_parquet(tmp_path / "local.parquet")
     source = TextSource(str(tmp_path / "local.parquet"), begins=r"^ = [^=]+(=[^=]+)* = $")
     assert [document.text for document in Stream(source)] == articles
-    with pytest.raises(HeadwaterError, match=r"--begins '\(' is no regular expression: missing \)"):
+    with pytest.raises(HeadwaterError, match=r"--begins '\(' is not a valid regular expression: missing \)"):
         Stream(TextSource(str(tmp_path / "local.parquet"), begins="("))
 
 
@@ -564,7 +564,7 @@ def test_a_long_document_has_the_tokens_of_the_whole(tmp_path, bpe, monkeypatch)
     for name, documents in reference(str(path), bpe).items():
         split = getattr(prepared, name)
         assert split.read(0, split.tokens).tolist() == [token for _, ids in documents for token in ids]
-    (only,) = prepared.evaluation()
+    (only,) = prepared.read_evaluation()
     assert 1490 < len(only.text.encode()) <= 1500
 
 
@@ -633,7 +633,7 @@ def test_damaged_folders_are_named(folder, tmp_path, run):
     with pytest.raises(HeadwaterError, match=r"train-00001\.tokens' is missing"):
         open_prepared(out)
     write_sealed(out / MANIFEST, {})
-    with pytest.raises(HeadwaterError, match="is not a file of format 2"):
+    with pytest.raises(HeadwaterError, match="does not match format 2"):
         open_prepared(out)
     with pytest.raises(HeadwaterError, match=r"has no manifest\.json; make it with"):
         open_prepared(folder)
@@ -692,7 +692,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name, folder, tmp_path,
     (tmp_path / "out" / name).unlink()
     os.mkfifo(tmp_path / "out" / name)
     with pytest.raises(HeadwaterError, match=name):
-        open_prepared(tmp_path / "out").evaluation()
+        open_prepared(tmp_path / "out").read_evaluation()
 
 
 def test_a_vocabulary_with_holes_is_as_large_as_its_largest_id(folder, tmp_path):
@@ -807,7 +807,7 @@ def test_one_document_is_moved_only_if_a_side_would_be_empty(tmp_path):
     rows = "".join(json.dumps({"text": text}) + "\n" for text in texts(60))
     (tmp_path / "a.jsonl").write_text(rows)
     documents = read_corpus(str(tmp_path / "a.jsonl")).documents
-    fractions = sorted(document.fraction() for document in documents)
+    fractions = sorted(document.hash_fraction() for document in documents)
     for share, held_out in ((fractions[0] / 2, 1), (fractions[3], 3), ((1 + fractions[-1]) / 2, 59)):
         make(tmp_path / "a.jsonl", tmp_path / str(held_out), held_out=share)
         assert open_prepared(tmp_path / str(held_out)).held_out.documents == held_out

@@ -42,14 +42,14 @@ def first(iterator, count):
 def test_a_row_holds_its_part_of_the_stream_and_the_next_token_as_label(layout):
     made = rows(layout)
     stream = np.concatenate(documents(60))
-    batch = made.batch([(0, row) for row in range(made.counts[0])])
+    batch = made.make_batch([(0, row) for row in range(made.counts[0])])
     assert torch.equal(batch["input_ids"].flatten(), torch.from_numpy(stream[: made.counts[0] * 16]).long())
     assert torch.equal(batch["shift_labels"].flatten(), torch.from_numpy(stream[1 : made.counts[0] * 16 + 1]).long())
 
 
 def test_packed_positions_restart_and_contiguous_rows_say_where():
     chosen = [(0, row) for row in range(10)]
-    packed, contiguous = rows("packed").batch(chosen), rows("contiguous").batch(chosen)
+    packed, contiguous = rows("packed").make_batch(chosen), rows("contiguous").make_batch(chosen)
     starts = packed["input_ids"] == SEPARATOR
     assert torch.equal(contiguous["document_starts"], starts)
     assert "position_ids" not in contiguous
@@ -63,7 +63,7 @@ def test_packed_positions_restart_and_contiguous_rows_say_where():
 def test_a_separator_inside_a_document_is_no_border():
     """Borders are known from the documents, not guessed from tokens."""
     array = token_array([np.array([SEPARATOR, 1, SEPARATOR, 2, 3]), np.array([SEPARATOR, 4, 5, 6])])
-    batch = Rows([array], [1.0], 8, "contiguous").batch([(0, 0)])
+    batch = Rows([array], [1.0], 8, "contiguous").make_batch([(0, 0)])
     assert batch["document_starts"].tolist() == [[True, False, False, False, False, True, False, False]]
 
 
@@ -81,15 +81,15 @@ def test_processes_share_the_rows_of_one_process(streams, world):
 @pytest.mark.parametrize("streams", [1, 3])
 def test_the_order_goes_on_from_anywhere(streams):
     made = rows(streams=streams, weights=[0.5, 0.3, 0.2][:streams])
-    whole = first(made.order(3, 0), BLOCK + 500)
+    whole = first(made.order_rows(3, 0), BLOCK + 500)
     for start in (0, 1, 777, BLOCK - 1, BLOCK, BLOCK + 99):
-        assert first(made.order(3, start), 300) == whole[start : start + 300]
-    assert first(made.order(4, 0), 100) != whole[:100]
+        assert first(made.order_rows(3, start), 300) == whole[start : start + 300]
+    assert first(made.order_rows(4, 0), 100) != whole[:100]
 
 
 def test_a_mixture_keeps_its_weights_and_uses_up_each_stream_before_it_repeats():
     made = rows(streams=3, weights=[5.0, 3.0, 2.0])
-    drawn = first(made.order(0, 0), 30_000)
+    drawn = first(made.order_rows(0, 0), 30_000)
     share = np.bincount([stream for stream, _ in drawn]) / len(drawn)
     assert share == pytest.approx([0.5, 0.3, 0.2], abs=4 * 0.5 / 30_000**0.5)
     for stream, count in enumerate(made.counts):
@@ -101,7 +101,7 @@ def test_a_mixture_keeps_its_weights_and_uses_up_each_stream_before_it_repeats()
 
 def test_streams_of_a_mixture_have_orders_of_their_own():
     same = [token_array(documents(60)) for _ in range(2)]
-    drawn = first(Rows(same, [1.0, 1.0], 16, "packed").order(0, 0), 200)
+    drawn = first(Rows(same, [1.0, 1.0], 16, "packed").order_rows(0, 0), 200)
     a, b = ([row for s, row in drawn if s == stream] for stream in (0, 1))
     assert a[:20] != b[:20]
 

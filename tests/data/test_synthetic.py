@@ -52,7 +52,7 @@ def make(**settings):
 
 
 def guess_at(data):
-    return data.evaluate(data.guess).metrics["accuracy"]
+    return data.evaluate(data.guess_logits).metrics["accuracy"]
 
 
 def table_of(data):
@@ -150,8 +150,8 @@ def test_the_same_problem_with_its_statements_in_another_order_counts_as_held_ou
     other = stated | {next(q for q, value in stated.items() if isinstance(value, int)): 22}
     batch = data.rows_of([(shuffled, asked), (other, asked)])
     assert not torch.equal(batch["input_ids"][0], data.held_out()["input_ids"][0, : batch["input_ids"].shape[1]])
-    assert torch.isin(data.prints(batch), data.held_out_prints).tolist()[0]
-    assert len(set(data.prints(batch).tolist())) == 2
+    assert torch.isin(data.fingerprint_rows(batch), data.held_out_fingerprints).tolist()[0]
+    assert len(set(data.fingerprint_rows(batch).tolist())) == 2
 
 
 def test_a_task_with_nothing_left_to_train_on_is_one_sentence():
@@ -307,7 +307,7 @@ def test_hop_is_measured_for_each_k():
     def one_hop(batch):
         """Answers k = 1 whatever is asked."""
         symbols = batch["input_ids"][:, 1:]
-        places = torch.cat([torch.full((len(symbols), 1), 4), symbols], dim=1).gather(1, data.find(symbols))
+        places = torch.cat([torch.full((len(symbols), 1), 4), symbols], dim=1).gather(1, data.find_previous(symbols))
         return torch.nn.functional.one_hot(places, data.vocab_size).float()
 
     metrics = data.evaluate(one_hop).metrics

@@ -33,7 +33,7 @@ from headwater_lab.papers.table import reads_models as looks_into_models
 from headwater_lab.papers.work import prepare_work as prepare_table
 from headwater_lab.recipe.recipe_files import load_recipe as read_recipe_file
 from headwater_lab.recipe.recipe_files import shipped_recipes
-from headwater_lab.reports import read_comparisons, result_cells, result_columns
+from headwater_lab.reports import read_comparisons, result_rows
 from headwater_lab.training.records import write_record
 
 # Of the installed package and of the command line, for processes of their own and for those that may not import them.
@@ -120,9 +120,8 @@ def arms_of(comparison: Any) -> dict[str, Any]:
 def compared(recipe: dict[str, Any], folder: str) -> dict[str, Any]:
     """What is said of a recipe's comparison, and its records."""
     (comparison,) = compare_arms(recipe, folder).comparisons
-    names = ["arm", *result_columns(comparison)[1:]]
-    rows = [dict(zip(names, result_cells(summary, comparison), strict=True)) for summary in comparison.summaries]
-    table = [{name: cell for name, cell in row.items() if not name.endswith("/s")} for row in rows]
+    rows = result_rows(comparison)
+    table = [{name or "arm": cell for name, cell in row.items() if not name.endswith("/s")} for row in rows]
     records = {f"{record.experiment.arm}, {record.seed}": figures_of(record) for record in comparison.records}
     return {"arms": arms_of(comparison), "table": table, "records": records}
 

@@ -35,7 +35,7 @@ def hand(mechanisms=None, width=LENGTH, layers=1, **changes):
 
 
 def of(ids, **more):
-    return Sample({"input_ids": ids, **more})
+    return Sample({"input_ids": ids, **more}, ids.shape[1])
 
 
 def attend_back(model, back, layer=0):
@@ -52,8 +52,6 @@ def test_uniform_attention():
     assert found.entropy[0] == pytest.approx([sum(map(math.log, seen)) / LENGTH])
     assert found.normalized_entropy[0] == pytest.approx([1.0])
     assert found.first_token[0] == pytest.approx([sum(1 / t for t in seen) / LENGTH])
-    assert found.largest[0] == found.first_token[0]
-    assert found.largest_at[0] == [0]
     assert found.previous_token[0] == pytest.approx([sum(1 / t for t in seen if t > 1) / (LENGTH - 1)])
     assert found.previous_token_effective == found.previous_token
 
@@ -252,9 +250,6 @@ def test_every_figure_as_loops(layout):
                 (found.previous_token_effective, read_back),
             ]:
                 assert figure[layer][head] == pytest.approx(sum(values) / len(values))
-            slots = [weights[layer][:, head, :, s].sum().item() / 40 for s in range(10)]
-            assert found.largest[layer][head] == pytest.approx(max(slots))
-            assert found.largest_at[layer][head] == slots.index(max(slots))
 
 
 def test_use_as_loops():

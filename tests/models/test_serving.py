@@ -1,4 +1,4 @@
-"""transformers' own server answers over HTTP, and says what `generate` says."""
+"""The server, and transformers' own, answer over HTTP, and say what `generate` says."""
 
 import json
 import os
@@ -36,7 +36,7 @@ PROMPTS = ["Hello", "A river rises at its headwater, ", "wörld 水 🌊", "0"]
 LENGTH = 24
 CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
 # The server knows classes only as attributes of transformers (cli/serving/model_manager.py, `_load_model`), also with
-# --trust-remote-code, and model types only as registered. `headwater serve` sees to both; transformers' own command
+# --trust-remote-code, and model types only as registered. transformers' own command
 # serves a checkpoint with its code once the config says AutoModelForCausalLM (`exported` below).
 FREE_PORT = ["--device", "cpu", "--port", "0"]  # any; the log names it
 TRANSFORMERS = [sys.executable, "-m", "transformers.cli.transformers"]
@@ -367,7 +367,6 @@ def test_a_body_that_is_no_request_is_refused(served, path):
 
 
 def test_routes_that_are_not_offered(served):
-    """Among them transformers' own, through which a client could load any model and unload this one."""
     for path in ("../load_model", "../reset", "audio/transcriptions", "systemone", "nothing"):
         assert "is not offered" in refused(served.server, path, 404, model=served.name)
 
@@ -422,11 +421,10 @@ def test_a_client_that_leaves_frees_the_server(served, stream):
 
 def test_a_model_without_a_chat_template_says_so(tmp_path):
     from headwater_lab.serving.requests import RequestError
-    from headwater_lab.serving.server import Chats
+    from headwater_lab.serving.server import encode_chat
 
-    handler = Chats.__new__(Chats)
     with pytest.raises(RequestError, match=r"messages: .*no chat template"):
-        handler._check_template(CHATS, byte_tokenizer())
+        encode_chat(byte_tokenizer(), CHATS)
 
 
 def test_headwater_serve_refuses_before_it_starts(run, tmp_path):
@@ -436,7 +434,8 @@ def test_headwater_serve_refuses_before_it_starts(run, tmp_path):
     with_tokenizer(tmp_path / "plain")
     code, _, err = run("serve", tmp_path / "plain", "--continuous-batching")
     assert code == 2
-    assert err.startswith("headwater: --continuous-batching is not offered here; use --engine vllm")
+    assert err.startswith("headwater: There is no option --continuous-batching with --engine transformers")
+    assert "--dtype no is no dtype" in run("serve", tmp_path / "plain", "--dtype", "no")[2]
 
 
 @pytest.mark.slow  # `test_paged.py` has continuous batching without a server

@@ -349,7 +349,7 @@ def test_a_compiled_model_sees_evaluation_in_one_shape(recipe, tmp_path, monkeyp
     texts.mkdir()
     for number in range(20):
         (texts / f"{number}.txt").write_text(f"Text {number} says {number * number}. " * 60)
-    data = {"context": 512, "held_out_domains": {"other": str(texts)}, "held_out_bytes": 25_000}
+    data = {"source": str(texts), "context": 512, "held_out": 0.9}
     found = {}
     for compiled in (False, True):
         monkeypatch.setattr(loop, "is_compiled", lambda model, compiled=compiled: compiled)

@@ -30,7 +30,6 @@ def recipe(folder, strategy="auto", **changes):
             "kind": "text",
             "source": str(folder / "corpus"),
             "context": 32,
-            "held_out_domains": {"own": str(folder / "corpus"), "other": str(folder / "other")},
         },
         "model": {
             "hidden_size": 16,
@@ -104,9 +103,6 @@ def trained(tmp_path_factory):
     (folder / "corpus").mkdir()
     for i in range(15):
         (folder / "corpus" / f"{i}.txt").write_text(f"Document {i} says {i * i} and {'na' * (i % 5)}. " * 6)
-    (folder / "other").mkdir()
-    for i in range(7):
-        (folder / "other" / f"{i}.txt").write_text(f"Something else, {i} times: {'ha' * i}! " * (i + 1))
     train(parse(recipe(folder), "test"), folder / "one")
     jobs = []
     jobs += [{"recipe": recipe(folder, kind), "out": str(folder / kind)} for kind in KINDS]
@@ -181,7 +177,6 @@ def test_two_processes_train_as_one(trained, kind):
     assert curve(trained / kind) == pytest.approx(curve(trained / "one"), rel=1e-5)
     norms = [[point.gradient_norm for point in record.curve] for record in (one, two)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
-    assert {"loss/own", "loss/other"} < set(two.held_out[-1].metrics)
     assert two.held_out[-1].metrics == pytest.approx(one.held_out[-1].metrics, rel=1e-5)
     assert (two.tokens, two.data_order, two.environment.world_size) == (one.tokens, one.data_order, 2)
     a, b = (load_model(list_checkpoints(trained / run)[-1]).state_dict() for run in ("one", kind))

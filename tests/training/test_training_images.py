@@ -213,7 +213,7 @@ def test_a_broken_image_stops_the_run_with_what_was_done_saved(make, tmp_path):
     recipe = parse(values, "test")
     order = recipe.data.build()
     # One that the second epoch begins with, so that some steps are done.
-    row = next(iter(order.order(0, 40)))[1]
+    row = next(iter(order.order_images(0, 40)))[1]
     broken = folder / order.train.name(row)
     content = broken.read_bytes()
     broken.write_bytes(content[:40])

@@ -19,7 +19,7 @@ from headwater.util.layout import is_ours
 MODULES = {
     "vision": ("torchvision", "PIL", "sklearn", "matplotlib", "rendercv_fonts"),
     "train": ("lightning_fabric", "datasets", "pandas", "pyarrow", "tensorboard", "filelock"),
-    "report": ("scipy", "matplotlib", "plotly", "jinja2"),
+    "report": ("scipy", "matplotlib", "jinja2"),
     "evaluate": ("lm_eval",),
     "wandb": ("wandb",),
     "titan": ("torchtitan",),

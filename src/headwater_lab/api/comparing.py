@@ -25,8 +25,7 @@ from headwater_lab.recipe.unread import find_overruled
 from headwater_lab.reports import (
     Comparison,
     read_comparisons,
-    result_cells,
-    result_columns,
+    result_rows,
     write_report,
 )
 from headwater_lab.util.output_folder import occupy_folder
@@ -49,10 +48,9 @@ class Compared(Result):
     def table(self) -> list[dict[str, Any]]:
         """Return a row per arm (and size), as text, with the columns of the report's table."""
         return [
-            _size_of(comparison)
-            | dict(zip(["arm", *result_columns(comparison)[1:]], result_cells(summary, comparison), strict=True))
+            _size_of(comparison) | {name or "arm": cell for name, cell in row.items()}
             for comparison in self.comparisons
-            for summary in comparison.summaries
+            for row in result_rows(comparison)
         ]
 
     def _list_numbers(self) -> list[dict[str, Any]]:

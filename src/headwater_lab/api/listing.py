@@ -65,9 +65,9 @@ def describe_tasks() -> Sequence[dict[str, Any]]:
             {
                 "name": settings.kind,
                 "settings": settings.model_dump(mode="json", exclude={"kind", "held_out"}),
-                "row": task.readable(task.held_out(), 0),
+                "row": task.write_row(task.held_out(), 0),
                 "metric": task.metric,
-                "guess": task.evaluate(task.guess).metrics[task.metric],
+                "guess": task.evaluate(task.guess_logits).metrics[task.metric],
             }
         )
     return rows

@@ -110,7 +110,7 @@ def train_tokenizer(
     max_bytes: Bytes of text to train on, from the beginning of the source.
     """
     from headwater.util.files import stage_folder
-    from headwater_lab.data.chat import contents
+    from headwater_lab.data.chat import read_contents
     from headwater_lab.data.reading import check_name
     from headwater_lab.data.stream import Stream, TextSource
     from headwater_lab.data.tokenizer import train_tokenizer as learn_tokens
@@ -124,7 +124,7 @@ def train_tokenizer(
             def texts():
                 nonlocal documents, size
                 for document in Stream(TextSource(source, text_column, config, split, separator, begins)):
-                    yield contents(document.text) if document.is_chat else document.text
+                    yield read_contents(document.text) if document.is_chat else document.text
                     documents, size = documents + 1, size + len(document.data)
                     _show_progress(report, begun, documents, size)
                     if size >= max_bytes:

@@ -50,7 +50,7 @@ def evaluate_models(
     seed: Seed for choosing few-shot examples and for sampling.
     out: Also write all results to this JSON file.
     """
-    extras.check_extra("evaluate" if tasks else "report", spared=("matplotlib", "plotly", "jinja2"))
+    extras.check_extra("evaluate" if tasks else "report", spared=("matplotlib", "jinja2"))
     from headwater_lab import evaluation
     from headwater_lab.util import outputs
 

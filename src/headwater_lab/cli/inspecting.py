@@ -18,19 +18,15 @@ def inspect_models(
     checkpoints: Sequence[Path],
     *,
     text: Path | None = None,
-    image: Sequence[Path] = (),
     rows: Annotated[int, Values(max=2**16)] | None = None,
     context: int | None = None,
     scalars: bool = False,
     out: FolderPath | None = None,
 ) -> None:
-    """Look inside trained models, side by side: scalars, attention, induction, skip heads, parameter tokens.
-
-    Models of images show attention over the patches.
+    """Look inside trained models, side by side: scalars, attention, induction, skip heads.
 
     checkpoints: Checkpoints' folders, or runs' (their newest); several are shown side by side.
-    text: Text to read; default: the model's training data.
-    image: Image to read, for an image model; default: held-out images of its training data. Repeat it for several.
+    text: Text to read; default: the model's training data, of which image models read held-out images.
     rows: Rows to read from the text, default 16; or how many held-out images, default 64.
     context: Tokens per row; default: the data's, or at most 256 for a text.
     scalars: Read no text and no images; show only the learned scalars.
@@ -49,9 +45,7 @@ def inspect_models(
         trained = open_trained(path)
         name = path.resolve().name
         name = name if name not in [model.name for model in inspections] else f"{name} ({len(inspections) + 1})"
-        inspections.append(
-            inspect_model(trained, name, text, images=image, rows=rows, context=context, scalars_only=scalars)
-        )
+        inspections.append(inspect_model(trained, name, text, rows=rows, context=context, scalars_only=scalars))
     check_alike(inspections)
     for table in build_tables(inspections):
         stdout.print(table)

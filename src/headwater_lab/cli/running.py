@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -118,46 +117,53 @@ def _check_sampling(temperature: float, stop: Sequence[str]) -> None:
 @command(
     USE, "serve runs/mine --port 8000", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
-def serve_model(checkpoint: CheckpointPath, *, engine: Literal["transformers", "vllm"] = "transformers") -> None:
-    """Answer OpenAI-style requests over HTTP, through the server of transformers or vLLM, which receives all other
-    options.
+def serve_model(
+    checkpoint: CheckpointPath,
+    *,
+    engine: Literal["transformers", "vllm"] = "transformers",
+    host: str = "127.0.0.1",
+    port: Annotated[int, Values(min=0, max=65535)] = 8000,
+    device: DeviceName = "auto",
+    dtype: str = "auto",
+) -> None:
+    """Answer OpenAI-style requests over HTTP.
 
-    Requests use the model name given here. By default the server listens on this machine only; see --host.
+    Requests use the model name given here. With --engine vllm, vLLM's server receives all other options.
 
-    engine: Whose server: transformers', or vLLM with the smaller cache (docs/serving.md).
+    engine: What continues the texts: transformers' generate, or vLLM with the smaller cache (docs/serving.md).
+    host: The address to listen on; default: this machine only.
+    port: The port to listen on; 0 takes any that is free.
+    dtype: The dtype to compute in, such as bfloat16; auto: as in the checkpoint.
     """
     from importlib.util import find_spec
 
+    import torch
     from transformers.utils import is_serve_available
 
     from headwater.util.extras import MissingExtra
 
-    if engine == "transformers" and not is_serve_available():
-        raise MissingExtra("transformers' server", "serve")
-    if engine == "vllm" and find_spec("vllm") is None:
-        raise MissingExtra("vLLM", "vllm")
-    source = _find_text_checkpoint(checkpoint)
+    options = extra_arguments()
     if engine == "vllm":
+        if find_spec("vllm") is None:
+            raise MissingExtra("vLLM", "vllm")
+        refuse("with --engine vllm", "--device")
+        options += ["--host", host, "--port", str(port), *(["--dtype", dtype] if dtype != "auto" else [])]
         from headwater_lab.serving.vllm import serve_with_vllm
 
-        serve_with_vllm(str(checkpoint), source, extra_arguments())
+        serve_with_vllm(str(checkpoint), _find_text_checkpoint(checkpoint), options)
         return
-    if "--continuous-batching" in extra_arguments():
-        raise HeadwaterError(
-            "--continuous-batching is not offered here; use --engine vllm, or `transformers serve` with what "
-            "`headwater export --materialise` writes."
-        )
-    if "@" in str(source):
-        raise HeadwaterError(
-            f"The server reads the part after @ as a revision; serve {str(source)!r} from another path."
-        )
-    from transformers.cli.transformers import main as transformers_cli
+    if not is_serve_available():
+        raise MissingExtra("The server", "serve")
+    if options:
+        raise HeadwaterError(f"There is no option {options[0]} with --engine transformers; leave it out, or use vllm.")
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise HeadwaterError(f"--dtype {dtype} is no dtype of PyTorch; use auto, float32 or bfloat16.")
+    source = _find_text_checkpoint(checkpoint)
+    from headwater_lab.serving.server import serve_checkpoint
 
-    from headwater_lab.serving.server import install_checkpoint
-
-    install_checkpoint(str(checkpoint), source)
-    sys.argv = ["transformers", "serve", str(checkpoint), *extra_arguments()]
-    transformers_cli()
+    serve_checkpoint(
+        str(checkpoint), source, host, port, device_of(device), None if dtype == "auto" else getattr(torch, dtype)
+    )
 
 
 def _find_text_checkpoint(checkpoint: Path) -> Path:

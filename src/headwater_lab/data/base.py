@@ -18,22 +18,22 @@ from headwater_lab.util.settings import Settings
 # row, position_ids [B, T] that restart there or document_starts [B, T].
 # Of images: pixel_values [B, C, H, W], and labels, [B] or [B, classes].
 Batch = dict[str, Tensor]
-# What of a batch is no input of the model.
+# Fields of a batch that are not inputs of the model.
 LABELS = ("labels", "shift_labels")
 
 
 def main_input(batch: Batch) -> Tensor:
-    """Its tokens or pixels, one row after another."""
+    """The tokens or pixels of a batch, one row after another."""
     return batch["pixel_values"] if "pixel_values" in batch else batch["input_ids"]
 
 
 def units(batch: Batch) -> int:
-    """The number of its tokens or images."""
+    """Count the tokens or images of a batch."""
     return len(batch["pixel_values"]) if "pixel_values" in batch else batch["input_ids"].numel()
 
 
 def labels_of(batch: Batch) -> int:
-    """How many labels the loss is a mean over."""
+    """Count the labels that the loss is a mean over."""
     return len(batch["labels"]) if "pixel_values" in batch else int((batch["shift_labels"] != -100).sum())
 
 
@@ -59,7 +59,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class DataShape:
-    """What a model must fit: the number of tokens or classes, the tokens of a row, and the tokenizer."""
+    """The shape that a model must fit: the number of tokens or classes, the tokens of a row, and the tokenizer."""
 
     vocab_size: int
     context: int = 1
@@ -80,7 +80,7 @@ class Data(Protocol):
     description: dict[str, Any]
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
-        """An endless stream of batches, from row `start` of the order that `seed` determines.
+        """Yield batches without end, from row `start` of the order that `seed` determines.
 
         batch_size: rows of a batch over all processes; this one gets its share of them, in order.
         """
@@ -99,7 +99,7 @@ class Data(Protocol):
 
 
 class DataSettings(Settings):
-    """`data:` of a recipe. A subclass for a kind of data of headwater's own is marked with `register_kind`."""
+    """`data:` of a recipe. Mark a subclass for a new kind of data with `register_kind`."""
 
     kind: str
 
@@ -120,7 +120,7 @@ def register_kind(settings: type[K]) -> type[K]:
 
 
 def shuffle_rows(rows: int, seed: int, start: int, *key: str | int) -> Iterator[int]:
-    """An endless stream of row numbers: every epoch is a new permutation, a function of (seed, epoch, key)."""
+    """Yield row numbers without end: every epoch is a new permutation, a function of (seed, epoch, key)."""
     epoch, position = divmod(start, rows)
     while True:
         order = torch.randperm(rows, generator=generator("order", seed, epoch, *key))[position:]

@@ -22,20 +22,18 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from headwater.util.errors import HeadwaterError, first_line
-from headwater_lab.data.reading import TOOLS, WithTools
+from headwater_lab.data.reading import CONVERSATIONS
 from headwater_lab.data.tokenizer_files import TEXT_ENDS, TURN_ENDS
 from headwater_lab.util.deadline import SECONDS, within
 
 ASSISTANT = "assistant"
-# Columns whose text is a conversation if it is JSON.
-COLUMNS = ("messages", "conversations")
 # Speakers in `conversations`, whose messages have `from` and `value`.
 ROLES = {"human": "user", "gpt": ASSISTANT}
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 # Characters that encoding and templates are timed by.
 MEGABYTE = 10**6
-# The most characters that a template may write for one of a conversation's, beside a million.
+# How many characters a template may write for each of a conversation's, in addition to a million.
 MOST_ADDED = 100
 
 # transformers keeps the marks of one text at a time.
@@ -58,12 +56,11 @@ class Encoded:
 
 
 def content_of(value: Any, column: str, where: str, row: int) -> tuple[str, bool] | None:
-    """(the text of a row, or its conversation as JSON; whether it is one); None if there is nothing to train on.
+    """Return (a row's text, or its conversation in JSON; whether it is one); None if there is nothing to train on.
 
     Raises `HeadwaterError` for anything else.
     """
-    value, tools = value if isinstance(value, WithTools) else (value, None)
-    if column.rpartition(".")[2] in COLUMNS:
+    if column.rpartition(".")[2] in CONVERSATIONS:
         value = _parse_list(value)
     if value is None:
         return None
@@ -82,50 +79,15 @@ def content_of(value: Any, column: str, where: str, row: int) -> tuple[str, bool
     has_answer = any(message["role"] == ASSISTANT for message in messages)
     if not has_answer or any(message["content"] is None for message in messages):
         return None
-    return as_text(messages, _read_functions(tools, where, row)), True
+    return json.dumps(messages, ensure_ascii=False), True
 
 
 def _parse_list(value: Any) -> Any:
-    """The messages of a text that is a list in JSON; any other value as it is."""
+    """Parse a text that is a list in JSON; return any other value unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
-
-
-def as_text(messages: list[ChatMessage], tools: list[Any] | None = None) -> str:
-    """A conversation in JSON: its messages, or an object of messages and tools if it has tools."""
-    return json.dumps({"messages": messages, TOOLS: tools} if tools else messages, ensure_ascii=False)
-
-
-def as_fields(conversation: str) -> dict[str, Any]:
-    """The columns `messages` and, if it has any, `tools` of a conversation in JSON."""
-    value = json.loads(conversation)
-    return value if isinstance(value, dict) else {"messages": value}
-
-
-def _read_functions(tools: Any, where: str, row: int) -> list[Any] | None:
-    """The tools of a conversation: JSON objects, or such a list in JSON. Raises `HeadwaterError` for anything else."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise HeadwaterError(
-                f"Column {TOOLS!r} of {where!r} is no JSON in row {row}: {first_line(error)}; correct or remove it."
-            ) from None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise HeadwaterError(
-            f"Column {TOOLS!r} of {where!r} must be a list of JSON objects, which describe functions, in row {row}; "
-            "correct or remove it."
-        )
-    return _without_nulls(tools) or None
-
-
-def _without_nulls(value: Any) -> Any:
-    """The value without fields that are null: tables of columns give each object the fields of all."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _read_message(message: dict[Any, Any]) -> ChatMessage:
@@ -154,9 +116,9 @@ def _read_text_part(item: Any) -> str:
     raise ValueError(f"a message has a part of type {kind}, and only text is trained on")
 
 
-def contents(conversation: str) -> str:
-    """What is said in a conversation given as JSON, a line for each message."""
-    return "\n".join(message["content"] for message in as_fields(conversation)["messages"])
+def read_contents(conversation: str) -> str:
+    """The contents of a conversation in JSON, a line for each message."""
+    return "\n".join(message["content"] for message in json.loads(conversation))
 
 
 def copy_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
@@ -168,7 +130,7 @@ def copy_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 class ChatEncoder:
-    """Conversations -> token ids, as the chat template renders them, in any number of threads.
+    """An encoder from conversations to token ids, as the chat template renders them, in any number of threads.
 
     Raises `HeadwaterError` if the tokenizer has no template, or none that tells where answers begin.
     """
@@ -179,7 +141,7 @@ class ChatEncoder:
             raise HeadwaterError(
                 "The text holds conversations, and the tokenizer has no chat template to write them with; set "
                 "tokenizer.chat_template and save it to a folder with save_pretrained, or put a chat_template.jinja "
-                "beside its tokenizer.json."
+                "next to its tokenizer.json."
             )
         if not getattr(tokenizer, "is_fast", False):
             raise HeadwaterError(f"{type(tokenizer).__name__} has no tokenizer.json, which conversations need.")
@@ -197,46 +159,34 @@ class ChatEncoder:
 
     def __call__(self, conversation: str, where: str) -> Encoded:
         """The tokens of a conversation given as JSON. where: its name in errors."""
-        fields = as_fields(conversation)
-        messages, tools = fields["messages"], fields.get(TOOLS)
-        if tools and TOOLS not in self.template:
-            raise HeadwaterError(
-                f"{where!r} has {TOOLS}, and the chat template does not write them; use another template, or remove "
-                "that column."
-            )
-        text, marked = self.render(messages, where, tools, marks=bool(_MARKED.search(self.template)))
-        answers = marked or self.differences(messages, text, where, tools)
-        spans = [span for span in (self.with_end(text, *answer) for answer in answers) if span[0] < span[1]]
+        messages = json.loads(conversation)
+        text, marked = self.render_messages(messages, where, marks=bool(_MARKED.search(self.template)))
+        answers = marked or self.find_differences(messages, text, where)
+        spans = [span for span in (self.include_end(text, *answer) for answer in answers) if span[0] < span[1]]
         if not spans and any(message["role"] == ASSISTANT and message["content"] for message in messages):
             raise HeadwaterError(f"The chat template leaves out the answers of {where!r}; use another tokenizer.")
-        pieces = self.tokens(text, spans)
+        pieces = self.encode_stretches(text, spans)
         counts = np.concatenate([np.full(len(ids), is_answer) for ids, is_answer, _ in pieces])
         counts[:1] = False  # nothing of the conversation predicts its first token
         ids = np.concatenate([np.asarray(ids, dtype=self.dtype) for ids, _, _ in pieces])
         size = sum(len(text[start:end].encode()) for start, end in spans)
         return Encoded(ids, counts, size - sum(special for _, _, special in pieces))
 
-    def render(
-        self,
-        messages: list[ChatMessage],
-        where: str,
-        tools: list[Any] | None = None,
-        marks: bool = False,
-        prompt: bool = False,
+    def render_messages(
+        self, messages: list[ChatMessage], where: str, marks: bool = False, prompt: bool = False
     ) -> tuple[str, list[Span]]:
-        """(the text of messages, the answers that the template marks). prompt: with the beginning of an answer."""
+        """Return (the text of messages, the answers that the template marks). prompt: add the generation prompt."""
 
         def work() -> Any:
             return render_jinja_template(
                 [messages],
-                tools=tools,
                 chat_template=self.template,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
                 **self.tokenizer.special_tokens_map,
             )
 
-        size = len(str(messages)) + len(str(tools or ""))
+        size = len(str(messages))
         seconds = SECONDS * max(1.0, size / MEGABYTE)
         try:
             with _RENDERING:
@@ -255,25 +205,23 @@ class ChatEncoder:
             ) from error
         return texts[0], [(start, end) for start, end in spans[0]] if spans else []
 
-    def differences(
-        self, messages: list[ChatMessage], text: str, where: str, tools: list[Any] | None = None
-    ) -> Iterator[Span]:
-        """The answers in the text of a conversation, as what each adds to the messages before it."""
+    def find_differences(self, messages: list[ChatMessage], text: str, where: str) -> Iterator[Span]:
+        """Find the answers in the text of a conversation: what each adds to the messages before it."""
         for index, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
             try:
-                prompt, _ = self.render(messages[:index], where, tools, prompt=True)
-                prompted = prompt != self.render(messages[:index], where, tools)[0]
+                prompt, _ = self.render_messages(messages[:index], where, prompt=True)
+                prompted = prompt != self.render_messages(messages[:index], where)[0]
             except HeadwaterError:
                 if index:
                     raise
                 prompt, prompted = "", False  # many templates look at the first message
-            answered, _ = self.render(messages[: index + 1], where, tools)
+            answered, _ = self.render_messages(messages[: index + 1], where)
             if not (text.startswith(answered) and answered.startswith(prompt)):
                 raise HeadwaterError(
-                    f"The chat template writes the beginning of {where!r} otherwise than the whole, so that its "
-                    "answers cannot be told apart; mark them in the template with {% generation %} and "
+                    f"The chat template writes the beginning of {where!r} differently from the whole conversation, so "
+                    "its answers cannot be found; mark them in the template with {% generation %} and "
                     "{% endgeneration %}."
                 )
             start = len(prompt)
@@ -282,16 +230,16 @@ class ChatEncoder:
                 start = answer if answer > start and text[start:answer].strip() else start
             yield start, len(answered)
 
-    def with_end(self, text: str, start: int, stop: int) -> Span:
-        """An answer up to the token that ends it, without the white space of the template behind that."""
+    def include_end(self, text: str, start: int, stop: int) -> Span:
+        """Extend an answer to the token that ends it, but not to the template's white space behind that."""
         *_, end = (0, *(match.end() for match in self.marks.finditer(text, start, stop)))
         if end and not text[end:stop].strip():
             return start, end
         following = next((end for end in self.ends if text.startswith(end, stop)), "")
         return start, stop + len(following)
 
-    def tokens(self, text: str, spans: list[Span]) -> list[tuple[list[int], bool, int]]:
-        """(ids, whether they are of an answer, the bytes of its special tokens) of each stretch of a text.
+    def encode_stretches(self, text: str, spans: list[Span]) -> list[tuple[list[int], bool, int]]:
+        """Return (ids, whether they are of an answer, the bytes of its special tokens) for each stretch of a text.
 
         Where a token would reach over a border, the stretches are tokenized apart, as they are when a model answers.
         """

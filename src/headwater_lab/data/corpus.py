@@ -63,7 +63,7 @@ class Document:
         """The text in UTF-8."""
         return self.text.encode()
 
-    def fraction(self, purpose: str = "") -> float:
+    def hash_fraction(self, purpose: str = "") -> float:
         """A number in [0, 1) that depends only on the key (and its purpose)."""
         return int.from_bytes(hashlib.sha256((self.key + purpose).encode()).digest()[:8], "big") / 2**64
 
@@ -79,7 +79,7 @@ def check_column_is_read(column: str, sources: Iterable[str], option: str) -> No
 
 
 def kinds_in(source: str) -> set[str]:
-    """What a source has of tables, text files, and datasets on the hub, whose rows are tables."""
+    """List which a source has: tables, text files, datasets on the hub (whose rows are tables)."""
     if source in GENERATED:
         return {"text files"}
     if (local := local_files(source)) is None:
@@ -90,7 +90,7 @@ def kinds_in(source: str) -> set[str]:
 def no_text(source: str, skipped: list[str]) -> HeadwaterError:
     """The error for a source without documents. skipped: the names of its files that are not text."""
     tail = f": none of its {len(skipped)} files is UTF-8 text" if skipped else ", or only empty documents"
-    return HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
+    return HeadwaterError(f"There is no text in {source!r}{tail}; name a file or folder with text.")
 
 
 def too_short(source: str, content: str) -> HeadwaterError:
@@ -115,16 +115,16 @@ def _stdlib_files(root: Path) -> list[Path]:
     """The standard library's own sources: no installed packages, no tests, no generated tables."""
     unwanted = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"}
 
-    def wanted(file: Path) -> bool:
+    def is_wanted(file: Path) -> bool:
         names = file.relative_to(root).parts
         if unwanted.intersection(names) or file.name.startswith("_sysconfigdata"):
             return False
         return names[0] != "encodings" or b"gencodec" not in file.read_bytes()
 
-    return sorted(file for file in root.rglob("*.py") if file.is_file() and wanted(file))
+    return sorted(file for file in root.rglob("*.py") if file.is_file() and is_wanted(file))
 
 
-def topics() -> Iterator[Document]:
+def read_topics() -> Iterator[Document]:
     """The language reference that `help()` reads from, a document for each topic."""
     try:
         from pydoc_data.topics import topics
@@ -147,11 +147,11 @@ def read_docstrings() -> Iterator[Document]:
         if text:
             relative = name_in(file, root)
             yield Document(relative, text + "\n", key=relative)
-    yield from topics()
+    yield from read_topics()
 
 
 # Corpora that are made from Python itself.
-GENERATED = {TOPICS: topics, DOCS: read_docstrings}
+GENERATED = {TOPICS: read_topics, DOCS: read_docstrings}
 
 
 def local_files(source: str) -> tuple[Path, list[Path]] | None:
@@ -216,7 +216,7 @@ def _match_files(root: Path, pattern: tuple[str, ...]) -> list[Path]:
 
 
 def _fits_pattern(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """Whether the parts of a path match those of a pattern; hidden names must be matched explicitly."""
+    """Whether the parts of a path match the parts of a pattern; hidden names must be matched explicitly."""
     if not names or not pattern:
         return not names and not pattern
     head, *tail = pattern
@@ -228,7 +228,7 @@ def _fits_pattern(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
 
 
 def load_hub_rows(source: str, config: str | None = None, split: str | None = None, streaming: bool = False) -> Any:
-    """A dataset of the hub, "name" or "owner/name", either with ":split"; by default its split train."""
+    """Load a dataset of the hub, "name" or "owner/name", either with ":split"; by default its split train."""
     from datasets import load_dataset
 
     name, _, named_split = source.partition(":")
@@ -240,7 +240,7 @@ def load_hub_rows(source: str, config: str | None = None, split: str | None = No
 
 
 def cut_documents(documents: Iterable[Document]) -> list[Document]:
-    """The documents of a small corpus in pieces, so that some can be held out; shorter ones if it would be just one."""
+    """Cut the documents of a small corpus so that some can be held out; into shorter pieces if there were just one."""
     documents = list(documents)
     result = [piece for document in documents for piece in cut_document(document)]
     if len(result) == 1:
@@ -261,7 +261,7 @@ def cut_document(document: Document, size: int | None = None) -> Iterator[Docume
 
 
 def cut_text(contents: Iterable[str], size: int | None = None) -> Iterator[str]:
-    """The pieces of a text, which is read from `contents` as needed."""
+    """Cut a text, which is read from `contents` as needed, into pieces."""
     text = ""
     for content in itertools.chain(contents, [""]):
         text, start = text + content, 0
@@ -272,7 +272,7 @@ def cut_text(contents: Iterable[str], size: int | None = None) -> Iterator[str]:
 
 
 def piece_end(text: str, start: int, ended: bool, size: int | None) -> int:
-    """Where the piece that begins at `start` ends: after a line end, else a space, else at its longest.
+    """Find where the piece that begins at `start` ends: after a line end, else a space, else at its longest.
 
     ended: whether this is all of the text; if not, -1 if more of it is needed to decide.
     """

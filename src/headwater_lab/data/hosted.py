@@ -13,7 +13,7 @@ from huggingface_hub.file_download import repo_folder_name
 from headwater.models.load import read_text, reading
 from headwater.util.errors import HeadwaterError, shown
 
-# Where a dataset lists its files: in the head of its card, or in a file of its own.
+# Where a dataset lists its files: in the head of its card, or in a separate file.
 CARD, LIST = "README.md", ".huggingface.yaml"
 
 

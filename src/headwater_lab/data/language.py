@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, combinations, islice
-from os.path import normpath
+from itertools import chain, islice
 from typing import Any, Self
 
 import numpy as np
@@ -21,7 +20,6 @@ from headwater_lab.data.chat import Encoded
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.rows import RowLayout, Rows, Tokens
 from headwater_lab.data.tokenizer import Encoder, vocabulary_size
-from headwater_lab.util.names import is_file_name
 
 # Metrics of held-out text; for a domain, METRIC/NAME.
 METRICS = ("bits_per_byte", "loss")
@@ -37,32 +35,19 @@ class LanguageSettings(DataSettings):
     held_out_bytes: int | None = Field(default=1_000_000, ge=1)
     """Evaluate on at most about this many bytes (of each domain): an equal excerpt of each document, at a position set
     by its hash; null for all."""
-    held_out_domains: dict[str, str] | None = None
-    """Named domains to evaluate on, name -> source. Each is measured separately, and loss and bits per byte are their
-    plain means; null evaluates the held-out text of `source` as a whole."""
     metric: str = METRICS[0]
     """The deciding metric: bits_per_byte, loss, or one domain's, as loss/NAME."""
 
+    @property
+    def metrics(self) -> list[str]:
+        """The names of the metrics that can decide."""
+        return [*METRICS]
+
     @model_validator(mode="after")
-    def _measurable(self) -> Self:
-        domains = self.held_out_domains
-        if domains == {}:
-            raise ValueError("data.held_out_domains is empty; name domains with their sources, or leave it out")
-        for name in domains or ():
-            if not is_file_name(name):
-                raise ValueError(
-                    f"data.held_out_domains: {shown(name)} is not a plain name; use letters, digits, spaces, dots "
-                    f"and dashes, without a slash or a leading dot"
-                )
-        for (name_a, source), (name_b, same) in combinations((domains or {}).items(), 2):
-            if normpath(source) == normpath(same):
-                raise ValueError(
-                    f"data.held_out_domains: {name_a!r} and {name_b!r} are the same source, {shown(source)}; name it "
-                    "once"
-                )
-        metrics = [*METRICS, *(f"{metric}/{name}" for name in domains or () for metric in METRICS)]
-        if self.metric not in metrics:
-            raise ValueError(f"data.metric: there is no metric {shown(self.metric)}; {nearest(self.metric, metrics)}")
+    def _metric_exists(self) -> Self:
+        if self.metric not in self.metrics:
+            advice = nearest(self.metric, self.metrics)
+            raise ValueError(f"data.metric: there is no metric {shown(self.metric)}; {advice}")
         return self
 
 
@@ -70,7 +55,8 @@ class LanguageData:
     """See `headwater_lab.data.base.Data`. Raises `HeadwaterError` if a stream is too short for one row.
 
     streams: token streams by name, with their weights; each document starts with the tokenizer's separator.
-    held_out: documents to evaluate on, by the name of their stream or of the domain in the settings.
+    held_out: documents to evaluate on, by the name of their stream, or of their domain.
+    domains: whether these are domains, each of which is measured by itself; the overall result is their plain mean.
     """
 
     lower_is_better = True
@@ -82,10 +68,9 @@ class LanguageData:
         held_out: Mapping[str, Sequence[Document]],
         tokenizer: PreTrainedTokenizerBase,
         description: dict[str, Any],
+        domains: bool = False,
     ) -> None:
-        self.context, self.tokenizer, self.metric = settings.context, tokenizer, settings.metric
-        # Each is measured separately, and the overall result is their mean.
-        self.domains = settings.held_out_domains is not None
+        self.context, self.tokenizer, self.metric, self.domains = settings.context, tokenizer, settings.metric, domains
         self.vocab_size = vocabulary_size(tokenizer)
         for name, (stream, _) in streams.items():
             if stream.tokens <= self.context:
@@ -104,9 +89,9 @@ class LanguageData:
         for group in groups if self.domains else [list(chain(*groups))]:
             sizes = choose_limits([document for _, document in group], settings.held_out_bytes)
             excerpts = zip(group, sizes, strict=True)
-            self.held_out += [HeldOut(name, d.id, self.excerpt(d, limit)) for (name, d), limit in excerpts if limit]
+            self.held_out += [HeldOut(name, d.id, self.cut_excerpt(d, limit)) for (name, d), limit in excerpts if limit]
         self.notices = self._unread_limit(settings, held_out)
-        facts = self.facts(held_out) if self.domains else {}
+        facts = self.describe_domains(held_out) if self.domains else {}
         if not self.held_out:
             raise HeadwaterError(f"{', '.join(streams)}: no text was held out for evaluation; hold out a larger share.")
         self.description = description | {
@@ -125,8 +110,8 @@ class LanguageData:
         size = max(sizes) if self.domains else sum(sizes)
         return [f"data.held_out_bytes={limit:,} has no effect: {size:,} bytes are held out."] if limit > size else []
 
-    def facts(self, domains: Iterable[str]) -> dict[str, Any]:
-        """What the record keeps about the domains. Raises `HeadwaterError` if one is too short to evaluate on."""
+    def describe_domains(self, domains: Iterable[str]) -> dict[str, Any]:
+        """Describe the domains for the record. Raises `HeadwaterError` if one is too short to evaluate on."""
         sizes, content = {}, hashlib.sha256()
         for name in domains:
             excerpts = [excerpt for excerpt in self.held_out if excerpt.stream == name]
@@ -142,27 +127,27 @@ class LanguageData:
                 content.update(f"{name}\0{excerpt.id}\0{hashlib.sha256(excerpt.ids.tobytes()).hexdigest()}\n".encode())
         return {"held_out_domains": sizes, "held_out_sha256": content.hexdigest()}
 
-    def excerpt(self, document: Document, limit: int) -> Encoded:
-        """`limit` bytes of a document, at a position set by its hash, cut between characters; a whole conversation.
+    def cut_excerpt(self, document: Document, limit: int) -> Encoded:
+        """Cut `limit` bytes out of a document, between characters, at a position set by its hash; a whole chat.
 
         Not from the beginning, because files begin alike, with licenses and imports.
         """
         if document.is_chat:
-            return self.encoder.documents([document])[0]
+            return self.encoder.encode_documents([document])[0]
         content = document.text.encode()
-        start = int(document.fraction("excerpt") * (len(content) - limit + 1))
+        start = int(document.hash_fraction("excerpt") * (len(content) - limit + 1))
         text = content[start : start + limit].decode(errors="ignore")
-        return self.encoder.documents([Document(document.id, text, document.key)])[0]
+        return self.encoder.encode_documents([Document(document.id, text, document.key)])[0]
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
         return self.train.batches(seed, batch_size, start, share.rank, share.world)
 
     def rows(self, seed: int, start: int, count: int) -> list[str]:
-        chosen = islice(self.train.order(seed, start), count)
+        chosen = islice(self.train.order_rows(seed, start), count)
         return [str(row) if len(self.names) == 1 else f"{self.names[stream]}:{row}" for stream, row in chosen]
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
-        """Bits per byte over the held-out excerpts, cut into rows that do not overlap: context grows along each row."""
+        """Measure bits per byte of the held-out excerpts, in rows that do not overlap: context grows along each row."""
         owners, rows = [], []
         for index, excerpt in enumerate(self.held_out):
             for position in range(0, len(excerpt.ids) - 1, self.context):
@@ -191,10 +176,10 @@ class LanguageData:
             }
             for excerpt, n in zip(self.held_out, nats, strict=True)
         ]
-        return Evaluation(self.metrics(nats), documents)
+        return Evaluation(self.compute_metrics(nats), documents)
 
-    def metrics(self, nats: np.ndarray) -> dict[str, float]:
-        """The metrics of these losses of the held-out documents, the deciding one first."""
+    def compute_metrics(self, nats: np.ndarray) -> dict[str, float]:
+        """Compute the metrics from the losses of the held-out documents, the deciding one first."""
         metrics = _average_losses(float(nats.sum()), self.held_out)
         by_stream: dict[str, list[int]] = {}
         for index, excerpt in enumerate(self.held_out):
@@ -211,7 +196,7 @@ class LanguageData:
 
 
 def _average_losses(total: float, excerpts: Sequence[HeldOut]) -> dict[str, float]:
-    """Bits per byte and loss of excerpts. total: their nats."""
+    """Compute bits per byte and loss of excerpts. total: their nats."""
     size, tokens = sum(excerpt.bytes for excerpt in excerpts), sum(excerpt.tokens for excerpt in excerpts)
     return {"bits_per_byte": total / math.log(2) / size, "loss": total / tokens}
 
@@ -228,12 +213,12 @@ class HeldOut:
 
 
 def choose_limits(documents: Sequence[Document], budget: int | None) -> list[int]:
-    """Bytes to use of each: of texts equal shares; whole conversations, in the order of their hashes, one at least."""
+    """Choose how many bytes to use of each: equal shares of texts; whole conversations by their hash, at least one."""
     sizes = [len(document.text.encode()) for document in documents]
     if not any(document.is_chat for document in documents):
         return share_budget(sizes, budget)
     chosen, budget_left = [0] * len(documents), sum(sizes) if budget is None else budget
-    for turn, index in enumerate(sorted(range(len(documents)), key=lambda i: documents[i].fraction("excerpt"))):
+    for turn, index in enumerate(sorted(range(len(documents)), key=lambda i: documents[i].hash_fraction("excerpt"))):
         if not turn or sizes[index] <= budget_left:
             chosen[index] = sizes[index]
             budget_left -= sizes[index]
@@ -241,7 +226,7 @@ def choose_limits(documents: Sequence[Document], budget: int | None) -> list[int
 
 
 def share_budget(sizes: Sequence[int], budget: int | None) -> list[int]:
-    """Bytes to use of each: equal shares of the budget; what short ones do not use goes to the others."""
+    """Divide a budget of bytes into equal shares; what short ones do not use goes to the others."""
     budget_left = sum(sizes) if budget is None else min(budget, sum(sizes))
     limits = [0] * len(sizes)
     for rank, index in enumerate(sorted(range(len(sizes)), key=lambda i: sizes[i])):

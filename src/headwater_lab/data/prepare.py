@@ -29,7 +29,7 @@ from headwater.cost.hardware import cores
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import STAGING, explain_disk_errors, flush_path, replace_text, settle_path, sha256_of
 from headwater_lab.data import shards
-from headwater_lab.data.chat import Encoded, as_fields
+from headwater_lab.data.chat import Encoded
 from headwater_lab.data.corpus import Document, no_text, too_short
 from headwater_lab.data.reading import check_name, escape_name
 from headwater_lab.data.sealed import write_sealed
@@ -67,7 +67,7 @@ OnProgress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class Options:
-    """Options that affect the result, besides the source and the tokenizer."""
+    """Options that affect the result, in addition to the source and the tokenizer."""
 
     held_out: float = 0.01
     """Share of the documents that is held out, by hash."""
@@ -87,9 +87,9 @@ def prepare(
     batch_bytes: int = 2**18,
     on_progress: OnProgress | None = None,
 ) -> list[Path]:
-    """Write prepared folders, and return them; of a finished run with the same settings, check them.
+    """Write prepared folders, and return them; if a run with the same settings has finished, only check its folders.
 
-    There is one, `out`, unless the source is split by a column. Of a run that was stopped nothing stays.
+    There is one folder, `out`, unless the source is split by a column. A run that is stopped leaves nothing.
 
     Raises `HeadwaterError` for errors that the user can fix, `Interrupted` after Ctrl-C.
     workers: threads that tokenize; default one per core, 16 at most.
@@ -122,11 +122,12 @@ def prepare(
                 (out / WRITING).mkdir()
                 run = _Run(out / WRITING, settings, stream, escape_name(tokenizer), encoder, moved)
                 try:
-                    run.work(workers or min(cores(), MOST_WORKERS), batch_bytes, on_progress or (lambda *_: None))
-                    run.finish()
+                    threads = workers or min(cores(), MOST_WORKERS)
+                    run.tokenize_stream(threads, batch_bytes, on_progress or (lambda *_: None))
+                    run.write_manifests()
                     _publish_folder(out / WRITING, out)
                 finally:
-                    run.close()
+                    run.close_files()
                     shutil.rmtree(out / WRITING, ignore_errors=True)
                 return [prepared.folder for prepared in shards.open_all(out)]
     except KeyboardInterrupt:
@@ -157,8 +158,8 @@ def moved_document(stream: Stream, share: float, encoder: Encoder) -> float | No
     for document in stream:
         if example is None:
             example = document
-            encoder.documents([document])
-        counts[document.fraction()] += 1
+            encoder.encode_documents([document])
+        counts[document.hash_fraction()] += 1
         if len({fraction < share for fraction in counts}) > 1:
             return None
     source = stream.source.source
@@ -183,7 +184,7 @@ class _Run:
         self.folders: dict[str | None, _Folder] = {}
         self.files = stream.fingerprint
 
-    def work(self, workers: int, batch_bytes: int, on_progress: OnProgress) -> None:
+    def tokenize_stream(self, workers: int, batch_bytes: int, on_progress: OnProgress) -> None:
         """Tokenize and write the stream."""
         pending: deque[tuple[list[Document], Future]] = deque()
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches already run in parallel
@@ -191,21 +192,21 @@ class _Run:
             try:
                 for documents in chain(_make_batches(self.stream, batch_bytes), [None]):
                     if documents is not None:
-                        pending.append((documents, pool.submit(self.encoder.documents, documents)))
+                        pending.append((documents, pool.submit(self.encoder.encode_documents, documents)))
                     while len(pending) >= (1 if documents is None else 2 * workers):
                         done, tokens = pending.popleft()
                         for document, row in zip(done, tokens.result(), strict=True):
-                            self._folder(document.domain).add(document, row)
-                        on_progress(*self.totals())
+                            self._open_folder(document.domain).add_document(document, row)
+                        on_progress(*self.count_totals())
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def totals(self) -> tuple[int, int, int]:
+    def count_totals(self) -> tuple[int, int, int]:
         splits = [split for folder in self.folders.values() for split in folder.splits.values()]
         return sum(s.documents for s in splits), sum(s.bytes for s in splits), sum(s.tokens for s in splits)
 
-    def finish(self) -> None:
+    def write_manifests(self) -> None:
         """Close the shards, and write the manifest."""
         if self.stream.fingerprint != self.files:
             raise HeadwaterError(
@@ -244,14 +245,14 @@ class _Run:
                 files=len(self.stream.skipped),
                 names=self.stream.skipped[:NAMED],
             ),
-            train=folder.splits["train"].finish(),
-            held_out=folder.splits["held_out"].finish(),
+            train=folder.splits["train"].finish_split(),
+            held_out=folder.splits["held_out"].finish_split(),
             evaluation=evaluation,
         )
         write_sealed(folder.path / MANIFEST, manifest.model_dump())
         flush_path(folder.path)
 
-    def _folder(self, domain: str | None) -> _Folder:
+    def _open_folder(self, domain: str | None) -> _Folder:
         if (folder := self.folders.get(domain)) is not None:
             return folder
         if len(self.folders) >= MOST_DOMAINS:
@@ -266,9 +267,9 @@ class _Run:
         folder = self.folders[domain] = _Folder(path, domain, self.settings, self.moved)
         return folder
 
-    def close(self) -> None:
+    def close_files(self) -> None:
         for folder in self.folders.values():
-            folder.close()
+            folder.close_files()
 
 
 class _Folder:
@@ -282,27 +283,30 @@ class _Folder:
         self.chosen = _Smallest(settings["evaluation_bytes"])
         self.is_chat = False
 
-    def add(self, document: Document, tokens: Encoded) -> None:
-        fraction = document.fraction()
+    def add_document(self, document: Document, tokens: Encoded) -> None:
+        fraction = document.hash_fraction()
         is_held_out = (fraction < self.settings["held_out"]) != (fraction == self.moved)
-        self.splits["held_out" if is_held_out else "train"].add(document, tokens)
+        self.splits["held_out" if is_held_out else "train"].add_document(document, tokens)
         self.content.update(f"{document.id}\0{hashlib.sha256(document.data).hexdigest()}\n".encode())
         most = self.settings["evaluation_bytes"]
         if is_held_out and not (document.is_chat and len(document.data) > most):  # a conversation is never cut
             self.is_chat = document.is_chat
             text = document.data[:most].decode(errors="ignore")  # cut between characters
-            self.chosen.offer(fraction, document.id, text)
+            self.chosen.offer_text(fraction, document.id, text)
 
     def write_evaluation(self) -> EvaluationFacts:
-        documents = sorted(self.chosen.result())
-        rows = [{"id": name} | (as_fields(text) if self.is_chat else {"text": text}) for name, text in documents]
+        documents = sorted(self.chosen.list_texts())
+        rows = [
+            {"id": name} | ({"messages": json.loads(text)} if self.is_chat else {"text": text})
+            for name, text in documents
+        ]
         replace_text(self.path / EVALUATION, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         size = sum(len(text.encode()) for _, text in documents)
         return EvaluationFacts(documents=len(documents), bytes=size, sha256=sha256_of(self.path / EVALUATION))
 
-    def close(self) -> None:
+    def close_files(self) -> None:
         for split in self.splits.values():
-            split.close()
+            split.close_files()
 
 
 class _Split:
@@ -317,7 +321,7 @@ class _Split:
         self.files: dict[str, BinaryIO] = {}
         self.open_tokens = self.open_documents = 0
 
-    def add(self, document: Document, tokens: Encoded) -> None:
+    def add_document(self, document: Document, tokens: Encoded) -> None:
         arrays = {"tokens": tokens.ids, "borders": np.array([self.open_tokens], dtype="<i8")}
         if tokens.counts is not None:
             arrays["answers"] = tokens.counts.astype("u1")
@@ -353,13 +357,13 @@ class _Split:
         self.open_tokens = self.open_documents = 0
         self.files = {}
 
-    def finish(self) -> SplitFacts:
+    def finish_split(self) -> SplitFacts:
         if self.files:
             self._close_shard()
         names = ("documents", "bytes", "tokens", "answer_tokens", "shards")
         return SplitFacts(**{name: getattr(self, name) for name in names})
 
-    def close(self) -> None:
+    def close_files(self) -> None:
         for file in self.files.values():
             with contextlib.suppress(OSError):  # of a full disk, which has been an error already
                 file.close()
@@ -372,8 +376,8 @@ class _Smallest:
         self.limit, self.size = limit, 0
         self.texts: list[tuple[float, str, str]] = []
 
-    def offer(self, fraction: float, name: str, text: str) -> None:
-        """text: no longer than the limit."""
+    def offer_text(self, fraction: float, name: str, text: str) -> None:
+        """Add a text, which is not longer than the limit."""
         bisect.insort(self.texts, (fraction, name, text))
         self.size += len(text.encode())
         # The first that does not fit marks where the choice ends.
@@ -381,8 +385,8 @@ class _Smallest:
             self.texts.pop()
             self.size -= size
 
-    def result(self) -> list[tuple[str, str]]:
-        """(id, text) up to the first that does not fit."""
+    def list_texts(self) -> list[tuple[str, str]]:
+        """Return (id, text) up to the first that does not fit."""
         return [(name, text) for _, name, text in (self.texts[:-1] if self.size > self.limit else self.texts)]
 
 
@@ -401,7 +405,7 @@ def _make_batches(stream: Stream, size: int) -> Iterator[list[Document]]:
 
 
 def _publish_folder(written: Path, out: Path) -> None:
-    """Move what is written to its folder, last the file that says that it is finished."""
+    """Move what was written to its folder; the file that marks it as finished comes last."""
     for path in sorted(written.iterdir(), key=lambda path: path.name in (MANIFEST, DOMAINS)):
         if (target := out / path.name).is_dir():  # of a run that was killed here
             shutil.rmtree(target)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import product
-from typing import Annotated, Literal
+from itertools import combinations, product
+from os.path import normpath
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from headwater.util.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.language import LanguageData, LanguageSettings
+from headwater_lab.data.language import METRICS, LanguageData, LanguageSettings
 from headwater_lab.data.reading import local_path
 from headwater_lab.data.shards import Prepared, open_prepared
+from headwater_lab.util.names import is_file_name
 
 
 @register_kind
@@ -21,6 +23,33 @@ class PreparedSettings(LanguageSettings):
     kind: Literal["prepared"] = "prepared"
     source: str | dict[str, Annotated[float, Field(gt=0)]]
     """A prepared folder, or several with their weights: {data/web: 0.7, data/code: 0.3}."""
+    held_out_domains: dict[str, str] | None = None
+    """Named domains to evaluate on, name -> prepared folder. Each is measured separately, and loss and bits per byte
+    are their plain means; null evaluates the held-out text of `source` as a whole."""
+
+    @property
+    def metrics(self) -> list[str]:
+        names = sorted(self.held_out_domains or ())
+        return [*METRICS, *(f"{metric}/{name}" for name in names for metric in METRICS)]
+
+    @model_validator(mode="after")
+    def _domains_differ(self) -> Self:
+        domains = self.held_out_domains
+        if domains == {}:
+            raise ValueError("data.held_out_domains is empty; name domains with their folders, or leave it out")
+        for name in domains or ():
+            if not is_file_name(name):
+                raise ValueError(
+                    f"data.held_out_domains: {shown(name)} is not a plain name; use letters, digits, spaces, dots "
+                    f"and dashes, without a slash or a leading dot"
+                )
+        for (name_a, folder_a), (name_b, folder_b) in combinations((domains or {}).items(), 2):
+            if normpath(folder_a) == normpath(folder_b):
+                raise ValueError(
+                    f"data.held_out_domains: {name_a!r} and {name_b!r} are the same folder, {shown(folder_a)}; name "
+                    "it once"
+                )
+        return self
 
     def build(self) -> LanguageData:
         """Open the folders. Raises `HeadwaterError` if one is not prepared, damaged, or of another tokenizer."""
@@ -40,7 +69,7 @@ class PreparedSettings(LanguageSettings):
         return LanguageData(
             self,
             {name: (folder.train, weights[name]) for name, folder in folders.items()},
-            {name: folder.evaluation() for name, folder in (domains or folders).items()},
+            {name: folder.read_evaluation() for name, folder in (domains or folders).items()},
             example.tokenizer,
             {
                 "source": self.source,
@@ -50,6 +79,7 @@ class PreparedSettings(LanguageSettings):
                 "sha256": {name: folder.manifest.sha256 for name, folder in folders.items()},
                 "train_documents": sum(folder.train.documents for folder in folders.values()),
             },
+            domains=bool(domains),
         )
 
 

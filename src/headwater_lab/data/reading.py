@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, AnyStr, NamedTuple
+from typing import IO, Any, AnyStr
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import check_local, open_regular
@@ -27,13 +27,15 @@ TABLES = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-# What may divide the fields of a line; the first is the usual one.
-DELIMITERS = {"csv": ",;\t|", "tsv": "\t,;|"}
+DELIMITERS = {"csv": ",", "tsv": "\t"}
 # The column that is read unless another is named, and the one with conversations that stands in for it.
 DEFAULT, MESSAGES = "text", "messages"
-# The column beside conversations with the functions that a model may call in them.
+# The column next to conversations with the functions that a model may call in them, which are not trained on.
 TOOLS = "tools"
+# Columns whose text is a conversation if it is JSON.
+CONVERSATIONS = (MESSAGES, "conversations")
 MISSING = object()
+NO_TOOLS: tuple[Any, ...] = (MISSING, None, "", [])
 # Bytes read at a time.
 CHUNK = 2**22
 # Rows of a parquet file at a time, fewer if they take more bytes than this.
@@ -54,33 +56,24 @@ MARK = "\ufeff"
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 
-class WithTools(NamedTuple):
-    """A row's value that may be a conversation, and that of the column `tools` beside it."""
-
-    value: Any
-    tools: Any
-
-
 class Columns:
     """The columns to read of a source's rows, and whether any row so far has had them.
 
-    text: the column with the text. by: that with the domain's name. Both are dotted if nested: meta.text.
-    text_option, by_option: the options that set them; None if there is none.
+    text: the column with the text. by: the column with the domain's name. Both are dotted if nested: meta.text.
+    option: the one that sets `text`; None if there is none.
     """
 
-    def __init__(
-        self, text: str, by: str | None = None, text_option: str | None = "--text-column", by_option: str = "--by"
-    ) -> None:
+    def __init__(self, text: str, by: str | None = None, option: str | None = "--text-column") -> None:
         self.text, self.by = text, by
-        self.options = {text: text_option, **({by: by_option} if by else {})}
+        self.options = {text: option, **({by: "--by"} if by else {})}
         # Columns that no row has had yet.
         self.missing = dict.fromkeys(self.options)
         # Names of columns in the rows so far, a few more than an error lists.
         self.names: dict[str, None] = {}
         self.rows = 0
 
-    def outermost(self, names: Iterable[str]) -> list[str]:
-        """Those columns of a table with these names that hold the wanted ones."""
+    def find_columns(self, names: Iterable[str]) -> list[str]:
+        """Find which of a table's columns to read."""
         names = set(names)
         columns = [*self.options, *([MESSAGES] if self.text == DEFAULT else []), _tools_column(self.text)]
         return [c for name in columns for c in (name, name.partition(".")[0]) if c in names][: 2 * len(columns)]
@@ -89,8 +82,8 @@ class Columns:
         """Note names for the error about a missing column."""
         self.names |= dict.fromkeys(itertools.islice(names, NAMED_COLUMNS + 1 - len(self.names)))
 
-    def cells(self, row: dict[str, Any], where: str) -> tuple[Any, str | None]:
-        """(the text's value, None if the row has none; its domain). Raises `HeadwaterError` for one that is no name.
+    def read_cells(self, row: dict[str, Any], where: str) -> tuple[Any, str | None]:
+        """Return (the text's value, None if the row has none; its domain). Raises `HeadwaterError`.
 
         Conversations in a column `messages` stand in for a column `text`, the default, that a row lacks.
         """
@@ -98,17 +91,18 @@ class Columns:
         if self.missing and len(self.names) <= NAMED_COLUMNS:
             self.add_names(_dotted_names(row))
         if self.by in self.missing and self.rows > FIRST_ROWS:  # would all go into one domain
-            self.require(where)
+            self.check_missing(where)
         text = _read_cell(row, self.text, where)
         if text is MISSING and self.text == DEFAULT:
             text = _read_conversation(row.get(MESSAGES, MISSING))
         if text is not MISSING:
             self.missing.pop(self.text, None)
-            tools = _read_cell(row, _tools_column(self.text), where)
-            text = WithTools(text, tools) if tools not in (MISSING, None, "") else text
-        return None if text is MISSING else text, self._domain(row, where)
+            is_chat = isinstance(text, list) or self.text.rpartition(".")[2] in CONVERSATIONS
+            if is_chat and _read_cell(row, tools := _tools_column(self.text), where) not in NO_TOOLS:
+                raise HeadwaterError(f"Column {tools!r} of {where!r} is not read by training; remove it.")
+        return None if text is MISSING else text, self._read_domain(row, where)
 
-    def _domain(self, row: dict[str, Any], where: str) -> str | None:
+    def _read_domain(self, row: dict[str, Any], where: str) -> str | None:
         if not self.by:
             return None
         value = _read_cell(row, self.by, where)
@@ -122,7 +116,7 @@ class Columns:
         encode_text(name := str(value), f"column {self.by!r} of {where}")
         return name
 
-    def require(self, where: str) -> None:
+    def check_missing(self, where: str) -> None:
         """Raise `HeadwaterError` if there were rows, and none of them had a column."""
         for column in self.missing if self.rows else ():
             names = [name if name.isprintable() else repr(name) for name in [*self.names][:NAMED_COLUMNS]]
@@ -133,7 +127,7 @@ class Columns:
 
 
 def _tools_column(column: str) -> str:
-    """The name of the column `tools` beside one of conversations, dotted if that is nested."""
+    """The name of the column `tools` next to a column of conversations, dotted if that is nested."""
     outer, dot, _ = column.rpartition(".")
     return outer + dot + TOOLS
 
@@ -159,8 +153,8 @@ def _read_cell(row: dict[str, Any], column: str, where: str) -> Any:
             value = json.loads(value)
         if isinstance(value, list):
             raise HeadwaterError(
-                f"Column {'.'.join(path[:depth])!r} of {where!r} is a list, so {column!r} is not one value a row; name "
-                "another column, or write one row for each item."
+                f"Column {'.'.join(path[:depth])!r} of {where!r} is a list, so {column!r} has several values in a row; "
+                "name another column, or write one row for each item."
             )
         if not isinstance(value, dict) or name not in value:
             return MISSING
@@ -233,7 +227,7 @@ def open_file(file: Path) -> Iterator[IO[bytes]]:
         with open_regular(file) as stream:
             if file.suffix.lower() == ".xz":
                 raise HeadwaterError(
-                    f"{_quote_name(file)} is packed with xz, which is not read; unpack it, or use gzip or zstd."
+                    f"{_quote_name(file)} is packed with xz, which is not supported; unpack it, or use gzip or zstd."
                 )
             if (packing := PACKED.get(file.suffix.lower())) is None:
                 yield stream
@@ -266,7 +260,7 @@ def read_whole(file: Path, stream: IO[bytes]) -> bytes:
         most -= len(data)
         if most < 0:
             raise HeadwaterError(
-                f"{_quote_name(file)} unpacks to more than {MOST_UNPACKED} times its size, which is read at once; "
+                f"{_quote_name(file)} unpacks to more than {MOST_UNPACKED} times its size, too much to read at once; "
                 "unpack it, or read it with `headwater data prepare`."
             )
     return b"".join(pieces)
@@ -290,10 +284,10 @@ TableRow = tuple[Any, str | None]
 
 
 def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
-    """(the row's text or None, its domain), in bounded memory.
+    """Yield (the row's text or None, its domain), in bounded memory.
 
     A `.json` file with one array is read whole. Raises `HeadwaterError`. A row without the column is no error here:
-    `columns.require` is one if all of them lack it.
+    `columns.check_missing` is one if all of them lack it.
     """
     kind, where = table_kind(file), escape_name(str(file))
     if kind == "parquet":
@@ -303,14 +297,14 @@ def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
     with open_file(file) as stream:
         for number, row in csv_rows(stream, file, columns) if kind in DELIMITERS else json_rows(stream, file):
             try:
-                cells = columns.cells(row, where)
+                cells = columns.read_cells(row, where)
             except (ValueError, RecursionError) as error:
                 raise _bad_line(file, number, error) from error
             yield cells
 
 
 def json_rows(stream: Any, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, row). One row per line, since rows of real corpora do not share one schema."""
+    """Yield (number, row). One row per line, since rows of real corpora do not share one schema."""
     numbered: Iterator[tuple[int, Any]]
     if table_kind(file) == "json" and stream.peek(64)[:64].removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         numbered = enumerate(_parse_line(file, 1, read_whole(file, stream)), 1)
@@ -350,12 +344,11 @@ def _bad_line(file: Path, number: int, error: Exception) -> HeadwaterError:
 
 
 def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, row); the first line names the columns, and says what divides them."""
+    """Yield (number, row); the first line names the columns."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
     lines = _read_lines(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), file)
-    header = next(lines, "")
-    delimiter = _find_delimiter(header, DELIMITERS[table_kind(file) or "csv"], columns)
-    reader = csv.reader(itertools.chain([header], lines), delimiter=delimiter, strict=True)
+    delimiter = DELIMITERS[table_kind(file) or "csv"]
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] | None = None
     number = 0
     try:
@@ -363,7 +356,7 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[
             if names is None:
                 names = [name.strip() for name in fields]
                 columns.add_names(names)
-                if twice := next((name for name in columns.outermost(names) if names.count(name) > 1), None):
+                if twice := next((name for name in columns.find_columns(names) if names.count(name) > 1), None):
                     raise HeadwaterError(f"{_quote_name(file)} has two columns {twice!r}; rename one of them.")
                 continue
             if not fields:  # an empty line
@@ -384,24 +377,14 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[
         raise _bad_line(file, reader.line_num, error) from error
 
 
-def _find_delimiter(line: str, candidates: str, columns: Columns) -> str:
-    """What divides the names of the columns: with it, the wanted ones are among them, or there are most."""
-
-    def fit(delimiter: str) -> tuple[int, int]:
-        names = [name.strip() for name in next(csv.reader([line], delimiter=delimiter), [])]
-        return len(columns.outermost(names)), len(names)
-
-    return max(candidates, key=fit)
-
-
 def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
-    """Tables of a file. Not read with datasets, which loads whole row groups: they can be as large as the file."""
+    """Read the tables of a file; not with datasets, which loads whole row groups, which can be as large as the file."""
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(stream, pre_buffer=False, buffer_size=2**20) as table:
         schema = table.schema_arrow
         columns.add_names(_list_fields(schema))
-        names = columns.outermost(schema.names)
+        names = columns.find_columns(schema.names)
         # Metadata of columns is not looked at: where it is damaged, pyarrow 26 ends the process.
         groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
         size = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
@@ -427,11 +410,11 @@ def rows_of_tables(tables: Iterable[Any], columns: Columns, file: Path) -> Itera
     try:
         for table in tables:
             columns.add_names(_list_fields(table.schema))
-            names = columns.outermost(table.schema.names)
+            names = columns.find_columns(table.schema.names)
             arrays = [table.column(name) for name in names]
             for index in range(len(table)):
                 row = [array[index].as_py() for array in arrays]
-                yield columns.cells(dict(zip(names, row, strict=True)), where)
+                yield columns.read_cells(dict(zip(names, row, strict=True)), where)
     except HeadwaterError:
         raise
     except Exception as error:  # readers of parquet and of the network can raise anything

@@ -29,7 +29,7 @@ class Tokens(Protocol):
     tokens: int
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The tokens [start, stop)."""
+        """Read the tokens [start, stop)."""
         ...
 
     def starts(self, start: int, stop: int) -> np.ndarray:
@@ -74,39 +74,39 @@ class Rows:
         self.counts = [(stream.tokens - 1) // context for stream in streams]
         self.borders = np.cumsum(weights) / np.sum(weights)
 
-    def order(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
-        """An endless stream of (stream, row), from the `start`-th on: a function of the seed."""
+    def order_rows(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
+        """Yield (stream, row) without end, from the `start`-th on: a function of the seed."""
         if len(self.streams) == 1:
             yield from ((0, row) for row in shuffle_rows(self.counts[0], seed, start))
             return
         drawn_rows = np.zeros(len(self.streams), dtype=np.int64)
         for block in range(start // BLOCK):
-            drawn_rows += np.bincount(self.draw(seed, block), minlength=len(drawn_rows))
-        block_draws = self.draw(seed, start // BLOCK)
+            drawn_rows += np.bincount(self.draw_streams(seed, block), minlength=len(drawn_rows))
+        block_draws = self.draw_streams(seed, start // BLOCK)
         drawn_rows += np.bincount(block_draws[: start % BLOCK], minlength=len(drawn_rows))
         orders = [
             shuffle_rows(count, seed, int(done), "stream", index)
             for index, (count, done) in enumerate(zip(self.counts, drawn_rows, strict=True))
         ]
-        later_draws = (self.draw(seed, block) for block in itertools.count(start // BLOCK + 1))
+        later_draws = (self.draw_streams(seed, block) for block in itertools.count(start // BLOCK + 1))
         for drawn in itertools.chain([block_draws[start % BLOCK :]], later_draws):
             for stream in drawn.tolist():
                 yield stream, next(orders[stream])
 
-    def draw(self, seed: int, block: int) -> np.ndarray:
-        """Which stream each of the rows block·BLOCK, … comes from."""
+    def draw_streams(self, seed: int, block: int) -> np.ndarray:
+        """Draw which stream each of the rows block·BLOCK, … comes from."""
         chance = torch.rand(BLOCK, generator=generator("mixture", seed, block), dtype=torch.float64).numpy()
         return np.searchsorted(self.borders[:-1], chance, side="right")
 
     def batches(self, seed: int, batch_size: int, start: int, rank: int, world: int) -> Iterator[Batch]:
-        """An endless stream of batches, of which process `rank` of `world` gets its share."""
-        order, share = self.order(seed, start), batch_size // world
+        """Yield batches without end, of which process `rank` of `world` gets its share."""
+        order, share = self.order_rows(seed, start), batch_size // world
         while True:
             chosen = list(itertools.islice(order, batch_size))
-            yield self.batch(chosen[rank * share : (rank + 1) * share])
+            yield self.make_batch(chosen[rank * share : (rank + 1) * share])
 
-    def batch(self, rows: Sequence[tuple[int, int]]) -> Batch:
-        """The rows with these (stream, row) numbers."""
+    def make_batch(self, rows: Sequence[tuple[int, int]]) -> Batch:
+        """Make a batch of the rows with these (stream, row) numbers."""
         context = self.context
         tokens = np.empty((len(rows), context + 1), dtype=np.int64)
         ignored = np.zeros((len(rows), context), dtype=bool)

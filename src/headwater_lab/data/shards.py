@@ -19,9 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import STAGING, explain_absence, read_bytes, sha256_of
-from headwater_lab.data.chat import as_text
 from headwater_lab.data.corpus import Document
-from headwater_lab.data.reading import TOOLS
 from headwater_lab.data.sealed import describe_damage, read_sealed
 from headwater_lab.data.tokenizer import load_tokenizer, separator_id, vocabulary_size
 
@@ -70,8 +68,8 @@ class ShardFacts(Facts):
         """Name of the file that says which tokens of conversations are trained on."""
         return self.file.removesuffix(".tokens") + ".answers"
 
-    def files(self, token_bytes: int) -> Iterator[tuple[str, int, Digest]]:
-        """(name, bytes, SHA-256) of each of its files."""
+    def list_files(self, token_bytes: int) -> Iterator[tuple[str, int, Digest]]:
+        """Yield (name, bytes, SHA-256) for each of its files."""
         yield self.file, self.tokens * token_bytes, self.sha256
         yield self.borders, self.documents * 8, self.borders_sha256
         if self.answers_sha256 is not None:
@@ -167,7 +165,7 @@ class Manifest(Facts):
         if "tokenizer.json" not in self.tokenizer.files:
             raise ValueError("the tokenizer has no checksum")
         if self.separator >= self.tokenizer.vocab_size:
-            raise ValueError("the separator is beyond the vocabulary")
+            raise ValueError("the separator is outside the vocabulary")
         return self
 
     @property
@@ -186,7 +184,7 @@ class Manifest(Facts):
     def shard_files(self) -> Iterator[tuple[str, int, Digest]]:
         """(name, bytes, SHA-256) of each file with tokens."""
         for shard in (*self.train.shards, *self.held_out.shards):
-            yield from shard.files(self.numpy_dtype.itemsize)
+            yield from shard.list_files(self.numpy_dtype.itemsize)
 
 
 class Shards:
@@ -204,7 +202,7 @@ class Shards:
 
         Raises `HeadwaterError` for a token beyond the vocabulary: a model would read past the end of its embedding.
         """
-        pieces = [self._shard(i)[0][a:b] for i, a, b in self._spans(start, stop)]
+        pieces = [self._open_shard(i)[0][a:b] for i, a, b in self._find_spans(start, stop)]
         tokens = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self.dtype), *pieces])
         if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
             raise HeadwaterError(
@@ -216,8 +214,8 @@ class Shards:
     def starts(self, start: int, stop: int) -> np.ndarray:
         """The positions in [start, stop) at which a document begins, int64 and sorted."""
         starts = [np.empty(0, np.int64)]
-        for i, a, b in self._spans(start, stop):
-            borders = self._shard(i)[1]
+        for i, a, b in self._find_spans(start, stop):
+            borders = self._open_shard(i)[1]
             low, high = np.searchsorted(borders, (a, b))
             starts.append(borders[low:high].astype(np.int64) + self.offsets[i])
         return np.concatenate(starts)
@@ -226,12 +224,12 @@ class Shards:
         """Which of the tokens [start, stop) are trained on, bool; None: all of the stream."""
         if self.facts.answer_tokens is None:
             return None
-        files = [(self._shard(i)[2], a, b) for i, a, b in self._spans(start, stop)]
+        files = [(self._open_shard(i)[2], a, b) for i, a, b in self._find_spans(start, stop)]
         pieces = [np.ones(b - a, bool) if answers is None else answers[a:b] != 0 for answers, a, b in files]
         return np.concatenate([np.empty(0, bool), *pieces])
 
-    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(shard, first, last + 1) for each shard that has some of [start, stop)."""
+    def _find_spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (shard, first, last + 1) for each shard that has some of [start, stop)."""
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"[{start}, {stop}) is not within {self.tokens} tokens")
         index = bisect.bisect_right(self.offsets, start) - 1
@@ -240,20 +238,20 @@ class Shards:
             yield index, start - self.offsets[index], end - self.offsets[index]
             start, index = end, index + 1
 
-    def _shard(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def _open_shard(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         if index not in self._open:
             shard = self.facts.shards[index]
-            tokens = self._mapped(shard.file, self.dtype, shard.tokens)
-            borders = self._mapped(shard.borders, np.dtype("<i8"), shard.documents)
+            tokens = self._map_file(shard.file, self.dtype, shard.tokens)
+            borders = self._map_file(shard.borders, np.dtype("<i8"), shard.documents)
             if borders[0] != 0 or borders[-1] >= len(tokens) or (borders[1:] <= borders[:-1]).any():
                 raise describe_damage(self.folder / shard.borders)
             answers = None
             if shard.answers_sha256 is not None:
-                answers = self._mapped(shard.answers, np.dtype("u1"), shard.tokens)
+                answers = self._map_file(shard.answers, np.dtype("u1"), shard.tokens)
             self._open[index] = tokens, borders, answers
         return self._open[index]
 
-    def _mapped(self, name: str, dtype: np.dtype, length: int) -> np.ndarray:
+    def _map_file(self, name: str, dtype: np.dtype, length: int) -> np.ndarray:
         try:
             mapped = np.memmap(self.folder / name, dtype=dtype, mode="r")
         except (OSError, ValueError) as error:
@@ -276,7 +274,7 @@ class Prepared:
     train: Shards
     held_out: Shards
 
-    def evaluation(self) -> list[Document]:
+    def read_evaluation(self) -> list[Document]:
         """The documents kept as text for evaluation, sorted by id. Raises `HeadwaterError` if they were changed."""
         file = self.folder / EVALUATION
         try:
@@ -302,12 +300,12 @@ class Prepared:
 def _read_document(row: dict[str, Any]) -> Document:
     """The document in a line of evaluation.jsonl."""
     if "messages" in row:
-        return Document(row["id"], as_text(row["messages"], row.get(TOOLS)), key=row["id"], is_chat=True)
+        return Document(row["id"], json.dumps(row["messages"], ensure_ascii=False), key=row["id"], is_chat=True)
     return Document(row["id"], row["text"], key=row["id"])
 
 
 def open_all(folder: Path) -> list[Prepared]:
-    """A prepared folder, or those of all domains. Raises `HeadwaterError` as `open_prepared` does."""
+    """Open a prepared folder, or the folders of all domains. Raises `HeadwaterError` as `open_prepared` does."""
     domains = {} if (folder / MANIFEST).exists() else read_domains(folder)
     for name, domain in domains.items():
         if (manifest := read_manifest(folder / name)).domain != domain:
@@ -316,7 +314,7 @@ def open_all(folder: Path) -> list[Prepared]:
 
 
 def prepared_folder(path: Path) -> Path | None:
-    """The folder of prepared data, or of all its domains, that a path names, also by the manifest in it; or None."""
+    """Find the folder of prepared data, or of all its domains, that a path names, or whose manifest."""
     folder = path.parent if path.name in (MANIFEST, DOMAINS) else path
     with suppress(HeadwaterError):  # another program's file of this name
         if any(read_sealed(folder / name) is not None for name in (MANIFEST, DOMAINS)):
@@ -348,7 +346,7 @@ def open_prepared(folder: Path) -> Prepared:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises `HeadwaterError` if there is none, or it is damaged."""
+    """Read the manifest of a folder. Raises `HeadwaterError` if there is none, or it is damaged."""
     if (values := read_sealed(folder / MANIFEST)) is not None:
         return validate_file(Manifest, values, folder / MANIFEST)
     if domains := read_domains(folder):
@@ -369,7 +367,7 @@ class Domains(Facts):
 
 
 def read_domains(folder: Path) -> dict[str, str]:
-    """Folder name -> value of the column, of a corpus split by a column; empty if `folder` is not one.
+    """Return folder name -> value of the column, for a corpus split by a column; empty if `folder` is not one.
 
     Raises `HeadwaterError` if domains.json is damaged.
     """
@@ -388,24 +386,19 @@ def validate_file(kind: type[M], values: dict[str, Any], file: Path) -> M:
         detail = error.errors()[0]
         where = ".".join(map(str, detail["loc"]))
         raise HeadwaterError(
-            f"{str(file)!r} is not a file of format {FORMAT_VERSION}: {where}: {detail['msg']}"
+            f"{str(file)!r} does not match format {FORMAT_VERSION}: {where}: {detail['msg']}"
         ) from error
-
-
-def check_files(prepared: Prepared) -> Iterator[str]:
-    """Names of the files whose content has changed, in order, as they are found, since it takes time.
-
-    The manifest's own checksum was compared when it was read.
-    """
-    manifest = prepared.manifest
-    sums = {file: digest for file, _, digest in manifest.shard_files}
-    yield from _find_changed(prepared.folder, sums | {EVALUATION: manifest.evaluation.sha256})
-    yield from _changed_tokenizer(prepared.folder, manifest.tokenizer)
 
 
 def check_all(prepared: list[Prepared]) -> None:
     """Check every file. Raises `HeadwaterError` with the names of those whose content has changed."""
-    if wrong := [str(folder.folder / file) for folder in prepared for file in check_files(folder)]:
+    wrong: list[str] = []
+    for folder in prepared:  # the manifest's own checksum was compared when it was read
+        sums = {file: digest for file, _, digest in folder.manifest.shard_files}
+        changed = _find_changed(folder.folder, sums | {EVALUATION: folder.manifest.evaluation.sha256})
+        changed_tokenizer = _changed_tokenizer(folder.folder, folder.manifest.tokenizer)
+        wrong += [str(folder.folder / file) for file in (*changed, *changed_tokenizer)]
+    if wrong:
         raise HeadwaterError(
             f"Changed since they were written: {', '.join(wrong)}; copy them again, or prepare the folder again."
         )

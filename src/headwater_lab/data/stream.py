@@ -81,8 +81,8 @@ class Corpus:
 
 
 def read_corpus(source: str, text_column: str = DEFAULT) -> Corpus:
-    """All documents of a source as `TextSource` has it. Raises `HeadwaterError` if there are none."""
-    stream = Stream(TextSource(source), Columns(text_column, text_option="data.text_column"))
+    """Read all documents of a source, described as in `TextSource`. Raises `HeadwaterError` if there are none."""
+    stream = Stream(TextSource(source), Columns(text_column, option="data.text_column"))
     documents = list(stream)
     if not documents:
         raise no_text(source, stream.skipped)
@@ -103,21 +103,21 @@ def read_corpus(source: str, text_column: str = DEFAULT) -> Corpus:
 
 
 def read_documents(source: str, column: str, option: str | None) -> tuple[list[Document], list[str]]:
-    """(the documents of a source as `TextSource` has it, uncut; the names of files that are not text).
+    """Return (the documents of a source, described as in `TextSource`, uncut; the names of files that are not text).
 
     option: that sets the column of tables, if one does. Raises `HeadwaterError` if there are none.
     """
-    stream = Stream(TextSource(source), Columns(column, text_option=option))
-    documents = list(stream.documents())
+    stream = Stream(TextSource(source), Columns(column, option=option))
+    documents = list(stream.iterate_documents())
     if not documents:
         raise no_text(source, stream.skipped)
     return documents, stream.skipped
 
 
 class Stream:
-    """Iterates over the documents of `source`, and counts what it skips. Raises `HeadwaterError`.
+    """An iterator over the documents of `source` that counts what it skips. Raises `HeadwaterError`.
 
-    columns: those to read at once; default those of the source, streamed, once its options are checked.
+    columns: to read a dataset whole, with these; default: stream it, after checking the options of the source.
     empty: documents without text. none: rows without one. skipped: names of the files that are not text.
     """
 
@@ -152,8 +152,8 @@ class Stream:
     def __iter__(self) -> Iterator[Document]:
         cuts_texts = self.few_texts and not self.marked
         # A text that would be one piece is cut smaller, as a whole.
-        cuts_texts = cuts_texts and len(list(itertools.islice(self.documents(True), 2))) > 1
-        documents = self.documents(cuts_texts)
+        cuts_texts = cuts_texts and len(list(itertools.islice(self.iterate_documents(True), 2))) > 1
+        documents = self.iterate_documents(cuts_texts)
         if self.marked or cuts_texts:
             yield from documents
             return
@@ -173,7 +173,7 @@ class Stream:
                 return
         yield from cut_documents(first_documents)
 
-    def documents(self, cuts_texts: bool = False) -> Iterator[Document]:
+    def iterate_documents(self, cuts_texts: bool = False) -> Iterator[Document]:
         """The documents in file order, uncut. cuts_texts: text files in pieces."""
         self.empty, self.none, self.skipped = 0, 0, []
         if self.generate:
@@ -183,19 +183,19 @@ class Stream:
             for shard in self.shards:
                 tables = shard.with_format("arrow").iter(batch_size=ROWS)
                 rows = rows_of_tables(tables, self.columns, Path(self.source.source))
-                begin = yield from self._rows(rows, self.source.source, begin)
+                begin = yield from self._read_rows(rows, self.source.source, begin)
         for file, name in zip(self.files, self.names, strict=True):
             if table_kind(file):
-                yield from self._rows(table_rows(file, self.columns), name)
+                yield from self._read_rows(table_rows(file, self.columns), name)
             elif is_text(file):
                 with open_text(file) as text:
-                    yield from self._text(text, name, cuts_texts)
+                    yield from self._read_text(text, name, cuts_texts)
             else:
                 self.skipped.append(name)
-        self.columns.require(self.source.source)
+        self.columns.check_missing(self.source.source)
 
-    def _rows(self, rows: Iterator[TableRow], name: str, begin: int = 0) -> Generator[Document, None, int]:
-        """The documents of rows that are numbered from `begin` on; the result is the number after the last."""
+    def _read_rows(self, rows: Iterator[TableRow], name: str, begin: int = 0) -> Generator[Document, None, int]:
+        """Yield the documents of rows numbered from `begin` on; return the number after the last."""
         gathered: list[Document] = []
         numbers = itertools.count(begin)
         for (value, domain), index in zip(rows, numbers, strict=False):
@@ -204,8 +204,8 @@ class Stream:
                 self.kinds.add(document.is_chat)
                 if len(self.kinds) > 1:
                     raise HeadwaterError(
-                        f"{self.source.source!r} has both conversations and plain text; keep them apart, and mix them "
-                        "by weight as prepared folders."
+                        f"{self.source.source!r} has both conversations and plain text; prepare them separately, "
+                        "and mix the folders by weight."
                     )
             if self.source.begins:
                 if gathered and self.begins.match(document.text):
@@ -222,7 +222,7 @@ class Stream:
             yield _join_rows(gathered)
         return next(numbers)
 
-    def _text(self, text: IO[str], name: str, in_pieces: bool) -> Iterator[Document]:
+    def _read_text(self, text: IO[str], name: str, in_pieces: bool) -> Iterator[Document]:
         """The documents of a text file: the text between two marks, pieces of it, or the whole file."""
         contents: Iterable[str]
         chunks = iter(partial(text.read, CHUNK), "")
@@ -245,7 +245,7 @@ class Stream:
         self.empty += is_empty
 
     def _numbered_lines(self, text: IO[str]) -> Iterator[tuple[int, str]]:
-        """(number of its document, line) of a text with marks; an empty line stands for each separator."""
+        """Yield (number of its document, line) for a text with marks; an empty line stands for each separator."""
         separator = self.source.separator
         number, is_start, is_first = 0, True, True
         for line in iter(partial(text.readline, LONGEST), ""):
@@ -261,13 +261,13 @@ class Stream:
 
 
 def _join_rows(rows: list[Document]) -> Document:
-    """The document that these rows are; one without text is an empty line, as it stood in the file."""
+    """Join rows to a document; a row without text becomes the empty line that it was in the file."""
     text = "".join(row.text or " \n" for row in rows)
     return replace(rows[0], text=text, key=text)
 
 
 def _gather_text(contents: Iterable[str], name: str) -> str:
-    """A document with these contents. Raises `HeadwaterError` if it is longer than LONGEST_LINE."""
+    """Join contents to a document. Raises `HeadwaterError` if it is longer than LONGEST_LINE."""
     gathered: list[str] = []
     size = 0
     for content in contents:
@@ -275,20 +275,20 @@ def _gather_text(contents: Iterable[str], name: str) -> str:
         size += len(content)
         if size > LONGEST_LINE:
             raise HeadwaterError(
-                f"A document in {name!r} is longer than {LONGEST_LINE / 1e6:,.0f} MB; split that file, or say with "
-                "`headwater data prepare --separator` or --begins where its documents begin."
+                f"A document in {name!r} is longer than {LONGEST_LINE / 1e6:,.0f} MB; split that file, or mark where "
+                "its documents begin with `headwater data prepare --separator` or --begins."
             )
     return "".join(gathered)
 
 
 def _check_options(source: TextSource) -> None:
-    """Raise `HeadwaterError` for an option that means nothing, or is not read for what lies at the source."""
+    """Raise `HeadwaterError` for an option that is invalid, or has no effect on this source."""
     if source.separator is not None and (not source.separator or "\n" in source.separator):
-        raise HeadwaterError("--separator is empty or has several lines; pass the one between two documents.")
+        raise HeadwaterError("--separator is empty or has several lines; pass the line that separates documents.")
     try:
         re.compile(source.begins or "")
     except re.error as error:
-        raise HeadwaterError(f"--begins {source.begins!r} is no regular expression: {error}.") from error
+        raise HeadwaterError(f"--begins {source.begins!r} is not a valid regular expression: {error}.") from error
     kinds = kinds_in(source.source)
     options = {
         "--separator": (source.separator, "text files"),

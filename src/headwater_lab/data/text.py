@@ -8,7 +8,7 @@ from pydantic import Field
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.corpus import FEW_PIECES, Document, check_column_is_read, cut_document, too_short
+from headwater_lab.data.corpus import Document, check_column_is_read, too_short
 from headwater_lab.data.language import LanguageData, LanguageSettings
 from headwater_lab.data.reading import local_path
 from headwater_lab.data.rows import TokenArray
@@ -40,55 +40,17 @@ class TextSettings(LanguageSettings):
             raise HeadwaterError(
                 f"{str(folder)!r} is from `headwater data prepare`; set data.kind=prepared and data.source={folder}."
             )
-        sources = [self.source, *(self.held_out_domains or {}).values()]
-        check_column_is_read(self.text_column, sources, "data.text_column")
+        check_column_is_read(self.text_column, [self.source], "data.text_column")
         corpus = read_corpus(self.source, self.text_column)
         tokenizer = load_tokenizer(self.tokenizer)
         # A corpus of two or more documents always has one on each side, whatever their hashes.
-        ordered = sorted(corpus.documents, key=Document.fraction)
-        count = sum(document.fraction() < self.held_out for document in ordered)
+        ordered = sorted(corpus.documents, key=Document.hash_fraction)
+        count = sum(document.hash_fraction() < self.held_out for document in ordered)
         if len(ordered) < 2:
             raise too_short(self.source, f"one document of {len(ordered[0].data)} bytes")
         count = min(max(count, 1), len(ordered) - 1)
         held_out, train = ordered[:count], ordered[count:]
         train.sort(key=lambda document: document.id)
-        tokens = TokenArray(Encoder(tokenizer).documents(train))
-        domains, left_out = self.domains(train, held_out)
+        tokens = TokenArray(Encoder(tokenizer).encode_documents(train))
         description = corpus.facts | {"tokenizer": self.tokenizer, "train_documents": len(train)}
-        if domains:
-            description["left_out"] = left_out
-        streams = {self.source: (tokens, 1.0)}
-        return LanguageData(self, streams, domains or {self.source: held_out}, tokenizer, description)
-
-    def domains(
-        self, train: list[Document], held_out: list[Document]
-    ) -> tuple[dict[str, list[Document]], dict[str, int]]:
-        """Each domain's documents that are not training data, and how many are. Raises `HeadwaterError` if all are.
-
-        They are identified by their text, cut like a small corpus, since a part of `source` may be cut where the
-        whole is not.
-        """
-        by_domain: dict[str, list[Document]] = {}
-        left_out: dict[str, int] = {}
-        if self.held_out_domains is None:
-            return by_domain, left_out
-        trained = {piece.text for train_document in train for piece in cut_document(train_document)}
-        for name, source in self.held_out_domains.items():
-            if source == self.source:
-                by_domain[name], left_out[name] = held_out, len(train)
-                continue
-            documents = read_corpus(source, self.text_column).documents
-            # A text that is one piece of `source` may be in several here, being cut smaller.
-            joined = "".join(document.text for document in documents[: FEW_PIECES + 1])
-            by_domain[name] = [
-                document
-                for document in documents
-                if joined not in trained and not any(piece.text in trained for piece in cut_document(document))
-            ]
-            left_out[name] = len(documents) - len(by_domain[name])
-            if not by_domain[name]:
-                raise HeadwaterError(
-                    f"The domain {name!r} is empty: all text of {source!r} is training data; use other text, or a "
-                    f"larger data.held_out."
-                )
-        return by_domain, left_out
+        return LanguageData(self, {self.source: (tokens, 1.0)}, {self.source: held_out}, tokenizer, description)

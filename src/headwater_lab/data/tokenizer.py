@@ -34,7 +34,7 @@ LONGEST = 2 * PART
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Token i is byte i of the text's UTF-8 form; 256 is the end of text. A plain Hugging Face tokenizer."""
+    """A plain Hugging Face tokenizer whose token i is byte i of the text in UTF-8; 256 is the end of text."""
     # ByteLevel writes byte b as a printable stand-in character; the same table orders the vocabulary.
     vocab = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=dict(sorted(vocab.items(), key=itemgetter(1))), merges=[]))
@@ -44,7 +44,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with GPT-2's way of splitting text into words; token 0 is the end of text.
+    """Train byte-level BPE with GPT-2's way of splitting text into words; token 0 is the end of text.
 
     Decoding restores every text exactly. Raises `HeadwaterError` below 257 tokens, which are all bytes and the end of
     text, and above `LARGEST_VOCABULARY`.
@@ -76,14 +76,14 @@ def _with_end(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """ "bytes", a local folder, or a name on the Hugging Face hub. Raises `HeadwaterError` if it cannot be loaded."""
+    """Load "bytes", a local folder, or a name on the Hugging Face hub. Raises `HeadwaterError` if that fails."""
     if name == "bytes":
         return byte_tokenizer()
     tokenizer = read_tokenizer(name)
     if separator_id(tokenizer) is None:
         raise HeadwaterError(
             f"The tokenizer {name!r} has neither an end-of-text nor a begin-of-text token to put between documents; "
-            'name one of its tokens beside its tokenizer.json, in tokenizer_config.json: {"eos_token": "…"}.'
+            'name one of its tokens in a tokenizer_config.json next to its tokenizer.json: {"eos_token": "…"}.'
         )
     return tokenizer
 
@@ -117,7 +117,7 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
-def extends(tokenizer: PreTrainedTokenizerBase | None, base: PreTrainedTokenizerBase | None) -> bool:
+def has_all_tokens(tokenizer: PreTrainedTokenizerBase | None, base: PreTrainedTokenizerBase | None) -> bool:
     """Whether a tokenizer has all tokens of another one under their ids, and perhaps more."""
     if tokenizer is None or base is None:
         return False
@@ -126,7 +126,7 @@ def extends(tokenizer: PreTrainedTokenizerBase | None, base: PreTrainedTokenizer
 
 @contextmanager
 def _one_sentence(problem: str) -> Iterator[None]:
-    """Turn anything the tokenizers library raises into a `HeadwaterError`, even panics, which are no `Exception`s."""
+    """Turn anything the tokenizers library raises into a `HeadwaterError`, even panics, which are not `Exception`s."""
     try:
         yield
     except (HeadwaterError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
@@ -142,9 +142,9 @@ def separator_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def encode_in_time(encode: Callable[[Sequence[str]], Sequence[Ids]], texts: Sequence[str]) -> list[Ids]:
-    """`encode` of the texts. Raises `HeadwaterError` if it takes more than `SECONDS` for a megabyte of them.
+    """Call `encode` on the texts. Raises `HeadwaterError` if it takes more than `SECONDS` for a megabyte of them.
 
-    The first megabyte comes first and alone, then twice as much each time, so that this is soon known.
+    The first megabyte is encoded alone, then twice as much each time, so that a slow tokenizer is noticed early.
     """
     if texts and len(texts[0]) > 2 * MEGABYTE:
         _encode_timed(encode, [texts[0][:MEGABYTE]])
@@ -177,7 +177,7 @@ def encode_plainly(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
 
 
 class Encoder:
-    """Texts -> token ids, in any number of threads.
+    """An encoder from texts to token ids, for any number of threads.
 
     Text that spells a special token is plain text: otherwise it would start a new document.
     """
@@ -195,29 +195,29 @@ class Encoder:
             self.backend.encode_special_tokens = True
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, without separators."""
+        """Encode texts, without separators."""
         if self.is_bytes:  # same result as calling the tokenizer, without the overhead
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
         with _one_sentence("The tokenizer cannot encode a text"):
-            return [np.asarray(row, dtype=self.dtype) for row in encode_in_time(self._ids, texts)]
+            return [np.asarray(row, dtype=self.dtype) for row in encode_in_time(self._encode_ids, texts)]
 
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
         if self.backend is None:
             return self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def documents(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Documents, with the separator before each; conversations as their template writes them."""
+    def encode_documents(self, documents: Sequence[Document]) -> list[Encoded]:
+        """Encode documents, with the separator before each; conversations as their template writes them."""
         texts = [[] if document.is_chat else _cut_parts(document.text) for document in documents]
         rows = iter(self(list(chain.from_iterable(texts))))
         return [
             self.chat(document.text, document.id)
             if document.is_chat
-            else Encoded(self._separated(islice(rows, len(pieces))), None, len(document.data))
+            else Encoded(self._add_separator(islice(rows, len(pieces))), None, len(document.data))
             for document, pieces in zip(documents, texts, strict=True)
         ]
 
-    def _separated(self, rows: Iterable[np.ndarray]) -> np.ndarray:
+    def _add_separator(self, rows: Iterable[np.ndarray]) -> np.ndarray:
         return np.concatenate(([self.separator], *rows)).astype(self.dtype)
 
     @cached_property
@@ -226,7 +226,7 @@ class Encoder:
 
 
 def _cut_parts(text: str) -> list[str]:
-    """A text, in parts if it is long."""
+    """Cut a text into parts if it is long."""
     ends = [0]
     while len(text) - ends[-1] > LONGEST:
         ends.append(part_end(text, ends[-1]))
@@ -234,7 +234,7 @@ def _cut_parts(text: str) -> list[str]:
 
 
 def part_end(text: str, start: int) -> int:
-    """Where to cut a document so that byte-level BPE gives the same tokens: a line end between two that are not blank.
+    """Find where to cut a document so that byte-level BPE gives the same tokens: at a line end between two full lines.
 
     Else the first line end from PART characters on, else the first space, else after LONGEST characters.
     """

@@ -1,4 +1,4 @@
-"""Read tokenizers from folders and files, as `headwater.models.load` reads models: no code of theirs runs."""
+"""Read tokenizers from folders and files, as `headwater.models.load` reads models: without running their code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def local_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 def bare_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     """The tokenizer in a tokenizer.json, or in a folder with one, with the end of text that its special tokens name.
 
-    A chat_template.jinja beside it is its chat template. Raises `HeadwaterError` if it cannot be read, and if several
+    A chat_template.jinja next to it is its chat template. Raises `HeadwaterError` if it cannot be read, and if several
     of its tokens could end a text.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -55,7 +55,7 @@ def bare_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     if len(ends) > 1:
         raise HeadwaterError(
             f"The tokenizer {str(file)!r} has several tokens that could end a text, {' and '.join(ends)}; say which in "
-            f'a tokenizer_config.json beside it: {{"eos_token": "{ends[0]}"}}.'
+            f'a tokenizer_config.json next to it: {{"eos_token": "{ends[0]}"}}.'
         )
     unknown = getattr(read.model, "unk_token", None)
     names = {"eos_token": ends[0] if ends else None, "unk_token": unknown}
@@ -94,7 +94,7 @@ def find_tokenizer(folder: Path, vocab_size: int | None = None) -> PreTrainedTok
 def open_tokenizer(source: Path | str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, of a tokenizer.json, or of a name on the hub, once it has encoded a sentence.
 
-    Raises `HeadwaterError` for a folder with files that are no files, or one that takes too long. Any other problem
+    Raises `HeadwaterError` for a folder with irregular files, or one that takes too long. Any other problem
     raises what the libraries raise: see `reading`.
     """
     if isinstance(source, Path) and source.is_dir():

@@ -1,4 +1,4 @@
-"""Look inside a trained model: scalars, attention, reads from other layers, parameter tokens that fire."""
+"""Look inside a trained model: scalars, attention, reads from other layers."""
 
 from headwater_lab.inspection.inspection import Inspection, check_alike, inspect_model, to_json
 from headwater_lab.inspection.pictures import draw_pictures

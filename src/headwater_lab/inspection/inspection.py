@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from headwater import __version__
 from headwater.util.errors import HeadwaterError
-from headwater_lab.inspection.images import sample_images
-from headwater_lab.inspection.sample import repeat_random_tokens, sample_tokens
+from headwater_lab.inspection.sample import repeat_random_tokens, sample_images, sample_tokens
 from headwater_lab.inspection.scalars import Census, Scalars, collect_scalars, list_blocks, take_census
-from headwater_lab.inspection.watch import SHOWN, Induction, Read, induction_scores, read_sample
+from headwater_lab.inspection.watch import Induction, Read, induction_scores, read_sample
 from headwater_lab.training.trained_models import Trained
 from headwater_lab.util.model_kinds import is_of_images
 
@@ -35,20 +32,15 @@ class InspectedText:
 
 @dataclass(frozen=True)
 class InspectedImages:
-    """The images that were looked at, by name.
+    """The images that were looked at: their number, rows and columns of patches, and tokens of each."""
 
-    patches: rows and columns. tokens: the patches and those before them. pictures: of the first images, [H, W] or
-    [H, W, 3] from 0 to 1; not in the JSON.
-    """
-
-    names: list[str]
+    number: int
     patches: tuple[int, int]
     tokens: int
-    pictures: list[np.ndarray] = field(repr=False, compare=False)
 
     @property
     def size(self) -> str:
-        return f"{len(self.names)} of {self.patches[0]} × {self.patches[1]} patches"
+        return f"{self.number} of {self.patches[0]} × {self.patches[1]} patches"
 
 
 @dataclass(frozen=True)
@@ -95,21 +87,22 @@ def inspect_model(
     name: str,
     text: Path | None = None,
     *,
-    images: Sequence[Path] = (),
     rows: int | None = None,
     context: int | None = None,
     scalars_only: bool = False,
 ) -> Inspection:
     """Look inside a trained model without changing it.
 
-    text: a file to read; default: the model's latest training data. images: files for a model of images; default: the
-    held-out images of its training data. rows: rows of the text, default 16; or how many held-out images, default 64.
-    context: tokens per row; default: the data's, or at most 256 for a text. scalars_only: read neither text nor images,
-    only the scalars. Raises `HeadwaterError` if there is nothing to read, too little, or nothing that the model reads.
+    text: a file to read; default: the model's latest training data, of which models of images read held-out images.
+    rows: rows of the text, default 16; or the number of images, default 64. context: tokens per row; default: the
+    data's, or at most 256 for a text. scalars_only: read neither text nor images, only the scalars.
+    Raises `HeadwaterError` if there is nothing to read, too little, or nothing that the model reads.
     """
-    _check(trained, text, images, context)
     model = trained.model
     config = model.config
+    if is_of_images(config) and (text or context is not None):
+        option = "--text" if text else "--context"
+        raise HeadwaterError(f"{trained.source!r} is a model of images, and {option} is for text; leave it out.")
     facts: dict[str, Any] = dict(
         name=name,
         source=trained.source,
@@ -128,40 +121,28 @@ def inspect_model(
     if scalars_only:
         return Inspection(**facts)
     if is_of_images(config):
-        image_sample = sample_images(trained, images, rows)
-        pictures = [image_sample.picture(image) for image in range(min(SHOWN, len(image_sample.names)))]
-        inspected_images = InspectedImages(image_sample.names, image_sample.grid, image_sample.length, pictures)
-        return Inspection(**facts, images=inspected_images, read=read_sample(model, image_sample))
+        images, grid = sample_images(trained, rows)
+        inspected_images = InspectedImages(images.rows, grid, images.length)
+        return Inspection(**facts, images=inspected_images, read=read_sample(model, images))
     token_rows = sample_tokens(trained, text, rows, context)
     scores = induction_scores(model, *repeat_random_tokens(model))
     inspected_text = InspectedText(token_rows.rows, token_rows.length)
     return Inspection(**facts, text=inspected_text, induction=scores, read=read_sample(model, token_rows))
 
 
-def _check(trained: Trained, text: Path | None, images: Sequence[Path], context: int | None) -> None:
-    """Raises `HeadwaterError` for options that say nothing to this kind of model."""
-    if is_of_images(trained.model.config):
-        if text or context is not None:
-            option = "--text" if text else "--context"
-            raise HeadwaterError(f"{trained.source!r} is a model of images, and {option} is for text; pass --image.")
-    elif images:
-        raise HeadwaterError(f"{trained.source!r} is a model of text, and --image is for images; pass --text.")
-
-
 def check_alike(inspections: Sequence[Inspection]) -> None:
-    """Raises `HeadwaterError` if some have read text and others images, which measure different things."""
+    """Raise `HeadwaterError` if some have read text and others images, which measure different things."""
     if any(inspection.text for inspection in inspections) and any(inspection.images for inspection in inspections):
         raise HeadwaterError(
-            "Models of text and of images are measured on different things; inspect them apart, or pass --scalars."
+            "Models of text and models of images are measured on different things; inspect them separately, or pass "
+            "--scalars."
         )
 
 
 def to_json(inspections: Sequence[Inspection]) -> dict[str, Any]:
-    """The content of inspect.json: docs/inspect.md has the schema."""
+    """The content of inspect.json."""
     models = [
         asdict(inspection) | ({} if inspection.read is None else {"skip_use": inspection.skip_use})
         for inspection in inspections
     ]
-    for model in models:
-        (model["images"] or {}).pop("pictures", None)
     return {"headwater": __version__, "schema_version": SCHEMA_VERSION, "models": models}

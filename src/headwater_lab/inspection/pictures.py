@@ -12,18 +12,14 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from headwater_lab.inspection.inspection import Inspection
-from headwater_lab.inspection.tables import name_measure, read_measure
-from headwater_lab.inspection.watch import SHOWN
+from headwater_lab.inspection.tables import read_measure
 from headwater_lab.util.outputs import default_style, save_figure
 
 # Cell size of a heatmap in inches, and the largest side with a number in each cell.
 CELL_WIDTH, CELL_HEIGHT, NUMBERED = 0.42, 0.26, 24
-WIDEST = 15.0  # inches of a picture
-BRIGHTEST = 99.5  # percentile of attention at the end of the color scale
 DRAWN = {
     "entropy, share of maximum": "entropy / maximum",
     "attention to the first token": "first token",
@@ -50,8 +46,7 @@ class Grid:
 @default_style()
 def draw_pictures(inspections: Sequence[Inspection], folder: Path) -> list[Path]:
     """Write inspect-*.png into a folder, for those with data."""
-    pictures = {"scalars": scalars_picture, "heads": heads_picture, "attention": attention_picture}
-    figures = {name: draw(inspections) for name, draw in pictures.items()}
+    figures = {"scalars": scalars_picture(inspections), "heads": heads_picture(inspections)}
     return [save_figure(figure, folder / f"inspect-{name}.png", 130) for name, figure in figures.items() if figure]
 
 
@@ -85,7 +80,7 @@ def heads_picture(inspections: Sequence[Inspection]) -> Figure | None:
         if any(value is not None for value in values):
             # NaN where a layer has fewer heads than another
             arrays = [None if rows is None else np.array([*zip_longest(*rows, fillvalue=nan)]).T for rows in values]
-            grids.append(Grid(name_measure(title, inspections), arrays, "query head"))
+            grids.append(Grid(title, arrays, "query head"))
     return draw_heatmaps(inspections, grids)
 
 
@@ -150,66 +145,3 @@ def _write_numbers(axes: Axes, values: np.ndarray, scale: tuple[float, float]) -
             text = f"{value:.2f}".replace("0.", ".", 1) if abs(value) < 0.995 else f"{value:.2f}"
             color = "white" if abs(value) > 0.6 * scale[1] else "black"
             axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
-
-
-@dataclass(frozen=True)
-class _AttentionRow:
-    """The attention to one image in one model. maps: [layers, rows of patches, columns], 1 is an equal share."""
-
-    name: str
-    image_name: str
-    image: np.ndarray
-    maps: np.ndarray
-
-    @property
-    def aspect(self) -> float:
-        """Height over width of a patch, so that a map has its image's shape."""
-        height, width = self.image.shape[:2]
-        return (height / self.maps.shape[1]) / (width / self.maps.shape[2])
-
-
-def _attention_rows(inspections: Sequence[Inspection]) -> list[_AttentionRow]:
-    """The images that the picture has room for, each in all models."""
-    rows = []
-    for number in range(SHOWN):
-        for inspection in inspections:
-            images, read = inspection.images, inspection.read
-            if images and read and number < len(read.looks):
-                maps = np.array(read.looks[number]) * images.tokens
-                rows.append(_AttentionRow(inspection.name, images.names[number], images.pictures[number], maps))
-    return rows[: max(SHOWN, 2 * len(inspections))]
-
-
-def attention_picture(inspections: Sequence[Inspection]) -> Figure | None:
-    """A row for each image and model: the image, and the mean attention of each layer's heads to its patches.
-
-    All have one color scale. 1 is an equal share.
-    """
-    rows = _attention_rows(inspections)
-    if not rows:
-        return None
-    layers = max(len(row.maps) for row in rows)
-    cell = min(1.0, WIDEST / (layers + 1))
-    several = len(inspections) > 1
-    size = (layers + 1) * cell + 1.0 + 1.2 * several, len(rows) * cell * 1.16 + 0.5
-    figure = Figure(figsize=(max(3.0, size[0]), size[1]), layout="constrained")
-    panels = figure.subplots(len(rows), layers + 1, squeeze=False)
-    for axes in panels.flat:
-        axes.set(xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
-    highest = float(np.percentile(np.concatenate([row.maps.ravel() for row in rows]), BRIGHTEST))
-    for index, row in enumerate(rows):
-        image_axes, *map_axes = panels[index]
-        image_axes.imshow(row.image, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-        if several:
-            image_axes.set_ylabel(row.name, fontsize=7, rotation=0, ha="right", va="center")
-        image_axes.set_title(row.image_name, fontsize=7, pad=2)
-        for layer, (axes, map) in enumerate(zip(map_axes, row.maps, strict=False)):
-            axes.imshow(map, vmin=0, vmax=highest, cmap="magma", interpolation="nearest", aspect=row.aspect)
-            if index == 0 or several:
-                axes.set_title(f"layer {layer}", fontsize=7, pad=2)
-    scale = ScalarMappable(Normalize(0, highest), "magma")
-    bar = figure.colorbar(scale, ax=panels, shrink=min(1.0, 2.5 / size[1]), pad=0.02)
-    bar.set_label("attention, 1: equal share", fontsize=7)
-    bar.ax.tick_params(labelsize=7)
-    return figure

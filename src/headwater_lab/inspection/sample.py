@@ -1,22 +1,26 @@
-"""The rows of tokens for an inspection."""
+"""The rows of tokens, or the images, for an inspection."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from headwater.config.layers import layer_config
+from headwater.config.vision import HeadwaterVisionConfig
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
+from headwater_lab.data.images import ImageData
 from headwater_lab.training.trained_models import Trained, build_data, sample_rows
+from headwater_lab.util.model_kinds import AnyModel
 
-ROWS, LEAST = 16, 4  # rows by default, and at least
+ROWS, LEAST = 16, 4  # rows of text by default, and at least
+IMAGES = 64  # held-out images by default
 PERIOD = 50  # random tokens of an induction row, before they repeat
 REPEATED = 8  # induction rows
 # Maximum attention weights of one layer to hold at a time.
@@ -25,34 +29,21 @@ WEIGHTS = 2**26
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows of equal length: the model's inputs, [rows, T] each."""
+    """Rows of equal length, or images: the model's inputs, and the tokens that it makes of each."""
 
     inputs: dict[str, Tensor]
-    tokenizer: PreTrainedTokenizerBase | None = None
+    length: int
 
     @property
     def rows(self) -> int:
         return len(next(iter(self.inputs.values())))
 
-    @property
-    def length(self) -> int:
-        """T, tokens in a row."""
-        return self.inputs["input_ids"].shape[1]
-
-    def batches(self, size: int) -> Iterator[tuple[dict[str, Tensor], int]]:
-        """Up to `size` rows at a time, and the number of the first."""
+    def iterate_batches(self, model: AnyModel) -> Iterator[dict[str, Tensor]]:
+        """Yield the inputs, as many rows at a time as the attention weights of one layer fit in memory."""
+        heads = max(layer_config(model.config, layer).num_attention_heads for layer in model.config.kinds.values())
+        size = max(1, WEIGHTS // (heads * self.length**2))
         for start in range(0, self.rows, size):
-            yield {name: tensor[start : start + size] for name, tensor in self.inputs.items()}, start
-
-    def words(self, row: int, position: int, lead: int = 24, trail: int = 10) -> tuple[str, str, str]:
-        """A token as text, with some characters before and after it. Without a tokenizer, numbers."""
-        ids = self.inputs["input_ids"][row].tolist()
-        contexts = ids[max(0, position - lead) : position], [ids[position]], ids[position + 1 : position + 1 + trail]
-        if self.tokenizer is None:
-            text_before, token, text_after = (" ".join(map(str, ids)) for ids in contexts)
-        else:
-            text_before, token, text_after = (self.tokenizer.decode(ids) for ids in contexts)
-        return text_before[-lead:], token, text_after[:trail]
+            yield {name: tensor[start : start + size] for name, tensor in self.inputs.items()}
 
 
 def sample_tokens(trained: Trained, text: Path | None, rows: int | None, context: int | None) -> Sample:
@@ -66,7 +57,8 @@ def sample_tokens(trained: Trained, text: Path | None, rows: int | None, context
     if context is not None and context < 16:
         raise HeadwaterError(f"--context must be at least 16 tokens, not {context}.")
     if text is not None:
-        return Sample({"input_ids": sample_rows(trained, text, rows, context)}, trained.tokenizer)
+        ids = sample_rows(trained, text, rows, context)
+        return Sample({"input_ids": ids}, ids.shape[1])
     data = build_data(trained.history)
     if data is None:
         raise HeadwaterError(
@@ -75,7 +67,29 @@ def sample_tokens(trained: Trained, text: Path | None, rows: int | None, context
         )
     batch = next(data.batches(seed=0, batch_size=rows, start=0))
     inputs = {name: tensor[:, :context] for name, tensor in batch.items() if name != "shift_labels"}
-    return Sample(inputs, trained.tokenizer)
+    return Sample(inputs, inputs["input_ids"].shape[1])
+
+
+def sample_images(trained: Trained, count: int | None) -> tuple[Sample, tuple[int, int]]:
+    """Held-out images of the data the model was trained on, always the same, and their rows and columns of patches.
+
+    Raises `HeadwaterError` if there is nothing to read.
+    """
+    count = IMAGES if count is None else count
+    if count < 1:
+        raise HeadwaterError(f"--rows must be at least 1 image, not {count}.")
+    data = build_data(trained.history)
+    if not isinstance(data, ImageData):
+        raise HeadwaterError(
+            f"{trained.source!r} does not record its training data; pass --scalars to see only its scalars."
+        )
+    config = cast("HeadwaterVisionConfig", trained.model.config)
+    order = torch.randperm(len(data.held_out.labels), generator=generator("inspect", "images"))
+    pixels = data.held_out_images(order[:count].tolist())["pixel_values"].to(trained.model.dtype)
+    grid = config.grid_of(*pixels.shape[2:])
+    if grid[0] * grid[1] < 2:
+        raise HeadwaterError("Images of one patch have no attention to look at; pass --scalars to see only scalars.")
+    return Sample({"pixel_values": pixels}, config.first_patch + grid[0] * grid[1]), grid
 
 
 def repeat_random_tokens(model: HeadwaterForCausalLM) -> tuple[Sample, int]:
@@ -86,10 +100,4 @@ def repeat_random_tokens(model: HeadwaterForCausalLM) -> tuple[Sample, int]:
         raise HeadwaterError("A model with one position cannot repeat tokens; use --scalars to see only its scalars.")
     draw = generator("inspect", "induction")
     ids = torch.stack([torch.randperm(config.vocab_size, generator=draw)[:period] for _ in range(REPEATED)])
-    return Sample({"input_ids": ids.repeat(1, 2)}), period
-
-
-def choose_batch_size(model: HeadwaterForCausalLM, length: int) -> int:
-    """The number of rows of this length whose attention weights in one layer fit in memory."""
-    heads = max(layer_config(model.config, layer).num_attention_heads for layer in model.config.kinds.values())
-    return max(1, WEIGHTS // (heads * length**2))
+    return Sample({"input_ids": ids.repeat(1, 2)}, 2 * period), period

@@ -20,7 +20,7 @@ from headwater_lab.util.model_kinds import AnyModel
 class Scalars:
     """The numbers of one symbol in one layer.
 
-    place: the linear layer they belong to ("q_proj", …, "mlp"); "" for those of a layer.
+    place: the linear layer they belong to ("q_proj", …, "mlp"), or "" if it is the whole layer.
     by: "kv head", "query head", "layer" (whose part of a sum they weigh; -1: the embedding), or "" for one number.
     at: the indices of these.
     """
@@ -35,7 +35,7 @@ class Scalars:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What is shown in one section or picture: mechanism, symbol and place."""
+        """The mechanism, symbol and place, which share a section or picture."""
         return self.mechanism, self.symbol, self.place
 
 
@@ -59,7 +59,7 @@ def list_blocks(model: AnyModel) -> list[Block]:
 
 
 def find_mechanisms(block: Block) -> Iterator[tuple[str, Mechanism]]:
-    """(place, module) of each mechanism of a block; place is the linear layer it replaces, else ""."""
+    """Yield (name, module) for each mechanism of a block; the name of the linear layer it replaces, else ""."""
     for path, module in block.named_modules():
         if isinstance(module, Mechanism):
             parent, _, name = path.rpartition(".")
@@ -84,7 +84,7 @@ def collect_scalars(model: AnyModel) -> list[Scalars]:
 
 @torch.no_grad()
 def compose_windows(block: Block, tensor: str) -> Tensor | None:
-    """How a layer mixes keys ("k") or values ("v") with those of earlier tokens, [window, its heads]; None if not."""
+    """Weights with which a layer mixes keys ("k") or values ("v") over tokens, [window, its heads]; None without."""
     composed: Tensor | None = None
     for _, module in find_mechanisms(block):
         show: Any = getattr(module, "show_windows", None)
@@ -95,7 +95,7 @@ def compose_windows(block: Block, tensor: str) -> Tensor | None:
 
 
 def take_census(model: AnyModel) -> Census | None:
-    """None for a model that does not mix both keys and values with those of earlier tokens."""
+    """Count a model's heads for the census; None if it does not mix both keys and values over tokens."""
     counts = {(key, value): 0 for key in (True, False) for value in (True, False)}
     for block in list_blocks(model):
         keys, values = (_by_head(block, tensor) for tensor in ("k", "v"))

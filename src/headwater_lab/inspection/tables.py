@@ -9,12 +9,10 @@ from typing import Any
 from rich.text import Text
 
 from headwater_lab.inspection.inspection import Inspection
-from headwater_lab.inspection.pairs import PairContribution
 from headwater_lab.util.terminal import Table, lined
 
 # Show up to this many heads one by one, otherwise the range.
 HEADS = 4
-NAMED = 2  # strongest pairs to list per layer
 
 CENSUS = {
     "heads": "all",
@@ -30,7 +28,6 @@ MEASURES = {
     "entropy, nats": "read.entropy",
     "entropy, share of maximum": "read.normalized_entropy",
     "attention to the first token": "read.first_token",
-    "most attended position": "read.largest",
     "attention to the previous token": "read.previous_token",
     "previous token's value": "read.previous_token_effective",
     "attention to learned pairs": "read.beside",
@@ -39,29 +36,11 @@ MEASURES = {
     "share of heads' output": "read.use",
 }
 
-# What the measures are called on images.
-ON_IMAGES = {
-    "first token": "class token",
-    "most attended position": "most attended token",
-    "previous token": "previous patch",
-    "token similarity": "patch similarity",
-}
-
-
-def name_measure(label: str, inspections: Sequence[Inspection]) -> str:
-    """A measure's label, in the words of what was read."""
-    if any(inspection.images for inspection in inspections):
-        for word, on_images in ON_IMAGES.items():
-            label = label.replace(word, on_images)
-    return label
-
 
 def build_tables(inspections: Sequence[Inspection]) -> list[Table]:
-    """Scalars with the census; measurements on rows; and the pairs of each Pattention, if any."""
-    tables = [scalars_table(inspections)]
-    if any(inspection.read for inspection in inspections):
-        tables.append(read_table(inspections))
-    return tables + [pairs_table(inspection) for inspection in inspections if inspection.read and inspection.read.maps]
+    """Scalars with the census, and measurements on rows, if any."""
+    measured = any(inspection.read for inspection in inspections)
+    return [scalars_table(inspections), *([read_table(inspections)] if measured else [])]
 
 
 def write_numbers(values: Sequence[float | None] | float | None) -> str:
@@ -76,26 +55,26 @@ def write_numbers(values: Sequence[float | None] | float | None) -> str:
     return "  ".join(f"{value:.3f}" for value in numbers)
 
 
-class _Table:
-    """Sections of rows, without rows and sections that are empty for all models."""
+def _start_table(title: str, inspections: Sequence[Inspection], caption: str) -> Table:
+    names = [inspection.name for inspection in inspections]
+    table = lined("", *names, fold=True, title=title, caption=caption)
+    table.columns[0].no_wrap = True
+    return table
 
-    def __init__(self, title: str, inspections: Sequence[Inspection], caption: str) -> None:
-        names = [inspection.name for inspection in inspections]
-        self.table = lined("", *names, fold=True, title=title, caption=caption)
-        self.table.columns[0].no_wrap = True
 
-    def add_section(self, title: str, rows: dict[str, list[str]]) -> None:
-        rows = {label: cells for label, cells in rows.items() if any(cells)}
-        if rows:
-            self.table.add_section()
-            self.table.add_row(Text(title, "bold"))
-            for label, cells in rows.items():
-                self.table.add_row(f"  {label}", *cells)
+def _add_section(table: Table, title: str, rows: dict[str, list[str]]) -> None:
+    """Add rows under a title, without those that are empty for all models."""
+    rows = {label: cells for label, cells in rows.items() if any(cells)}
+    if rows:
+        table.add_section()
+        table.add_row(Text(title, "bold"))
+        for label, cells in rows.items():
+            table.add_row(f"  {label}", *cells)
 
 
 def scalars_table(inspections: Sequence[Inspection]) -> Table:
     caption = f"One number per head; the range if there are more than {HEADS}."
-    table = _Table("Scalars, as used by the forward pass", inspections, caption)
+    table = _start_table("Scalars, as used by the forward pass", inspections, caption)
     facts = {
         "parameters": [f"{model.parameters:,}" for model in inspections],
         "layers, query heads, key/value heads": [
@@ -103,15 +82,15 @@ def scalars_table(inspections: Sequence[Inspection]) -> Table:
         ],
         "mechanisms": [", ".join(model.mechanisms) for model in inspections],
     }
-    table.add_section("model", facts)
+    _add_section(table, "model", facts)
     by_layer = [{(scalars.key, scalars.layer): scalars.values for scalars in model.scalars} for model in inspections]
     depth = range(max(model.layers for model in inspections))
     for key in dict.fromkeys(key for values in by_layer for key, _ in values):
-        mechanism, symbol, place = key
+        mechanism, symbol, module = key
         rows = {f"layer {i}": [write_numbers(values.get((key, i))) for values in by_layer] for i in depth}
-        table.add_section(f"{symbol} ({mechanism}{', ' if place else ''}{place})", rows)
-    table.add_section("key/value heads by the larger weight", _census_rows(inspections))
-    return table.table
+        _add_section(table, f"{symbol} ({mechanism}{', ' if module else ''}{module})", rows)
+    _add_section(table, "key/value heads by the larger weight", _census_rows(inspections))
+    return table
 
 
 def _census_rows(inspections: Sequence[Inspection]) -> dict[str, list[str]]:
@@ -127,20 +106,20 @@ def read_measure(inspection: Inspection, label: str) -> Any:
 
 def read_table(inspections: Sequence[Inspection]) -> Table:
     of_images = any(model.images for model in inspections)
-    table = _Table(
+    table = _start_table(
         "Measured on images" if of_images else "Measured on rows of tokens; induction on random ones",
         inspections,
         f"One number per query head; the range if there are more than {HEADS}.",
     )
     samples = [model.text or model.images for model in inspections]
     sizes = [sample.size if sample else "" for sample in samples]
-    table.add_section("sample", {"images" if of_images else "rows × tokens": sizes})
+    _add_section(table, "sample", {"images" if of_images else "rows × tokens": sizes})
     for label in MEASURES:
         columns = [list(read_measure(model, label) or ()) for model in inspections]
-        table.add_section(name_measure(label, inspections), _layer_rows(inspections, columns))
+        _add_section(table, label, _layer_rows(inspections, columns))
     elsewhere = [model.skip_use if model.read and model.attends_elsewhere else [] for model in inspections]
-    table.add_section("share of heads that attend elsewhere", _layer_rows(inspections, elsewhere))
-    return table.table
+    _add_section(table, "share of heads that attend elsewhere", _layer_rows(inspections, elsewhere))
+    return table
 
 
 def _layer_rows(inspections: Sequence[Inspection], columns: Sequence[Sequence[Any]]) -> dict[str, list[str]]:
@@ -153,33 +132,3 @@ def _layer_rows(inspections: Sequence[Inspection], columns: Sequence[Sequence[An
         ]
     rows["output"] = [write_numbers(column[depth]) if depth < len(column) else "" for column, depth in models]
     return rows
-
-
-def pairs_table(inspection: Inspection) -> Table:
-    """The parameter tokens of a model, and what the strongest pairs fire for."""
-    assert inspection.read is not None
-    table = lined(
-        title=f"Parameter tokens of {inspection.name}",
-        caption="Effective: how many pairs share the work at a token. A pair fires where it contributes more than "
-        "twice the mean pair; silent pairs never fire here.",
-    )
-    for column in ("map", "pairs", "effective", "fire", "silent"):
-        table.add_column(column, justify="left" if column == "map" else "right", no_wrap=True)
-    table.add_column("strongest pairs, and the tokens they contribute most at")
-    for map in inspection.read.maps:
-        pairs = "; ".join(_write_pair(pair) for pair in map.strongest[:NAMED])
-        table.add_row(
-            f"{map.layer} {map.place}",
-            f"{map.pairs:,}",
-            f"{map.effective:.1f}",
-            f"{map.fires:.1%}",
-            f"{map.silent:.1%}",
-            pairs,
-        )
-    return table
-
-
-def _write_pair(pair: PairContribution) -> str:
-    """A pair's number and the tokens it contributes most at, with a few characters before each."""
-    tokens = [f"{token.before[-6:]}»{token.token}«" for token in pair.tokens]
-    return f"{pair.pair}: " + " ".join(repr(token)[1:-1] for token in tokens)

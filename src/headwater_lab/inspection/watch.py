@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 from headwater.config.layers import layer_config
 from headwater.config.plan import Stage
 from headwater.nn.patches import raster_positions
-from headwater_lab.inspection.pairs import Firing, PairCounter
-from headwater_lab.inspection.sample import Sample, choose_batch_size
-from headwater_lab.inspection.scalars import find_mechanisms, list_blocks, value_taps
+from headwater_lab.inspection.sample import Sample
+from headwater_lab.inspection.scalars import list_blocks, value_taps
 from headwater_lab.inspection.scores import (
     attention_entropy,
     effective_weights,
@@ -28,17 +26,14 @@ from headwater_lab.inspection.scores import (
 from headwater_lab.util.model_kinds import AnyModel, is_of_images
 
 PerHead = list[list[float]]  # [layers][query heads]
-PatchMap = list[list[float]]  # [rows of patches][columns]
-SHOWN = 6  # images whose attention is kept
 
 
 @dataclass(frozen=True)
 class Read:
-    """Measurements over the sample, which docs/inspect.md defines.
+    """Measurements over the sample; docs/inspect.md defines them.
 
     hidden: [layers + 1], at each block's input and the last one's output. values: [layers], None if a layer projects
-    none. first_token: None for images without a class token. beside: None if no layer has learned pairs. looks: of the
-    first images, by layer; empty for text.
+    none. first_token: None for images without a class token. beside: None if no layer has learned pairs.
     """
 
     hidden: list[float]
@@ -46,14 +41,10 @@ class Read:
     entropy: PerHead
     normalized_entropy: PerHead
     first_token: PerHead | None
-    largest: PerHead
-    largest_at: list[list[int]]
     previous_token: PerHead
     previous_token_effective: PerHead
     beside: PerHead | None
     use: PerHead
-    maps: list[Firing]
-    looks: list[list[PatchMap]]
 
 
 @dataclass(frozen=True)
@@ -84,8 +75,9 @@ class Sums:
 
 @contextmanager
 def hook_model(model: AnyModel) -> Iterator[Callable[..., None]]:
-    """In this context, the model runs with the kernel that returns attention weights, without gradient. It yields a
-    function that hooks a module until the end: (module, function of (module, inputs, named inputs, output)).
+    """Run the model with the kernel that returns attention weights, without gradient, in this context.
+
+    Yields a function that hooks a module until the end: (module, function of (module, inputs, named inputs, output)).
     """
     implementation, was_training = model.config._attn_implementation, model.training
     model.set_attn_implementation("eager")
@@ -101,20 +93,23 @@ def hook_model(model: AnyModel) -> Iterator[Callable[..., None]]:
 
 
 def induction_scores(model: AnyModel, sample: Sample, period: int) -> Induction:
-    """sample: rows of `period` tokens, twice."""
+    """Score how much each head copies what followed a token's earlier occurrence.
+
+    sample: rows of `period` tokens, twice.
+    """
     taps, sums = value_taps(model), Sums()
     length = sample.length
     since = torch.arange(length, device=model.device)[None]
 
-    def attention(layer: int, weights: Tensor) -> None:
+    def add_scores(layer: int, weights: Tensor) -> None:
         sums.add("attention", layer, len(weights) * induction_attention(weights, period), len(weights))
         weights_of_values = effective_weights(weights, taps[layer], since)
         sums.add("effective", layer, len(weights) * induction_attention(weights_of_values, period), len(weights))
 
     with hook_model(model) as hook:
         for layer, block in enumerate(list_blocks(model)):
-            hook(block.self_attn, lambda _, __, ___, output, layer=layer: attention(layer, output[1]))
-        for batch, _ in sample.batches(choose_batch_size(model, length)):
+            hook(block.self_attn, lambda _, __, ___, output, layer=layer: add_scores(layer, output[1]))
+        for batch in sample.iterate_batches(model):
             _run_model(model, batch)
     layers = range(len(taps))
     scores = ([sums.mean(name, layer) for layer in layers] for name in ("attention", "effective"))
@@ -123,13 +118,13 @@ def induction_scores(model: AnyModel, sample: Sample, period: int) -> Induction:
 
 def read_sample(model: AnyModel, sample: Sample) -> Read:
     """Run the model over the sample without changing it."""
-    watch = Watch(model, sample)
+    watch = Watch(model)
     with hook_model(model) as hook:
-        watch.put(hook)
-        for batch, first_row in sample.batches(choose_batch_size(model, sample.length)):
-            watch.first_row, watch.sight = first_row, find_sight(model, batch)
+        watch.add_hooks(hook)
+        for batch in sample.iterate_batches(model):
+            watch.sight = find_sight(model, batch)
             _run_model(model, batch)
-    return watch.result()
+    return watch.summarize()
 
 
 def _run_model(model: AnyModel, batch: dict[str, Tensor]) -> None:
@@ -138,16 +133,16 @@ def _run_model(model: AnyModel, batch: dict[str, Tensor]) -> None:
 
 
 class Sight(NamedTuple):
-    """What each token of a batch sees, [B, T] each.
+    """The tokens that each token of a batch sees, [B, T] each.
 
-    sees: how many tokens. first: the slot of the first one. before: how many tokens of its document come before it, of
-    which mechanisms may see so many; they differ from those seen in rows in which attention crosses from one document
-    to the next. Of images: how many patches in raster order.
+    visible: how many tokens. start: the slot of the first one. since: how many tokens of its document come before it,
+    which limits what mechanisms read. It differs from `visible - 1` in rows in which attention crosses from one
+    document to the next. For images, `since` counts patches in raster order.
     """
 
-    sees: Tensor
-    first: Tensor
-    before: Tensor
+    visible: Tensor
+    start: Tensor
+    since: Tensor
 
 
 def find_sight(model: AnyModel, batch: dict[str, Tensor]) -> Sight:
@@ -166,42 +161,33 @@ def find_sight(model: AnyModel, batch: dict[str, Tensor]) -> Sight:
 
 
 class Watch:
-    """The sums of `read_sample`: one method per measurement."""
+    """The sums of `read_sample`: one method per measurement. sight: of the current batch, set before the model runs."""
 
-    def __init__(self, model: AnyModel, sample: Sample) -> None:
-        self.model, self.sample, self.sums = model, sample, Sums()
+    def __init__(self, model: AnyModel) -> None:
+        self.model, self.sums = model, Sums()
         self.taps = value_taps(model)
         self.beside = [bool(block.self_attn.stages[Stage.ADDED_KEY_VALUES.value]) for block in list_blocks(model)]
-        self.pairs: dict[tuple[int, str], PairCounter] = {}
-        config = model.config
-        self.is_of_images = is_of_images(config)
-        self.has_class_token = self.is_of_images and config.pooling == "token"
-        self.first_patch = config.first_patch if self.is_of_images else 0
-        self.grid = config.grid_of(*sample.inputs["pixel_values"].shape[2:]) if self.is_of_images else (0, 0)
-        self.looks: dict[int, list[PatchMap]] = defaultdict(list)  # by layer, of each image
-        # For the current batch.
-        self.first_row, self.sight = 0, Sight(*[torch.zeros(0)] * 3)
+        self.has_first_token = not is_of_images(model.config) or model.config.pooling == "token"
+        self.first_patch = model.config.first_patch if is_of_images(model.config) else 0
+        self.sight: Sight
 
-    def put(self, hook: Callable[..., None]) -> None:
+    def add_hooks(self, hook: Callable[..., None]) -> None:
         all_blocks = list_blocks(self.model)
         for layer, block in enumerate(all_blocks):
-            hook(block, lambda _, inputs, __, ___, layer=layer: self.hidden(layer, inputs[0]))
-            hook(block.self_attn, lambda _, __, ___, output, layer=layer: self.attention(layer, output[1]))
-            hook(block.self_attn.o_proj, lambda _, inputs, __, ___, layer=layer: self.heads(layer, inputs[0]))
+            hook(block, lambda _, inputs, __, ___, layer=layer: self.measure_hidden(layer, inputs[0]))
+            hook(block.self_attn, lambda _, __, ___, output, layer=layer: self.measure_attention(layer, output[1]))
+            hook(block.self_attn.o_proj, lambda _, inputs, __, ___, layer=layer: self.measure_heads(layer, inputs[0]))
             if block.self_attn.v_proj is not None:
-                hook(block.self_attn.v_proj, lambda _, __, ___, output, layer=layer: self.values(layer, output))
-            for module_name, module in find_mechanisms(block):
-                if hasattr(module, "show_firing"):
-                    hook(module, functools.partial(self.firing, layer, module_name))
-        hook(all_blocks[-1], lambda _, __, ___, output: self.hidden(len(all_blocks), output[0]))
+                hook(block.self_attn.v_proj, lambda _, __, ___, output, layer=layer: self.measure_values(layer, output))
+        hook(all_blocks[-1], lambda _, __, ___, output: self.measure_hidden(len(all_blocks), output[0]))
 
-    def hidden(self, layer: int, x: Tensor) -> None:
+    def measure_hidden(self, layer: int, x: Tensor) -> None:
         self.sums.add("hidden", layer, float(token_similarity(x[:, self.first_patch :]).sum()), len(x))
 
-    def values(self, layer: int, v: Tensor) -> None:
+    def measure_values(self, layer: int, v: Tensor) -> None:
         self.sums.add("values", layer, float(token_similarity(v[:, self.first_patch :]).sum()), len(v))
 
-    def attention(self, layer: int, weights: Tensor) -> None:
+    def measure_attention(self, layer: int, weights: Tensor) -> None:
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         rows, _, length, _ = weights.shape
 
@@ -209,27 +195,21 @@ class Watch:
             self.sums.add(name, layer, by_query.sum((0, 2), dtype=torch.float64), count)
 
         window = layer_config(self.model.config, layer).sliding_window
-        visible = (self.sight.sees if window is None else self.sight.sees.clamp(max=window))[:, None]
+        visible = (self.sight.visible if window is None else self.sight.visible.clamp(max=window))[:, None]
         entropies = attention_entropy(weights)
         add("entropy", entropies)
         several = visible > 1
         add("normalized", torch.where(several, entropies / visible.clamp(min=2).log(), 0.0), int(several.sum()))
-        first_slots = self.sight.first[:, None, :, None].expand(*weights.shape[:3], 1)
+        first_slots = self.sight.start[:, None, :, None].expand(*weights.shape[:3], 1)
         add("first", weights.gather(-1, first_slots)[..., 0])
         add("beside", 1 - weights.sum(-1) if self.beside[layer] else torch.zeros_like(entropies))
-        self.sums.add("slots", layer, weights.mean(2, dtype=torch.float64).sum(0), rows)
-        of_values = effective_weights(weights, self.taps[layer], self.sight.before)
+        of_values = effective_weights(weights, self.taps[layer], self.sight.since)
         for name, a in (("previous", weights), ("effective", of_values)):
-            total, count = previous_attention(a, self.sight.before)
+            total, count = previous_attention(a, self.sight.since)
             self.sums.add(name, layer, total, int(count))
-        if self.is_of_images:
-            queries = slice(0, 1) if self.has_class_token else slice(self.first_patch, None)
-            images = slice(0, max(0, SHOWN - self.first_row))
-            maps = weights[images, :, queries, self.first_patch :].mean((1, 2))
-            self.looks[layer] += maps.unflatten(-1, self.grid).tolist()
 
-    def heads(self, layer: int, out: Tensor) -> None:
-        """out [B, T, H·d], the input of the output projection."""
+    def measure_heads(self, layer: int, out: Tensor) -> None:
+        """Measure each head's share of the output. out [B, T, H·d]: the input of the output projection."""
         block, width = list_blocks(self.model)[layer], layer_config(self.model.config, layer).head_dim
         heads = out.split(width, dim=-1)
         output = block.self_attn.o_proj
@@ -239,30 +219,21 @@ class Watch:
         shares = lengths / lengths.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
         self.sums.add("use", layer, shares.sum((0, 1)), shares.shape[0] * shares.shape[1])
 
-    def firing(self, layer: int, module_name: str, module: Any, inputs: tuple[Tensor, ...], *_: Any) -> None:
-        counter = self.pairs.setdefault((layer, module_name), PairCounter(self.sample))
-        counter.add(module.show_firing(*inputs), self.first_row)
-
-    def result(self) -> Read:
+    def summarize(self) -> Read:
         all_blocks = list_blocks(self.model)
         layers = range(len(all_blocks))
 
         def by_head(name: str) -> PerHead:
             return [self.sums.mean(name, layer) for layer in layers]
 
-        slots = [torch.tensor(row, dtype=torch.float64) for row in by_head("slots")]
         return Read(
             hidden=[self.sums.mean("hidden", layer) for layer in range(len(all_blocks) + 1)],
             values=[None if b.self_attn.v_proj is None else self.sums.mean("values", b.plan.index) for b in all_blocks],
             entropy=by_head("entropy"),
             normalized_entropy=by_head("normalized"),
-            first_token=None if self.is_of_images and not self.has_class_token else by_head("first"),
-            largest=[row.amax(-1).tolist() for row in slots],
-            largest_at=[row.argmax(-1).tolist() for row in slots],
+            first_token=by_head("first") if self.has_first_token else None,
             previous_token=by_head("previous"),
             previous_token_effective=by_head("effective"),
             beside=by_head("beside") if any(self.beside) else None,
             use=by_head("use"),
-            maps=[counter.result(layer, module_name) for (layer, module_name), counter in self.pairs.items()],
-            looks=[list(layers) for layers in zip(*self.looks.values(), strict=True)],
         )

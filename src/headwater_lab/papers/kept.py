@@ -1,7 +1,7 @@
 """Finished runs in one file, by which a table's verdicts can be checked without training them again.
 
-A line is a run as JSON: `run`, its folder below the output folder, and `record`, its record.json (docs/reference/records.md)
-without the losses of single documents. There are no weights in it.
+A line is a run as JSON: `run`, its folder below the output folder, and `record`, its record.json
+(docs/reference/records.md) without the losses of single documents. There are no weights in it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 import re
 import shlex
@@ -26,9 +24,10 @@ from headwater_lab.papers.measures import Runs, find_incomparable
 from headwater_lab.papers.table import Column, Measure, PaperTable, TableCell, find_table, list_measures
 from headwater_lab.papers.work import Work
 from headwater_lab.reports.page import Head, PageCell, PageTable, write_report
+from headwater_lab.reports.pictures import encode_png
 from headwater_lab.reports.words import MANY, counted
 from headwater_lab.training.records import RunRecord
-from headwater_lab.util.outputs import default_style, write_json
+from headwater_lab.util.outputs import write_json
 from headwater_lab.util.terminal import Table, lined
 
 RESULT = "result.json"
@@ -300,7 +299,7 @@ def page_head(result: Reproduction) -> Head:
         [claim.says, (claim.verdict, CLASSES[claim.verdict]), describe_evidence(claim)] for claim in result.claims
     ]
     claims = [PageTable(claims_caption(result), ["claim", "verdict", "by"], rows, text=True)] if rows else []
-    pictures = [] if result.figure is None else [(table.title, _encode_png(result.figure))]
+    pictures = [] if result.figure is None else [(table.title, encode_png(result.figure))]
     return Head(table.title, paragraphs, [layout, *claims], pictures)
 
 
@@ -334,13 +333,6 @@ def reproduce_command(result: Reproduction) -> str:
     if result.work is not None:
         words += [*result.work.user_overrides, *(["--scale", result.work.scale] if result.work.scale != "cpu" else [])]
     return shlex.join(words)
-
-
-@default_style()
-def _encode_png(figure: Figure) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=110, format="png")
-    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def write_page(result: Reproduction, folder: Path) -> Path:

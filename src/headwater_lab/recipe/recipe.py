@@ -243,7 +243,7 @@ def _check_one_metric(recipes: Sequence[Recipe], why: str) -> None:
     if len({recipe.unit for recipe in recipes}) > 1:
         raise HeadwaterError(f"{why} with data of one sort; use either images or text for all.")
     data = [recipe.data for recipe in recipes if isinstance(recipe.data, LanguageSettings)]
-    if len({(settings.metric, *sorted(settings.held_out_domains or ())) for settings in data}) > 1:
+    if len({(settings.metric, *settings.metrics) for settings in data}) > 1:
         raise HeadwaterError(
             f"{why} by one metric over the same domains; set the same data.metric and the same names in "
             f"data.held_out_domains for all."

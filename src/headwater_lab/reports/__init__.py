@@ -1,14 +1,13 @@
 """Tables, pictures and the HTML page of comparisons, from saved records.
 
 comparison.py  which records belong together   words.py     tables and sentences
-curves.py      runs and their means            figures.py   what plotly draws
-styles.py      colors, markers, dashes        pictures.py  curves by matplotlib
-recipes.py     changes of each arm            prices.py    gains beside costs
-page.py        the page
+curves.py      runs and their means            pictures.py  what matplotlib draws
+styles.py      colors, markers, dashes         recipes.py   changes of each arm
+prices.py      gains and what they cost        page.py      the page
 """
 
 from headwater_lab.reports.comparison import Comparison, read_comparisons
 from headwater_lab.reports.page import Head, PageTable, write_report
-from headwater_lab.reports.words import result_cells, result_columns
+from headwater_lab.reports.words import result_rows
 
-__all__ = ["Comparison", "Head", "PageTable", "read_comparisons", "result_cells", "result_columns", "write_report"]
+__all__ = ["Comparison", "Head", "PageTable", "read_comparisons", "result_rows", "write_report"]

@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def plan(self) -> SeedPlan | None:
-        """How seeds were added until the comparison was decided; None if they were fixed."""
+        """The plan by which seeds were added until the comparison was decided; None if they were fixed."""
         return plan_of(self.records)
 
     @cached_property
@@ -53,7 +53,7 @@ class Comparison:
 
     @cached_property
     def worths(self) -> list[Worth]:
-        """What each arm's result is worth; none without `budgets`."""
+        """The worth of each arm's result in training of the baseline; empty without `budgets`."""
         return measure_worth(self.records, self.baseline, self.budgets) if self.budgets else []
 
     @property
@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def trained_on(self) -> str:
-        """tokens or images."""
+        """The unit of training: tokens or images."""
         return self.records[0].unit
 
     @property
@@ -103,7 +103,7 @@ class Comparison:
 
 
 def name_unit(metric: str, trained_on: str = "tokens") -> str:
-    """A metric in words. trained_on: tokens or images."""
+    """Write a metric in words. trained_on: tokens or images."""
     kind, _, domain = metric.partition("/")
     units = UNITS | ({"loss": "nats per image"} if trained_on == "images" else {})
     if kind == "accuracy" and domain:
@@ -112,7 +112,7 @@ def name_unit(metric: str, trained_on: str = "tokens") -> str:
 
 
 def read_comparisons(folder: Path, only: Collection[str] | None = None) -> list[Comparison]:
-    """The comparisons whose records are under `folder`, one for each size, the smaller first.
+    """Read the comparisons whose records are under `folder`, one for each size, the smaller first.
 
     only: names of experiments; default all. Raises `HeadwaterError` if there are none with a finished run, and if runs
     of one contradict each other: an arm with several settings, two runs of one seed, several baselines or plans.
@@ -159,7 +159,7 @@ def _has_ended(record: RunRecord) -> bool:
 def _make_comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord]) -> Comparison:
     if wrong := find_conflict(runs):
         raise HeadwaterError(
-            f"{wrong}, so no table can be made of both; report their folders one by one, or remove one."
+            f"{wrong}, so they do not fit into one table; report their folders separately, or remove one."
         )
     records = [record for record, _ in runs]
     experiment = next(filter(_is_finished, records)).experiment

@@ -19,57 +19,40 @@ DENSE = 8
 
 @dataclass(frozen=True)
 class Curve:
-    """One run, or the mean of several (then low and high are the range of the runs). NaN where a loss was not finite.
+    """One run, or the mean of several. NaN where a loss was not finite.
 
     tokens, flops: including those of the model it started from.
     """
 
-    seed: int | None
     steps: list[int]
     tokens: list[float]
     flops: list[float]
     values: list[float]
-    low: list[float]
-    high: list[float]
+
+
+ArmCurves = tuple[list[Curve], Curve]
+"""The runs of an arm, and their mean."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """By arm: its runs and their mean. dense: the held-out curve has enough points to be shown first."""
+    """The curves of one kind, by arm. label: of their axis."""
 
-    held_out: dict[str, tuple[list[Curve], Curve]]
-    training: dict[str, tuple[list[Curve], Curve]]
-    dense: bool
-    unit: str
-    trained_on: str
-
-    def of(self, kind: str) -> dict[str, tuple[list[Curve], Curve]]:
-        return self.held_out if kind == "held_out" else self.training
-
-    def label(self, kind: str) -> str:
-        sample = self.trained_on.removesuffix("s")
-        return f"held-out {self.unit}" if kind == "held_out" else f"training loss (nats per {sample})"
+    kind: What
+    label: str
+    by_arm: dict[str, ArmCurves]
 
 
 def make_arm_curves(comparison: Comparison) -> Curves:
-    by_arm = {arm: comparison.runs(arm) for arm in comparison.arms}
-    looks = [len(record.held_out) for arm in by_arm for record in comparison.finished(arm)]
+    """The held-out curves if they are dense enough, else the training losses, if these can be compared."""
+    finished = [record for arm in comparison.arms for record in comparison.finished(arm)]
     # Losses per different tokens share no axis.
-    trained = same_tokens(comparison.records) and all(
-        record.curve for arm in by_arm for record in comparison.finished(arm)
-    )
-
-    def with_means(kind: What) -> dict[str, tuple[list[Curve], Curve]]:
-        curves = {arm: [make_run_curve(run, kind) for run in runs] for arm, runs in by_arm.items()}
-        return {arm: (runs, average_curves(runs)) for arm, runs in curves.items()}
-
-    return Curves(
-        held_out=with_means("held_out"),
-        training=with_means("training") if trained else {},
-        dense=min(looks) >= DENSE or not trained,
-        unit=comparison.unit,
-        trained_on=comparison.trained_on,
-    )
+    trained = same_tokens(comparison.records) and all(record.curve for record in finished)
+    kind: What = "training" if trained and min(len(record.held_out) for record in finished) < DENSE else "held_out"
+    runs = {arm: [make_run_curve(run, kind) for run in comparison.runs(arm)] for arm in comparison.arms}
+    sample = comparison.trained_on.removesuffix("s")
+    label = f"held-out {comparison.unit}" if kind == "held_out" else f"training loss (nats per {sample})"
+    return Curves(kind, label, {arm: (curves, average_curves(curves)) for arm, curves in runs.items()})
 
 
 def make_run_curve(record: RunRecord, kind: What) -> Curve:
@@ -78,18 +61,15 @@ def make_run_curve(record: RunRecord, kind: What) -> Curve:
     values = [float(p.metrics[record.metric] if kind == "held_out" else p.loss) for p in points]
     values = [value if math.isfinite(value) else math.nan for value in values]
     return Curve(
-        record.seed,
         [p.step for p in points],
         [p.tokens + (origin.tokens if origin else 0) for p in points],
         [p.flops + (origin.flops if origin else 0) for p in points],
-        values,
-        values,
         values,
     )
 
 
 def average_curves(runs: Sequence[Curve]) -> Curve:
-    """The mean over the steps at which every run has a number."""
+    """Average over the steps at which every run has a number."""
     indices = [{step: i for i, step in enumerate(run.steps) if not math.isnan(run.values[i])} for run in runs]
     steps = sorted(set.intersection(*map(set, indices))) if indices else []
 
@@ -97,27 +77,18 @@ def average_curves(runs: Sequence[Curve]) -> Curve:
         values = [[getattr(run, name)[index[step]] for step in steps] for run, index in zip(runs, indices, strict=True)]
         return np.array(values, dtype=float).reshape(len(runs), len(steps))
 
-    values = rows("values")
-    return Curve(
-        None,
-        steps,
-        rows("tokens").mean(0).tolist(),
-        rows("flops").mean(0).tolist(),
-        values.mean(0).tolist(),
-        values.min(0, initial=math.inf).tolist(),
-        values.max(0, initial=-math.inf).tolist(),
-    )
+    tokens, flops, values = (rows(name).mean(0).tolist() for name in ("tokens", "flops", "values"))
+    return Curve(steps, tokens, flops, values)
 
 
-def choose_y_limits(comparison: Comparison, curves: Curves, kind: str) -> tuple[float, float] | None:
-    """Limits without the first points of a curve, which would flatten the rest; None for those of all points."""
-    curves_of_runs = [run.values for runs, _ in curves.of(kind).values() for run in runs]
+def choose_y_limits(curves: Curves, lower_is_better: bool) -> tuple[float, float] | None:
+    """Choose limits without the first points of a curve, which would flatten the rest; None: all points."""
+    curves_of_runs = [run.values for runs, _ in curves.by_arm.values() for run in runs]
     numbers = [[value for value in values if not math.isnan(value)] for values in curves_of_runs]
     numbers = [values for values in numbers if values]
-    if not numbers or (kind == "held_out" and not comparison.lower_is_better):
+    if not numbers or (curves.kind == "held_out" and not lower_is_better):
         return None
     low = min(map(min, numbers))
     later = [values[max(1, len(values) // 8)] for values in numbers if len(values) > 1]
     high = max(later, default=low)
-    # A little room; a logarithmic axis needs limits above 0.
     return low - 0.03 * abs(low), max(high * 1.05, low + 1e-6)

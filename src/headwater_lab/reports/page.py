@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
@@ -13,15 +12,13 @@ from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader
-from plotly.offline import get_plotlyjs
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import top_package
 from headwater_lab.comparison.scaling import fit_scaling
 from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, group_by_experiment, read_comparisons
-from headwater_lab.reports.figures import Drawing, curves_drawing, differences_drawing, scaling_drawing
-from headwater_lab.reports.pictures import curves_picture
+from headwater_lab.reports.pictures import Picture, curves_picture, differences_picture, scaling_picture
 from headwater_lab.reports.prices import find_prices, prices_table, where_measured
 from headwater_lab.reports.recipes import find_changes, flatten_settings
 from headwater_lab.training.records import RunRecord
@@ -64,7 +61,7 @@ class Section:
     id: str
     title: str
     paragraphs: Sequence[str] = ()
-    drawing: Drawing | None = None
+    picture: Picture | None = None
     tables: Sequence[PageTable] = ()
     code: tuple[str, str] | None = None
     """A file's name and its text."""
@@ -89,7 +86,7 @@ def write_report(
     only: Collection[str] | None = None,
     target: Path | None = None,
 ) -> Path:
-    """The page of the comparisons under `folder`, and a picture NAME-curves.png of each next to it.
+    """Write the page of the comparisons under `folder`, and a picture NAME-curves.png of each next to it.
 
     head: the top of the page; default: the title of the one experiment. only: names of the experiments to include;
     default: all; an empty list makes a page of just the head. target: default: `folder`/report.html.
@@ -97,12 +94,13 @@ def write_report(
     """
     target = target or folder / REPORT
     results = [] if only is not None and not only else read_comparisons(folder, only)
-    pictures = {target.parent / f"{_name_file(result)}-curves.png": curves_picture(result) for result in results}
-    for path in (target, *pictures):
+    curves = {_name_file(result): curves_picture(result) for result in results}
+    files = {target.parent / f"{name}-curves.png": picture.figure for name, picture in curves.items()}
+    for path in (target, *files):
         check_replaceable(path)
-    for path, figure in pictures.items():
+    for path, figure in files.items():
         save_figure(figure, path, dpi=160)
-    write_text(target, render_page([tell_story(sizes) for sizes in group_by_experiment(results)], head))
+    write_text(target, render_page([tell_story(sizes, curves) for sizes in group_by_experiment(results)], head))
     return target
 
 
@@ -116,22 +114,16 @@ def _make_id(text: str) -> str:
 
 
 def render_page(stories: Sequence[Story], head: Head | None = None) -> str:
-    """The page as HTML."""
+    """Render the page as HTML."""
     loader = PackageLoader(top_package(__name__))
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["bound"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
-    drawn = any(section.drawing for story in stories for section in story.parts)
-    plotly = get_plotlyjs() if drawn else ""
-    notice = re.search(r"Copyright.*", plotly)
-    packed = base64.b64encode(zlib.compress(plotly.encode(), 9)).decode() if drawn else ""
     title = head.title if head else stories[0].title if len(stories) == 1 else " · ".join(s.title for s in stories)
     values: dict[str, Any] = {
         "title": title,
         "head": head,
         "stories": stories,
         "level": 1 if head is None and len(stories) == 1 else 2,
-        "plotly": packed,
-        "notice": f"plotly.js, MIT license. {notice[0]}" if notice else "",
         "css": (loader.get_source(environment, "report.css"))[0],
         "js": (loader.get_source(environment, "report.js"))[0],
         "encoded": lambda text: base64.b64encode(text.encode()).decode(),
@@ -139,8 +131,8 @@ def render_page(stories: Sequence[Story], head: Head | None = None) -> str:
     return environment.get_template("report.html.j2").render(values)
 
 
-def tell_story(sizes: Sequence[Comparison]) -> Story:
-    """Everything about one experiment, at one or more sizes."""
+def tell_story(sizes: Sequence[Comparison], curves: Mapping[str, Picture] | None = None) -> Story:
+    """Collect everything about one experiment, at one or more sizes. curves: pictures already drawn, by file name."""
     comparison = sizes[0]
     name = _make_id(comparison.name)
     several = len(sizes) > 1
@@ -153,16 +145,16 @@ def tell_story(sizes: Sequence[Comparison]) -> Story:
 
     sections = []
     for size in sizes:
-        curves = curves_drawing(size, at("curves", size))
-        sections.append(Section(at("curves", size), titled("Curves", size), drawing=curves))
+        picture = curves[_name_file(size)] if curves else curves_picture(size)
+        sections.append(Section(at("curves", size), titled("Curves", size), picture=picture))
         further = [PageTable(caption, *columns) for caption, columns in words.further_tables(size)]
         tables = [results_table(size), *further]
         sections.append(Section(at("results", size), titled("Results", size), tables=tables))
-        if drawing := differences_drawing(size, at("differences", size)):
+        if differences := differences_picture(size):
             caption = f"Paired differences to {size.baseline}. {words.describe_columns(size)}"
             tables = [PageTable(caption, *words.differences_table(size))]
             sections.append(
-                Section(at("differences", size), titled("Differences", size), drawing=drawing, tables=tables)
+                Section(at("differences", size), titled("Differences", size), picture=differences, tables=tables)
             )
         if (prices := prices_part(size, at("prices", size), titled("Prices", size))) is not None:
             sections.append(prices)
@@ -187,15 +179,13 @@ def tell_story(sizes: Sequence[Comparison]) -> Story:
 
 
 def results_table(comparison: Comparison) -> PageTable:
-    names = words.result_columns(comparison)
-    index = names.index("verdict")
     classes = {"better": "better", "worse": "worse", "diverged": "worse"}
-    rows: list[list[PageCell]] = []
-    for summary in comparison.summaries:
-        row: list[PageCell] = [*words.result_cells(summary, comparison)]
-        row[index] = (str(row[index]), classes.get(summary.verdict(comparison.lower_is_better), ""))
-        rows.append(row)
-    return PageTable(f"Held-out {comparison.unit} at the end. {words.describe_test(comparison)}", names, rows)
+    rows = words.result_rows(comparison)
+    cells: list[list[PageCell]] = []
+    for row, summary in zip(rows, comparison.summaries, strict=True):
+        marked = (row["verdict"], classes.get(summary.verdict(comparison.lower_is_better), ""))
+        cells.append([marked if name == "verdict" else cell for name, cell in row.items()])
+    return PageTable(f"Held-out {comparison.unit} at the end. {words.describe_test(comparison)}", list(rows[0]), cells)
 
 
 def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
@@ -266,9 +256,9 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
         "residuals. Intervals of the sizes below: 95 %, by the jackknife over the seeds."
         + (" With three sizes it passes through all points, whatever its form." if len(sizes) == 3 else "")
     )
-    drawing = scaling_drawing(scaling, f"{name}-figure", sizes[0].title, sizes[0].arms)
+    picture = scaling_picture(scaling, sizes[0].title, sizes[0].arms)
     table = PageTable(caption, ["", "E", "A", "a", "error"], rows)
-    return Section(name, "Scaling", drawing=drawing, tables=[table], items=scaling.sentences())
+    return Section(name, "Scaling", picture=picture, tables=[table], items=scaling.sentences())
 
 
 def commands_part(sizes: Sequence[Comparison], name: str) -> Section:

@@ -1,41 +1,149 @@
-"""The picture of curves for papers and READMEs: the same records always give the same picture."""
+"""Pictures for the page, papers and READMEs: the same records always give the same picture."""
 
 from __future__ import annotations
 
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 from matplotlib.figure import Figure
 
-from headwater_lab.reports.comparison import Comparison, differ_in_cost
-from headwater_lab.reports.curves import choose_y_limits, make_arm_curves
-from headwater_lab.reports.styles import choose_styles
+from headwater_lab.comparison.scaling import Law, Scaling, evaluate_law
+from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
+from headwater_lab.reports.curves import Curve, choose_y_limits, make_arm_curves
+from headwater_lab.reports.styles import GREY, choose_styles
+from headwater_lab.reports.words import write_interval, write_verdict
 from headwater_lab.util.outputs import default_style
 from headwater_lab.util.terminal import literal
 
+WIDTH = 8.2  # inches
+DPI = 130
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure, with a description for readers who do not see it, and a caption."""
+
+    figure: Figure
+    description: str
+    caption: str
+
+    @property
+    def png(self) -> str:
+        """The figure as PNG, in base64."""
+        return encode_png(self.figure)
+
 
 @default_style()
-def curves_picture(comparison: Comparison) -> Figure:
-    """Every run as a thin line, every arm's mean as a thick one: against tokens, and FLOPs if their cost differs.
+def encode_png(figure: Figure) -> str:
+    """Encode a figure as PNG, in base64."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=DPI)
+    return base64.b64encode(content.getvalue()).decode()
 
-    Both include what was spent on a model that a run started from. The mean covers points that all seeds have.
-    """
+
+@default_style()
+def curves_picture(comparison: Comparison) -> Picture:
+    """Every run as a thin line, every arm's mean as a thick one: against tokens, and FLOPs if their cost differs."""
     axis = ["tokens", "flops"] if differ_in_cost(comparison.records) else ["tokens"]
-    figure = Figure(figsize=(8.2, 3.9 * len(axis)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.9 * len(axis)), layout="constrained")
     curves = make_arm_curves(comparison)
-    kind = "held_out" if curves.dense else "training"
     look = choose_styles(comparison.arms, comparison.baseline)
     for axes, name in zip(figure.subplots(len(axis), 1, squeeze=False)[:, 0], axis, strict=True):
         lines = []
-        for arm, (runs, mean) in curves.of(kind).items():
+        for arm, (runs, mean) in curves.by_arm.items():
             style = look[arm]
             for run in runs:
                 axes.plot(getattr(run, name), run.values, color=style.color, lw=0.7, alpha=0.35, ls=style.line)
             marker = dict(marker=style.marker, markevery=max(1, len(mean.values) // 8), ms=4.5)
             lines += axes.plot(getattr(mean, name), mean.values, color=style.color, lw=2.0, ls=style.line, **marker)
         axes.set_xlabel(f"training {comparison.trained_on}" if name == "tokens" else "training FLOPs")
-        axes.set_ylabel(curves.label(kind))
-        axes.set_ylim(choose_y_limits(comparison, curves, kind) or (None, None))
+        axes.set_ylabel(curves.label)
+        axes.set_ylim(choose_y_limits(curves, comparison.lower_is_better) or (None, None))
         if name == "tokens":
             axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M" if x >= 1e6 else f"{x / 1e3:g} k")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(lines, map(literal, curves.of(kind)), frameon=False, ncols=1 + len(look) // 8)
-    return figure
+        axes.legend(lines, map(literal, curves.by_arm), frameon=False, ncols=1 + len(look) // 8)
+    return Picture(
+        figure,
+        f"Curves of {comparison.heading}: {curves.label} over training {comparison.trained_on}, one line for "
+        f"each arm: {'; '.join(_describe_course(arm, mean) for arm, (_, mean) in curves.by_arm.items())}.",
+        "Thin lines: runs. Thick lines: means over the points that all seeds of an arm have. "
+        f"{comparison.trained_on.capitalize()} and FLOPs include the training of the model that a run started from.",
+    )
+
+
+def _describe_course(arm: str, mean: Curve) -> str:
+    if not mean.steps:
+        return f"{arm} has no step at which all its seeds have a value"
+    return (
+        f"{arm} from {mean.values[0]:.3f} at {mean.tokens[0]:,.0f} to {mean.values[-1]:.3f} at {mean.tokens[-1]:,.0f}"
+    )
+
+
+@default_style()
+def differences_picture(comparison: Comparison) -> Picture | None:
+    """Paired differences from the baseline with their intervals; None if there are none."""
+    tests = [(s.arm, s.paired, s.interval, write_verdict(s, comparison)) for s in comparison.summaries if s.paired]
+    if not tests:
+        return None
+    look = choose_styles(comparison.arms, comparison.baseline)
+    figure = Figure(figsize=(WIDTH, 0.8 + 0.55 * len(tests)), layout="constrained")
+    axes = figure.subplots()
+    descriptions = []
+    for row, (arm, paired, interval, verdict) in enumerate(tests):
+        style, (low, high) = look[arm], interval or (paired.mean, paired.mean)
+        axes.plot([low, high], [row, row], color=style.color, lw=2.5, solid_capstyle="butt")
+        axes.plot([paired.mean], [row], color=style.color, marker=style.marker, ms=9)
+        seeds = paired.differences
+        axes.plot(seeds, [row + 0.22] * len(seeds), "o", ms=4, mfc="none", color=style.color)
+        text = literal(f"{arm}: {paired.mean:+.3f} {verdict}")
+        axes.annotate(
+            text, (0, row - 0.33), xycoords=("axes fraction", "data"), va="center", fontsize=9,
+            bbox={"fc": "white", "ec": "none", "pad": 1},
+        )  # fmt: skip
+        written = write_interval(interval) if interval else "no interval"
+        descriptions.append(f"{arm} {paired.mean:+.3f}, {written}, {verdict}")
+    axes.axvline(0, color=GREY, lw=1, zorder=0)
+    axes.set(ylim=(len(tests) - 0.5, -0.65), yticks=[])
+    axes.set_xlabel(literal(f"{comparison.unit}, minus {comparison.baseline}"))
+    axes.grid(axis="x", alpha=0.25)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    better = "left" if comparison.lower_is_better else "right"
+    return Picture(
+        figure,
+        f"Differences of {comparison.heading} from {comparison.baseline} in {comparison.unit}, with intervals: "
+        f"{'; '.join(descriptions)}.",
+        f"Better is to the {better}. Rings are seeds, the mark is their mean, and the bar is its interval.",
+    )
+
+
+@default_style()
+def scaling_picture(scaling: Scaling, title: str, arms: Sequence[str]) -> Picture:
+    """Loss against size, and the fitted laws."""
+    look = choose_styles(arms, scaling.baseline)
+    figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
+    axes = figure.subplots()
+    for law in scaling.laws:
+        style, (sizes, losses) = look[law.arm], zip(*scaling.points[law.arm], strict=True)
+        grid = np.geomspace(0.8 * min(sizes), 1.25 * max(sizes), 60)
+        axes.plot(grid, evaluate_law(law_constants(law), grid), color=style.color, lw=1.5, ls=style.line)
+        axes.plot(sizes, losses, style.marker, color=style.color, ms=7, label=literal(law.arm))
+    axes.set(xscale="log", yscale="log", ylabel=name_unit(scaling.metric, scaling.unit))
+    axes.set_xlabel("parameters without embeddings" if scaling.axis == "parameters" else f"training {scaling.unit}")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return Picture(
+        figure,
+        f"Loss of {title} against size, with fitted laws: {' '.join(scaling.sentences())}",
+        "Points: means over seeds. Lines: the fitted laws.",
+    )
+
+
+def law_constants(law: Law) -> np.ndarray:
+    """Return E, log A, a."""
+    return np.array([law.e, np.log(max(law.a, 1e-300)), law.exponent])

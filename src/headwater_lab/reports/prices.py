@@ -1,4 +1,4 @@
-"""What arms cost beside what they gain, from the figures that `headwater_lab.comparison.prices` measures."""
+"""What arms cost and what they gain, from the figures that `headwater_lab.comparison.prices` measures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def where_measured(prices: Prices) -> str:
 
 
 def prices_table(comparison: Comparison, prices: Prices) -> tuple[list[str], list[list[str]]]:
-    """Column names, and a row for each arm with a price."""
+    """Return column names, and a row for each arm with a price."""
     columns, costs = prices_by_arm(prices, of_images=comparison.trained_on == "images")
     rows = [[s.arm, write_difference(s), *costs[s.arm]] for s in comparison.summaries if s.arm in costs]
     return ["", f"minus {comparison.baseline}", *columns], rows

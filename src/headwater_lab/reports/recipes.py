@@ -13,7 +13,7 @@ NAMES = ("name", "title", "seed", "compare")
 
 
 def find_changes(comparison: Comparison) -> dict[str, list[tuple[str, str, str]]]:
-    """By arm: (field, the baseline's value, the arm's) of each recipe field that differs; "–" if it is not set."""
+    """Return, by arm, (field, the baseline's value, the arm's) for each field that differs; "–" if it is not set."""
     recipes = {arm: comparison.runs(arm)[0].recipe for arm in comparison.arms}
     settings = {
         arm: flatten_settings({key: value for key, value in recipe.items() if key not in NAMES})
@@ -29,7 +29,7 @@ def find_changes(comparison: Comparison) -> dict[str, list[tuple[str, str, str]]
 
 
 def flatten_settings(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted field -> value, as in YAML."""
+    """Return dotted field -> value, as in YAML."""
     fields: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, dict) and value:

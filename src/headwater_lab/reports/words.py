@@ -22,30 +22,31 @@ RARE = (
 SKEWED = "up to {:.0%} of verdicts are wrong if differences are strongly skewed, in simulations."
 
 
-def result_columns(comparison: Comparison) -> list[str]:
-    names = ["", f"{comparison.unit} ± sd", f"minus {comparison.baseline} [95 %]", "verdict"]
-    if comparison.threshold is not None:
-        names.append(f"steps to {describe_threshold(comparison)}")
-    if _shows_seeds(comparison):
-        names.append("seeds")
-    names += ["parameters", f"{comparison.trained_on}/s"]
-    return names if comparison.trained_on == "images" else [*names, "cache B/token"]
-
-
-def result_cells(summary: Summary, comparison: Comparison) -> list[str]:
-    """One row of the table, as text."""
-    row = [summary.arm, _write_mean(summary), write_difference(summary), write_verdict(summary, comparison)]
-    if comparison.threshold is not None:
-        steps = summary.steps_to_threshold or []
-        row.append(", ".join("never" if n is None else str(n) for n in steps) if any(steps) else "never")
-    if _shows_seeds(comparison):
-        row.append(str(summary.runs))
-    row += [f"{summary.parameters:,}", f"{summary.tokens_per_second:,.0f}"]
-    return row if comparison.trained_on == "images" else [*row, f"{summary.cache_bytes_per_token:,}"]
-
-
-def _shows_seeds(comparison: Comparison) -> bool:
-    return comparison.plan is not None or len({s.runs for s in comparison.summaries}) > 1
+def result_rows(comparison: Comparison) -> list[dict[str, str]]:
+    """A row for each arm: column -> cell, with its name in the column ""."""
+    shows_seeds = comparison.plan is not None or len({summary.runs for summary in comparison.summaries}) > 1
+    rows = []
+    for summary in comparison.summaries:
+        row = {
+            "": summary.arm,
+            f"{comparison.unit} ± sd": _write_mean(summary),
+            f"minus {comparison.baseline} [95 %]": write_difference(summary),
+            "verdict": write_verdict(summary, comparison),
+        }
+        if comparison.threshold is not None:
+            steps = summary.steps_to_threshold or []
+            texts = ["never" if step is None else str(step) for step in steps]
+            row[f"steps to {describe_threshold(comparison)}"] = ", ".join(texts) if any(steps) else "never"
+        if shows_seeds:
+            row["seeds"] = str(summary.runs)
+        row |= {
+            "parameters": f"{summary.parameters:,}",
+            f"{comparison.trained_on}/s": f"{summary.tokens_per_second:,.0f}",
+        }
+        if comparison.trained_on != "images":
+            row["cache B/token"] = f"{summary.cache_bytes_per_token:,}"
+        rows.append(row)
+    return rows
 
 
 def describe_threshold(comparison: Comparison) -> str:
@@ -57,7 +58,7 @@ def describe_threshold(comparison: Comparison) -> str:
 
 
 def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """What it cost each arm to reach the threshold: column names and rows; no rows where arms cost alike."""
+    """List what it cost each arm to reach the threshold: column names and rows; no rows where arms cost alike."""
     reach, over = f"seeds that reach {describe_threshold(comparison)}", f"over {comparison.baseline} [95 %]"
     names = ["", reach, "FLOPs, all included", over, "seconds"]
     if comparison.threshold is None or not differ_in_cost(comparison.records):
@@ -75,7 +76,7 @@ def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 
 def write_factor(cheaper: Paired | None) -> str:
-    """A mean of logarithms of ratios as a factor, with its interval."""
+    """Write a mean of logarithms of ratios as a factor, with its interval."""
     if cheaper is None:
         return ""
     spread = "" if cheaper.interval is None else " [{:.2f}, {:.2f}]".format(*map(math.exp, cheaper.interval))
@@ -90,7 +91,7 @@ COST_NOTE = (
 
 
 def worth_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """What each arm's result would have cost the baseline: column names and rows; no rows without budgets."""
+    """List what each arm's result would have cost the baseline: column names and rows; no rows without budgets."""
     names = ["", "FLOPs, all included", f"worth in FLOPs of {comparison.baseline} [95 %]"]
     diverged = {summary.arm: summary.diverged for summary in comparison.summaries}
     rows = []
@@ -161,8 +162,9 @@ def write_verdict(summary: Summary, comparison: Comparison) -> str:
 
 def result_table(comparison: Comparison) -> Table:
     """The comparison for a terminal."""
-    rows = [result_cells(summary, comparison) for summary in comparison.summaries]
-    result = lined(*result_columns(comparison), rows=rows, title=comparison.heading, caption=describe_test(comparison))
+    rows = result_rows(comparison)
+    cells = [row.values() for row in rows]
+    result = lined(*rows[0], rows=cells, title=comparison.heading, caption=describe_test(comparison))
     for column in result.columns[:3]:
         column.no_wrap = True
     return result
@@ -197,7 +199,7 @@ def _list_metrics(comparison: Comparison) -> dict[str, str]:
 
 
 def domains_note(comparison: Comparison) -> str:
-    """The cells of the domains' table."""
+    """Describe the cells of the domains' table."""
     of_domains = f"{name_unit(comparison.metric.partition('/')[0])} of each domain"
     return (
         f"Held-out {'metrics' if comparison.trained_on == 'images' else of_domains} at the end, mean over seeds; in "
@@ -206,14 +208,14 @@ def domains_note(comparison: Comparison) -> str:
 
 
 def count_tested(comparison: Comparison) -> int:
-    """The number of arms tested together."""
+    """Count the arms that are tested together."""
     if comparison.plan is not None:
         return len(comparison.plan.arms)
     return sum(s.paired is not None and s.paired.p is not None for s in comparison.summaries)
 
 
 def describe_test(comparison: Comparison) -> str:
-    """A description of the test."""
+    """Describe the test."""
     seeds, arms = len(comparison.seeds), count_tested(comparison)
     direction = "lower" if comparison.lower_is_better else "higher"
     cache = "" if comparison.trained_on == "images" else "; cache in fp32"
@@ -338,12 +340,12 @@ def _write_effect(summary: Summary, comparison: Comparison) -> str:
 
 
 def _write_confidence(paired: Paired) -> str:
-    """An interval's by itself: with several arms more than the 95 % of all of them together."""
+    """Write the confidence of one interval: with several arms it exceeds the 95 % of all of them together."""
     return f"{100 * (1 - paired.level):.4g} %"
 
 
 def list_left_out(comparison: Comparison) -> list[str]:
-    """A line for each run that is not in the tables, since it failed or has not ended."""
+    """Write a line for each run that is not in the tables, since it failed or has not ended."""
     lines = [f"{r.name}: failed, and not in the tables. {r.error or ''}".strip() for r in comparison.failed]
     return lines + [f"{r.name}: {r.status}, not finished, and not in the tables." for r in comparison.unfinished]
 
@@ -375,7 +377,7 @@ def _ask_question(arms: Sequence[str], baseline: str) -> str:
 
 
 def write_range(values: Sequence[float], form: Callable[[float], str]) -> str:
-    """One number, or the lowest and the highest."""
+    """Write one number, or the lowest and the highest."""
     return " to ".join(dict.fromkeys((form(min(values)), form(max(values)))))
 
 
@@ -401,7 +403,7 @@ def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]
 
 
 def describe_columns(comparison: Comparison) -> str:
-    """The columns of the differences' table, and what bounds the error of the test."""
+    """Describe the columns of the differences' table, and what bounds the error of the test."""
     apart = " Each size is tested separately." if comparison.size is not None else ""
     power = "with a probability of 80 %"
     if (plan := comparison.plan) is not None:

@@ -1,5 +1,4 @@
 """Models in servers.
 
-`requests` and `stops` are about what a client asks for, `server` answers it with transformers' server. `vllm` is the
-plugin of vLLM, on top of `headwater.engines`.
+`requests` and `stops` are about what a client asks for, `server` answers it. `vllm` starts vLLM's server.
 """

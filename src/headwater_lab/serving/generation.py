@@ -113,7 +113,7 @@ def continue_prompts(
 def _check_texts(prompts: Sequence[str], stop: Sequence[str]) -> None:
     for text in (*prompts, *stop):
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise HeadwaterError(f"A prompt or stop text has a lone surrogate, which is no text: {shown(text)}.")
+            raise HeadwaterError(f"A prompt or stop text has a lone surrogate, which is not valid text: {shown(text)}.")
     if "" in stop:
         raise HeadwaterError("A stop text is empty; leave it out.")
 
@@ -134,7 +134,7 @@ def _check_length(model: HeadwaterForCausalLM, tokens: int, max_new_tokens: int)
 def _watch_tokens(
     tokenizer: PreTrainedTokenizerBase, prompts: torch.Tensor, end: int, streamer: _Stream | None, stop: Sequence[str]
 ) -> Callable[[torch.Tensor], bool]:
-    """What looks at each step's tokens on the host: prints them, and says when every row has ended or a stop text."""
+    """Make a function that prints each step's tokens, and tells whether every row has ended."""
     if streamer is not None:
         streamer.put(prompts.cpu())
     at_stop = StopStringCriteria(tokenizer, list(stop)) if stop else None

@@ -36,9 +36,9 @@ def load_for_prediction(path: Path) -> tuple[HeadwaterForImageClassification, Ba
 def predict_images(
     model: HeadwaterForImageClassification, processor: BaseImageProcessor, images: Sequence[Path]
 ) -> Iterator[dict[str, float]]:
-    """Each image's classes with their probabilities, the likeliest first.
+    """Yield each image's classes with their probabilities, the likeliest first.
 
-    Raises `HeadwaterError` for a file that is no image.
+    Raises `HeadwaterError` for a file that is not an image.
     """
 
     config = model.config

@@ -10,12 +10,12 @@ from typing import Any
 from headwater.util.errors import HeadwaterError
 from headwater_lab.recipe.overrides import MOST_TEXT, read_text
 
-# What a line of JSONL may seem to choose for itself.
+# Options of the command that a line of JSONL cannot set.
 OF_ALL_LINES = {"top_p", "top_k", "seed", "temperature", "max_new_tokens", "max_tokens", "stop"}
 
 
 def read_prompt(file: Path) -> str:
-    """The text of a file; of standard input for -."""
+    """Read the text of a file; of standard input for -."""
     try:
         return sys.stdin.read() if str(file) == "-" else read_text(file, "text", MOST_TEXT)
     except UnicodeError as error:
@@ -23,7 +23,7 @@ def read_prompt(file: Path) -> str:
 
 
 def read_prompts(file: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file, each with a "prompt". What else a line has is printed with its completion.
+    """Read the lines of a JSONL file, each with a "prompt". Its other fields are printed with its completion.
 
     Raises `HeadwaterError` for a line that is wrong.
     """
@@ -36,7 +36,7 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
             content = json.loads(line)
             json.dumps(content, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
-            raise HeadwaterError(f"Line {number} of {name!r} has a lone surrogate, which is no text.") from error
+            raise HeadwaterError(f"Line {number} of {name!r} has a lone surrogate, which is not valid text.") from error
         except (ValueError, RecursionError) as error:
             raise HeadwaterError(f"Line {number} of {name!r} is not JSON: {error}.") from error
         if not (isinstance(content, dict) and isinstance(content.get("prompt"), str)):

@@ -27,7 +27,7 @@ class RequestError(HeadwaterError):
 
 
 def error_body(message: str, field: str | None = None, status: int = 400) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """Write an error as OpenAI's clients read it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     code = "model_not_found" if field == "model" and status == 404 else None
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
@@ -82,7 +82,7 @@ class StreamOptions(_Fields):
 
 
 class Sampling(_Fields):
-    """Fields of every route. top_k, min_p and repetition_penalty are those of transformers' `generate`."""
+    """Fields of completions and chats. top_k, min_p and repetition_penalty are as in transformers' `generate`."""
 
     model: str | None = None
     stream: bool = False
@@ -93,17 +93,12 @@ class Sampling(_Fields):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     user: str | None = None  # a label for the client's own records
-
-
-class AnswerFields(Sampling):
-    """Fields of completions and chats."""
-
     n: Literal[1] | None = None
     stop: Stop = Field(default=None, validate_default=False)
     stream_options: StreamOptions | None = None
 
 
-class Completion(AnswerFields):
+class Completion(Sampling):
     prompt: Annotated[Any, AfterValidator(_check_prompts)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     best_of: Literal[1] | None = None
@@ -130,10 +125,10 @@ def _check_content(content: Any) -> Any:
         return content
     if not isinstance(content, list) or not content:
         raise ValueError("should be a text, or a list of parts of type text")
-    return [TextPart.model_validate(item).model_dump() for item in content]
+    return " ".join(TextPart.model_validate(item).text for item in content)
 
 
-class Chat(AnswerFields):
+class Chat(Sampling):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -147,7 +142,7 @@ TEXTS = ("prompt", "messages")
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The fields of a request. Raises `RequestError` for a body that is no JSON object of valid text."""
+    """Read the fields of a request. Raises `RequestError` for a body that is not a JSON object of valid text."""
     if len(body) > MOST_BYTES:
         raise RequestError(None, f"The request's body has {len(body):,} bytes; at most {MOST_BYTES:,} are read.")
     try:
@@ -160,14 +155,14 @@ def read_json(body: bytes) -> dict[str, Any]:
         try:
             json.dumps([name, value], ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
-            raise RequestError(ascii(name)[1:-1], "has a lone surrogate, which is no text") from error
+            raise RequestError(ascii(name)[1:-1], "has a lone surrogate, which is not valid text") from error
         except RecursionError as error:
             raise RequestError(name, "has too many lists or objects inside each other") from error
     return content
 
 
 def read_fields(fields: type[Sampling], content: dict[str, Any]) -> dict[str, Any]:
-    """A request's fields, checked, without those that are null. Raises `RequestError`, which names the field."""
+    """Check a request's fields, and leave out those that are null. Raises `RequestError`, which names the field."""
     try:
         request = fields.model_validate(content).model_dump(exclude_none=True)
     except ValidationError as error:
@@ -182,7 +177,7 @@ def read_fields(fields: type[Sampling], content: dict[str, Any]) -> dict[str, An
 
 
 def _describe_refusal(error: ValidationError) -> RequestError:
-    """The first wrong field, as a sentence."""
+    """Describe the first wrong field in a sentence."""
     detail = error.errors(include_url=False)[0]
     field = ".".join(str(step) for step in detail["loc"]) or None
     kind, values = detail["type"], detail.get("ctx", {})

@@ -1,38 +1,39 @@
-"""transformers' server for one checkpoint, with requests checked field by field and answered as OpenAI's API says.
+"""A server for one checkpoint that answers as OpenAI's API says.
 
-transformers' handlers ignore or misread many fields. Here each request is checked against `requests` first; what it
-asks for is then done by `generate` in one thread, one request after the other. `install_checkpoint` puts these classes
-in the place of transformers' own before its command starts.
+Each request is checked field by field, see `requests`, and answered by `generate`, in one thread, one prompt after the
+other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import copy
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import uvicorn
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from tokenizers.decoders import DecodeStream
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-from transformers.cli.serving import chat_completion, completion, model_manager, server, utils
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST
 from headwater.util.errors import HeadwaterError, first_line
 from headwater_lab.data.tokenizer import separator_id
+from headwater_lab.data.tokenizer_files import find_tokenizer
 from headwater_lab.serving.requests import (
     LENGTHS,
     MOST_BYTES,
@@ -47,367 +48,233 @@ from headwater_lab.serving.requests import (
     read_json,
 )
 from headwater_lab.serving.stops import UntilStop, before_stop
+from headwater_lab.training.checkpoints import load_model
 from headwater_lab.util.deadline import SECONDS, within
 
 logger = logging.getLogger(__name__)
 
-# The routes for one text model. transformers' server also transcribes, and loads and unloads whatever a client names.
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/openapi.json", "/docs")
-# New tokens of a request that does not say how many, as in transformers' server.
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
+# New tokens of a request that does not say how many.
 DEFAULT_LENGTH = 1024
+# How often to look whether the client of an answer is still there.
+SECONDS_BETWEEN_LOOKS = 0.2
+# The status for a client that has left, which nobody reads.
+CLIENT_LEFT = 499
 
 
-def install_checkpoint(name: str, source: Path) -> None:
-    """Make transformers' `serve` command serve the checkpoint `source` as `name`."""
-
-    class OneModel(model_manager.ModelManager):
-        def process_model_name(self, model_id: str) -> str:  # answers also contain this name
-            return name if model_id == name else super().process_model_name(model_id)
-
-        def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
-            model_id = f"{source}@main" if model_id_and_revision == name else model_id_and_revision
-            model, tokenizer = super().load_model_and_processor(model_id, *args, **kwargs)
-            tokenizer.response_template = None  # answers are text alone
-            return model, tokenizer
-
-        def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-            created = int((source / "config.json").stat().st_mtime)
-            return [{"id": name, "object": "model", "created": created, "owned_by": "headwater"}]
-
-    build_server = server.build_server
-
-    def build_checked_server(*args: Any, **kwargs: Any) -> Any:
-        return _check_request(build_server(*args, **kwargs))
-
-    model_manager.ModelManager = OneModel
-    # It looks for a checkpoint's class only among transformers' own.
-    model_manager.transformers.HeadwaterForCausalLM = HeadwaterForCausalLM
-    utils.GenerateManager = Generation
-    chat_completion.ChatCompletionHandler = Chats
-    completion.CompletionHandler = Completions
-    server.build_server = build_checked_server
+def serve_checkpoint(name: str, source: Path, host: str, port: int, device: str, dtype: torch.dtype | None) -> None:
+    """Serve a checkpoint as the model `name`, until the process is stopped. Raises `HeadwaterError`."""
+    model = load_model(source)
+    if not isinstance(model, HeadwaterForCausalLM):
+        raise HeadwaterError(f"{str(source)!r} is an image model, which `headwater predict` runs; name a text model.")
+    tokenizer = find_tokenizer(source, model.config.vocab_size)
+    assert tokenizer is not None, "the command looks for it"
+    model.to(device, dtype)
+    uvicorn.run(ModelServer(name, model, tokenizer).build_app(), host=host, port=port)
 
 
-def _check_request(app: Any) -> Any:
-    """The application with the routes that are offered, OpenAI's form of errors, and checked bodies."""
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
-    app.add_exception_handler(HeadwaterError, _answer_refusal)
-    app.add_exception_handler(HTTPException, _answer_refusal)
-    app.add_exception_handler(Exception, _answer_failure)
-    app.user_middleware.append(Middleware(ReadBody))  # the innermost, so that its answers have the headers of all
-    return app
+class ModelServer:
+    """A model behind the routes. name: the one that clients call it by."""
+
+    def __init__(self, name: str, model: HeadwaterForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.name, self.model, self.tokenizer = name, model, tokenizer
+        self.created = int(time.time())
+        self.thread = ThreadPoolExecutor(1)
+
+    def build_app(self) -> Starlette:
+        chat, completion, models, health = ROUTES
+        routes = [
+            Route(chat, self.answer_chat, methods=["POST"]),
+            Route(completion, self.answer_completion, methods=["POST"]),
+            Route(models, self.list_models),
+            Route(health, self.report_health),
+        ]
+        refused = dict.fromkeys((HeadwaterError, HTTPException, ClientDisconnect), _answer_refusal)
+        return Starlette(routes=routes, exception_handlers={**refused, Exception: _answer_failure})
+
+    async def list_models(self, request: Request) -> JSONResponse:
+        model = {"id": self.name, "object": "model", "created": self.created, "owned_by": "headwater"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def report_health(self, request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    async def answer_completion(self, request: Request) -> Response:
+        """Answer one prompt or several, as text or as token ids."""
+        fields = await self._read_request(request, Completion)
+        return await self._answer(request, fields, [self._encode_prompt(prompt) for prompt in fields["prompt"]])
+
+    async def answer_chat(self, request: Request) -> Response:
+        """Answer a conversation, which needs a chat template."""
+        fields = await self._read_request(request, Chat)
+        return await self._answer(request, fields, [encode_chat(self.tokenizer, fields)])
+
+    async def _read_request(self, request: Request, kind: type[Sampling]) -> dict[str, Any]:
+        """The checked fields of a request. Raises `RequestError`."""
+        body = b""
+        async for chunk in request.stream():  # to its end: a client that is still sending reads no answer
+            if len(body) <= MOST_BYTES:
+                body += chunk
+        fields = read_fields(kind, read_json(body))
+        if fields.get("model", self.name) != self.name:
+            raise RequestError("model", f"this server has {self.name!r} alone, not {fields['model']!r}", 404)
+        return fields
+
+    def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
+        """The token ids of a prompt; an empty one begins a document, as in OpenAI's API."""
+        ids: list[int] = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+        start = separator_id(self.tokenizer)
+        if not ids and start is None:
+            raise RequestError("prompt", "is empty, and the tokenizer has no token to begin a document with")
+        return ids or [start]  # type: ignore[list-item]
+
+    async def _answer(self, request: Request, fields: dict[str, Any], prompts: list[list[int]]) -> Response:
+        runs = [Continuation(self.model, self.tokenizer, prompt, fields) for prompt in prompts]
+        if fields["stream"]:
+            return StreamingResponse(self._stream_events(runs[0], fields), media_type="text/event-stream")
+        loop = asyncio.get_running_loop()
+        work = asyncio.gather(*(loop.run_in_executor(self.thread, run.generate) for run in runs))
+        while not (await asyncio.wait({work}, timeout=SECONDS_BETWEEN_LOOKS))[0]:
+            if await request.is_disconnected():
+                for run in runs:
+                    run.cancel()
+                await work
+                return Response(status_code=CLIENT_LEFT)
+        await work
+        choices = [_make_choice(fields, run.text, run.finish_reason, index) for index, run in enumerate(runs)]
+        return JSONResponse(self._describe_answer(fields) | {"choices": choices, "usage": _count_tokens(runs)})
+
+    def _describe_answer(self, fields: dict[str, Any]) -> dict[str, Any]:
+        kind = "text_completion" if "prompt" in fields else "chat.completion" + ".chunk" * fields["stream"]
+        return {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": self.name}
+
+    async def _stream_events(self, run: Continuation, fields: dict[str, Any]) -> AsyncIterator[str]:
+        """Yield events as OpenAI does: errors in its form, usage in a separate event if requested, and a last event."""
+        loop, texts = asyncio.get_running_loop(), asyncio.Queue[str | None]()
+        facts = self._describe_answer(fields)
+        run.pass_on = lambda piece: loop.call_soon_threadsafe(texts.put_nowait, piece)
+        work = loop.run_in_executor(self.thread, run.generate)
+        work.add_done_callback(lambda _: texts.put_nowait(None))
+        try:
+            while (text := await texts.get()) is not None:
+                yield _make_event(facts | {"choices": [_make_choice(fields, text)]})
+            await work
+            yield _make_event(facts | {"choices": [_make_choice(fields, "", run.finish_reason)]})
+            if fields.get("stream_options", {}).get("include_usage"):
+                yield _make_event(facts | {"choices": [], "usage": _count_tokens([run])})
+            yield "data: [DONE]\n\n"
+        except Exception as error:
+            logger.error("A stream ended with an error", exc_info=error)
+            yield _make_event(error_body(f"{type(error).__name__}: {first_line(error)}", status=500))
+        finally:
+            run.cancel()  # the client may have left
 
 
-async def _answer_refusal(request: Any, error: Exception) -> JSONResponse:
+async def _answer_refusal(request: Request, error: Exception) -> JSONResponse:
     status = getattr(error, "status_code", getattr(error, "status", 400))
-    status = 400 if status == 422 else status
     message = str(getattr(error, "detail", error))
     if status == 404 and not isinstance(error, RequestError):
-        message = f"{request.url.path} is not offered; this server has {', '.join(ROUTES[:4])}."
+        message = f"{request.url.path} is not offered; this server has {', '.join(ROUTES)}."
     return JSONResponse(error_body(message, getattr(error, "field", None), status), status)
 
 
-async def _answer_failure(request: Any, error: Exception) -> JSONResponse:
+async def _answer_failure(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(error_body(f"{type(error).__name__}; see the server's log", status=500), 500)
 
 
-class ReadBody:
-    """ASGI middleware: read a POST's body, refuse what is no JSON object, and end the work of a client that left."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
-            return await self.app(scope, receive, send)
-        try:
-            body = json.dumps(read_json(await _whole_body(receive))).encode()
-        except RequestError as error:
-            answer = await _answer_refusal(None, error)
-            return await answer(scope, receive, send)
-        except ConnectionError:
-            return None
-        headers = [pair for pair in scope["headers"] if pair[0] not in (b"content-type", b"content-length")]
-        scope = scope | {"headers": [*headers, (b"content-type", b"application/json")]}
-        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-        disconnected = asyncio.Event()
-        started = False
-
-        async def read() -> Any:
-            if (message := next(messages, None)) is None:
-                await disconnected.wait()
-                message = {"type": "http.disconnect"}
-            return message
-
-        async def write(message: Any) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            disconnected.set()
-
-        work, watching = asyncio.ensure_future(self.app(scope, read, write)), asyncio.ensure_future(watch())
-        try:
-            await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                work.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await work
-                if not started:  # nobody reads it, but the layers around ask for an answer
-                    await JSONResponse(None, 499)(scope, receive, send)
-                return None
-            return work.result()
-        finally:
-            work.cancel()
-            watching.cancel()
+def _make_choice(fields: dict[str, Any], text: str, finish_reason: str | None = None, index: int = 0) -> dict[str, Any]:
+    """A text of an answer, or the next piece of it in a stream."""
+    if "prompt" in fields:
+        content: dict[str, Any] = {"text": text}
+    else:
+        content = {"delta" if fields["stream"] else "message": {"role": "assistant", "content": text}}
+    return content | {"index": index, "finish_reason": finish_reason}
 
 
-async def _whole_body(receive: Any) -> bytes:
-    """The body, of which only a little more than the limit is kept. Raises `ConnectionError` if the client leaves."""
-    body = b""
-    while True:  # to its end: a client that is still sending reads no answer
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ConnectionError("the client left")
-        if len(body) <= MOST_BYTES:
-            body += message.get("body", b"")
-        if not message.get("more_body", False):
-            return body
-
-
-# Handlers
-
-
-class _Handler(utils.BaseHandler):
-    """What the handlers share: fields are checked, and become a config for `generate` that carries them."""
-
-    fields: type[Sampling]
-
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        body = read_fields(self.fields, body)
-        model_id, model, tokenizer = self._resolve_model(body)
-        return await self._answer(body, request_id, model_id, model, tokenizer)
-
-    async def _answer(self, body: dict[str, Any], request_id: str, *loaded: Any) -> Any:
-        raise NotImplementedError
-
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        """Nothing: `read_fields` has."""
-
-    def _resolve_model(self, body: dict[str, Any]) -> Any:
-        name = self.model_manager.force_model
-        if body.get("model", name) != name:
-            raise RequestError("model", f"this server has {name!r} alone, not {body['model']!r}", 404)
-        return super()._resolve_model(body)
-
-    def _build_generation_config(
-        self, body: dict[str, Any], model_generation_config: GenerationConfig, use_cb: bool = False
-    ) -> GenerationConfig:
-        config = super()._build_generation_config({}, model_generation_config, use_cb=use_cb)
-        default = (config.temperature or 1.0) if config.do_sample else 1.0  # OpenAI's
-        temperature = body.get("temperature", default)
-        config.do_sample = temperature > 0
-        options = {"temperature": temperature, "top_k": 0} | {
-            name: body[name] for name in ("top_p", "top_k", "min_p") if name in body
-        }
-        for name, value in options.items():
-            setattr(config, name, value if config.do_sample else None)  # at 0, all of them leave the likeliest token
-        config.repetition_penalty = body.get("repetition_penalty", config.repetition_penalty)
-        config.max_new_tokens = next((body[name] for name in LENGTHS if name in body), None)
-        config.request = body
-        return config
-
-
-class Completions(_Handler, completion.CompletionHandler):
-    """/v1/completions: one prompt or several, as text or as token ids, one answer each."""
-
-    fields = Completion
-
-    async def _answer(self, body: dict[str, Any], request_id: str, *loaded: Any) -> Any:
-        model_id, model, tokenizer = loaded
-        manager = self.generation_state.get_manager(model_id)
-        answers = []
-        for ids in [self._ids(prompt, tokenizer, model.config.vocab_size) for prompt in body["prompt"]]:
-            config = self._build_generation_config(body, model.generation_config)
-            row = torch.tensor([ids], device=model.device)
-            inputs = {"input_ids": row, "attention_mask": torch.ones_like(row)}
-            options = (request_id, model, tokenizer, model_id, inputs, config, manager)
-            if body["stream"]:
-                return _openai_stream(self._streaming(*options), body)
-            answers.append(await self._non_streaming(*options))
-        return _join_texts(answers)
-
-    @staticmethod
-    def _ids(prompt: str | list[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
-        """The token ids of a prompt; an empty one begins a document, as in OpenAI's API."""
-        ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-        start = separator_id(tokenizer)
-        if not ids and start is None:
-            raise RequestError("prompt", "is empty, and the tokenizer has no token to begin a document with")
-        check_token_ids("prompt", ids, vocab_size)
-        return ids or [start]
-
-
-class Chats(_Handler, chat_completion.ChatCompletionHandler):
-    """/v1/chat/completions: conversations, which need a chat template."""
-
-    fields = Chat
-
-    async def _answer(self, body: dict[str, Any], request_id: str, *loaded: Any) -> Any:
-        self._check_template(body, loaded[2])
-        # The next class of the handler is transformers' own.
-        answer = await super(_Handler, self).handle_request(body, request_id)
-        return _openai_stream(answer, body) if body["stream"] else answer
-
-    def _check_template(self, body: dict[str, Any], tokenizer: Any) -> None:
-        """Raise `RequestError` for a conversation that the tokenizer's template cannot write, or does not read."""
-        template = tokenizer.chat_template
-        if template is None:
-            raise RequestError("messages", "the model's tokenizer has no chat template; ask /v1/completions instead")
-        text = template if isinstance(template, str) else json.dumps(template)
-        options = body.get("chat_template_kwargs", {})
-        for name in options:
-            if name not in text or name in ("messages", "tools", "documents", "add_generation_prompt", "chat_template"):
-                raise RequestError(f"chat_template_kwargs.{name}", "is no option of the model's chat template")
-        try:
-            conversation = self.get_processor_inputs_from_messages(body["messages"], utils.Modality.LLM)
-            render = functools.partial(
-                tokenizer.apply_chat_template, conversation, **self.chat_template_kwargs | options
-            )
-            within(SECONDS, lambda: render(add_generation_prompt=True, tokenize=False), "it takes too long")
-        except Exception as error:  # whatever a template raises
-            raise RequestError("messages", f"the model's chat template refuses it: {first_line(error)}") from error
-
-
-def _join_texts(answers: Sequence[JSONResponse]) -> JSONResponse:
-    """One answer to several prompts."""
-    contents = [json.loads(bytes(answer.body)) for answer in answers]
-    choices = [content["choices"][0] | {"index": index} for index, content in enumerate(contents)]
-    usage = {name: sum(content["usage"][name] for content in contents) for name in contents[0]["usage"]}
-    return JSONResponse(contents[0] | {"choices": choices, "usage": usage})
-
-
-def _openai_stream(answer: StreamingResponse, body: dict[str, Any]) -> StreamingResponse:
-    """A stream as OpenAI's: errors in their form, usage in an event of its own if asked for, and a last event."""
-    with_usage = body.get("stream_options", {}).get("include_usage", False)
-
-    async def events(chunks: Any) -> AsyncIterator[str]:
-        async with contextlib.aclosing(chunks):
-            async for chunk in chunks:
-                for event in filter(None, chunk.split("\n\n")):
-                    content = json.loads(event.removeprefix("data: "))
-                    if "error" in content:
-                        yield _make_event(error_body(content["error"], status=500))
-                        return
-                    usage = content.pop("usage", None)
-                    yield _make_event(content)
-                    if usage is not None and with_usage:
-                        yield _make_event(content | {"choices": [], "usage": usage})
-        yield "data: [DONE]\n\n"
-
-    answer.body_iterator = events(answer.body_iterator)
-    return answer
+def _count_tokens(runs: list[Continuation]) -> dict[str, int]:
+    prompt, new = (sum(counts) for counts in zip(*((len(run.prompt), run.new_tokens) for run in runs), strict=True))
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def _make_event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-# Generation
-
-
-class Generation(utils.GenerateManager):
-    """`generate` in one thread, one request after the other."""
-
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
-    ) -> tuple[asyncio.Queue, Continuation]:
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
-
-        def pass_on(item: Any) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, item)
-
-        continuation = Continuation(model, processor, inputs, gen_config, pass_on)
-
-        def run() -> None:
-            try:
-                continuation.generate()
-            except Exception as error:
-                logger.error("A stream ended with an error", exc_info=error)
-                # transformers' handlers write it into JSON as it is.
-                pass_on(utils._StreamError(json.dumps(f"{type(error).__name__}: {first_line(error)}")[1:-1]))
-            else:
-                pass_on(None)
-
-        self.submit(run)
-        return queue, continuation
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> tuple[str, int, torch.Tensor]:
-        continuation = Continuation(model, processor, inputs, gen_config, lambda item: None)
-        try:
-            # Shielded, since the thread reports to a future that must still be waiting.
-            new = await asyncio.shield(self.async_submit(continuation.generate))
-        except asyncio.CancelledError:
-            continuation.cancel()
-            raise
-        text = processor.decode(new, skip_special_tokens=True)
-        return before_stop(text, continuation.stops), continuation.prompt_length, new
+def encode_chat(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> list[int]:
+    """The token ids of a conversation. Raises `RequestError` if the chat template cannot write it, or does not read
+    one of its options.
+    """
+    template, options = tokenizer.chat_template, fields.get("chat_template_kwargs", {})
+    if template is None:
+        raise RequestError("messages", "the model's tokenizer has no chat template; ask /v1/completions instead")
+    text = template if isinstance(template, str) else json.dumps(template)
+    for name in options:
+        if name not in text or name in ("messages", "tools", "documents", "add_generation_prompt", "chat_template"):
+            raise RequestError(f"chat_template_kwargs.{name}", "is not an option of the model's chat template")
+    messages = [{name: message[name] for name in ("role", "content")} for message in fields["messages"]]
+    write = partial(tokenizer.apply_chat_template, messages, add_generation_prompt=True, return_dict=True, **options)
+    try:
+        return within(SECONDS, lambda: write()["input_ids"], "it takes too long")
+    except Exception as error:  # whatever a template raises
+        raise RequestError("messages", f"the model's chat template refuses it: {first_line(error)}") from error
 
 
 class Continuation(StoppingCriteria):
     """One call of `generate`, as a request's fields ask for. It reads each new token, and ends at a stop text.
 
-    pass_on: receives the text in pieces, in the thread of `generate`.
-    total_tokens: new tokens so far.
+    pass_on: receives the text in pieces, in the thread of `generate`. new_tokens: how many so far.
     Raises `RequestError` for a prompt that the model cannot read, and for more new tokens than it has positions for.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, inputs: Any, config: GenerationConfig, pass_on: Callable[[str], None]
+        self,
+        model: HeadwaterForCausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: list[int],
+        fields: dict[str, Any],
     ) -> None:
-        self.model, self.inputs, self.config, self.pass_on = model, dict(inputs), config, pass_on
-        self.request: dict[str, Any] = vars(config).pop("request")
-        self.prompt_length = _set_length(model.config, self.inputs["input_ids"][0].tolist(), config, self.request)
-        self.rust_tokenizer = tokenizer._tokenizer
-        self.stops: list[str] = self.request.get("stop", [])
+        self.model, self.tokenizer, self.prompt, self.fields = model, tokenizer, prompt, fields
+        self.config = _make_config(model, fields)
+        self.config.max_new_tokens = _choose_length(model.config, prompt, fields)
+        self.pass_on: Callable[[str], object] = lambda text: None
+        self.stops: list[str] = fields.get("stop", [])
         # Special tokens are not part of the text, so as stop texts they end a row as its end token does.
         ends = [tokenizer.convert_tokens_to_ids(stop) for stop in self.stops if stop in tokenizer.all_special_tokens]
-        end = config.eos_token_id
+        end = self.config.eos_token_id
         self.ends = {*ends, *([] if end is None else end if isinstance(end, list) else [end])}
-        config.eos_token_id = sorted(self.ends) or None
-        self.until = UntilStop(self.stops)
-        self.decoding = DecodeStream([], skip_special_tokens=True)
-        self.total_tokens, self.ended, self.cancelled = 0, False, False
+        self.config.eos_token_id = sorted(self.ends) or None
+        self.until, self.decoding = UntilStop(self.stops), DecodeStream([], skip_special_tokens=True)
+        self.text, self.new_tokens, self.ended, self.cancelled = "", 0, False, False
+
+    @property
+    def finish_reason(self) -> str:
+        return "stop" if self.ended else "length"
 
     def cancel(self) -> None:
         """End before the next token: the client has left."""
         self.cancelled = True
 
-    def generate(self) -> torch.Tensor:
-        """The new tokens [T]."""
+    def generate(self) -> None:
+        """Continue the prompt, up to the first stop text."""
         if self.cancelled:
-            return torch.empty(0, dtype=torch.long)
-        with _seed_draws(self.request.get("seed"), self.model.device):
+            return
+        ids = torch.tensor([self.prompt], device=self.model.device)
+        with _seed_draws(self.fields.get("seed"), self.model.device):
             generated = self.model.generate(
-                **self.inputs,
+                ids,
+                attention_mask=torch.ones_like(ids),
                 generation_config=self.config,
                 stopping_criteria=StoppingCriteriaList([self]),
             )
         self._show("", end=True)
-        if self.ended and self.total_tokens == self.config.max_new_tokens:
-            self.config.max_new_tokens += 1  # handlers take as many tokens as asked for as cut off
-        return generated[0, self.prompt_length : self.prompt_length + self.total_tokens]
+        new = generated[0, len(self.prompt) : len(self.prompt) + self.new_tokens]
+        self.text = before_stop(self.tokenizer.decode(new, skip_special_tokens=True), self.stops)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if not self.ended:  # where `generate` looks late, there is a token after the last
             token = int(input_ids[0, -1])
-            self.total_tokens += 1
-            self._show(self.decoding.step(self.rust_tokenizer, token) or "")
+            self.new_tokens += 1
+            self._show(self.decoding.step(self.tokenizer._tokenizer, token) or "")
             self.ended = token in self.ends or self.until.stopped
         return torch.full((len(input_ids),), self.ended or self.cancelled, device=input_ids.device)
 
@@ -416,9 +283,23 @@ class Continuation(StoppingCriteria):
             self.pass_on(visible)
 
 
-def _set_length(config: Any, prompt: list[int], generation: GenerationConfig, request: dict[str, Any]) -> int:
-    """Set how many tokens a prompt is continued by, and return its own. Raises `RequestError` where it does not fit."""
-    text = next(name for name in TEXTS if name in request)
+def _make_config(model: HeadwaterForCausalLM, fields: dict[str, Any]) -> GenerationConfig:
+    config = copy.deepcopy(model.generation_config)
+    default = (config.temperature or 1.0) if config.do_sample else 1.0  # OpenAI's
+    temperature = fields.get("temperature", default)
+    config.do_sample = temperature > 0
+    options = {"temperature": temperature, "top_k": 0} | {
+        name: fields[name] for name in ("top_p", "top_k", "min_p") if name in fields
+    }
+    for name, value in options.items():
+        setattr(config, name, value if config.do_sample else None)  # at 0, all of them leave the likeliest token
+    config.repetition_penalty = fields.get("repetition_penalty", config.repetition_penalty)
+    return config
+
+
+def _choose_length(config: Any, prompt: list[int], fields: dict[str, Any]) -> int:
+    """Choose by how many tokens to continue a prompt. Raises `RequestError` where it does not fit."""
+    text = next(name for name in TEXTS if name in fields)
     if not prompt:
         raise RequestError(text, "has no tokens")
     check_token_ids(text, prompt, config.vocab_size)
@@ -427,18 +308,17 @@ def _set_length(config: Any, prompt: list[int], generation: GenerationConfig, re
     room = most - len(prompt)
     if room < 1:
         raise RequestError(text, f"has {len(prompt):,} tokens; the limit is {most:,} together with the new ones")
-    field = next((name for name in LENGTHS if name in request), None)
-    if field is not None and request[field] > room:
+    field = next((name for name in LENGTHS if name in fields), None)
+    if field is not None and fields[field] > room:
         raise RequestError(
-            field, f"{request[field]} new tokens after a prompt of {len(prompt):,} are more than the limit of {most:,}"
+            field, f"{fields[field]} new tokens after a prompt of {len(prompt):,} are more than the limit of {most:,}"
         )
-    generation.max_new_tokens = min(DEFAULT_LENGTH, room) if field is None else request[field]
-    return len(prompt)
+    return min(DEFAULT_LENGTH, room) if field is None else fields[field]
 
 
 @contextlib.contextmanager
 def _seed_draws(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Random numbers from a seed in this context, and afterwards as if nothing had been drawn."""
+    """Draw random numbers from a seed in this context, and restore the state of the generators after it."""
     if seed is None:
         yield
         return

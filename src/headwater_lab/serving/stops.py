@@ -15,7 +15,7 @@ class UntilStop:
         self.stops, self.pending, self.stopped = stops, "", False
 
     def feed(self, text: str, end: bool = False) -> str:
-        """What of the text may be shown after another piece. end: there is no further one."""
+        """Add a piece of the text, and return what may be shown now. end: it is the last piece."""
         if self.stopped:
             return ""
         self.pending += text
@@ -34,5 +34,5 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def _measure_overlap(text: str, stop: str) -> int:
-    """How many characters at the end of a text may be the beginning of a stop text."""
+    """Count the characters at the end of a text that may be the beginning of a stop text."""
     return next((length for length in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:length])), 0)

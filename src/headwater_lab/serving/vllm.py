@@ -21,7 +21,6 @@ def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
     check_servable(config)
     names = {option.partition("=")[0].replace("_", "-") for option in options if option.startswith("-")}
     added = ["--served-model-name", name] * ("--served-model-name" not in names)
-    added += ["--host", "127.0.0.1"] * ("--host" not in names)
     if not torch.cuda.is_available():
         # vLLM would round a model in fp32 to bf16, and reserve nearly all memory.
         dtype = str(config.dtype).rpartition(".")[2]
@@ -46,7 +45,7 @@ def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
 
 
 def _count_processes(options: list[str]) -> int:
-    """How many processes vLLM is asked for. What is no number is left for vLLM to refuse."""
+    """Count the processes that vLLM is asked for. An invalid number is left for vLLM to refuse."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
     try:

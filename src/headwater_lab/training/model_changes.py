@@ -23,7 +23,7 @@ from headwater.nn.patches import resize_positions
 from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.data.base import Data
 from headwater_lab.data.images import ImageData
-from headwater_lab.data.tokenizer import extends
+from headwater_lab.data.tokenizer import has_all_tokens
 from headwater_lab.recipe.start_section import Change
 from headwater_lab.training.records import Event
 from headwater_lab.training.trained_models import Trained
@@ -109,7 +109,7 @@ def list_refits(
     """
     if not isinstance(config, HeadwaterVisionConfig) or not isinstance(data, ImageData):
         grows = data.tokenizer is not None and not is_of_images(config) and data.vocab_size > config.vocab_size
-        return {"vocab_size": data.vocab_size} if grows and extends(data.tokenizer, tokenizer) else {}
+        return {"vocab_size": data.vocab_size} if grows and has_all_tokens(data.tokenizer, tokenizer) else {}
     fields: dict[str, Any] = {}
     if config.image_shape != data.settings.size:
         fields["image_size"] = list(data.settings.size)

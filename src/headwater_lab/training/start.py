@@ -40,7 +40,7 @@ from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.precision import Precision
 from headwater_lab.data.base import LABELS, Batch, Data
 from headwater_lab.data.images import ImageData
-from headwater_lab.data.tokenizer import extends
+from headwater_lab.data.tokenizer import has_all_tokens
 from headwater_lab.data.tokenizer_files import find_tokenizer
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.start_section import Start
@@ -279,7 +279,7 @@ def _check_data(config: HeadwaterConfig, path: Path, data: Data, start: Start) -
         )
     _check_positions("checkpoint", config, data.context)
     tokenizer = find_tokenizer(path)
-    if tokenizer is not None and data.tokenizer is not None and not extends(data.tokenizer, tokenizer):
+    if tokenizer is not None and data.tokenizer is not None and not has_all_tokens(data.tokenizer, tokenizer):
         raise HeadwaterError(
             f"The data's tokenizer is not the one {source!r} was trained with, nor one that adds tokens "
             f"to it; set data.tokenizer={source!r}, or prepare the data with it."

@@ -21,8 +21,8 @@ from headwater.plugins.outside import check_paths
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import local
 from headwater_lab.data.base import LABELS, Data, main_input
-from headwater_lab.data.chat import contents
-from headwater_lab.data.corpus import TOPICS, topics
+from headwater_lab.data.chat import read_contents
+from headwater_lab.data.corpus import TOPICS, read_topics
 from headwater_lab.data.reading import PACKED, table_kind
 from headwater_lab.data.stream import read_documents
 from headwater_lab.data.tokenizer import encode_plainly
@@ -237,7 +237,7 @@ def _read_content(text: Path) -> str:
     if table_kind(text) is None and text.suffix.lower() not in PACKED:
         return read_text(text, "text", MOST_TEXT)
     documents, _ = read_documents(str(text), "text", None)
-    return "\n".join(contents(document.text) if document.is_chat else document.text for document in documents)
+    return "\n".join(read_contents(document.text) if document.is_chat else document.text for document in documents)
 
 
 def _cut_rows(trained: Trained, content: str, name: str, rows: int, context: int | None = None) -> Tensor:
@@ -264,7 +264,7 @@ def default_rows(trained: Trained) -> tuple[Tensor, str]:
         return images, f"{len(images)} images of noise"
     with suppress(HeadwaterError):
         if trained.tokenizer is not None and config.max_position_embeddings >= 16:
-            text = "\n".join(document.text for document in islice(topics(), 40))
+            text = "\n".join(document.text for document in islice(read_topics(), 40))
             ids = _cut_rows(trained, text, TOPICS, 4, min(128, config.max_position_embeddings))
             if int(ids.max()) < config.vocab_size:
                 return ids, f"{ids.numel()} tokens of Python's language reference"

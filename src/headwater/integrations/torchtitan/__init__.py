@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module headwater_lab.titan --config RECIPE
 
-docs/devices.md says what works with which mechanism. `spec` gives torchtitan's description of any model, for a config of
-your own; `export` turns a checkpoint of its trainer into one of headwater's.
+docs/devices.md says what works with which mechanism. `spec` gives torchtitan's description of any model, for a config
+of your own; `export` turns a checkpoint of its trainer into one of headwater's.
 """
 
 from __future__ import annotations

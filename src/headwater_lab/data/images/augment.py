@@ -54,18 +54,21 @@ class Augmentation(Settings):
 
     def model_post_init(self, context: Any) -> None:
         if self.crop is not None and not 0 < self.crop[0] <= self.crop[1] <= 1:
-            raise ValueError(f"data.augmentation.crop is the least and the largest share of the area, not {self.crop}")
+            raise ValueError(
+                f"data.augmentation.crop must be the smallest and the largest share of the area, not {self.crop}"
+            )
         if self.rand_augment is not None and not (0 <= self.rand_augment[0] <= LARGEST and self.rand_augment[1] >= 0):
             raise ValueError(
-                f"data.augmentation.rand_augment is a magnitude of 0 to 10 and a standard deviation, not "
+                f"data.augmentation.rand_augment must be a magnitude from 0 to 10 and a standard deviation, not "
                 f"{self.rand_augment}"
             )
 
 
 @contextmanager
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Within it, PyTorch's random functions draw from `generator`, and leave the global one, which torchvision uses, as
-    it was. The training step must not run meanwhile in another thread.
+    """Let PyTorch's random functions, which torchvision calls, draw from `generator`; restore the global state after.
+
+    The training step must not run meanwhile in another thread.
     """
     state = torch.get_rng_state()
     torch.set_rng_state(generator.get_state())
@@ -120,7 +123,7 @@ class Changer:
 
 
 def fit_image(image: Image, size: tuple[int, int], shorter: int | None) -> Image:
-    """An image of this height and width, as evaluation takes it: the whole one squeezed, or the center of one resized
+    """Fit an image to this height and width, as evaluation does: the whole one squeezed, or the center of one resized
     to have a shorter side of `shorter` pixels."""
     from PIL.Image import Resampling
 
@@ -147,14 +150,18 @@ def mix_images(
     classes: int,
     draws: Sequence[Callable[[], torch.Generator]],
 ) -> tuple[Tensor, Tensor]:
-    """Each row mixed with the one `settings.back` rows before it; the first rows have none, and are left out.
+    """Mix each row with the one `settings.back` rows before it; the first rows have none, and are left out.
 
     pixels [N, C, H, W] and labels [N] become [N - back, C, H, W] and probabilities [N - back, classes]. draws: for each
     of those a generator with the same numbers whenever it is called.
     """
     from torchvision.transforms import v2
 
-    kinds = [kind(alpha=a, num_classes=classes) for kind, a in _choose_mixes(v2, settings) if a]
+    kinds = [
+        kind(alpha=a, num_classes=classes)
+        for kind, a in ((v2.MixUp, settings.mixup), (v2.CutMix, settings.cutmix))
+        if a
+    ]
     images = torch.empty_like(pixels[settings.back :])
     shares = torch.empty(len(images), classes)
     for row, draw in enumerate(draws):
@@ -164,7 +171,3 @@ def mix_images(
             x, y = kind(pixels[pair], labels[pair])
         images[row], shares[row] = x[1], y[1]
     return images, shares
-
-
-def _choose_mixes(v2: Any, settings: Augmentation) -> list[tuple[Any, float]]:
-    return [(v2.MixUp, settings.mixup), (v2.CutMix, settings.cutmix)]

@@ -1,4 +1,4 @@
-"""What kinds of image data share: their order, augmentation, evaluation and the image processor."""
+"""The basis of image data: order, augmentation, evaluation and the image processor."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ImageSettings(DataSettings):
 
     @property
     def known_classes(self) -> int | None:
-        """How many classes there are, if the settings alone tell."""
+        """The number of classes, if the settings alone determine it."""
         return None
 
     def check_extras(self) -> None:
@@ -71,7 +71,7 @@ class ImageSettings(DataSettings):
 
 
 class UnreadableImage(HeadwaterError):
-    """A file that is no image, or a damaged one. The message names it."""
+    """An error for a file that is not an image, or is damaged; the message names it."""
 
 
 class Images(Protocol):
@@ -133,48 +133,48 @@ class ImageData:
             "classes": len(self.classes),
         }
 
-    def order(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
-        """An endless stream of (epoch, index), from row `start` on: a function of the seed."""
+    def order_images(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
+        """Yield (epoch, index) without end, from row `start` on: a function of the seed."""
         images = shuffle_rows(len(self.train), seed, start)
         return ((row // len(self.train), index) for row, index in zip(itertools.count(start), images, strict=False))
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
         local_rows = range(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
-        load = partial(self.read, seed, local_rows)
-        return load_batches(load, self.parts(seed, batch_size, start), self.settings.workers)
+        load = partial(self.read_batch, seed, local_rows)
+        return load_batches(load, self.plan_batches(seed, batch_size, start), self.settings.workers)
 
-    def parts(self, seed: int, batch_size: int, start: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """(number of its first row, its rows) of each batch; mixed rows come with the `back` rows before them."""
+    def plan_batches(self, seed: int, batch_size: int, start: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """Yield (number of its first row, its rows) for each batch; mixed rows with the `back` rows before them."""
         back = self.settings.augmentation.back
         # The first rows of all have none before them, and take those behind.
-        earliest = list(itertools.islice(self.order(seed, 0), 2 * back))
-        order = self.order(seed, max(0, start - back))
+        earliest = list(itertools.islice(self.order_images(seed, 0), 2 * back))
+        order = self.order_images(seed, max(0, start - back))
         previous = [earliest[number + 2 * back] if number < 0 else next(order) for number in range(start - back, start)]
         for first_row in itertools.count(start, batch_size):
             rows = previous + list(itertools.islice(order, batch_size))
             yield first_row, rows
             previous = rows[len(rows) - back :]
 
-    def read(self, seed: int, local_rows: range, numbered_rows: tuple[int, list[tuple[int, int]]]) -> Batch:
-        """The rows `local_rows` of a batch, one of `parts`. Raises `UnreadableImage`."""
+    def read_batch(self, seed: int, local_rows: range, numbered_rows: tuple[int, list[tuple[int, int]]]) -> Batch:
+        """Read the rows `local_rows` of a batch of `plan_batches`. Raises `UnreadableImage`."""
         (start, rows), settings = numbered_rows, self.settings.augmentation
         rows = rows[local_rows.start : local_rows.stop + settings.back]
         pixels = torch.empty(len(rows), self.settings.channels, *self.settings.size)
         for target, row in zip(pixels, rows, strict=True):
-            target.numpy()[...] = self.changed(seed, *row).numpy()
+            target.numpy()[...] = self.augment_image(seed, *row).numpy()
         labels = torch.tensor([self.train.labels[index] for _, index in rows])
         if settings.back:
             draws = [partial(generator, "mix", seed, start + row) for row in local_rows]
             pixels, labels = mix_images(settings, pixels, labels, len(self.classes), draws)
         return {"pixel_values": pixels, "labels": labels}
 
-    def changed(self, seed: int, epoch: int, index: int) -> Tensor:
+    def augment_image(self, seed: int, epoch: int, index: int) -> Tensor:
         """The pixels [C, H, W] of a training image, as this epoch sees it."""
         draw = generator("image", seed, epoch, index, 0)
         return self.change(self.train.open(index, draw), draw)
 
     def rows(self, seed: int, start: int, count: int) -> list[str]:
-        return [self.train.name(index) for _, index in itertools.islice(self.order(seed, start), count)]
+        return [self.train.name(index) for _, index in itertools.islice(self.order_images(seed, start), count)]
 
     def held_out_images(self, numbers: Sequence[int]) -> Batch:
         """These held-out images, as every model sees them, whatever its seed. Raises `UnreadableImage`."""
@@ -183,7 +183,7 @@ class ImageData:
         return {"pixel_values": self.processor(images=images, return_tensors="pt")["pixel_values"], "labels": labels}
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
-        """Accuracy (top-1), top-5 accuracy with more than five classes, and loss in nats per image."""
+        """Measure accuracy (top-1), top-5 accuracy with more than five classes, and loss in nats per image."""
         count = len(self.held_out)
         size = max(1, min(1024, PIXELS // (self.settings.channels * self.settings.size[0] * self.settings.size[1])))
         firsts = range(0, count, size)
@@ -199,7 +199,7 @@ class ImageData:
                 if number < len(firsts):
                     rows = slice(images.start, images.stop)
                     right = scores.gather(1, labels[:, None])
-                    # Among equal scores the first class comes first, as argmax has it. What is no number is wrong.
+                    # Among equal scores the first class comes first, as in argmax. NaN counts as wrong.
                     precedes = torch.arange(scores.shape[1]) < labels[:, None]
                     better = ~(scores <= right) | ((scores == right) & precedes)
                     ranks[rows] = better.sum(1).double()
@@ -218,7 +218,7 @@ def image_processor(
     std: Sequence[float],
     shorter: int | None = None,
 ) -> BaseImageProcessor:
-    """What prepares images for a trained model, one of transformers' own; saved with the model.
+    """The image processor of transformers that prepares images for a trained model, and is saved with it.
 
     shorter: the shorter side is resized to this many pixels before the center crop; None resizes the whole image,
         whatever its aspect ratio.

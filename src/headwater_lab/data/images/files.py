@@ -56,7 +56,7 @@ class ImageFilesSettings(ImageSettings):
     training without `augmentation.crop`."""
 
     def build(self) -> ImageData:
-        """Raises `HeadwaterError` for anything that is missing or does not fit."""
+        """Open the images. Raises `HeadwaterError` for anything that is missing or does not fit."""
         self.check_extras()
         splits = _open_splits(self)
         held_out = self.held_out
@@ -68,7 +68,7 @@ class ImageFilesSettings(ImageSettings):
         classes = _find_classes(chosen[0])
         sides = [number_classes(split, classes, self.channels) for split in chosen]
         if not isinstance(held_out, str):
-            sides = sides[0].divided(held_out)
+            sides = sides[0].divide_classes(held_out)
         for name, side in zip(("train", "held out"), sides, strict=True):
             if not len(side):
                 raise HeadwaterError(
@@ -111,7 +111,9 @@ def _open_splits(settings: ImageFilesSettings) -> dict[str, Callable[[], ImageSp
     """The splits of the source, not yet read. Raises `HeadwaterError` if it is neither a folder nor a dataset."""
     folder = local_path(settings.source)
     if not folder.is_dir() and (folder.exists() or folder.is_absolute()):
-        raise HeadwaterError(f"data.source: {shown(settings.source)} is not a folder of images, nor a dataset's name.")
+        raise HeadwaterError(
+            f"data.source: {shown(settings.source)} is neither a folder of images nor the name of a dataset."
+        )
     if any(chain(folder.glob("*.arrow"), folder.glob("*/*.arrow"))):
         raise HeadwaterError(
             f"{settings.source!r} holds arrow files; write the dataset to parquet files (`to_parquet`)."
@@ -183,8 +185,8 @@ def _folder_split(folder: Path) -> ImageSplit:
     notices = []
     if left_out:
         notices.append(
-            f"Files in {str(folder)!r} that are left out, because they lie beside the classes' folders or have no "
-            f"suffix of an image: {len(left_out)}, {left_out[0].relative_to(folder).as_posix()!r} first."
+            f"Files in {str(folder)!r} that are left out, because they lie outside the folders of classes or do not "
+            f"end like an image: {len(left_out)}, {left_out[0].relative_to(folder).as_posix()!r} first."
         )
     return ImageSplit(str(folder), files.__getitem__, names, labels, classes, notices)
 
@@ -226,7 +228,7 @@ def _read_tables(folder: Path, config: str | None) -> Any:
     builder = load_dataset_builder(str(folder), config)
     if not isinstance(builder, Parquet):
         raise HeadwaterError(
-            f"Most files in {str(folder)!r} are not parquet; move those that are into a folder of theirs."
+            f"Most files in {str(folder)!r} are not parquet; move the parquet files into a separate folder."
         )
     builder.download_and_prepare()
     return builder.as_dataset()
@@ -272,7 +274,7 @@ def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any, roots: Se
 
 
 def _read_sizes(rows: Any, column: str) -> list[int]:
-    """Bytes of each encoded image of a dataset, which are not read; 0 of one that is a file of its own, or missing."""
+    """Bytes of each encoded image of a dataset, which are not read; 0 for a missing image and for a separate file."""
     import pyarrow.compute as arrow
 
     sizes: list[int] = []
@@ -324,7 +326,7 @@ def _find_classes(split: ImageSplit) -> list[str]:
 
 
 def number_classes(split: ImageSplit, classes: list[str], channels: int) -> ImageFiles:
-    """Its images, with labels as numbers. Raises `HeadwaterError` for a label that is no class."""
+    """Turn the labels of a split into numbers. Raises `HeadwaterError` for a label that is not a class."""
     numbers = {name: number for number, name in enumerate(classes)}
     # What is a class's number in one split may be another's in the other, if a folder lacks a class.
     class_names = dict(enumerate(split.classes or ()))
@@ -349,9 +351,9 @@ class ImageFiles:
 
     @property
     def digest(self) -> str:
-        """Of names and labels, and of a dataset's rows their sizes; the pixels are not read.
+        """A hash of names and labels, and of the sizes of a dataset's rows; the pixels are not read.
 
-        Of files it has no size, so that a run resumes after a broken one was replaced.
+        The sizes of files are left out, so that a run resumes after a broken file was replaced.
         """
         names, sizes = self.split.names, self.split.sizes
         listed = "\n".join(
@@ -370,8 +372,8 @@ class ImageFiles:
         name = f"The image {self.name(index)!r} in {self.split.where!r}"
         return read_image(self.split.read(self.numbers[index]), name, self.channels)
 
-    def divided(self, share: float) -> list[ImageFiles]:
-        """[to train on, held out]: `share` of each class, at least one image, chosen by the names' hash.
+    def divide_classes(self, share: float) -> list[ImageFiles]:
+        """Split into [to train on, held out]: `share` of each class, at least one image, chosen by the names' hash.
 
         Raises `HeadwaterError` for a class of one image.
         """

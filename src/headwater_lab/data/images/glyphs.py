@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 from headwater_lab.data.base import register_kind
 from headwater_lab.data.images.base import ImageData, ImageSettings
@@ -56,7 +56,8 @@ PACKAGED = (
 )
 STYLES = ("Regular", "Bold", "Italic", "BoldItalic")
 FAMILIES = sorted((*MATPLOTLIB, *PACKAGED))
-HELD_OUT = ["Gentium Book Plus", "Lato", "STIX", "Ubuntu"]
+# Families to evaluate on, no glyph of which is trained on.
+HELD_OUT = ("Gentium Book Plus", "Lato", "STIX", "Ubuntu")
 # What is random: the longer side as a share of the image, the rotation in degrees, how much darker than the paper the
 # ink is at least, of 255 levels, and the standard deviation of the noise.
 SIDE, ROTATION, CONTRAST, NOISE = (0.5, 0.9), 15.0, 128, 8.0
@@ -71,8 +72,7 @@ class GlyphSettings(ImageSettings):
     """Pixels."""
     characters: str = Field(default="0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ", min_length=2, max_length=94)
     """The classes: ASCII characters, each once."""
-    held_out_families: list[str] = HELD_OUT
-    """The families of fonts to evaluate on; no glyph of theirs is trained on."""
+
     held_out_views: int = Field(default=2, ge=1, le=1000)
     """Images of each held-out glyph."""
 
@@ -81,12 +81,7 @@ class GlyphSettings(ImageSettings):
         if len(set(self.characters)) < len(self.characters) or not all(
             "!" <= character <= "~" for character in self.characters
         ):
-            raise ValueError("data.characters are visible ASCII characters, each once")
-        for name in self.held_out_families:
-            if name not in FAMILIES:
-                raise ValueError(f"data.held_out_families: no family {name!r}; {nearest(name, FAMILIES)}")
-        if not 0 < len(set(self.held_out_families)) < len(FAMILIES):
-            raise ValueError(f"data.held_out_families are some of: {', '.join(FAMILIES)}")
+            raise ValueError("data.characters must be visible ASCII characters, each once")
         return self
 
     @property
@@ -94,19 +89,13 @@ class GlyphSettings(ImageSettings):
         return len(self.characters)
 
     def build(self) -> ImageData:
-        """Raises `HeadwaterError` if a font is missing or lacks a character."""
+        """Read the fonts. Raises `HeadwaterError` if one is missing or lacks a character."""
         self.check_extras()
-        held_out = set(self.held_out_families)
-        fonts = {name: files_of(name) for name in FAMILIES}
+        train = [file for name in FAMILIES if name not in HELD_OUT for file in files_of(name)]
+        held_out = [file for name in HELD_OUT for file in files_of(name)]
         sides = [
-            GlyphImages(
-                [file for name in FAMILIES if (name in held_out) is out for file in fonts[name]],
-                self.characters,
-                self.image_size,
-                self.channels,
-                self.held_out_views if out else 1,
-            )
-            for out in (False, True)
+            GlyphImages(files, self.characters, self.image_size, self.channels, views)
+            for files, views in ((train, 1), (held_out, self.held_out_views))
         ]
         digest = hashlib.sha256("".join(side.digest for side in sides).encode()).hexdigest()
         facts = {"sha256": digest, "train_fonts": len(sides[0].files), "held_out_fonts": len(sides[1].files)}
@@ -132,7 +121,7 @@ def files_of(family: str) -> list[Path]:
 
 
 class GlyphImages:
-    """See `Images`. Every image of an index is another one: `draw` decides size, place, rotation, colors and noise."""
+    """See `Images`. Each opening gives a new image: `draw` decides size, position, rotation, colors and noise."""
 
     def __init__(self, files: Sequence[Path], characters: str, size: int, channels: int, views: int) -> None:
         from matplotlib.ft2font import FT2Font
@@ -161,15 +150,15 @@ class GlyphImages:
         from PIL.Image import fromarray
 
         numbers = torch.rand(6, generator=draw, dtype=torch.float64).tolist()
-        ink = self.inked(index, *numbers[:4])
+        ink = self.draw_ink(index, *numbers[:4])
         contrast = CONTRAST + numbers[4] * (255 - CONTRAST)
         paper = contrast + numbers[5] * (255 - contrast)
         noise = torch.randn(self.size, self.size, generator=draw).double().numpy() * NOISE
         pixels = np.clip(np.rint(paper - contrast * ink + noise), 0, 255).astype(np.uint8)
         return fromarray(pixels).convert("RGB" if self.channels == 3 else "L")
 
-    def inked(self, index: int, side: float, turn: float, right: float, up: float) -> np.ndarray:
-        """How much of each pixel a glyph covers; the other numbers, from 0 to 1, say how large it is, and where."""
+    def draw_ink(self, index: int, side: float, turn: float, right: float, up: float) -> np.ndarray:
+        """The share of each pixel that a glyph covers; the other numbers, from 0 to 1, set its size and position."""
         from matplotlib.backends.backend_agg import RendererAgg
         from matplotlib.path import Path as Outline
         from matplotlib.transforms import IdentityTransform

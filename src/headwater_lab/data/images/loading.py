@@ -67,7 +67,7 @@ def _check_batch(batches: Iterator[Batch | HeadwaterError]) -> Generator[Batch, 
         if str(error).startswith("Caught") or not lost:
             raise
         raise HeadwaterError(
-            "A process that read images has ended, perhaps for want of memory; give the container more shared memory "
+            "A process that read images has ended, perhaps for lack of memory; give the container more shared memory "
             "(docker run --ipc=host), or set data.workers=0."
         ) from error
     finally:

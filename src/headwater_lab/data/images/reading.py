@@ -1,4 +1,4 @@
-"""From files to images: what is accepted, how it is converted, and what is said about the rest."""
+"""Read images from files: accepted formats, conversion, and errors."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def read_image(source: Path | bytes, name: str, channels: int) -> Image:
     try:
         with _read_content(source) as content, Pillow.open(content, formats=_list_suffixes()) as opened:
             if opened.width * opened.height > MOST:
-                raise UnreadableImage(
-                    f"{name} has {opened.width} x {opened.height} pixels, more than the {MOST:,} that are read."
-                )
+                raise UnreadableImage(f"{name} has {opened.width} x {opened.height} pixels; the limit is {MOST:,}.")
             if max(opened.size) > LONGEST * min(opened.size):
                 raise UnreadableImage(
                     f"{name} has {opened.width} x {opened.height} pixels: one side is more than {LONGEST} times the "
@@ -56,7 +54,7 @@ def read_image(source: Path | bytes, name: str, channels: int) -> Image:
     except (UnreadableImage, MemoryError):
         raise
     except Pillow.UnidentifiedImageError as error:
-        raise UnreadableImage(f"{name} is not an image in a format that is read, such as PNG or JPEG.") from error
+        raise UnreadableImage(f"{name} is not an image in a supported format, such as PNG or JPEG.") from error
     except Exception as error:  # readers of broken images raise anything
         reason = getattr(error, "strerror", None) or first_line(error)
         raise UnreadableImage(f"{name} cannot be read: {reason.rstrip('.')}.") from error

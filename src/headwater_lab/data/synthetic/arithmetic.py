@@ -80,10 +80,10 @@ class ArithmeticSettings(SyntheticSettings):
     @property
     def context(self) -> int:
         """The longest possible row: every operation with its own number, and all unneeded statements."""
-        return self.width(self.operations + self.extra_operations)
+        return self.count_width(self.operations + self.extra_operations)
 
-    def width(self, most: int) -> int:
-        """The longest row with at most this many operations."""
+    def count_width(self, most: int) -> int:
+        """Count the tokens of the longest row with at most this many operations."""
         prompt = (most + MOST_UNNEEDED) * STATEMENT_TOKENS + (most + 1) * NUMBER_TOKENS + QUESTION_TOKENS
         return pad_to_block(prompt + most * STEP_TOKENS + 1)
 
@@ -94,9 +94,9 @@ class ArithmeticSettings(SyntheticSettings):
 class ArithmeticData(SyntheticData[ArithmeticSettings]):
     """One problem per row, padded; labels only on the solution.
 
-    The solution contains each needed operation once, after those of its operands, the left one first, so the problem
-    determines every token. Accuracy is that of solutions the model writes greedily,
-    judged by `is_solved`; the loss is that of the given solution.
+    The solution contains each needed operation once, after the operations of its operands, the left one first, so the
+    problem determines every token. Accuracy judges the solutions that the model writes greedily by `is_solved`; the
+    loss is measured on the given solution.
     """
 
     def __init__(self, settings: ArithmeticSettings) -> None:
@@ -108,7 +108,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
     def sample(self, draw: torch.Generator, count: int) -> Batch:
         chance = random.Random(int(torch.randint(2**62, (), generator=draw)))
         most = self.settings.operations
-        return self.rows_of([self.problem(chance, chance.randint(1, most)) for _ in range(count)], most)
+        return self.rows_of([self.draw_problem(chance, chance.randint(1, most)) for _ in range(count)], most)
 
     def held_out(self) -> Batch:
         return self.rows_of(self.held_out_problems)
@@ -118,10 +118,10 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         draw = generator(self.settings.kind, "held out")
         chance = random.Random(int(torch.randint(2**62, (), generator=draw)))
         most = self.settings.operations + self.settings.extra_operations
-        return [self.problem(chance, most) for _ in range(self.settings.held_out)]
+        return [self.draw_problem(chance, most) for _ in range(self.settings.held_out)]
 
-    def problem(self, chance: random.Random, operations: int) -> Problem:
-        """A problem whose answer needs exactly `operations` operations."""
+    def draw_problem(self, chance: random.Random, operations: int) -> Problem:
+        """Draw a problem whose answer needs exactly `operations` operations."""
         names = [(site, thing) for site in PLACES for thing in THINGS]
         chance.shuffle(names)
         results = [names.pop() for _ in range(operations)]  # each uses only earlier ones
@@ -133,19 +133,19 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
             slots[user][side] = results[needed]
         stated: dict[QuantityName, int | Operation] = {}
         for index, name in enumerate(results):
-            stated[name] = self.operation(chance, slots[index], results[:index], names, stated)
+            stated[name] = self.fill_operation(chance, slots[index], results[:index], names, stated)
         for _ in range(chance.randint(0, MOST_UNNEEDED)):
             name = names.pop()
             stated[name] = (
                 chance.randrange(self.settings.modulus)
                 if chance.random() < 0.5
-                else Operation(chance.choice(list(stated)), chance.choice(list(OPERATIONS)), self.number(chance))
+                else Operation(chance.choice(list(stated)), chance.choice(list(OPERATIONS)), self.draw_number(chance))
             )
         order = list(stated)
         chance.shuffle(order)
         return {name: stated[name] for name in order}, results[-1]
 
-    def operation(
+    def fill_operation(
         self,
         chance: random.Random,
         slots: list[Operand | None],
@@ -161,24 +161,24 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
             if operand is not None:
                 pass
             elif 0.5 <= kind < 0.75 and isinstance(opposite, tuple):  # an operation needs at least one quantity
-                operand = self.number(chance)
+                operand = self.draw_number(chance)
             elif kind >= 0.75 and (earlier := before + [name for name in stated if isinstance(stated[name], int)]):
                 operand = chance.choice(earlier)
             else:
                 operand = names.pop()
-                stated[operand] = self.number(chance)
+                stated[operand] = self.draw_number(chance)
             operands.append(operand)
         return Operation(operands[0], chance.choice(list(OPERATIONS)), operands[1])
 
-    def number(self, chance: random.Random) -> int:
+    def draw_number(self, chance: random.Random) -> int:
         return chance.randrange(self.settings.modulus)
 
     def rows_of(self, problems: list[Problem], most: int | None = None) -> Batch:
-        """Rows as long as the longest, or as any of at most `most` operations."""
-        prompts = [self.encode(prompt_of(problem)) for problem in problems]
-        solutions = [self.encode(solution_of(problem, self.settings.modulus)) for problem in problems]
+        """Encode problems as rows as long as the longest of them, or as the longest of at most `most` operations."""
+        prompts = [self.encode_words(prompt_of(problem)) for problem in problems]
+        solutions = [self.encode_words(solution_of(problem, self.settings.modulus)) for problem in problems]
         longest = max((len(p) + len(s) for p, s in zip(prompts, solutions, strict=True)), default=1)
-        length = pad_to_block(longest) if most is None else self.settings.width(most)
+        length = pad_to_block(longest) if most is None else self.settings.count_width(most)
         ids = torch.zeros(len(problems), length, dtype=torch.long)
         labels = torch.full_like(ids, -100)
         for row, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
@@ -186,49 +186,49 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
             labels[row, len(prompt) - 1 : len(prompt) + len(solution) - 1] = torch.tensor(solution)
         return {"input_ids": ids, "shift_labels": labels}
 
-    def prints(self, batch: Batch) -> Tensor:
-        """The same for the same statements in another order."""
-        return torch.tensor([hash(frozenset(self.statements(row))) for row in batch["input_ids"].tolist()])
+    def fingerprint_rows(self, batch: Batch) -> Tensor:
+        """Return fingerprints that ignore the order of statements."""
+        return torch.tensor([hash(frozenset(self.split_statements(row))) for row in batch["input_ids"].tolist()])
 
-    def statements(self, row: list[int]) -> Iterator[tuple[int, ...]]:
+    def split_statements(self, row: list[int]) -> Iterator[tuple[int, ...]]:
         """The tokens of each statement and of the question: numbers, whose hash is the same in every process, unlike
         that of text."""
         prompt = row[: row.index(self.ids[":"])]
         for _, sentence in itertools.groupby(prompt, key=self.ids["."].__ne__):
             yield tuple(sentence)
 
-    def encode(self, words: list[str]) -> list[int]:
+    def encode_words(self, words: list[str]) -> list[int]:
         return [self.ids[word] for word in words]
 
-    def word(self, token: int) -> str:
+    def write_token(self, token: int) -> str:
         return self.words[token]
 
-    def readable(self, batch: Batch, row: int) -> str:
+    def write_row(self, batch: Batch, row: int) -> str:
         ids = batch["input_ids"][row].tolist()
         return " ".join(self.words[token] for token in ids if token)
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
-        """Accuracy of the solutions the model writes to the held-out problems; the loss of the given ones."""
+        """Measure the accuracy of the solutions that the model writes, and the loss of the given ones."""
         loss = super().evaluate(logits, share).metrics["loss"]
         solved = [
-            is_solved(problem, self.written(row), self.settings.modulus)
-            for problem, row in zip(self.own(share), self.write(logits, share), strict=False)
+            is_solved(problem, self.decode_solution(row), self.settings.modulus)
+            for problem, row in zip(self.select_problems(share), self.write_solutions(logits, share), strict=False)
         ]
         count = share.total(torch.tensor([sum(solved)], dtype=torch.float64))
         return Evaluation({"accuracy": float(count) / self.settings.held_out, "loss": loss})
 
-    def own(self, share: Share) -> list[Problem]:
-        """The held-out problems of a process."""
+    def select_problems(self, share: Share) -> list[Problem]:
+        """Select the held-out problems of a process."""
         return self.held_out_problems[share.rank :: share.world]
 
     @torch.no_grad()
-    def write(self, logits: Callable[[Batch], Tensor], share: Share) -> list[list[int]]:
-        """Each problem of a process, with what the model writes after it, up to the end or the longest row.
+    def write_solutions(self, logits: Callable[[Batch], Tensor], share: Share) -> list[list[int]]:
+        """Let the model continue each problem of a process, up to the end or the longest row.
 
         Models in several processes must run together: all continue until the last has ended.
         """
-        problems = self.own(share) or self.held_out_problems[:1]
-        rows = [self.encode(prompt_of(problem)) for problem in problems]
+        problems = self.select_problems(share) or self.held_out_problems[:1]
+        rows = [self.encode_words(prompt_of(problem)) for problem in problems]
         end = self.ids["<end>"]
         open_rows = list(range(len(rows)))
         while float(share.total(torch.tensor([float(len(open_rows))]))):
@@ -243,14 +243,14 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
             open_rows = [row for row in open_rows if rows[row][-1] != end and len(rows[row]) < self.context]
         return rows
 
-    def written(self, row: list[int]) -> list[str]:
-        """The words after the colon. A model may have more tokens than there are words."""
+    def decode_solution(self, row: list[int]) -> list[str]:
+        """Decode the words after the colon. A model may have more tokens than there are words."""
         behind = row[row.index(self.ids[":"]) + 1 :]
         return [self.words[token] if token < len(self.words) else "<pad>" for token in behind]
 
 
 def pad_to_block(length: int) -> int:
-    """`length` and what pads it."""
+    """Round a length up to a whole number of blocks."""
     return -(-length // BLOCK) * BLOCK
 
 
@@ -312,7 +312,7 @@ def values_of(problem: Problem, modulus: int) -> dict[QuantityName, int]:
 
 
 def value_of(problem: Problem, modulus: int) -> int:
-    """The answer."""
+    """Compute the answer to a problem."""
     return values_of(problem, modulus)[problem[1]]
 
 

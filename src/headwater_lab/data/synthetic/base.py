@@ -1,4 +1,4 @@
-"""What synthetic tasks share: the stream of rows, the held-out rows, the metric, and its value for a guess."""
+"""The basis of synthetic tasks: the stream of rows, the held-out rows, the metric, and its value for a guess."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SyntheticSettings(DataSettings):
     """Sequences to evaluate on."""
 
     @classmethod
-    def variants(cls) -> list[Self]:
+    def list_variants(cls) -> list[Self]:
         """The task in each of its forms, with defaults."""
         return [cls.model_validate({})]
 
@@ -82,12 +82,10 @@ class SyntheticData(ABC, Generic[S]):
 
     @abstractmethod
     def sample(self, draw: torch.Generator, count: int) -> Batch:
-        """`count` rows: input_ids and shift_labels, both [count, T]."""
+        """Draw `count` rows: input_ids and shift_labels, both [count, T]."""
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
-        """Raises `HeadwaterError` if too many of the possible rows are held out, so that none is left to train on, and
-        as `held_out` does.
-        """
+        """See `Data`. Raises `HeadwaterError` if nearly all possible rows are held out, and as `held_out` does."""
         self.held_out()  # what cannot be evaluated is not trained first
         local_rows = slice(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
         while True:
@@ -96,7 +94,7 @@ class SyntheticData(ABC, Generic[S]):
             start += batch_size
 
     def training_rows(self, seed: int, start: int, count: int) -> Batch:
-        """`count` rows from number `start` on."""
+        """Draw `count` rows from number `start` on."""
         blocks = range(start // self.block, -(-(start + count) // self.block))
         drawn = [self.draw_block(seed, number) for number in blocks]
         rows = slice(start % self.block, start % self.block + count)
@@ -104,13 +102,13 @@ class SyntheticData(ABC, Generic[S]):
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 - one block, in which the next batch begins
     def draw_block(self, seed: int, number: int) -> Batch:
-        """A block of rows; those that equal a held-out row are drawn again."""
+        """Draw a block of rows; rows that equal a held-out one are drawn again."""
         kind = self.settings.kind
         batch = self.sample(generator(kind, seed, number), self.block)
         if not self.keeps_apart:
             return batch
         for attempt in range(TRIES):
-            repeated = torch.isin(self.prints(batch), self.held_out_prints)
+            repeated = torch.isin(self.fingerprint_rows(batch), self.held_out_fingerprints)
             if not bool(repeated.any()):
                 return batch
             for name, rows in self.sample(generator(kind, seed, number, attempt), int(repeated.sum())).items():
@@ -132,22 +130,22 @@ class SyntheticData(ABC, Generic[S]):
             )
         return batch
 
-    def prints(self, batch: Batch) -> Tensor:
+    def fingerprint_rows(self, batch: Batch) -> Tensor:
         """[B] int64: equal for rows that are the same exercise, otherwise different except with probability 2^-64."""
         ids = batch["input_ids"]
         weights = torch.randint(-(2**62), 2**62, (ids.shape[1],), generator=generator("prints"))
         return (ids * weights).sum(1)
 
     @functools.cached_property
-    def held_out_prints(self) -> Tensor:
-        return self.prints(self.held_out())
+    def held_out_fingerprints(self) -> Tensor:
+        return self.fingerprint_rows(self.held_out())
 
-    def parts(self, batch: Batch) -> dict[str, Tensor]:
+    def split_positions(self, batch: Batch) -> dict[str, Tensor]:
         """Positions [B, T] whose accuracy is measured separately: "k=3" becomes the metric "accuracy/k=3"."""
         return {}
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
-        """Accuracy and loss (nats per label) at the labeled positions of the held-out rows."""
+        """Measure accuracy and loss (nats per label) at the labeled positions of the held-out rows."""
         # Few enough for every process to evaluate them all.
         batch = self.held_out()
         labels = batch["shift_labels"]
@@ -163,12 +161,12 @@ class SyntheticData(ABC, Generic[S]):
                 nats += float(F.cross_entropy(scores.flatten(0, 1), target.flatten())) * labels_counted
         hits, counted_at = torch.cat(right), labels != -100
         metrics = {"accuracy": share_of(hits, counted_at), "loss": nats / int(counted_at.sum())}
-        for name, where in self.parts(batch).items():
+        for name, where in self.split_positions(batch).items():
             if bool((where & counted_at).any()):
                 metrics[f"accuracy/{name}"] = share_of(hits, where & counted_at)
         return Evaluation(metrics)
 
-    def guess(self, batch: Batch) -> Tensor:
+    def guess_logits(self, batch: Batch) -> Tensor:
         """Logits [B, T, V] of a predictor that knows only how often each token is a label."""
         return self.frequencies.log().expand(*batch["input_ids"].shape, -1)
 
@@ -178,14 +176,14 @@ class SyntheticData(ABC, Generic[S]):
         labels = self.sample(generator(self.settings.kind, "frequencies"), 1024)["shift_labels"]
         return 1.0 + torch.bincount(labels[labels >= 0], minlength=self.vocab_size)
 
-    def word(self, token: int) -> str:
-        """A token as text."""
+    def write_token(self, token: int) -> str:
+        """Write a token as text."""
         return str(token)
 
-    def readable(self, batch: Batch, row: int) -> str:
-        """A row as text, with an arrow to the label where there is one."""
+    def write_row(self, batch: Batch, row: int) -> str:
+        """Write a row as text, with an arrow to the label where there is one."""
         pairs = zip(batch["input_ids"][row].tolist(), batch["shift_labels"][row].tolist(), strict=True)
-        return " ".join(self.word(x) + ("" if y < 0 else f"→{self.word(y)}") for x, y in pairs)
+        return " ".join(self.write_token(x) + ("" if y < 0 else f"→{self.write_token(y)}") for x, y in pairs)
 
 
 def share_of(hits: Tensor, where: Tensor) -> float:

@@ -53,7 +53,7 @@ class HopData(SyntheticData[HopSettings]):
         steps[:, 0] = torch.randint(alphabet, (count,), generator=draw)
         symbols = steps.cumsum(1) % alphabet
         hops_asked = torch.randint(hops + 1, (count, 1), generator=draw)
-        find = self.find(symbols)
+        find = self.find_previous(symbols)
         position = torch.arange(length + 1).expand(count, -1)
         for hop in range(hops):
             position = torch.where(hops_asked > hop, find.gather(1, position), position)
@@ -62,8 +62,8 @@ class HopData(SyntheticData[HopSettings]):
         answers[:, 0] = -100
         return {"input_ids": torch.cat([alphabet + 1 + hops_asked, symbols], dim=1), "shift_labels": answers}
 
-    def find(self, symbols: Tensor) -> Tensor:
-        """find^1 of all places [count, n + 1]; that of place 0 is 0."""
+    def find_previous(self, symbols: Tensor) -> Tensor:
+        """Compute find^1 of all positions [count, n + 1]; at position 0 it is 0."""
         count, length = symbols.shape
         pointers = torch.zeros(count, length, self.settings.alphabet, dtype=torch.long)
         positions = torch.arange(2, length + 1).expand(count, -1)
@@ -72,12 +72,12 @@ class HopData(SyntheticData[HopSettings]):
         latest = pointers.cummax(1).values.gather(2, symbols[..., None])[..., 0]
         return torch.cat([torch.zeros(count, 1, dtype=torch.long), latest], dim=1)
 
-    def parts(self, batch: Batch) -> dict[str, Tensor]:
+    def split_positions(self, batch: Batch) -> dict[str, Tensor]:
         hops_asked = batch["input_ids"][:, :1] - self.settings.alphabet - 1
         everywhere = torch.ones_like(batch["input_ids"], dtype=torch.bool)
         return {f"k={k}": everywhere & (hops_asked == k) for k in range(self.settings.hops + 1)}
 
-    def word(self, token: int) -> str:
+    def write_token(self, token: int) -> str:
         alphabet = self.settings.alphabet
         if token < alphabet:
             return chr(ord("a") + token) if alphabet <= 26 else str(token)

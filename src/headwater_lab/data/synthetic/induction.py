@@ -40,7 +40,7 @@ class InductionSettings(SyntheticSettings):
         return self
 
     @classmethod
-    def variants(cls) -> list[InductionSettings]:
+    def list_variants(cls) -> list[InductionSettings]:
         return [cls(), cls(variant="periodic"), cls(variant="scattered")]
 
     def build(self) -> InductionData:
@@ -67,14 +67,14 @@ class InductionData(SyntheticData[InductionSettings]):
         return self.settings.variant != "chain"
 
     def sample(self, draw: torch.Generator, count: int) -> Batch:
-        """`count` sequences; shift_labels is -100 where the next token cannot be told."""
-        make = {"chain": self.chain, "periodic": self.periodic, "scattered": self.scattered}[self.settings.variant]
-        row, predictable = make(draw, count)
+        """Draw `count` sequences; shift_labels is -100 where the next token cannot be predicted."""
+        forms = {"chain": self.draw_chain, "periodic": self.draw_periodic, "scattered": self.draw_scattered}
+        row, predictable = forms[self.settings.variant](draw, count)
         labels = torch.where(predictable, row[:, 1:], -100)
         return {"input_ids": row[:, :-1].contiguous(), "shift_labels": labels}
 
-    def chain(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-        """(tokens [count, T + 1], whether the token after each is known [count, T]); the other forms alike."""
+    def draw_chain(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+        """Draw (tokens [count, T + 1], whether the token after each is determined [count, T]), as all forms do."""
         vocab_size, length = self.settings.vocab_size, self.settings.length
         fresh = torch.randint(vocab_size, (count, length + 1), generator=draw)
         follower = torch.full((count, vocab_size), -1)
@@ -89,14 +89,14 @@ class InductionData(SyntheticData[InductionSettings]):
             tokens.append(following)
         return torch.stack(tokens, dim=1), torch.stack(predictable, dim=1)
 
-    def periodic(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    def draw_periodic(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
         length = self.settings.length
         lag = length // 2
         positions = torch.arange(length + 1)
         segment = draw_distinct(draw, count, self.settings.vocab_size, lag)
         return segment[:, positions % lag], (positions[:-1] >= lag).expand(count, -1)
 
-    def scattered(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    def draw_scattered(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
         length = self.settings.length
         pool = draw_distinct(draw, count, self.settings.vocab_size, self.settings.distinct)
         turns = length + 1  # each adds one or two tokens

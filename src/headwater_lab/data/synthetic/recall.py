@@ -63,6 +63,6 @@ class RecallData(SyntheticData[RecallSettings]):
         labels = torch.full((count, length), -100).scatter_(1, queries, values)
         return {"input_ids": row.scatter_(1, queries, keys), "shift_labels": labels}
 
-    def word(self, token: int) -> str:
+    def write_token(self, token: int) -> str:
         half = self.settings.vocab_size // 2
         return f"k{token}" if token < half else f"v{token - half}"
