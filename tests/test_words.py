@@ -16,8 +16,8 @@ VAGUE = frozenset(
         r"\w+",
         """
         one found given made kept own other others there here said asked held known place places what how who whole part
-        parts more rest both each every first last now before after at of by theirs ours mine shown named left wanted used
-        read taken passed seen told counted
+        parts more rest both each every first last now before after at of by theirs ours mine shown named left wanted
+        used read taken passed seen told counted
         """,
     )
 )

@@ -24,8 +24,10 @@ from headwater_lab.util.model_kinds import AnyModel
 
 @dataclass(frozen=True)
 class Run(Result):
-    """A run: its folder, its record (docs/reference/records.md), and the folder of its model, which is the stage's if only
-    one was trained."""
+    """A run: its folder, its record (docs/reference/records.md), and the folder of its model.
+
+    That is the stage's folder if only one was trained.
+    """
 
     folder: Path
     record: RunRecord = field(repr=False)
