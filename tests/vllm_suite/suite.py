@@ -402,7 +402,7 @@ CONTROLS = {
     "raw tokens zeroed": (Lookback, "gather_tokens", lambda old: lambda *given: old(*given) * 0),
     "values swapped": (
         CPUEngine,
-        "write",
+        "write_tokens",
         lambda old: lambda self, layer, k, v: old(self, layer, k.contiguous(), v.flip(1)),
     ),
 }
@@ -438,8 +438,8 @@ REFUSED = {
     "pipeline": ({}, {}, {"pipeline_parallel_size": 2}, "by heads only|Pipeline parallelism is not supp"),
     "heads": ({"value_embedding": {"tables": 1}}, {}, {"tensor_parallel_size": 2}, "'value_embedding' does not say"),
     "adapters": ({}, {}, {"tensor_parallel_size": 2, "enable_lora": True}, "LoRA adapters in one process only"),
-    "fp8": ({}, {}, {"kv_cache_dtype": "fp8"}, "not as fp8"),
-    "another precision": ({}, {}, {"kv_cache_dtype": "bfloat16"}, "not as bfloat16"),
+    "fp8": ({}, {}, {"kv_cache_dtype": "fp8"}, "not in fp8"),
+    "another precision": ({}, {}, {"kv_cache_dtype": "bfloat16"}, "not in bfloat16"),
     "embeddings": ({}, {}, {"enable_prompt_embeds": True}, "takes tokens, not embeddings"),
     "long": ({}, GPT2, {"max_model_len": 1024}, "512 learned positions; set max_model_len"),
 }
