@@ -233,4 +233,3 @@ def test_widening_keeps_the_function(base, sizes):
 def test_widening_refuses_other_sines():
     with pytest.raises(HeadwaterError, match="sines and cosines"):
         grow(image_model(norm="rms_norm", position="sincos"), hidden_size=48)
-

@@ -259,4 +259,3 @@ def _write_counts(config: HeadwaterConfig, counts: Counts, frozen: Counts | None
     options = Pattention.with_pairs(options_of(config), counts) | {"frozen": frozen}
     config.mechanisms = (config.mechanisms or {}) | {Pattention.registered_name(): options}
     config.complete_fields()
-
