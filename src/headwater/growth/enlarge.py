@@ -276,7 +276,8 @@ class Moves:
             zero |= ((source < 0) & way.zero).view(view)
         noise = torch.zeros_like(x)
         if spread is not None and self.growth.noise:
-            noise = self.draw_noise(name, x, *spread) * _measure_spread(x, base)
+            # Of a layer that grew before and has not been trained, what writes is still zero.
+            noise = self.draw_noise(name, x, *spread) * (float(x.std()) or float(base.std()))
         if not silenced:
             result = torch.where(is_copied, x + noise, torch.where(zero, 0.0, base))
             return result.reshape(fresh.shape) - offset
@@ -388,12 +389,6 @@ class Copied(NamedTuple):
 def _shape_along(dim: int, dims: int) -> list[int]:
     """The shape in which numbers for the entries along one dimension are broadcast."""
     return [-1 if index == dim else 1 for index in range(dims)]
-
-
-def _measure_spread(x: Tensor, fresh: Tensor) -> float:
-    """The standard deviation of a parameter, or of a fresh one."""
-    # Of a layer that grew before and has not been trained, what writes is still zero.
-    return float(x.std()) or float(fresh.std())
 
 
 def _check_mean(name: str, axis: Dim) -> None:
