@@ -1,4 +1,4 @@
-"""`headwater grow`, `widen`, `shrink`, `merge`, `retrofit`, and `export --family`, as a user calls them."""
+"""`headwater grow`, `widen`, `shrink`, `retrofit`, and `export --family`, as a user calls them."""
 
 import functools
 import hashlib
@@ -251,59 +251,11 @@ def test_grow_writes_a_wider_model(run, tmp_path):
     assert "would shrink" in err
 
 
-@pytest.fixture(scope="module")
-def grown_twice(recipe, tmp_path_factory):
-    """A run with pairs, and two grown copies of it trained on: not to be changed."""
-    folder = tmp_path_factory.mktemp("grown")
-    pairs = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}
-
-    def make(name, **more):
-        made = recipe(**more)
-        made = made.model_copy(update={"model": {k: v for k, v in made.model.items() if k != "mechanisms"} | pairs})
-        train(made, folder / name)
-        return folder / name
-
-    base = make("base")
-    to = {"checkpoint": str(base), "grow": {"attention_pairs": 8, "freeze": True}}
-    return base, make("one", start=to), make("two", seed=1, start=to)
-
-
 @pytest.mark.slow
-def test_merge_joins_copies_and_measures_all_on_each_ones_data(run, grown_twice, corpus):
-    base, one, two = grown_twice
-    code, out, err = run("merge", base, one, two, "--trust", corpus)
-    assert code == 0, err
-    (merged,) = base.parent.glob("base-merged")
-    event = read_history(merged)[-1]
-    assert event.kind == "merged"
-    for column in event.details["metrics"]:
-        assert set(column) == {"base", str(one), str(two), "merged"}
-        for value in column.values():
-            assert f"{value:.4f}" in out
-    record = json.loads((one / "record.json").read_text())
-    assert event.details["metrics"][0][str(one)] == pytest.approx(record["held_out"][-1]["metrics"]["bits_per_byte"])
-    model = HeadwaterForCausalLM.from_pretrained(merged)
-    assert pairs_of(model) == {"query": 11, "key": 11, "value": 11, "output": 11, "feed_forward": 9}
-    assert (merged / "tokenizer.json").is_file()
-    code, _, err = run("merge", base, one, base.with_name("more"), "--out", base.with_name("x"))
-    assert code == 2
-    assert "no checkpoint folder" in err
-    code, _, err = run("merge", base, one, "--out", base.with_name("alone"))
-    assert code == 2
-    assert "at least two" in err
-    assert run("grow", base, "ffn_pairs=20", "--out", base.with_name("idle"))[0] == 0
-    for others, said in (
-        ([base, one, base.with_name("idle")], "not been trained since"),
-        ([two, one, two], "was not grown from"),
-    ):
-        code, _, err = run("merge", *others, "--out", base.with_name("x"))
-        assert code == 2
-        assert said in err
-
-
-@pytest.mark.slow
-def test_shrink_takes_pairs_away_and_says_what_it_costs(run, grown_twice, tmp_path, corpus):
-    _, one, _ = grown_twice
+def test_shrink_takes_pairs_away_and_says_what_it_costs(run, recipe, tmp_path, corpus):
+    made, one = recipe(), tmp_path / "one"
+    options = {"mechanisms": {"pattention": {"attention_pairs": 8, "ffn_pairs": 9}}, "residual_dropout": 0.0}
+    train(made.model_copy(update={"model": made.model | options}), one)
     code, out, err = run("shrink", one, "--attention-pairs", 3, "--ffn-pairs", 4, "--trust", corpus)
     assert code == 0, err
     small = one.with_name("one-shrunk")

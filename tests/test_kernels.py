@@ -9,13 +9,13 @@ from headwater import HeadwaterForCausalLM, kernels
 from headwater.mechanisms import DenseFormer, KVShift, Pattention, ValueResidual
 from headwater.util.errors import HeadwaterError
 
-ALL = {"_Rotate", "_Shift", "_Pattention", "_RMSNorm", "_Activated", "_TargetLogProbabilities"}
+ALL = {"Rotate", "Shift", "_Pattention", "_RMSNorm", "_Activated", "_TargetLogProbabilities"}
 MODELS = {
-    "vanilla": ({}, {"_Rotate", "_RMSNorm", "_Activated"}),
-    "kv_shift": ({"kv_shift": {"queries": True, "window": 3}}, {"_Shift"}),
+    "vanilla": ({}, {"Rotate", "_RMSNorm", "_Activated"}),
+    "kv_shift": ({"kv_shift": {"queries": True, "window": 3}}, {"Shift"}),
     "pattention": ({"pattention": {}}, {"_Pattention"}),
     "value_residual": ({"value_residual": {"mode": "dense"}}, set()),
-    "dense_former": ({"dense_former": {}, "kv_shift": {"variant": "gate"}}, {"_Shift"}),
+    "dense_former": ({"dense_former": {}, "kv_shift": {"variant": "gate"}}, {"Shift"}),
 }
 
 
@@ -70,7 +70,7 @@ def test_every_kernel_goes_off_in_half_precision_too():
         with context, torch.autocast("cpu", dtype=torch.bfloat16):
             loss, gradients = loss_and_gradients(model, ids)
         found[name] = functions(loss), loss, gradients
-    assert found["on"][0] >= {"_Rotate", "_Shift", "_RMSNorm", "_Activated", "_TargetLogProbabilities"}
+    assert found["on"][0] >= {"Rotate", "Shift", "_RMSNorm", "_Activated", "_TargetLogProbabilities"}
     assert not found["off"][0]
     assert_near(found["on"][1], found["off"][1], 1e-2)
     for one, other in zip(found["on"][2], found["off"][2], strict=True):

@@ -43,7 +43,6 @@ COMMANDS = {
     "grow": ["grow", "@tokens", "ffn_pairs=40", "--out", "{out}"],
     "grow width": ["grow", "@run", "intermediate_size=80", "--out", "{out}"],
     "shrink": ["shrink", "@tokens", "--ffn-pairs", "8", "--text", "@text", "--rows", "4", "--out", "{out}"],
-    "merge": ["merge", "@tokens", "@tokens", "@tokens", "--out", "{out}"],
     "retrofit": ["retrofit", "@llama", "--mechanism", "kv_shift", "--out", "{out}"],
     "retrofit layout": ["retrofit", "@resformer", "--layout", "resformer", "--set", "norm_eps=1e-6", "--out", "{out}"],
     "retrofit add": ["retrofit", "@run", "--mechanism", "value_residual", "--text", "@text", "--out", "{out}"],

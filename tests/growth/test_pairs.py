@@ -7,7 +7,7 @@ from torch import nn
 
 from conftest import assert_near, build, decode, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
-from headwater.growth import grown_config, importance, merge, pairs_of, shrink
+from headwater.growth import grown_config, importance, pairs_of, shrink
 from headwater.growth.parameter_tokens import NOT_NEUTRAL, maps_of
 from headwater.mechanisms.pattention import ScoreFunction, default_tau
 from headwater_lab import grow
@@ -253,55 +253,6 @@ class TestShrinking:
             importance(model, [])
         with pytest.raises(HeadwaterError, match="no parameter tokens"):
             importance(shared(), rows)
-
-
-class TestMerging:
-    def test_copies_with_frozen_bases_keep_it_and_get_each_others_pairs(self):
-        base = trained()
-        one, two = disturb_new(grow(base, 9, freeze=True)), disturb_new(grow(base, 12, freeze=True), seed=2)
-        merged = merge(base, one, two)
-        assert pairs_of(merged)["query"] == 7 + 2 + 5
-        parts = zip(maps_of(base), maps_of(one), maps_of(two), maps_of(merged), strict=True)
-        for (_, which, b), (*_, first), (*_, second), (*_, m) in parts:
-            if which != "feed_forward":
-                assert torch.equal(m.keys, torch.cat((b.keys, first.keys[7:], second.keys[7:])))
-                assert torch.equal(m.values, torch.cat((b.values, first.values[7:], second.values[7:])))
-        assert all(parameter.requires_grad for parameter in merged.parameters())
-        out = {name: p for name, p in merged.named_parameters() if "layers" not in name}
-        assert all(torch.equal(p, base.get_parameter(name)) for name, p in out.items())
-
-    def test_what_all_have_becomes_the_mean(self):
-        base = trained()
-        one, two = (disturb(grow(base, 9), scale) for scale in (0.1, 0.3))
-        merged = merge(base, one, two)
-        table = (one.model.embed_tokens.weight + two.model.embed_tokens.weight) / 2
-        assert_near(merged.model.embed_tokens.weight, table, 1e-15)
-        m, a, b = (next(maps_of(model))[2] for model in (merged, one, two))
-        assert_near(m.key[:7], (a.key[:7] + b.key[:7]) / 2, 1e-15)
-
-    def test_merging_with_an_untrained_copy_changes_nothing(self):
-        base, ids = trained(), tokens(2, 20)
-        one = disturb_new(grow(base, 9, freeze=True))
-        assert difference(one, merge(base, one, grow(base, 12, freeze=True)), ids) < 1e-12
-
-    def test_what_is_no_copy_is_refused(self):
-        base = trained()
-        with pytest.raises(HeadwaterError, match="at least two"):
-            merge(base, grow(base, 9))
-        with pytest.raises(HeadwaterError, match="not a grown copy"):
-            merge(grow(base, 20), grow(base, 9), grow(base, 21))
-        with pytest.raises(HeadwaterError, match="not a grown copy"):
-            merge(base, grow(base, 9), build({"pattention": PAIRS}, hidden_size=64))
-
-
-def disturb_new(model: HeadwaterForCausalLM, seed: int = 1) -> HeadwaterForCausalLM:
-    """Move what learns away from its start."""
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
-    return model
 
 
 @pytest.mark.parametrize(

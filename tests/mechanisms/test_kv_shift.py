@@ -8,7 +8,7 @@ from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, kernels
 from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
-from headwater.kernels.shift import traced_shift
+from headwater.kernels.shift import TracedShift
 from headwater.mechanisms.contract import KV, Context
 from headwater.mechanisms.kv_shift import KVShift, shift
 from headwater.mechanisms.shift import dynamic_shift
@@ -89,7 +89,7 @@ def test_shift_with_non_contiguous_gradient():
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_fast_path_passes_gradcheck(length):
     x, weight = random(B, K, length, 2).requires_grad_(), random(2, K).requires_grad_()
-    assert "_Shift" in type(shift(x, weight).grad_fn).__name__
+    assert "Shift" in type(shift(x, weight).grad_fn).__name__
     assert torch.autograd.gradcheck(shift, (x, weight))
     assert torch.autograd.gradcheck(lambda x: shift(x, weight.detach()), (x,))
     assert torch.autograd.gradcheck(lambda weight: shift(x.detach(), weight), (weight,))
@@ -193,7 +193,7 @@ def test_form_for_the_compiler_equals_naive(window, reach, length):
     x, weight = random(B, K, length, D).requires_grad_(), random(window, K).requires_grad_()
     reach = None if reach is None else reach[:, :length]
     expected = shift_naively(x, weight, frozenset() if reach is None else starts(reach.expand(B, -1)))
-    actual = traced_shift(x, weight, reach)
+    actual = TracedShift.apply(x, weight, reach)
     assert_near(actual, expected, 1e-12)
     for a, e in zip(gradients(actual, x, weight), gradients(expected, x, weight), strict=True):
         assert_near(a, e, 1e-12)

@@ -13,7 +13,7 @@ from torch import Tensor
 from conftest import assert_near, build, config, disturb, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.cost import counts as cost
-from headwater.growth import importance, merge, shrink
+from headwater.growth import importance, shrink
 from headwater.kernels import disable_kernels
 from headwater.mechanisms import Pattention
 from headwater.mechanisms.pattention import default_tau
@@ -236,7 +236,6 @@ def test_growing_and_shrinking_by_dense_keys_alone():
         lambda: grow(product, 36),
         lambda: grow(product, 36, key_init="random"),
         lambda: shrink(product, weights, 16),
-        lambda: merge(product, *[build({"pattention": PRODUCT | {"attention_pairs": 36}})] * 2),
     ):
         with pytest.raises(HeadwaterError, match=r"product keys, each of which belongs to many pairs"):
             attempt()

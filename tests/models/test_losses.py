@@ -6,9 +6,9 @@ from torch import Tensor
 
 from conftest import assert_near
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater.kernels.scratch import saved_bytes
 from headwater.models.compiling import compile_model
 from headwater.nn.loss import classification_loss
-from headwater.testing.model_measures import saved_bytes
 from headwater_lab.training.loop import smooth_labels
 
 V, D = 89, 16

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from conftest import assert_near, config
 from headwater import HeadwaterForCausalLM
+from headwater.kernels.scratch import saved_bytes
 from headwater.nn.feed_forward import FeedForward
 from headwater.nn.norm import RMSNorm
-from headwater.testing.model_measures import saved_bytes
 from headwater.util.precision import Precision
 from headwater_lab.bench.shapes import StepShape
 from headwater_lab.bench.training import stored_by_pair, text_pair

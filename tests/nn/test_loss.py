@@ -7,8 +7,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from conftest import assert_near
 from headwater.kernels import loss as module
+from headwater.kernels.scratch import saved_bytes
 from headwater.nn.loss import causal_lm_loss
-from headwater.testing.model_measures import saved_bytes
 
 V = 97
 

@@ -29,7 +29,6 @@ from headwater import (
 )
 from headwater.conversion.export import export
 from headwater.growth import grow, importance, shrink
-from headwater.growth.parameter_tokens import merge
 from headwater_lab.data.images import image_processor
 from headwater_lab.serving.prediction import load_for_prediction, predict_images
 from headwater_lab.training.saving import write_model
@@ -234,13 +233,3 @@ def test_widening_keeps_the_function(base, sizes):
 def test_widening_refuses_other_sines():
     with pytest.raises(HeadwaterError, match="sines and cosines"):
         grow(image_model(norm="rms_norm", position="sincos"), hidden_size=48)
-
-
-def test_grown_frozen_copies_are_merged():
-    model = image_model(PAIRS, **TOKENFORMER)
-    copies = [grow(model, attention_pairs=12, freeze=True) for _ in range(2)]
-    for copy in copies:
-        copy(images(2), labels=torch.tensor([0, 1])).loss.backward()
-        assert all("embed" not in name for name, p in copy.named_parameters() if p.requires_grad)
-    merged = merge(model, *copies)
-    assert merged.config.mechanisms["pattention"]["attention_pairs"] == 16

@@ -352,7 +352,7 @@ class HeadwaterConfig(PreTrainedConfig):
             resolve(name).validate_options(options, self)
 
     def _check_numbers(self) -> None:
-        for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
+        for name in ("embedding_dropout", "attention_dropout", "residual_dropout", "drop_path"):
             if not 0 <= getattr(self, name) < 1:
                 raise HeadwaterError(f"{name} is a probability below 1, not {getattr(self, name)}.")
         for name in ("norm_eps", "initializer_range", "embedding_range"):

@@ -123,8 +123,6 @@ class HeadwaterVisionConfig(HeadwaterConfig):
             raise HeadwaterError(f"num_channels must be at least 1, not {shown(self.num_channels)}.")
         if not 0 <= self.register_tokens < 2**20:
             raise HeadwaterError(f"register_tokens must be zero or more, not {shown(self.register_tokens)}.")
-        if not 0 <= self.drop_path < 1:
-            raise HeadwaterError(f"drop_path is a probability below 1, not {self.drop_path}.")
         if not self.id2label:
             raise HeadwaterError("num_labels must be at least 1, the number of classes.")
         self.grid_of(*self.image_shape)

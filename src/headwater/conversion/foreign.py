@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -474,9 +475,6 @@ def _nanochat_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
     def cut_padding(tensor: Tensor) -> Tensor:  # the rest pads the vocabulary
         return tensor[: config.vocab_size]
 
-    def exchange_rows(tensor: Tensor) -> Tensor:
-        return exchange_halves(tensor, config)
-
     if name in (EMBEDDING, "lm_head.weight"):
         return NANOCHAT_EMBEDDING if name == EMBEDDING else name, cut_padding
     layer, _, inner = name.removeprefix("model.layers.").partition(".")
@@ -487,7 +485,8 @@ def _nanochat_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
     if inner in NANOCHAT_ONCE:
         return NANOCHAT_ONCE[inner], _keep_tensor
     prefix = f"transformer.h.{layer}."
-    return prefix + NANOCHAT_PARTS.get(inner, inner), exchange_rows if inner in NANOCHAT_TURNED else _keep_tensor
+    make = partial(exchange_halves, config=config) if inner in NANOCHAT_TURNED else _keep_tensor
+    return prefix + NANOCHAT_PARTS.get(inner, inner), make
 
 
 NANOCHAT_ONCE = {

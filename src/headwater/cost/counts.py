@@ -227,9 +227,9 @@ def _layer_flops(config: HeadwaterConfig, plans: Sequence[LayerPlan], attended: 
     return {"maps": float(_add_up(_count_layers(config, plans).values()).flops), "attention": 4.0 * between}
 
 
-def training_flops(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
+def training_flops(config: HeadwaterConfig, context: int) -> float:
     """FLOPs of training on a token in rows of `context` tokens, or on an image: three times the forward pass."""
-    return 3 * sum(forward_flops(config, context, causal).values())
+    return 3 * sum(forward_flops(config, context).values())
 
 
 def _cached_numbers(config: HeadwaterConfig, plan: LayerPlan) -> int:

@@ -2,14 +2,13 @@
 
 from headwater.growth.grow import grow, grown_config
 from headwater.growth.methods import GrowthOptions
-from headwater.growth.parameter_tokens import importance, merge, pairs_of, shrink
+from headwater.growth.parameter_tokens import importance, pairs_of, shrink
 
 __all__ = [
     "GrowthOptions",
     "grow",
     "grown_config",
     "importance",
-    "merge",
     "pairs_of",
     "shrink",
 ]

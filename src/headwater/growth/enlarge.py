@@ -276,7 +276,7 @@ class Moves:
             zero |= ((source < 0) & way.zero).view(view)
         noise = torch.zeros_like(x)
         if spread is not None and self.growth.noise:
-            noise = self.draw_noise(name, x, *spread) * _measure_spread(x, base)
+            noise = self.draw_noise(name, x, base, *spread)
         if not silenced:
             result = torch.where(is_copied, x + noise, torch.where(zero, 0.0, base))
             return result.reshape(fresh.shape) - offset
@@ -286,8 +286,8 @@ class Moves:
         # small, for the rounding of the sum; Adam parts them by the sign of their gradients.
         return torch.where(is_copied, 0.01 * noise, base if is_norm else 0.0).reshape(fresh.shape) - offset
 
-    def draw_noise(self, name: str, x: Tensor, dim: int, source: Tensor) -> Tensor:
-        """Draw the noise between copies' factors, over their spread, which adds up to zero over the copies."""
+    def draw_noise(self, name: str, x: Tensor, fresh: Tensor, dim: int, source: Tensor) -> Tensor:
+        """Draw the noise between copies' factors, which adds up to zero over the copies."""
         draw = generator(self.model.config.initializer_seed, "grown", name, x.shape[dim])
         drawn = torch.randn(x.shape, generator=draw).to(x) * self.growth.noise
         along = _shape_along(dim, x.dim())
@@ -298,7 +298,9 @@ class Moves:
         correction = (
             counts / (counts - 1).clamp(min=1)
         ).sqrt()  # what is left of n independent numbers less their mean
-        return (drawn - means.index_select(dim, sources)) * (correction * (counts > 1))[sources].view(along)
+        noise = (drawn - means.index_select(dim, sources)) * (correction * (counts > 1))[sources].view(along)
+        # Of a layer that grew before and has not been trained, what writes is still zero.
+        return noise * (float(x.std()) or float(fresh.std()))
 
     def choose_copies(self, name: str, axis: Dim, old: int, new: int) -> Copied | None:
         """Choose the origin of the new entries along an axis; None: they are the old ones."""
@@ -388,12 +390,6 @@ class Copied(NamedTuple):
 def _shape_along(dim: int, dims: int) -> list[int]:
     """The shape in which numbers for the entries along one dimension are broadcast."""
     return [-1 if index == dim else 1 for index in range(dims)]
-
-
-def _measure_spread(x: Tensor, fresh: Tensor) -> float:
-    """The standard deviation of a parameter, or of a fresh one."""
-    # Of a layer that grew before and has not been trained, what writes is still zero.
-    return float(x.std()) or float(fresh.std())
 
 
 def _check_mean(name: str, axis: Dim) -> None:

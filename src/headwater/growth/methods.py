@@ -135,7 +135,7 @@ def make_larger(config: HeadwaterConfig, options: GrowthOptions) -> Larger:
         _check_multiples(old, new, grows - {"num_hidden_layers"})
     copies = wider in NOISE
     kv, q = _map_heads(config, new["num_attention_heads"], new["num_key_value_heads"], copies)
-    layer_norm = config.norm == "layer_norm"
+    layer_norm, units = config.norm == "layer_norm", old["intermediate_size"]
     ways_used = {deeper if "num_hidden_layers" in grows else None, wider if grows - {"num_hidden_layers"} else None}
     growth = Larger(
         layers=layers,
@@ -143,7 +143,7 @@ def make_larger(config: HeadwaterConfig, options: GrowthOptions) -> Larger:
         stream=_map_stream(old["hidden_size"], new["hidden_size"], copies),
         q=q,
         kv=kv,
-        units=_map_copies(old["intermediate_size"], new["intermediate_size"], copies),
+        units=tuple(unit % units if copies or unit < units else -1 for unit in range(new["intermediate_size"])),
         fill="any" if wider == "net2net" else "mean" if layer_norm else "zero",
         keeps=not ways_used & set(CHANGES),
         noise=NOISE.get(str(wider), 0.0),
@@ -218,10 +218,6 @@ def _map_layers(old: int, new: int, way: str | None) -> tuple[tuple[int, ...], f
             silent.append(len(layers))
             layers.append(layer)
     return tuple(layers), frozenset(silent)
-
-
-def _map_copies(old: int, new: int, copies: bool) -> tuple[int, ...]:
-    return tuple(index % old if copies or index < old else -1 for index in range(new))
 
 
 def _map_stream(old: int, new: int, copies: bool) -> tuple[int, ...]:

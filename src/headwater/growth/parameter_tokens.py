@@ -1,4 +1,4 @@
-"""Add parameter tokens to a trained model, remove and merge them. TokenFormer, arXiv 2410.23168, section 3.3.
+"""Add parameter tokens to a trained model and remove them. TokenFormer, arXiv 2410.23168, section 3.3.
 
     K_P → [K_P; K_new],  V_P → [V_P; V_new]        K_new = 0, V_new random, τ unchanged
 
@@ -170,8 +170,8 @@ def _check_read(options: dict[str, Any], counts: Counts, new: Counts, key_init: 
             continue
         if Pattention.product_heads_of(options, name):
             raise HeadwaterError(
-                f"The pairs of {name!r} have product keys, each of which belongs to many pairs; none can be added, "
-                "removed or merged."
+                f"The pairs of {name!r} have product keys, each of which belongs to many pairs; none can be added "
+                "or removed."
             )
         if wrong := find_problem(new[name], top_k, False, 0):
             raise HeadwaterError(f"Too few pairs of {name!r} would remain: {wrong}.")
@@ -180,54 +180,6 @@ def _check_read(options: dict[str, Any], counts: Counts, new: Counts, key_init: 
                 f"A token reads the {top_k} best pairs of {name!r}, and a zero key beats negative scores, so new "
                 "pairs can change the function; use random keys (key_init=random), which do not claim to keep it."
             )
-
-
-def merge(base: Model, *grown: Model) -> Model:
-    """Merge two or more grown copies of `base` that were trained separately.
-
-    Each Pattention gets base's pairs, and then each copy's new ones. Parameters that all copies share are averaged;
-    those that growth froze are equal anyway. τ is the mean of the copies' τ. No copy's function is kept, so measure the
-    losses.
-
-    The paper names this as future work; averaging is ours. Raises `HeadwaterError` for fewer than two copies, and for
-    one that is not a grown copy of base.
-    """
-    if len(grown) < 2:
-        raise HeadwaterError("Name at least two grown copies of the base to merge.")
-    counts, grown_counts = pairs_of(base), [pairs_of(model) for model in grown]
-    for number, (model, count) in enumerate(zip(grown, grown_counts, strict=True), 1):
-        smaller = any(count[name] < n for name, n in counts.items())
-        deeper = model.config.num_hidden_layers != base.config.num_hidden_layers
-        if smaller or deeper or _list_shapes(model) != _list_shapes(base):
-            raise HeadwaterError(f"Model {number} is not a grown copy of the base: its sizes differ.")
-    merged = copy_model(base)
-    new: Counts = {name: n + sum(count[name] - n for count in grown_counts) for name, n in counts.items()}
-    _check_read(options_of(base.config), counts, new)
-    maps = [{(layer, name): module for layer, name, module in maps_of(model)} for model in grown]
-    with torch.no_grad():
-        _average_shared(merged, grown)
-        for layer, name, module in maps_of(merged):
-            _join_pairs(module, [maps_of_copy[layer, name] for maps_of_copy in maps], counts[name])
-    _settle_config(merged, new)
-    return merged
-
-
-def _average_shared(merged: Model, grown: Sequence[Model]) -> None:
-    """Set each parameter that has one shape in all models to its mean."""
-    states = [model.state_dict() for model in grown]
-    for name, tensor in merged.state_dict().items():
-        if all(name in state and state[name].shape == tensor.shape for state in states):
-            tensor.copy_(torch.stack([state[name].to(tensor) for state in states]).mean(0))
-
-
-def _join_pairs(module: Pattention, copies: Sequence[Pattention], count: int) -> None:
-    """Give a map the mean of its copies' first `count` pairs, then each copy's new ones, and the mean of τ."""
-    module.scale.set_tau(sum(float(copy.scale.tau) for copy in copies) / len(copies))
-    rows = []
-    for field in ("keys", "values"):
-        tensors = [getattr(copy, field).to(module.key) for copy in copies]
-        rows.append(torch.cat((torch.stack([t[:count] for t in tensors]).mean(0), *(t[count:] for t in tensors))))
-    module.set_pairs(rows[0], rows[1])
 
 
 def has_pairs(config: HeadwaterConfig) -> bool:
@@ -307,9 +259,3 @@ def _write_counts(config: HeadwaterConfig, counts: Counts, frozen: Counts | None
     options = Pattention.with_pairs(options_of(config), counts) | {"frozen": frozen}
     config.mechanisms = (config.mechanisms or {}) | {Pattention.registered_name(): options}
     config.complete_fields()
-
-
-def _list_shapes(model: HeadwaterPreTrainedModel) -> dict[str, torch.Size]:
-    """The shapes of all other parameters."""
-    replaced = {name for name, module in model.named_modules() if isinstance(module, Pattention)}
-    return {name: t.shape for name, t in model.state_dict().items() if name.rpartition(".")[0] not in replaced}

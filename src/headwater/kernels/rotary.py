@@ -4,12 +4,9 @@ import torch
 from torch import Tensor
 
 
-def fused_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+class Rotate(torch.autograd.Function):
     """`nn.position.rotate`: x [B, H, T, d]; cos and sin [B or 1, 1, T, r] as `nn.position.for_heads` gives them."""
-    return _Rotate.apply(x, cos, sin)
 
-
-class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)

@@ -1,9 +1,12 @@
-"""Reused memory: on a CPU, the page faults of fresh memory take longer than an elementwise operation."""
+"""Reused memory: on a CPU, the page faults of fresh memory take longer than an elementwise operation.
+
+Also what autograd stores.
+"""
 
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from math import prod
 
@@ -41,3 +44,18 @@ def keep_freed_memory() -> None:
         # Together: setting one stops glibc from adapting the other, which would then stay at its tiny default.
         mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its maximum: what is larger is always given back
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def saved_bytes(run: Callable[[], Tensor], excluded: Iterable[Tensor] = ()) -> int:
+    """Bytes that autograd stores while `run` computes its result, each storage once, without those of `excluded`."""
+    ignored = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+    # The tensors are kept, so that no address is used twice.
+    stored: dict[int, Tensor] = {}
+
+    def pack_tensor(tensor: Tensor) -> Tensor:
+        stored.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
+        return tensor.detach()  # a graph that holds tensors of its own is never freed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_tensor, lambda tensor: tensor):
+        run()
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in stored.items() if address not in ignored)

@@ -1,9 +1,9 @@
 """The token shift of whole rows, without a padded copy of x or its graph.
 
-`fused_shift` is for uncompiled code. It works on [B, T, K·d], the memory layout of projections. In half precision the
+`Shift` is for uncompiled code. It works on [B, T, K·d], the memory layout of projections. In half precision the
 result is laid out as [B, K, T, d], which attention needs. It takes 0.2 to 0.8 of the plain form's time (AMD Zen 4).
 
-`traced_shift` is for compiled code. Its backward pass is written with gradients shifted the other way, so that the
+`TracedShift` is for compiled code. Its backward pass is written with gradients shifted the other way, so that the
 compiler keeps x and no shifted copy of it, and needs fewer kernels (tests/nn/test_kernel_budget.py counts them).
 """
 
@@ -15,13 +15,11 @@ from torch import Tensor
 from headwater.kernels.scratch import get_scratch
 
 
-def fused_shift(x: Tensor, weight: Tensor) -> Tensor:
-    """y_t = Σ_s weight[s]·x_{t-s}, zeros before the first token: x [B, K, T, d], weight [window, K] or with d too."""
-    return _Shift.apply(x, weight)
+class Shift(torch.autograd.Function):
+    """y_t = Σ_s weight[s]·x_{t-s}, zeros before the first token: x [B, K, T, d], weight [window, K] or with d too.
 
-
-class _Shift(torch.autograd.Function):
-    """A few rows at a time, which stay in the cache."""
+    It takes a few rows at a time, which stay in the cache.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -57,11 +55,6 @@ class _Shift(torch.autograd.Function):
         return _split_heads(gx, x.shape[-1]), (gw if weight.ndim == 3 else gw.sum(2)).to(weight.dtype)
 
 
-def traced_shift(x: Tensor, weight: Tensor, reach: Tensor | None) -> Tensor:
-    """`fused_shift` for the compiler; a token at t with reach[t] < s, [B, T], has no token s back."""
-    return _TracedShift.apply(x, weight, reach)
-
-
 def shift_back(x: Tensor, steps: int, reach: Tensor | None) -> Tensor:
     """x_{t - steps}, x [B, K, T, d], or 0 where there is no such token or `reach` [B, T] hides it."""
     is_visible = torch.arange(x.shape[2], device=x.device)[None] >= steps
@@ -71,7 +64,9 @@ def shift_back(x: Tensor, steps: int, reach: Tensor | None) -> Tensor:
     return torch.where(is_visible[:, None, :, None], x.roll(steps, 2), 0)
 
 
-class _TracedShift(torch.autograd.Function):
+class TracedShift(torch.autograd.Function):
+    """`Shift` for the compiler; a token at t with reach[t] < s, [B, T], has no token s back."""
+
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, reach: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, reach)

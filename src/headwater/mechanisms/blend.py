@@ -55,7 +55,7 @@ class Blend(KeepsPrecision, Mechanism):
         >>> blend = Blend(weight=1.0)
         >>> torch.equal(blend(own, others), others)
         True
-        >>> torch.equal(Blend(group=4, weight=1.0).pooled(own)[:, 0], own.mean(1))
+        >>> torch.equal(Blend(group=4, weight=1.0).pool_groups(own)[:, 0], own.mean(1))
         True
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self, cast
 
 from torch import Tensor, nn
 
@@ -30,6 +30,7 @@ class Named(nn.ModuleDict):
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.names = {name: name.replace(".", "_").replace(":", "_") for name in modules}
+        self.stages: dict[str, tuple[str, ...]] = {}  # what acts at each stage, by the stage's value
         super().__init__({self.names[name]: module for name, module in modules.items()})
 
     @classmethod
@@ -37,7 +38,14 @@ class Named(nn.ModuleDict):
         """The modules of what acts at some stages of a layer. config: as the layer sees it."""
         acting = plan.within(stages)
         names = acting.at(*stages)
-        return cls({name: resolve(name).build_module(config.mechanisms[name], config, acting) for name in names})
+        named = cls({name: resolve(name).build_module(config.mechanisms[name], config, acting) for name in names})
+        named.stages = {stage.value: plan.at(stage) for stage in stages}
+        return named
+
+    def list_acting(self, stage: Stage) -> Sequence[Mechanism]:
+        """The mechanisms that act at a stage, in the order of application."""
+        names = self.stages[stage.value]
+        return [cast(Mechanism, self[name]) for name in names] if names else ()
 
     def __getitem__(self, name: str) -> nn.Module:
         return super().__getitem__(self.names.get(name, name))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from headwater.kernels import can_fuse, can_fuse_traced
-from headwater.kernels.shift import fused_shift, shift_back, traced_shift
+from headwater.kernels.shift import Shift, TracedShift, shift_back
 from headwater.mechanisms.contract import Ancestors, Reach, Tail
 
 
@@ -29,9 +29,9 @@ def shift(
     if residual:
         weight = torch.cat((weight[:1] + 1, weight[1:]))
     if previous is None and reach is None and can_fuse(x, weight, needs_grad=False, cpu_only=True):
-        return fused_shift(x, weight)
+        return Shift.apply(x, weight)
     if previous is None and not isinstance(reach, Ancestors) and can_fuse_traced():
-        return traced_shift(x, weight, reach)
+        return TracedShift.apply(x, weight, reach)
     taps = weight.view(window, x.shape[1], 1, -1).unbind()
     y = taps[0] * x
     for steps in range(1, window):

@@ -8,7 +8,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels import can_fuse
-from headwater.kernels.rotary import fused_rotate
+from headwater.kernels.rotary import Rotate
 from headwater.mechanisms.fp32 import KeepsPrecision
 
 
@@ -99,7 +99,7 @@ def for_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first cos.shape[-1] channels of x [B, H, T, d]; cos and sin as `for_heads` gives them."""
     if can_fuse(x, cos, sin):
-        return fused_rotate(x, cos, sin)
+        return Rotate.apply(x, cos, sin)
     r = cos.shape[-1]
     rotated = x if r == x.shape[-1] else x[..., :r]
     if torch.compiler.is_compiling():

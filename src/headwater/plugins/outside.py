@@ -80,7 +80,9 @@ def check_paths(values: Any) -> None:
 
 def is_trusted(name: str) -> bool:
     """Whether the user trusts a name: as it stands, or by its module or a package above."""
-    return name in _list_trusted() or _module_is_trusted(name.partition(":")[0])
+    segments = name.partition(":")[0].split(".")
+    above = {".".join(segments[:end]) for end in range(1, len(segments) + 1)}
+    return not (above | {name}).isdisjoint(_list_trusted())
 
 
 def import_trusted(name: str, kind: str, base: str | None = None) -> Any:
@@ -190,11 +192,6 @@ def _is_below(path: str, folder: str) -> bool:
 def _is_path(name: str) -> bool:
     """Whether a name is a path that can be trusted."""
     return "," not in name and "\0" not in name and (_leads_out(name) or os.path.lexists(name))
-
-
-def _module_is_trusted(module: str) -> bool:
-    names = module.split(".")
-    return not {".".join(names[:end]) for end in range(1, len(names) + 1)}.isdisjoint(_list_trusted())
 
 
 def _is_defined_in(thing: Any, module: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,23 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headwater.config.text import HeadwaterConfig
 from headwater.engines.split import Portion, split_attention
+from headwater.kernels.scratch import saved_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.precision import Precision
-
-
-def saved_bytes(run: Callable[[], Tensor], excluded: Iterable[Tensor] = ()) -> int:
-    """Bytes that autograd stores while `run` computes its result, each storage once, without those of `excluded`."""
-    ignored = {tensor.untyped_storage().data_ptr() for tensor in excluded}
-    # The tensors are kept, so that no address is used twice.
-    stored: dict[int, Tensor] = {}
-
-    def pack_tensor(tensor: Tensor) -> Tensor:
-        stored.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
-        return tensor.detach()  # a graph that holds tensors of its own is never freed
-
-    with torch.autograd.graph.saved_tensors_hooks(pack_tensor, lambda tensor: tensor):
-        run()
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in stored.items() if address not in ignored)
 
 
 def kept_by_autograd(

@@ -47,14 +47,14 @@ def _decode_materialised(probe: Probe) -> None:
     ordinary = HeadwaterForCausalLM._from_config(config, attn_implementation=model.config._attn_implementation)
     ordinary.to(model.dtype).load_state_dict(model.state_dict())
     probe.subject = Subject(ordinary.eval())
-    feed = Feed(probe, range(len(probe.texts.ids)), cache=DynamicCache())
+    feed = Feed(probe, cache=DynamicCache())
     for tokens in (7, 1, 4):
         feed.read_tokens(tokens)
     feed.read_tokens()
 
 
 def _compare_bytes(probe: Probe) -> None:
-    feed = Feed(probe, range(len(probe.texts.ids)))
+    feed = Feed(probe)
     feed.read_tokens(PROMPT)
     model = probe.subject.model
     planned = cost.cache_bytes(model.config, PROMPT, len(feed.rows), model.dtype.itemsize)

@@ -123,7 +123,7 @@ class _Precision:
         if subject.positions:  # some models begin at another number than 0
             probe = Probe(subject, self.texts, self.tolerance)
             try:
-                Feed(probe, range(len(self.texts.ids))).read_tokens(use_cache=False)
+                Feed(probe).read_tokens(use_cache=False)
                 subject.positions = probe.parting is None
             except Exception:
                 subject.positions = False
@@ -150,7 +150,7 @@ def _judge_bf16(model: PreTrainedModel, judge: _Precision) -> Verified:
         assert judge.subject is not None
         half.positions = judge.subject.positions
         alone = half(judge.texts.ids, use_cache=False)[0].logits.double()
-        feed = Feed(Probe(half, judge.texts, math.inf), range(len(judge.texts.ids)))
+        feed = Feed(Probe(half, judge.texts, math.inf))
         cached_logits = torch.cat([feed.read_tokens(tokens).logits for tokens in (6, 1, 2, 1, 7, 3)], dim=1).double()
     except Exception as raised:
         return Verified(BF16, None, why=write_error(raised))

@@ -143,18 +143,18 @@ def _find_errors(x: Tensor, y: Tensor, scale: float) -> Tensor:
 class Feed:
     """A batch of texts, perhaps left-padded, of which some tokens have been read into a cache.
 
-    bare: the model is given ids and cache, without a mask or positions.
+    rows: the texts; default: all. bare: the model is given ids and cache, without a mask or positions.
     """
 
     def __init__(
         self,
         probe: Probe,
-        rows: Sequence[int],
+        rows: Sequence[int] | None = None,
         pads: Sequence[int] | None = None,
         cache: Any = None,
         bare: bool = False,
     ) -> None:
-        self.probe, self.rows, self.bare = probe, list(rows), bare
+        self.probe, self.rows, self.bare = probe, list(range(ROWS) if rows is None else rows), bare
         self.pads = list(pads) if pads is not None else [0] * len(self.rows)
         self.cache = probe.make_cache() if cache is None else cache
         self.position = 0
@@ -193,20 +193,16 @@ class Feed:
             self.read_tokens(1)
 
 
-def _list_rows(probe: Probe) -> list[int]:
-    return list(range(len(probe.texts.ids)))
-
-
 # Without a cache
 
 
 def _read_prefixes(probe: Probe) -> None:
     for length in (1, 2, 7, SHARED, LENGTH - 1):
-        Feed(probe, _list_rows(probe)).read_tokens(length, use_cache=False)
+        Feed(probe).read_tokens(length, use_cache=False)
 
 
 def _read_alone(probe: Probe) -> None:
-    for text in _list_rows(probe):
+    for text in range(ROWS):
         Feed(probe, [text]).read_tokens(use_cache=False)
 
 
@@ -269,7 +265,7 @@ def _in_chunks(
 
     padded: of left-padded rows. static: into a static cache. bare: see `Feed`.
     """
-    rows, pads = (range(len(PADS)), PADS) if padded else (_list_rows(probe), None)
+    rows, pads = (range(len(PADS)), PADS) if padded else (None, None)
     if static and probe.make_cache() is None:
         raise DoesNotApply("the model makes its own cache")
     cache = StaticCache(config=probe.subject.model.config, max_cache_len=LENGTH + 4) if static else None

@@ -72,17 +72,6 @@ class Compared(Result):
             if run.experiment is not None
         ]
 
-    def evidence(self) -> list[dict[str, Any]]:
-        """Return a row per arm, size and look: arm, seeds, difference, low, high; none without `sequential: true`."""
-        return [
-            _size_of(comparison)
-            | {"arm": summary.arm, "seeds": look.pairs, "difference": look.mean}
-            | dict(zip(("low", "high"), look.interval or (None, None), strict=True))
-            for comparison in self.comparisons
-            for summary in comparison.summaries
-            for look in (summary.paired.looks if summary.paired is not None else ())
-        ]
-
     def means(self) -> dict[str, float | None]:
         """Return the mean of the deciding metric of each arm, at the last size."""
         return {summary.arm: summary.mean for summary in self.comparisons[-1].summaries}

@@ -1,4 +1,4 @@
-"""Functions that change a model: `lab.grow`, `lab.retrofit`, `shrink` and `merge`."""
+"""Functions that change a model: `lab.grow`, `lab.retrofit` and `shrink`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.api.common import measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
-from headwater_lab.data.base import Data
 from headwater_lab.recipe.start_section import Change, changed_config
 from headwater_lab.training.model_changes import change_model, measure_change
 from headwater_lab.training.records import Event
@@ -35,7 +34,6 @@ from headwater_lab.training.trained_models import (
     warn_changed_data,
 )
 from headwater_lab.util.model_kinds import AnyModel
-from headwater_lab.util.terminal import lined
 
 # In a sample of a text.
 ROWS = 32
@@ -125,45 +123,6 @@ def shrink(
     watch.say(f"{trained.model.num_parameters():,} → {model.num_parameters():,} parameters; {says}")
     details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs} | moved
     return _write_model(trained.after("shrunk", details, model=model), out, watch)
-
-
-@quiet()
-def merge(base: Path, grown: Sequence[Path], *, out: Path | None = None, watch: Observer = SILENT) -> AnyModel:
-    """Join grown copies of one model that were trained separately, like `headwater merge`; measure all on each's data.
-
-    base: the checkpoint that the others were grown from. out, watch: as in `grow`. Raises `HeadwaterError`.
-    """
-    root, copies = open_trained(base), [open_trained(path) for path in grown]
-    sources = [_data_since(root, copy, path, base, watch) for path, copy in zip(grown, copies, strict=True)]
-    model = growth.merge(root.model, *(copy.model for copy in copies))
-    models = {"base": root.model, **{str(path): copy.model for path, copy in zip(grown, copies, strict=True)}}
-    models["merged"] = model
-    names = [
-        f"{data.metric.replace('_', ' ')} on the data of {path}" for path, data in zip(grown, sources, strict=True)
-    ]
-    columns = [
-        {name: measure_held_out(f"measuring {name}", model, data, watch)[data.metric] for name, model in models.items()}
-        for data in sources
-    ]
-    rows = [[name, *(f"{column[name]:.4f}" for column in columns)] for name in models]
-    watch.say(lined("held-out measure", *names, rows=rows, left=("held-out measure",)))
-    root.history += [event for copy in copies for event in copy.history[len(root.history) :]]
-    details = {"merged": [str(path) for path in grown], "metrics": columns}
-    return _write_model(root.after("merged", details, model=model), out, watch)
-
-
-def _data_since(root: Trained, copy: Trained, path: Path, base: Path, watch: Observer) -> Data:
-    """Find the data that a grown copy of `root` was trained on since. Raises `HeadwaterError`."""
-    if copy.history[: len(root.history)] != root.history:
-        raise HeadwaterError(
-            f"{str(path)!r} was not grown from {str(base)!r}, by its history; name the base that it was grown from."
-        )
-    data = build_data(copy.history[len(root.history) :])
-    if data is None:
-        raise HeadwaterError(f"{str(path)!r} has not been trained since it was grown; train it, then merge.")
-    if warning := warn_changed_data(copy, data):
-        watch.tell(warning)
-    return data
 
 
 @quiet()

@@ -73,16 +73,10 @@ def train(
         folder = local(out, "out")
     if loaded.start is not None and not resume:
         check_outside(folder, loaded.start.checkpoint, around=True)
-    record = train_stages(
-        loaded,
-        folder,
-        resume=resume,
-        experiment=experiment,
-        only=stage,
-        on_event=on_event or watch_training(loaded, list_stages(loaded, folder), watch),
-    )
-    stages = dict(zip(loaded.stage_names, (path for _, path in list_stages(loaded, folder)), strict=True))
-    return Run(folder, record, folder if stage is None else stages[stage])
+    runs = list_stages(loaded, folder)
+    on_event = on_event or watch_training(loaded, runs, watch)
+    record = train_stages(loaded, folder, resume=resume, experiment=experiment, only=stage, on_event=on_event)
+    return Run(folder, record, folder if stage is None else runs[loaded.stage_names.index(stage)][1])
 
 
 def _find_trial(
@@ -101,7 +95,7 @@ def _find_trial(
     return trial.recipe, trial.folder, trial.experiment
 
 
-def watch_training(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer, name: str = "") -> OnEvent:
+def watch_training(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer) -> OnEvent:
     """Report the progress of a recipe's runs in turn: steps, loss, speed, MFU; and warnings."""
     steps = sum(run.training.steps for run, _ in runs)
     fields = {"loss": "", "held-out": "", "speed": ""}
@@ -123,6 +117,6 @@ def watch_training(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: O
             case Activity():
                 activity = {"speed": point.text}
         info = "  ".join(filter(None, (fields | (activity or {})).values()))
-        watch.show(name or recipe.name, step, steps, unit="step", info=info)
+        watch.show(recipe.name, step, steps, unit="step", info=info)
 
     return on_event

@@ -14,11 +14,10 @@ from transformers import PreTrainedModel
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import to_transformers
-from headwater.kernels.scratch import keep_freed_memory
+from headwater.kernels.scratch import keep_freed_memory, saved_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
-from headwater.testing.model_measures import saved_bytes
 from headwater.util.precision import Precision
 from headwater_lab.bench.paired import PairedTimes, describe_device, random_ids, time_interleaved
 from headwater_lab.bench.shapes import Benchmark, StepShape

@@ -1,4 +1,4 @@
-"""`headwater grow`, `shrink`, `merge`, `retrofit`: make a new model from a trained one."""
+"""`headwater grow`, `shrink`, `retrofit`: make a new model from a trained one."""
 
 from __future__ import annotations
 
@@ -51,23 +51,6 @@ def shrink_model(
     out = new_folder(out, checkpoint, "shrunk")
     with ProgressReport() as report:
         shrink(checkpoint, attention_pairs, ffn_pairs, text=text, rows=rows, out=out, watch=report)
-
-
-@command(MAKE, "merge runs/base runs/left runs/right")
-def merge_models(base: Path, grown: Sequence[Path], *, out: Out = None) -> None:
-    """Merge grown copies of one model that were trained separately, and measure all of them on each one's data.
-
-    base: The checkpoint that the others were grown from.
-    grown: Two or more grown copies of it, trained separately.
-    """
-    from headwater_lab.api.common import check_outside
-    from headwater_lab.api.growing import merge
-
-    out = new_folder(out, base, "merged")
-    for path in grown:
-        check_outside(out, path)
-    with ProgressReport() as report:
-        merge(base, grown, out=out, watch=report)
 
 
 @command(MAKE, "retrofit meta-llama/Llama-3.2-1B --mechanism NAME --out llama-more")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import Data
@@ -111,7 +110,8 @@ def _resize_feed_forward(recipe: Recipe, data: Data, target: int, name: str) -> 
         return {"mechanisms": options | {mechanism: (options.get(mechanism) or {}) | {"ffn_pairs": width}}}
 
     def parameters(width: int) -> int:
-        return sum(cost.parameters(_change_config(recipe, data, change(width))).values())
+        changed = recipe.model_copy(update={"model": recipe.model | change(width)})
+        return sum(cost.parameters(changed.config_for(data)).values())
 
     # Parameters are linear in the width.
     narrow, wide = parameters(8), parameters(16)
@@ -122,7 +122,3 @@ def _resize_feed_forward(recipe: Recipe, data: Data, target: int, name: str) -> 
             "other sizes, or set compare.match=tokens."
         )
     return change(width)
-
-
-def _change_config(recipe: Recipe, data: Data, fields: dict) -> HeadwaterConfig:
-    return recipe.model_copy(update={"model": recipe.model | fields}).config_for(data)

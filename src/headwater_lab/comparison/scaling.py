@@ -127,7 +127,8 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
         )
     fits = _fit_samples(base, n, n if axis == "parameters" else np.broadcast_to(n[base], n.shape), losses)
     laws = fits[0].describe_laws(arms)
-    points = dict(zip(arms, fits[0].list_points(), strict=True))
+    sizes_and_losses = zip(fits[0].n.tolist(), fits[0].losses.tolist(), strict=True)
+    points = {arm: list(zip(*row, strict=True)) for arm, row in zip(arms, sizes_and_losses, strict=True)}
     return Scaling(axis, metric, baseline, points, laws, _estimate_equals(arms, sizes, base, fits), runs[0].unit)
 
 
@@ -184,10 +185,6 @@ class _FittedLaws:
             error = float(np.sqrt(np.mean((evaluate_law(law, n) - losses) ** 2)))
             laws.append(Law(arm, float(law[0]), math.exp(law[1]), float(law[2]), error))
         return laws
-
-    def list_points(self) -> list[list[tuple[float, float]]]:
-        """List (N, loss) of each arm at each size."""
-        return [list(zip(*row, strict=True)) for row in zip(self.n.tolist(), self.losses.tolist(), strict=True)]
 
 
 def _estimate_equals(arms: Sequence[str], sizes: Sequence[str], base: int, fits: Sequence[_FittedLaws]) -> list[Equal]:

@@ -78,18 +78,18 @@ def holm_tests(samples: Sequence[Sequence[float]]) -> list[Paired | None]:
     ]
 
 
-def holm_levels(tests: Sequence[float | None], level: float = LEVEL) -> list[float]:
+def holm_levels(tests: Sequence[float | None]) -> list[float]:
     """Find the level at which Holm's procedure tests each of several p values; None for a missing one.
 
-    The smallest is tested at level/m, the next at level/(m - 1), …, until one fails; the rest then fail too, and
+    The smallest is tested at LEVEL/m, the next at LEVEL/(m - 1), …, until one fails; the rest then fail too, and
     get the level at which it failed.
     """
-    levels = [level] * len(tests)
+    levels = [LEVEL] * len(tests)
     tested = [position for position, p in enumerate(tests) if p is not None]
     if tested:
         p = np.array([p for p in tests if p is not None])
         order = np.argsort(p, kind="stable")
-        steps = level / np.arange(len(p), 0, -1)
+        steps = LEVEL / np.arange(len(p), 0, -1)
         rejected = int(np.logical_and.accumulate(p[order] <= steps).sum())
         for rank, index in enumerate(order):
             levels[tested[index]] = float(steps[min(rank, rejected, len(p) - 1)])

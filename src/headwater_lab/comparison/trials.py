@@ -46,7 +46,9 @@ class Trial:
         if not self.recipe.stages:
             return [Job(self.recipe, self.folder, self.label, self.experiment)]
         parent = self.folder.parent / STAGES
-        runs = self.recipe.chain(lambda name, recipe: parent / f"{name}-{recipe.seed}-{shorten_identity(recipe)}")
+        runs = self.recipe.chain(
+            lambda name, recipe: parent / f"{name}-{recipe.seed}-{recipe.identity.partition(':')[2][:8]}"
+        )
         return [
             Job(recipe, folder, f"stage {name} · seed {recipe.seed}")
             for name, (recipe, folder) in zip(self.recipe.stage_names, runs, strict=True)
@@ -65,11 +67,6 @@ def make_slug(name: str) -> str:
 def find_folder(recipe: Recipe, size: str | None, out: Path) -> Path:
     """Name the folder of a comparison's runs at one size."""
     return out.joinpath(recipe.name, *([make_slug(size)] if size is not None else []))
-
-
-def shorten_identity(recipe: Recipe) -> str:
-    """Shorten a recipe's identity to eight digits, for the name of a folder."""
-    return recipe.identity.partition(":")[2][:8]
 
 
 def list_trials(recipe: Recipe, out: Path) -> list[Trial]:

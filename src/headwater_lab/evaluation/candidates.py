@@ -142,7 +142,7 @@ def _read_candidate(name: str, source: str, trust_remote_code: bool) -> Candidat
         raise HeadwaterError(
             f"{source!r} has no tokenizer, so it cannot read text; add its tokenizer's files to that folder."
         )
-    trained_here = is_headwater and _was_trained(path)
+    trained_here = is_headwater and any(event.kind == "trained" for event in read_history(path))
     begin = separator_id(tokenizer) if trained_here or tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if begin is None:
         raise HeadwaterError(
@@ -152,10 +152,6 @@ def _read_candidate(name: str, source: str, trust_remote_code: bool) -> Candidat
     candidate = Candidate(name, source, config, tokenizer, begin, is_headwater, not trained_here, trust_remote_code)
     _ = candidate.skeleton
     return candidate
-
-
-def _was_trained(checkpoint: Path) -> bool:
-    return any(event.kind == "trained" for event in read_history(checkpoint))
 
 
 def unique_names(sources: Sequence[str]) -> list[str]:

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.text import Text
-
 from headwater_lab.inspection.inspection import Inspection
-from headwater_lab.util.terminal import Table, lined
+from headwater_lab.util.terminal import SideBySide, Table
 
 # Show up to this many heads one by one, otherwise the range.
 HEADS = 4
@@ -55,26 +53,19 @@ def write_numbers(values: Sequence[float | None] | float | None) -> str:
     return "  ".join(f"{value:.3f}" for value in numbers)
 
 
-def _start_table(title: str, inspections: Sequence[Inspection], caption: str) -> Table:
-    names = [inspection.name for inspection in inspections]
-    table = lined("", *names, fold=True, title=title, caption=caption)
-    table.columns[0].no_wrap = True
-    return table
+def _start_table(inspections: Sequence[Inspection], title: str, caption: str) -> SideBySide:
+    return SideBySide([inspection.name for inspection in inspections], title=title, caption=caption)
 
 
-def _add_section(table: Table, title: str, rows: dict[str, list[str]]) -> None:
-    """Add rows under a title, without those that are empty for all models."""
-    rows = {label: cells for label, cells in rows.items() if any(cells)}
-    if rows:
-        table.add_section()
-        table.add_row(Text(title, "bold"))
-        for label, cells in rows.items():
-            table.add_row(f"  {label}", *cells)
+def _add_section(table: SideBySide, title: str, rows: dict[str, list[str]]) -> None:
+    table.section = title
+    for label, cells in rows.items():
+        table.add_cells(label, cells)
 
 
 def scalars_table(inspections: Sequence[Inspection]) -> Table:
     caption = f"One number per head; the range if there are more than {HEADS}."
-    table = _start_table("Scalars, as used by the forward pass", inspections, caption)
+    table = _start_table(inspections, "Scalars, as used by the forward pass", caption)
     facts = {
         "parameters": [f"{model.parameters:,}" for model in inspections],
         "layers, query heads, key/value heads": [
@@ -90,7 +81,7 @@ def scalars_table(inspections: Sequence[Inspection]) -> Table:
         rows = {f"layer {i}": [write_numbers(values.get((key, i))) for values in by_layer] for i in depth}
         _add_section(table, f"{symbol} ({mechanism}{', ' if module else ''}{module})", rows)
     _add_section(table, "key/value heads by the larger weight", _census_rows(inspections))
-    return table
+    return table.table
 
 
 def _census_rows(inspections: Sequence[Inspection]) -> dict[str, list[str]]:
@@ -107,8 +98,8 @@ def read_measure(inspection: Inspection, label: str) -> Any:
 def read_table(inspections: Sequence[Inspection]) -> Table:
     of_images = any(model.images for model in inspections)
     table = _start_table(
-        "Measured on images" if of_images else "Measured on rows of tokens; induction on random ones",
         inspections,
+        "Measured on images" if of_images else "Measured on rows of tokens; induction on random ones",
         f"One number per query head; the range if there are more than {HEADS}.",
     )
     samples = [model.text or model.images for model in inspections]
@@ -119,7 +110,7 @@ def read_table(inspections: Sequence[Inspection]) -> Table:
         _add_section(table, label, _layer_rows(inspections, columns))
     elsewhere = [model.skip_use if model.read and model.attends_elsewhere else [] for model in inspections]
     _add_section(table, "share of heads that attend elsewhere", _layer_rows(inspections, elsewhere))
-    return table
+    return table.table
 
 
 def _layer_rows(inspections: Sequence[Inspection], columns: Sequence[Sequence[Any]]) -> dict[str, list[str]]:

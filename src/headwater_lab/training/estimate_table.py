@@ -5,43 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.text import Text
-
 from headwater.cost.estimate import AtContext, Limits, Price
 from headwater.cost.hardware import Hardware
-from headwater_lab.util.terminal import Table, lined, si
+from headwater_lab.util.terminal import SideBySide, Table, si
 
 
-class SideBySide:
+class PriceTable(SideBySide):
     """A table with a column for each model, and ratios to the first."""
 
     def __init__(self, prices: Sequence[Price]) -> None:
-        self.prices, self.title = prices, ""
+        super().__init__((price.name for price in prices), caption=_write_note(prices))
+        self.prices = prices
         self.unit, self.batch = prices[0].unit, f"batch {prices[0].batch}"
         # Some layers run for a prompt's last token alone.
         self.is_shortened = any(price.last_token_layers for price in prices)
-        self.table = lined("", *(price.name for price in prices), fold=True, caption=_write_note(prices))
-        self.table.columns[0].no_wrap = True
-
-    def begin_section(self, title: str) -> None:
-        """Begin a section, which appears with its first row."""
-        self.title = title
 
     def add_row(self, label: str, values: Sequence[Any], ratio: bool = True) -> None:
         """Add a row, unless no model has a value. Of values by part, their sum."""
         values = [sum(value.values()) if isinstance(value, dict) else value for value in values]
-        if all(value is None for value in values):
-            return
-        if self.title:
-            self.table.add_section()
-            self.table.add_row(Text(self.title, "bold"))
-            self.title = ""
         cells = ["" if v is None else f"{v:,}" if isinstance(v, int) and v < 100_000 else si(v) for v in values]
         if ratio and values[0]:
             cells[1:] = [
                 f"{cell} ×{(value or 0) / values[0]:.3f}" for cell, value in zip(cells[1:], values[1:], strict=True)
             ]
-        self.table.add_row(f"  {label}", *cells)
+        self.add_cells(label, cells)
 
     def add_rows(self, sources: Sequence[Any], labels: Mapping[str, str], ratio: bool = True) -> None:
         """Add a row for each field of the sources, by its label."""
@@ -50,18 +37,18 @@ class SideBySide:
 
     def add_models(self) -> None:
         """Add rows of what no context changes."""
-        self.begin_section("parameters")
+        self.section = "parameters"
         for name in self.prices[0].parameters:
             if any(price.parameters[name] for price in self.prices):
                 self.add_row(name, [price.parameters[name] for price in self.prices], ratio=False)
         self.add_rows(self.prices, {"all": "parameters"})
         if self.unit == "token":
-            self.begin_section("K/V cache")
+            self.section = "K/V cache"
             self.add_rows(self.prices, {"bytes per token": "cache_bytes_per_token"})
         if self.is_shortened:
-            self.begin_section("prompt")
+            self.section = "prompt"
             self.add_rows(self.prices, {"layers for its last token alone": "last_token_layers"}, ratio=False)
-        self.begin_section("training state")
+        self.section = "training state"
         self.add_rows(self.prices, {"bytes": "state_bytes"})
 
     def add_context(self, estimates: Sequence[AtContext]) -> None:
@@ -72,10 +59,10 @@ class SideBySide:
                 f"{high} x {wide}"
                 for high, wide in (estimate.image_size for estimate in estimates if estimate.image_size)
             )
-            self.begin_section(f"images of {', '.join(dict.fromkeys(sizes))}")
+            self.section = f"images of {', '.join(dict.fromkeys(sizes))}"
             self.add_rows(estimates, {"sequence length": "context"}, ratio=False)
         else:
-            self.begin_section(f"context {estimates[0].context:,}")
+            self.section = f"context {estimates[0].context:,}"
         for name in estimates[0].forward:
             label = f"{forward}: {'linear layers' if name == 'maps' else name}"
             self.add_row(label, [estimate.forward[name] for estimate in estimates], ratio=False)
@@ -106,7 +93,7 @@ class SideBySide:
 
 def estimate_table(prices: Sequence[Price]) -> Table:
     """Lay the prices out side by side, with ratios to the first; all of text, or all of images."""
-    result = SideBySide(prices)
+    result = PriceTable(prices)
     result.add_models()
     for estimates in zip(*(price.at for price in prices), strict=True):
         result.add_context(estimates)

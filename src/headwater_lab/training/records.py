@@ -152,7 +152,7 @@ class Experiment(_Section):
 class Event(_Section):
     """One thing that was done to a model; a checkpoint's history.json lists them all, in order."""
 
-    kind: Literal["trained", "grown", "merged", "shrunk", "retrofitted", "converted", "refitted"]
+    kind: Literal["trained", "grown", "shrunk", "retrofitted", "converted", "refitted"]
     tokens: RecordCount = 0
     """Training tokens of this event."""
     flops: float = 0.0

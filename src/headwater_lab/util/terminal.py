@@ -77,6 +77,24 @@ def _make_literal(cell: Any) -> Any:
     return Text(literal(cell)) if isinstance(cell, str) else cell
 
 
+class SideBySide:
+    """A table with a column for each of `names`, in sections that appear with their first row."""
+
+    def __init__(self, names: Iterable[str], **options: Any) -> None:
+        self.section, self.table = "", lined("", *names, fold=True, **options)
+        self.table.columns[0].no_wrap = True
+
+    def add_cells(self, label: str, cells: Iterable[str]) -> None:
+        """Add a row to the present section, unless all its cells are empty."""
+        if not any(cells := [*cells]):
+            return
+        if self.section:
+            self.table.add_section()
+            self.table.add_row(Text(self.section, "bold"))
+            self.section = ""
+        self.table.add_row(f"  {label}", *cells)
+
+
 def counted(number: int, noun: str = "seed") -> str:
     """Write a number with its noun, in the plural unless it is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
