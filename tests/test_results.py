@@ -32,15 +32,14 @@ def final_losses(experiment: str, arm: str) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def code_table(tmp_path_factory):
+def code_table():
     """The ledger's table of source code, judged as the site judges it, by its own runs alone."""
-    folder = tmp_path_factory.mktemp("runs")
     lines = (RESULTS / "ledger.jsonl").read_text().splitlines()
     runs = [
         judging.KeptRun.model_validate_json(line) for line in lines if '"run":"cpu/trials/ledger-code/' in line[:60]
     ]
-    judging.write_runs(runs, folder)
-    return judging.judge_table("ledger/code", read_tables()["ledger/code"], "cpu", folder, {})
+    (result,) = judging.judge_recorded(["ledger/code"], "cpu", runs)
+    return judging.describe_table("ledger/code", "cpu", read_tables()["ledger/code"], result)
 
 
 def test_claims_have_the_differences_and_intervals_of_the_stored_runs(code_table):

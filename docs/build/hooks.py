@@ -49,6 +49,8 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     uri = page.file.src_uri
+    if uri == "index.md":
+        page.meta["hide"] = ["navigation"]  # which would be a link to itself
     source = OUTSIDE.get(uri, DOCS / uri)
     markdown = relink(markdown, source, uri) if source.exists() else markdown
     return f"{markdown.rstrip()}\n\n{reference.build_page(uri)}" if uri in reference.PAGES else markdown

@@ -6,22 +6,19 @@ import functools
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from headwater_lab.papers.places import RESTORED, finished_runs
 
 from headwater_lab.comparison.trials import make_slug
-from headwater_lab.papers.claims import Judged
-from headwater_lab.papers.computing import Fact
-from headwater_lab.papers.kept import KeptRun, read_runs
+from headwater_lab.papers.kept import KeptRun, judge_recorded, read_runs
 from headwater_lab.papers.measures import COUNTED
-from headwater_lab.papers.result import Reproduction, compute_table, describe_evidence, reproduce_table
-from headwater_lab.papers.table import PaperTable, ScaleName, read_tables, reads_models
-from headwater_lab.papers.work import prepare_work
+from headwater_lab.papers.result import Reproduction, compute_table, describe_evidence, describe_machine
+from headwater_lab.papers.table import Claim as PaperClaim
+from headwater_lab.papers.table import PaperTable, ScaleName, read_tables
 from headwater_lab.reports import read_comparisons
 from headwater_lab.reports.comparison import Comparison
 from headwater_lab.training.records import RunRecord, write_record
@@ -107,10 +104,8 @@ class Verdicts:
 
 
 def describe_hardware(records: Sequence[RunRecord]) -> str:
-    """Describe the machines of some runs: processors or GPUs, and PyTorch's versions."""
-    devices = sorted({record.environment.device_name or record.environment.device for record in records})
-    versions = sorted({record.environment.torch for record in records})
-    return f"{'; '.join(devices)}; PyTorch {', '.join(versions)}" if devices else ""
+    """Name the machines of some runs."""
+    return "; ".join(sorted(set(map(describe_machine, records))))
 
 
 @functools.cache
@@ -122,22 +117,18 @@ def read_dates() -> dict[str, str]:
 @functools.cache
 def judge_everything() -> Verdicts:
     """Judge all tables, and summarize all comparisons, whose runs are stored."""
-    with tempfile.TemporaryDirectory(prefix="headwater-") as name:
-        folder = Path(name)
-        write_runs([run for file in RECORDS for run in read_runs(RESULTS / file)], folder)
-        stored = json.loads((RESULTS / WITHOUT_RECORDS).read_text())["tables"]
-        tables = [
-            judge_table(name, table, scale, folder, stored.get(name, {}))
-            for name, table in sorted(read_tables().items(), key=lambda item: make_sort_key(item[0]))
-            for scale in SCALES
-            if scale == "cpu" or (table.scales and not table.scales[scale].nothing)
-        ]
-        comparisons = [
-            comparison for trials in sorted(folder.glob("*/trials")) for comparison in read_comparisons(trials)
-        ]
-        for comparison in comparisons:
-            comparison.summaries  # noqa: B018  (computed before the folder goes)
-    return Verdicts([table for table in tables if table is not None], comparisons)
+    runs = [run for file in RECORDS for run in read_runs(RESULTS / file)]
+    stored = json.loads((RESULTS / WITHOUT_RECORDS).read_text())["tables"]
+    tables: list[TableResult] = []
+    for scale in SCALES:
+        judged = {result.name: result for result in judge_recorded(read_tables(), scale, runs)}
+        for name, table in read_tables().items():
+            if scale == "cpu":
+                result = compute_table(name) if table.computed else judged.get(name)
+                tables.append(describe_table(name, scale, table, result, stored.get(name)))
+            elif name in judged:
+                tables.append(describe_table(name, scale, table, judged[name]))
+    return Verdicts(sorted(tables, key=lambda item: make_sort_key(item.name)), summarize_runs(runs))
 
 
 def make_sort_key(name: str) -> list[str | int]:
@@ -145,87 +136,71 @@ def make_sort_key(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def write_runs(runs: Sequence[KeptRun], folder: Path) -> None:
-    """Write stored runs where tables look for them."""
-    for run in runs:
-        path = folder / run.run
-        path.mkdir(parents=True, exist_ok=True)
-        (path / RESTORED).touch()
-        write_record(run.record, path)
+def summarize_runs(runs: Sequence[KeptRun]) -> list[Comparison]:
+    """Summarize the comparisons of some runs."""
+    with tempfile.TemporaryDirectory(prefix="headwater-") as name:
+        folder = Path(name)
+        for run in runs:
+            (folder / run.run).mkdir(parents=True, exist_ok=True)
+            write_record(run.record, folder / run.run)
+        return [comparison for trials in sorted(folder.glob("*/trials")) for comparison in read_comparisons(trials)]
 
 
-def judge_table(
-    name: str, table: PaperTable, scale: ScaleName, folder: Path, stored: dict[str, Any]
-) -> TableResult | None:
-    """Judge a table at a scale; None for a scale at which nothing has been run.
-
-    stored: verdicts that cannot be recomputed because runs of the table are not in the repository.
-    """
-    if table.computed:
-        result = compute_table(name)
-        return TableResult(name, scale, table, result, make_facts(name, scale, result.claims))
-    settings = table.scales[scale]
-    if settings.nothing:
-        return TableResult(name, scale, table, None, [], settings.nothing)
-    work = prepare_work(name, scale, folder)
-    records = [run.record for arm in work.trained for run in finished_runs(arm, work.trials).values()]
-    if reads_models(table):
-        records = []
-    if scale != "cpu":
-        stored = {}
-    if not records and not stored:
-        return TableResult(name, scale, table, None, [], settings.cannot_show) if scale == "cpu" else None
-    result = reproduce_table(work) if records else None
-    names = sorted({arm.recipe.name for arm in work.trained})
-    dates = sorted({read_dates()[item] for item in names if records and item in read_dates()})
-    judged = list(result.claims) if result is not None else []
-    claims = make_claims(name, table, scale, judged, stored, ", ".join(dates), describe_hardware(records))
-    return TableResult(name, scale, table, result, claims, settings.cannot_show)
-
-
-def make_facts(name: str, scale: str, facts: Sequence[Judged | Fact]) -> list[Claim]:
-    """Make the claims of a table that is computed without training."""
-    return [
-        Claim(name, scale, number, fact.says, fact.verdict, None, describe_evidence(fact), COMPUTED, True, "", "")
-        for number, fact in enumerate(facts, 1)
-    ]
-
-
-def make_claims(
+def describe_table(
     name: str,
+    scale: ScaleName,
     table: PaperTable,
-    scale: str,
-    judged: Sequence[Judged | Fact],
-    stored: dict[str, Any],
-    date: str,
-    hardware: str,
-) -> list[Claim]:
-    """Make a table's claims with their verdicts: the stored ones, or those that the runs decide.
+    result: Reproduction | None,
+    stored: Mapping[str, Any] | None = None,
+) -> TableResult:
+    """Describe a table at a scale with its claims.
 
-    Holm's correction is over all claims of a table, so a table with missing runs has all of its verdicts stored.
+    stored: verdicts that cannot be recomputed because runs of the table are not in the repository. Holm's correction is
+    over all claims of a table, so all of its verdicts are stored.
     """
-    by_number = {item["number"]: item for item in stored.get("claims", ())}
-    claims = []
-    for number, claim in enumerate(table.claims, 1):
-        kind = COUNTED_EXACTLY if getattr(claim, "measure", "") in COUNTED else MEASURED
-        arms = f"{claim.arm} against {claim.against}" if hasattr(claim, "against") else claim.arm
-        item = judged[number - 1] if judged else None
-        if number in by_number:
-            entry = by_number[number]
-            claims.append(
-                Claim(
-                    name, scale, number, entry["claim"], entry["verdict"], entry["seeds"], entry["evidence"], kind,
-                    False, stored["date"], "", arms=arms,
-                )
-            )  # fmt: skip
-        elif isinstance(item, Judged):
-            claims.append(
-                Claim(
-                    name, scale, number, item.says, item.verdict, item.seeds or None, describe_evidence(item), kind,
-                    True, date, hardware, item.estimate, item.interval, arms,
-                )
-            )  # fmt: skip
-    return claims
+    settings = table.scales.get(scale)
+    reason = "" if settings is None else settings.nothing or settings.cannot_show
+    if stored is not None:
+        claims = [
+            make_stored_claim(name, scale, claim, entry, stored["date"])
+            for claim, entry in zip(table.claims, stored["claims"], strict=True)
+        ]
+    elif result is None:
+        claims = []
+    elif result.work is None:
+        claims = [
+            Claim(name, scale, number, item.says, item.verdict, None, describe_evidence(item), COMPUTED, True, "", "")
+            for number, item in enumerate(result.claims, 1)
+        ]
+    else:
+        recipes = {arm.recipe.name for arm in result.work.trained_arms}
+        date = ", ".join(sorted({read_dates()[recipe] for recipe in recipes if recipe in read_dates()}))
+        claims = [
+            Claim(
+                name, scale, number, item.says, item.verdict, item.seeds or None, describe_evidence(item),
+                find_kind(claim), True, date, "; ".join(result.machines), item.estimate, item.interval,
+                name_arms(claim),
+            )
+            for number, (claim, item) in enumerate(zip(table.claims, result.claims, strict=False), 1)
+        ]  # fmt: skip
+    return TableResult(name, scale, table, result, claims, reason)
+
+
+def make_stored_claim(name: str, scale: str, claim: PaperClaim, entry: Mapping[str, Any], date: str) -> Claim:
+    return Claim(
+        name, scale, entry["number"], entry["claim"], entry["verdict"], entry["seeds"], entry["evidence"],
+        find_kind(claim), False, date, "", arms=name_arms(claim),
+    )  # fmt: skip
+
+
+def find_kind(claim: PaperClaim) -> str:
+    """Find whether a claim is about what is counted, such as parameters, or about what is measured."""
+    return COUNTED_EXACTLY if getattr(claim, "measure", "") in COUNTED else MEASURED
+
+
+def name_arms(claim: PaperClaim) -> str:
+    """Name the arm of a claim, and the one that it is compared with."""
+    return f"{claim.arm} against {claim.against}" if hasattr(claim, "against") else claim.arm
 
 
 @functools.cache

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from headwater_lab.papers.result import lay_out_cells, table_caption, write_paper_figure
 from headwater_lab.reports.comparison import Comparison
-from headwater_lab.reports.words import result_cells, result_columns
+from headwater_lab.reports.words import result_rows
 
 from . import benchmark_pages, svg
 from .benchmark_pages import TRAINING_TIME, read_prices, render_measurements
@@ -35,8 +34,6 @@ PAPERS = {
 }
 LEDGER = "ledger"
 NAMES = PAPERS | {LEDGER: "The ledger"}
-# Said once, on the page of commentary, in place of under every table.
-SECOND_HAND = re.compile(r"third party's summary")
 REPOSITORY = "in the repository"
 PROBES = {"ledger-ngram": "3-grams", "ledger-recall": "recall", "ledger-induction": "induction", "ledger-hop": "hops"}
 ARMS = {
@@ -182,7 +179,7 @@ def write_table_section(table: TableResult) -> str:
             render_table(PageTable(title, claims.columns, claims.rows, _describe_source(table), claims.choices))
         )
     remarks = [*(at.remarks if at is not None else ()), *table.table.notes]
-    lines += [f"- {_plain(remark)}" for remark in remarks if not SECOND_HAND.search(remark)]
+    lines += [f"- {_plain(remark)}" for remark in remarks]
     return "\n".join(lines)
 
 
@@ -249,10 +246,10 @@ def _write_time(comparison: Comparison, arm: str) -> str:
 
 def tabulate_arms(comparison: Comparison, title: str) -> PageTable:
     """Lay out a comparison: means, differences from the baseline, verdicts, and what each arm costs."""
-    names = result_columns(comparison)
+    results = result_rows(comparison)
+    names = list(results[0])
     rows, times = [], []
-    for summary in comparison.summaries:
-        cells = dict(zip(names, result_cells(summary, comparison), strict=True))
+    for summary, cells in zip(comparison.summaries, results, strict=True):
         rate = "" if summary.learning_rate is None else f"{summary.learning_rate:g}"
         steps = [cells[name] for name in names if name.startswith("steps to ")]
         row = [summary.arm, cells[names[1]], cells[names[2]], cells["verdict"], *steps, str(summary.runs), rate]
