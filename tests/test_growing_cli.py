@@ -89,7 +89,7 @@ class TestGrow:
             (["attention_pairs=3"], "at least 7"),
             (["attention_pairs=0"], "greater than or equal to 1"),
             ([], "Nothing would grow"),
-            (["num_hidden_layers=4", "method=foo"], "headwater: There is no method 'foo'"),
+            (["num_hidden_layers=4", "method=foo"], "headwater: There is no growth method 'foo'"),
             (["ffn_pairs=20", "key_init=one"], "'zero' or 'random'"),
             (["ffn_pairs=20", "tau=x"], "'keep' or 'recompute'"),
         ],

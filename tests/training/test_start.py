@@ -375,7 +375,7 @@ def test_a_run_with_more_tokens_begins_with_a_larger_model(model_of_words, tmp_p
     with torch.no_grad():
         assert torch.equal(larger(ids).logits[..., :30], model(ids).logits)
         assert larger(torch.tensor([[30, 31]])).logits.shape == (1, 2, 32)
-    assert beginning.notices == ["The model was fitted to the data: vocab_size 32 in place of 30."]
+    assert beginning.notices == ["The model was fitted to the data: vocab_size 32 instead of 30."]
     again = HeadwaterForCausalLM.from_pretrained(begun(tmp_path / "more").path)
     assert all(torch.equal(a, b) for a, b in zip(larger.parameters(), again.parameters(), strict=True))
 

@@ -51,8 +51,8 @@ def complete_sliding(config: Any) -> None:
         return
     if config.sliding_layers is None:
         raise HeadwaterError(
-            "sliding_fields differ in sliding_layers, which are some of the layers; name those, or set the fields "
-            "themselves."
+            "sliding_fields apply only to sliding_layers, which are not set; set sliding_layers, or change the "
+            "fields for all layers."
         )
     for name in config.sliding_fields:
         if name not in _FIELDS:
@@ -79,6 +79,6 @@ def _complete_layers(config: Any, layers: list[int]) -> None:
     if config.sliding_window is None or not layers:
         raise HeadwaterError("sliding_layers names the layers with a sliding_window; set both, or neither.")
     if not 0 <= layers[0] <= layers[-1] < config.num_hidden_layers:
-        raise HeadwaterError(f"sliding_layers must lie between 0 and {config.num_hidden_layers - 1}, not at {layers}.")
+        raise HeadwaterError(f"sliding_layers must be between 0 and {config.num_hidden_layers - 1}, not {layers}.")
     if len(layers) == config.num_hidden_layers:
         config.sliding_layers = None

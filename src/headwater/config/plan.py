@@ -47,7 +47,7 @@ class Stage(Enum):
         stages = {stage.value: stage for stage in cls}
         name = getattr(method, "__name__", str(method))
         if name not in stages:
-            raise HeadwaterError(f"A mechanism acts at no stage {name!r}; {nearest(name, stages)}")
+            raise HeadwaterError(f"There is no stage {name!r}; {nearest(name, stages)}")
         return stages[name]
 
 

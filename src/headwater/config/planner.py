@@ -119,7 +119,7 @@ def _plan_stages(
     acts = [stage for plan in planned for stage, acting in plan.acts if acting == name]
     for stage in acts:
         if not has_own(mechanism, stage.value):
-            raise HeadwaterError(f"Mechanism {name!r} acts at {stage.value}, which its class lacks; define it.")
+            raise HeadwaterError(f"Mechanism {name!r} acts at {stage.value}, but its class does not define it.")
     defined = [stage.value for stage in Stage if has_own(mechanism, stage.value)]
     if defined and not acts:
         raise HeadwaterError(
@@ -141,7 +141,7 @@ def _check_inside(config: HeadwaterConfig, plan: LayerPlan) -> None:
             if replaces_linear(resolve(name), options, config, plan.index, "feed_forward", width):
                 raise HeadwaterError(
                     f"Mechanism {inside!r} acts inside the feed-forward of layer {plan.index}, which {name!r} "
-                    f"replaces; remove one of them, or what {inside!r} does there."
+                    f"replaces; remove one of them, or change {inside!r} so that it does not act there."
                 )
 
 

@@ -138,7 +138,7 @@ def _value_residual_presets() -> Iterator[Preset]:
         "resformer-82m-identity": ({mixed: {"mode": "identity"}}, "λ1 = λ2 = 0.5"),
         "resformer-82m-constant": ({mixed: {"mode": "constant"}}, "λ1 = 2, λ2 = 1"),
         "resformer-82m-sparse": ({mixed: {"mode": "sparse"}}, "λ1 = 5 in the last 3 layers"),
-        "resformer-82m-learnable-plus": ({mixed: {"mode": "learnable_plus"}}, "λ1 shared out by a softmax"),
+        "resformer-82m-learnable-plus": ({mixed: {"mode": "learnable_plus"}}, "λ1 distributed by a softmax"),
         "resformer-82m-dense": ({mixed: {"mode": "dense"}}, "all earlier layers' values"),
         "resformer-82m-neutreno": ({"neutreno": {"weight": 0.4}}, "NeuTRENO, a baseline, λ = 0.4"),
         "resformer-82m-identity-neutreno": (

@@ -40,7 +40,7 @@ def check_rope(config: Any) -> None:
             raise HeadwaterError(f"{name} must be above zero and finite, not {value}.")
     if not 0 < fraction <= 1:
         raise HeadwaterError(
-            f"partial_rotary_factor must be a fraction of the head's width, above 0 and at most 1, not {fraction}."
+            f"partial_rotary_factor must be a share of the head's width, above 0 and at most 1, not {fraction}."
         )
     if config.rotary_dim % 2:
         raise HeadwaterError(
@@ -71,5 +71,5 @@ def _check_frequencies(config: Any, kind: str) -> None:
         raise HeadwaterError(f"rope_type {kind!r} needs {error} in rope_parameters.") from error
     except Exception as error:  # transformers' functions fail for zeros and lists of a wrong length
         raise HeadwaterError(
-            f"rope_type {kind!r} makes no frequencies from these rope_parameters: {sentence(error)}."
+            f"rope_type {kind!r} cannot compute frequencies from these rope_parameters: {sentence(error)}."
         ) from error

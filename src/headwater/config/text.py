@@ -320,8 +320,8 @@ class HeadwaterConfig(PreTrainedConfig):
     def per_layer_config(self, configs: Any) -> None:
         if configs is not None:
             raise HeadwaterError(
-                "headwater's layers do not read per_layer_config; give fields of some layers as sliding_fields, and "
-                "the layers of a mechanism as its options."
+                "headwater does not support per_layer_config; set fields of some layers with sliding_fields, and the "
+                "layers of a mechanism with its options."
             )
 
     @property
@@ -354,7 +354,7 @@ class HeadwaterConfig(PreTrainedConfig):
     def _check_numbers(self) -> None:
         for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
             if not 0 <= getattr(self, name) < 1:
-                raise HeadwaterError(f"{name} is a probability below 1, not {getattr(self, name)}.")
+                raise HeadwaterError(f"{name} must be a probability below 1, not {getattr(self, name)}.")
         for name in ("norm_eps", "initializer_range", "embedding_range"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < float("inf"):
                 raise HeadwaterError(f"{name} must be zero or more and finite, not {getattr(self, name)}.")
@@ -437,6 +437,7 @@ def _name_of(name: str) -> str:
     registered = name if MECHANISMS.is_built_in(name) or name in MECHANISMS.added else MECHANISMS.name_of(kind)
     if (class_name := kind.registered_name()) != registered:
         raise HeadwaterError(
-            f"Mechanism {registered!r} calls itself {class_name!r}; remove registered_name() from its class."
+            f"Mechanism {registered!r} has a class with the registered name {class_name!r}; remove registered_name() "
+            "from the class."
         )
     return registered

@@ -110,7 +110,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
     def _check_images(self) -> None:
         for name, neutral in LANGUAGE.items():
             if getattr(self, name) != neutral:
-                raise HeadwaterError(f"{name} is a field of language models; leave it out of the config of images.")
+                raise HeadwaterError(f"{name} is a field of language models; leave it out of an image model's config.")
         for name in ("image_size", "patch_size"):
             sizes = getattr(self, name)
             if isinstance(sizes, tuple):  # as a file has it
@@ -124,7 +124,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
         if not 0 <= self.register_tokens < 2**20:
             raise HeadwaterError(f"register_tokens must be zero or more, not {shown(self.register_tokens)}.")
         if not 0 <= self.drop_path < 1:
-            raise HeadwaterError(f"drop_path is a probability below 1, not {self.drop_path}.")
+            raise HeadwaterError(f"drop_path must be a probability below 1, not {self.drop_path}.")
         if not self.id2label:
             raise HeadwaterError("num_labels must be at least 1, the number of classes.")
         self.grid_of(*self.image_shape)
@@ -147,8 +147,8 @@ class HeadwaterVisionConfig(HeadwaterConfig):
             )
         if self.rotary_dim % 4:
             raise HeadwaterError(
-                "RoPE on images turns as many channel pairs by the row as by the column, but a head has "
-                f"{self.rotary_dim} rotated channels; make it a multiple of 4."
+                "RoPE on images rotates half of the channel pairs by the row and half by the column, but "
+                f"a head has {self.rotary_dim} rotated channels; make that a multiple of 4."
             )
 
     @property

@@ -289,7 +289,9 @@ def to_transformers(model: HeadwaterPreTrainedModel, family: str) -> PreTrainedM
     trust_names_in(family)
     chosen = find_family(family)
     if not isinstance(model, chosen.ours):
-        raise HeadwaterError(f"A {type(model).__name__} has no {chosen.name} format; choose a family of its kind.")
+        raise HeadwaterError(
+            f"A {type(model).__name__} has no {chosen.name} format; choose a family of the same kind of model."
+        )
     config = chosen.write_config(model.config)
     converted = assemble_model(chosen.model, config, chosen.write_tensors(own_tensors(model), model.config), model)
     # Saved under the names that the family's checkpoints have, which are not always those of its modules.
@@ -417,7 +419,7 @@ def _check_tensors(mismatches: dict[str, Iterable[Any]], owner: str) -> None:
     for kind, problem in (
         ("mismatched_keys", "has a different shape than its config requires"),
         ("missing_keys", "is missing"),
-        ("unexpected_keys", "has no place in its config"),
+        ("unexpected_keys", "is not part of the model it describes"),
     ):
         names = sorted(str(entry if isinstance(entry, str) else entry[0]) for entry in mismatches.get(kind) or ())
         names = [name for name in names if not name.endswith(_OLD_BUFFER)]

@@ -351,7 +351,7 @@ def _shift_options(tensors: Tensors, layer: int) -> tuple[dict[str, Any], int]:
     shapes = {letter: tensor.shape for letter, tensor in taps.items() if tensor is not None}
     if not shapes or any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
         raise HeadwaterError(
-            "KV shifting's K and V of a layer must both be [key/value heads, window], or one of them missing, not "
+            "In KV shifting, K and V of a layer must both be [key/value heads, window], or one must be missing, not "
             f"{ ({letter: list(shape) for letter, shape in shapes.items()}) }."
         )
     heads, window = next(iter(shapes.values()))

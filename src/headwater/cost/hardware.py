@@ -65,7 +65,7 @@ def hardware(name: str | Hardware) -> Hardware:
     if isinstance(name, Hardware):
         return name
     if not isinstance(name, str):
-        raise HeadwaterError(f"hardware is a device's name, such as 'H100', not {shown(name)}.")
+        raise HeadwaterError(f"hardware must be the name of a device, such as 'H100', not {shown(name)}.")
     if name.lower() == THIS:
         return measure()
     if (device := {label.lower(): device for label, device in KNOWN.items()}.get(name.lower())) is not None:

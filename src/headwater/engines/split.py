@@ -92,8 +92,8 @@ class Portion:
         for name in config.mechanisms:
             if name in inside and not can_split_heads(resolve(name), config.mechanisms[name]):
                 raise HeadwaterError(
-                    f"Mechanism {name!r} does not say that its heads can be split over processes with these options "
-                    "(per_head, docs/extending.md); leave out tensor_parallel_size."
+                    f"Mechanism {name!r} does not declare that its heads can be split over processes with these "
+                    "options (per_head, docs/extending.md); leave out tensor_parallel_size."
                 )
 
     @cached_property

@@ -144,8 +144,8 @@ def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, d
         row, column = divmod(begin, length)
         if column + end - begin > length:
             raise HeadwaterError(
-                f"cu_seq_lens_q has a document from token {begin} to {end}, across the rows of {length} tokens; a row "
-                "begins with a document."
+                f"cu_seq_lens_q has a document from token {begin} to {end}, across rows of {length} tokens; begin a "
+                "new document at the start of each row."
             )
         mask = None
         if 0 < window < end - begin:  # each token sees itself and the window - 1 before it

@@ -153,7 +153,7 @@ class Blend(KeepsPrecision, Mechanism):
         if not 0 <= options["weight"] <= 1:
             raise HeadwaterError(f"Mechanism 'blend': weight must be from 0 to 1, not {options['weight']}.")
         if not options["mechanisms"] and options["num_key_value_heads"] is None:
-            raise HeadwaterError("Mechanism 'blend' needs mechanisms or num_key_value_heads to go over to.")
+            raise HeadwaterError("Mechanism 'blend' needs mechanisms or num_key_value_heads to convert to.")
         cls.goal_config(options, config)
 
     @classmethod
@@ -174,7 +174,7 @@ class Blend(KeepsPrecision, Mechanism):
             new.append(plan.reading(*sources).acting(cls, cls.transform_attended_kv) if sources else plan)
         if new == plans:
             raise HeadwaterError(
-                "Heads would read the keys and values that they read now; choose mechanisms that let layers share, or "
+                "Heads would read the same keys and values as before; choose mechanisms that let layers share, or "
                 "fewer key/value heads."
             )
         return new
@@ -187,8 +187,8 @@ class Blend(KeepsPrecision, Mechanism):
             shares = has_own(MECHANISMS.resolve(name), "redirect_heads")
             if not shares or any(name == acting for goal in goals for _, acting in goal.acts):
                 raise HeadwaterError(
-                    f"Mechanism {name!r} does not only let layers share keys and values, so the model would not be the "
-                    "same when the conversion ends; convert without it, and add it with `headwater retrofit`."
+                    f"Mechanism {name!r} does more than let layers share keys and values, so the converted model would "
+                    "differ at the end of the conversion; convert without it, and add it with `headwater retrofit`."
                 )
             fewer = {other_name: fields for other_name, fields in options["mechanisms"].items() if other_name != name}
             without = plan_layers(cls.goal_config(options | {"mechanisms": fewer}, config)) if fewer else ()
@@ -209,8 +209,8 @@ class Blend(KeepsPrecision, Mechanism):
                 )
             if acting := plan.at(Stage.ATTENTION_WEIGHTS, Stage.HEAD_OUTPUTS):
                 raise HeadwaterError(
-                    f"Mechanism {acting[0]!r} acts on what heads have read, which depends on whose values they are; "
-                    "remove it before the model is converted."
+                    f"Mechanism {acting[0]!r} acts on what heads have read, which depends on the layer that provides "
+                    "the values; remove it before the model is converted."
                 )
 
     @classmethod
@@ -247,7 +247,7 @@ class Blend(KeepsPrecision, Mechanism):
     @classmethod
     def describe_training(cls, modules: int, step: Step) -> str:
         steps = "one step" if step.steps == 1 else f"{step.steps} steps"
-        return f"The keys and values of {modules} layers go over to fewer ones in {steps}."
+        return f"The keys and values of {modules} layers are replaced by fewer ones over {steps}."
 
     per_head = per_token = False
 

@@ -214,8 +214,8 @@ def check_capabilities(mechanism: type) -> None:
         lacking = sorted(name for name in members_of(capability) if not hasattr(mechanism, name))
         if lacking and len(lacking) < len(members_of(capability)):
             raise HeadwaterError(
-                f"The class {mechanism.__name__} has a part of {capability.__name__} "
-                f"(headwater.mechanisms.capabilities) and lacks {' and '.join(lacking)}; define all or none of it."
+                f"The class {mechanism.__name__} defines only part of {capability.__name__} "
+                f"(headwater.mechanisms.capabilities) and lacks {' and '.join(lacking)}; define all of it or none."
             )
 
 

@@ -85,9 +85,9 @@ class Exclusive(KeepsPrecision, Mechanism):
         check_layers(cls, options, config)
         if not config.first_residual and not options["learnable"] and is_chosen(0, options):
             raise HeadwaterError(
-                "Mechanism 'exclusive' removes all that a row's first token reads in layer 0, its own value, and with "
-                "first_residual=False nothing else is left of that token; set first_residual, or learnable, or leave "
-                "layer 0 out of layers."
+                "Mechanism 'exclusive' removes a token's own value, which is all that a row's first token reads in "
+                "layer 0, and with first_residual=False nothing of that token would be left; set first_residual, or "
+                "learnable, or leave layer 0 out of layers."
             )
 
     @classmethod

@@ -122,7 +122,9 @@ class MUDD(KeepsPrecision, Mechanism):
     @classmethod
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         if config.num_hidden_layers == 1:
-            raise HeadwaterError("Mechanism 'mudd' connects layers, and the model has one; add layers, or remove mudd.")
+            raise HeadwaterError(
+                "Mechanism 'mudd' connects layers, but the model has only one; add layers, or remove mudd."
+            )
 
     @classmethod
     def list_sources(cls, layer: int) -> tuple[Source, ...]:

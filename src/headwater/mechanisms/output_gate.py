@@ -41,7 +41,7 @@ class OutputGate(Mechanism):
         True
     """
 
-    source = "what a head reads, times a gate of the layer's input"
+    source = "what a head reads, times a gate computed from the layer's input"
     order = 130
     paper = "2505.06708"
 

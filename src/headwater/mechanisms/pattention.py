@@ -245,8 +245,8 @@ class Pattention(Mechanism):
     @qconfig.setter
     def qconfig(self, config: Any) -> None:
         raise HeadwaterError(
-            "torch.ao.quantization reaches linear layers only and would leave Pattention's parameter tokens as they "
-            "are; quantize them with torchao and headwater.models.quantization.torchao_config(…)."
+            "torch.ao.quantization reaches linear layers only and would leave Pattention's parameter tokens "
+            "unquantized; quantize them with torchao and headwater.models.quantization.torchao_config(…)."
         )
 
     # In a headwater model
@@ -402,7 +402,7 @@ class Pattention(Mechanism):
 
     @classmethod
     def describe_training(cls, modules: int, step: Step) -> str:
-        return f"τ of {modules} maps goes to √n of their pairs in {cls.count_annealing_steps(step)} steps."
+        return f"τ of {modules} maps is annealed to √n of their n pairs over {cls.count_annealing_steps(step)} steps."
 
     def choose_group(self, parameter: str) -> Group | None:
         """Values that are looked up are like embeddings, in which a row that no token reads should stay."""
@@ -476,7 +476,7 @@ def find_problem(pairs: int, top_k: int | None, product: bool, frozen: int) -> s
     if product and side**2 != pairs:
         return f"product keys need a square number of pairs, such as {side**2} or {(side + 1) ** 2}, not {pairs}"
     if product and frozen:
-        return "pairs with product keys share their keys, so that none can be frozen"
+        return "pairs with product keys share their keys, so none can be frozen"
     return None
 
 

@@ -214,7 +214,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
             )
         if mode == "learnable_plus" and len(layers) < 2:
             raise HeadwaterError(
-                "Mechanism 'value_residual': mode 'learnable_plus' divides a budget among receiving layers, and there "
+                "Mechanism 'value_residual': mode 'learnable_plus' divides a budget among receiving layers, but there "
                 f"is only layer {layers[0]}; use 'learnable'."
             )
         method = {"probabilities": cls.transform_attention_weights, "hidden": cls.transform_block_input}.get(
@@ -368,7 +368,7 @@ class PlusWeights(KeepsPrecision, Mechanism):
     def __init__(self, layers: Any, depth: int, init: PlusInit = "uniform") -> None:
         super().__init__()
         if min(layers, default=0) < 1:
-            raise HeadwaterError("The layers of learnable-plus weights start at 1 and are at least one.")
+            raise HeadwaterError("Learnable-plus weights need at least one layer, and layers start at 1.")
         self.layers, self.depth, self.init_mode = list(layers), depth, init
         self.logits = fp32_parameter(len(self.layers))
         self.scale = fp32_parameter(1)

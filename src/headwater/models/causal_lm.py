@@ -174,8 +174,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         changed = self.frequencies_change(old_lengths, document_lengths(inputs.position_ids)[:, :1])
         refuse_where(
             changed & (old_lengths > 0) & (past > 0),
-            "With these tokens the sequence is so long that its RoPE takes other frequencies than the cached keys "
-            "have; pass all tokens at once, with an empty cache or without one, as generate does (without "
+            "With these tokens the sequence becomes so long that RoPE uses other frequencies than for the cached "
+            "keys; pass all tokens at once, with an empty cache or without one, as generate does (without "
             "prefill_chunk_size).",
         )
 
@@ -383,7 +383,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         chosen = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("assistant_early_exit", getattr(chosen, "assistant_early_exit", None)) is not None:
             raise HeadwaterError(
-                "assistant_early_exit runs a part of the layers, which headwater's models cannot; give an "
+                "assistant_early_exit runs only some of the layers, which headwater models do not support; give an "
                 "assistant_model, or prompt_lookup_num_tokens."
             )
         with allow_autotuning(self.packs_weights):

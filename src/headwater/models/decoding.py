@@ -105,8 +105,8 @@ class Decoder:
         tokens, config = int(real.sum(1).max()) + max_new_tokens, self.model.config
         if config.position == "learned" and tokens > config.max_position_embeddings:
             raise HeadwaterError(
-                f"The longest prompt and the new tokens are {tokens} tokens, and this model has "
-                f"{config.max_position_embeddings} learned positions; shorten the prompt or ask for fewer new tokens."
+                f"The longest prompt and the new tokens are {tokens} tokens, but this model has "
+                f"{config.max_position_embeddings} learned positions; shorten the prompt or generate fewer tokens."
             )
         ends = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
         choice = Choice(temperature, top_k, top_p, tuple(ends), pad_token_id)

@@ -105,7 +105,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
             )
         if not images.is_floating_point():
             raise HeadwaterError(
-                f"pixel_values must be normalized numbers, not {images.dtype}; an image processor makes them."
+                f"pixel_values must be normalized numbers, not {images.dtype}; prepare images with an image processor."
             )
         return self.config.grid_of(images.shape[2], images.shape[3])
 

@@ -164,11 +164,12 @@ def check_layers(folder: Path) -> None:
                 f"remove {name}."
             )
     if isinstance(labels := content.get("num_labels"), int) and labels > _MOST_LABELS:
-        raise HeadwaterError(f"{str(folder / CONFIG)!r} says {labels} num_labels; correct it.")
+        raise HeadwaterError(f"{str(folder / CONFIG)!r} sets num_labels to {labels}; correct it.")
     layers = next((content[name] for name in _LAYERS if name in content), None)
     if isinstance(layers, int) and layers > max(1000, (tensors := sum(map(len, _list_tensor_names(folder))))):
         raise HeadwaterError(
-            f"{str(folder / CONFIG)!r} says {layers} layers, but the weights have only {tensors} tensors; correct it."
+            f"{str(folder / CONFIG)!r} describes {layers} layers, but the weights have only {tensors} tensors; correct "
+            "it."
         )
 
 

@@ -25,7 +25,7 @@ def one_cache(past_key_values: Any, cache: Any) -> Any:
         return cache if past_key_values is None else past_key_values
     filled = [candidate for candidate in (past_key_values, cache) if not is_empty(candidate)]
     if past_key_values is not cache and len(filled) != 1:
-        raise HeadwaterError("past_key_values and cache are two names of one argument; give one of them.")
+        raise HeadwaterError("past_key_values and cache are two names for the same argument; pass only one.")
     return past_key_values if past_key_values is cache else filled[0]
 
 

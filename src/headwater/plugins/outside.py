@@ -208,7 +208,7 @@ def _is_defined_in(thing: Any, module: str) -> bool:
 
 def _make_refusal(name: str, kind: str, base: str | None) -> NotTrusted:
     return NotTrusted(
-        f"The {kind} {name!r} is code that is not headwater's; if you trust it, add --trust {name} (in Python: "
+        f"The {kind} {name!r} is code from outside headwater; if you trust it, add --trust {name} (in Python: "
         f"trust=[{name!r}]){' or import its module' if base else ''}."
     )
 

@@ -84,7 +84,7 @@ class Registry:
                     return self._check_kind(name, _load_entry_point(point, self.kind, name))
             return self._check_kind(name, outside.import_trusted(name, self.kind, self.base))
         raise HeadwaterError(
-            f"There is no {self.kind} named {name!r}; {nearest(name, self.names)} Name an outside one as "
+            f"There is no {self.kind} named {name!r}; {nearest(name, self.names)} Name an external one as "
             "package.module:Class, or by its package's entry point."
         )
 

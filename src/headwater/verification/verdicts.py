@@ -91,7 +91,7 @@ def verify_twice(model: PreTrainedModel, seed: int, ways: Sequence[Way], exact_t
         ways = [way for way in ways if way.name in differing]
     again = {verdict.check: verdict for verdict in verify_model(model, seed + 1, ways, exact_to)}
     chance = {name for name in differing if again[name].ok is not False}
-    why = "differs for one seed and not for the next: perhaps a tie, of which each way takes another side"
+    why = "differs for one seed but not for the next: perhaps a tie, which each way breaks differently"
     return [
         dataclasses.replace(verdict, ok=None, why=why, parting=None)
         if verdict.check in chance

@@ -241,7 +241,9 @@ def read_packed(probe: Probe, with_borders: bool = False, promised: bool = False
         # With a mask, transformers does not look for documents. If that changes nothing, the model never does.
         joined, _ = probe.subject(ids, positions=positions, use_cache=False, mask=torch.ones_like(ids), **borders)
         if torch.equal(output.logits, joined.logits):
-            raise DoesNotApply("it does not look for documents where position_ids restart: each sees those before")
+            raise DoesNotApply(
+                "it does not begin a new document where position_ids restart: each document sees the earlier ones"
+            )
     probe.compare_call(output, spans, packed=True)
 
 
@@ -293,7 +295,7 @@ def _crop_cache(probe: Probe) -> None:
         if not hasattr(feed.cache, "crop"):
             raise DoesNotApply(f"{type(feed.cache).__name__} has no crop")
         if getattr(feed.cache, "is_croppable", True) is False:
-            raise DoesNotApply("the cache says that it is not croppable")
+            raise DoesNotApply("the cache is not croppable")
         feed.cache.crop(-wrong)
         feed.position -= wrong
     feed.read_singly()

@@ -36,7 +36,9 @@ def check_outside(folder: Path, source: str | Path, around: bool = False) -> Non
     target, origin = (Path(os.path.realpath(path)) for path in (folder, source))
     run_folder = origin.parent.parent if origin.parent.name == FOLDER else origin
     if target == origin or (target in origin.parents and not around) or run_folder in (target, *target.parents):
-        raise HeadwaterError(f"--out {str(folder)!r} is, holds, or is in the source; choose another folder.")
+        raise HeadwaterError(
+            f"--out {str(folder)!r} is the source, contains it, or is inside it; choose another folder."
+        )
 
 
 def measure_held_out(label: str, model: AnyModel, data: Data, watch: Observer) -> dict[str, float]:

@@ -137,9 +137,7 @@ def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) 
     if text is None:
         settings = data_settings(trained.history)
         if settings is None:
-            raise HeadwaterError(
-                f"{source!r} does not say what it was trained on; pass a text of that kind with --text."
-            )
+            raise HeadwaterError(f"{source!r} does not record what it was trained on; pass similar text with --text.")
         return dict(settings)
     if trained.tokenizer is None:
         raise HeadwaterError(f"{source!r} has no tokenizer, so it cannot read a text; save one next to the model.")
@@ -153,7 +151,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         if field in ("start.checkpoint", "start"):
             raise HeadwaterError("The model to convert is SOURCE; leave out start.checkpoint.")
         if field.partition(".")[0] == "model" and field.removeprefix("model.") not in MAY_DIFFER:
-            raise HeadwaterError(f"The model is SOURCE, and {field} does not change; leave it out.")
+            raise HeadwaterError(f"The model is SOURCE, and a conversion does not change {field}; leave it out.")
         if field == "start.convert.anneal":
             raise HeadwaterError("The stages depend on start.convert.anneal; leave it out, or use --no-anneal.")
 

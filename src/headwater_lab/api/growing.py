@@ -86,7 +86,7 @@ def grow(
         watch.say(f"{old_size:,} → {new_size:,} parameters; {moved}, on {where}")
         learning = sum(parameter.numel() for parameter in grown.model.parameters() if parameter.requires_grad)
         if learning < new_size:
-            watch.say(f"{learning:,} of them learn, the new pairs")
+            watch.say(f"{learning:,} of them are trained: the new pairs")
     return _write_model(grown, out, watch)
 
 
@@ -156,7 +156,8 @@ def _data_since(root: Trained, copy: Trained, path: Path, base: Path, watch: Obs
     """Find the data that a grown copy of `root` was trained on since. Raises `HeadwaterError`."""
     if copy.history[: len(root.history)] != root.history:
         raise HeadwaterError(
-            f"{str(path)!r} was not grown from {str(base)!r}, by its history; name the base that it was grown from."
+            f"{str(path)!r} was not grown from {str(base)!r}, according to its history; name the model it was grown "
+            "from."
         )
     data = build_data(copy.history[len(root.history) :])
     if data is None:

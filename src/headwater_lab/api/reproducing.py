@@ -187,11 +187,11 @@ def read_results(files: Sequence[PathLike], papers: Sequence[str] = ()) -> list[
             if (result := judged.get((name, scale))) is not None:
                 results.append({"state": "cannot show" if result["cannot_show"] else "judged", **result})
                 continue
-            state, why = "no runs", f"The files have no run of it at {scale} scale."
+            state, why = "no runs", f"The records contain no run of it at {scale} scale."
             if settings.nothing:
                 state, why = "not run", settings.nothing
             elif reads_models(table):
-                state, why = "needs models", "It looks into models, which records do not have."
+                state, why = "needs models", "It needs the models themselves, which records do not contain."
             about = {"paper": name.partition("/")[0], "table": name, "scale": scale, "why": why}
             about |= table.model_dump(include={"title", "source", "says", "notes"})
             results.append({"state": state, **about, "unjudged": [claim.says for claim in table.claims]})

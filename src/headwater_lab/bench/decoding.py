@@ -77,8 +77,8 @@ def bench_decode(
         f"{shape}, precision {precision}; {describe_device(device)}; memory read at {bandwidth / 1e9:.1f} GB/s",
         rows,
         describe_ratios(LLAMA, torch.equal(vanilla[-1].tokens, runs[LLAMA][-1].tokens))
-        + f"\n{AGAIN}: a second copy, which shows how much the place in memory does. bandwidth: weights and cache read "
-        "per second, as a share of the memory bandwidth.",
+        + f"\n{AGAIN}: a second copy, which shows the effect of the position in memory. bandwidth: weights and cache "
+        "read per second, as a share of the memory bandwidth.",
     )
 
 

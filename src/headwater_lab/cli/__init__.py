@@ -69,7 +69,7 @@ def main() -> None:
         _end(2, literal(str(error)))
     except (MemoryError, RuntimeError) as error:
         if "start new thread" in str(error):
-            _end(2, "No more threads can be started here; raise the limit (ulimit -u), or use fewer workers.")
+            _end(2, "No more threads can be started; raise the limit (ulimit -u), or use fewer workers.")
         if not isinstance(error, MemoryError) and "allocate" not in str(error) and "out of memory" not in str(error):
             raise
         _end(2, f"Not enough memory: {first_line(error)}")

@@ -82,7 +82,7 @@ def _device_of(device: str, memory: bool) -> str:
     if not memory:
         return device_of(device)
     if device not in ("auto", "cpu"):
-        raise HeadwaterError("--memory is measured on the CPU, and is the same elsewhere; leave out --device.")
+        raise HeadwaterError("--memory is measured on the CPU, and is the same on every device; leave out --device.")
     return "cpu"
 
 

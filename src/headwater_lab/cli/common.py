@@ -146,4 +146,4 @@ def check_writable(target: Path, folder: bool = False) -> None:
         with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
-        raise HeadwaterError(f"{problem} in {str(above)!r}: {error.strerror}; choose another place.") from error
+        raise HeadwaterError(f"{problem} in {str(above)!r}: {error.strerror}; choose another folder.") from error

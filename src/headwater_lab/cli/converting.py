@@ -42,7 +42,7 @@ def convert_model(
     mechanisms = mechanisms_of(mechanism)
     if not mechanisms and num_key_value_heads is None:
         raise HeadwaterError(
-            "Say how the cache becomes smaller: --mechanism NAME by which layers share, or --num-key-value-heads N."
+            "Choose how to make the cache smaller: --mechanism NAME to let layers share, or --num-key-value-heads N."
         )
     if text is not None:
         local_files(text)  # is an error if there are none, also with --plan

@@ -96,5 +96,5 @@ def _print_models(result: EvaluationResult) -> None:
             if counts["unknown_tokens"]:
                 say(
                     f"{name} cannot spell {label}: {counts['unknown_tokens']:,} of {counts['tokens']:,} tokens are "
-                    "unknown, so its figures there are optimistic."
+                    "unknown, so its figures on that text are too optimistic."
                 )

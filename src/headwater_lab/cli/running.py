@@ -69,7 +69,7 @@ def generate_text(
     need("--jsonl", "--batch-size")
     _check_sampling(temperature, stop)
     if compile and cache == "dynamic":
-        raise HeadwaterError("--compile needs --cache static: with a growing cache every token has another shape.")
+        raise HeadwaterError("--compile needs --cache static: with a growing cache, shapes change with every token.")
     if jsonl is not None:
         rows = read_prompts(jsonl)
     else:
@@ -157,7 +157,7 @@ def serve_model(
     if options:
         raise HeadwaterError(f"There is no option {options[0]} with --engine transformers; leave it out, or use vllm.")
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise HeadwaterError(f"--dtype {dtype} is no dtype of PyTorch; use auto, float32 or bfloat16.")
+        raise HeadwaterError(f"--dtype {dtype} is not a PyTorch dtype; use auto, float32 or bfloat16.")
     source = _find_text_checkpoint(checkpoint)
     from headwater_lab.serving.server import serve_checkpoint
 

@@ -106,7 +106,7 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns
         if has_ended and evaluate_every != expected.reporting.evaluate_every:
             raise HeadwaterError(
                 f"{str(folder)!r} was evaluated with reporting.evaluate_every={json.dumps(evaluate_every)}, and the "
-                f"recipe now has {json.dumps(expected.reporting.evaluate_every)}, on which depends when an arm reaches "
+                f"recipe now has {json.dumps(expected.reporting.evaluate_every)}, which determines when an arm reaches "
                 "compare.threshold; set it back, or choose another --out."
             )
 

@@ -45,7 +45,7 @@ class TimeRatio(BaseModel):
     ratio: float
     """Median over the turns of this time divided by the baseline's."""
     quartiles: tuple[float, float]
-    """Of the turns' ratios."""
+    """Quartiles of the turns' ratios."""
 
 
 class ArmPrice(BaseModel):
@@ -57,9 +57,9 @@ class ArmPrice(BaseModel):
     cache: int
     """Bytes that a token adds to the cache, in fp32."""
     training: TimeRatio
-    """Of training, per token or image."""
+    """Time of training, per token or image."""
     decoding: TimeRatio | None
-    """Of generation with a nearly full cache, per token; null for images."""
+    """Time of generation with a nearly full cache, per token; null for images."""
 
 
 class Prices(BaseModel, extra="forbid"):

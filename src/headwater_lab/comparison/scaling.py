@@ -88,7 +88,7 @@ class Scaling:
         if math.isnan(estimate.value):
             return f"the losses of {self.baseline} do not fall with its size"
         if not math.isfinite(estimate.value):
-            return f"no {self.baseline} of any size has its loss, by the fitted law"
+            return f"no {self.baseline} of any size reaches its loss, by the fitted law"
         percent = f"{abs(estimate.value):.1%} {'more' if estimate.value >= 0 else 'fewer'}"
         interval = "" if estimate.interval is None else " [{:+.1%}, {:+.1%}]".format(*estimate.interval)
         extrapolated = "" if equal.inside else "; beyond the sizes trained"
@@ -123,7 +123,7 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
     base = arms.index(baseline)
     if (distinct := len(set(n.mean(2)[base]))) < LEAST_SIZES:
         raise HeadwaterError(
-            f"A law needs {LEAST_SIZES} sizes with different {axis}, and these have {distinct}; add one."
+            f"A law needs {LEAST_SIZES} sizes with different {axis}, but these have {distinct}; add one."
         )
     fits = _fit_samples(base, n, n if axis == "parameters" else np.broadcast_to(n[base], n.shape), losses)
     laws = fits[0].describe_laws(arms)

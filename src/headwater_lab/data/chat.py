@@ -41,7 +41,7 @@ _RENDERING = threading.Lock()
 
 ChatMessage = dict[str, Any]
 Span = tuple[int, int]
-"""The first character, and that behind the last."""
+"""The first character, and the one after the last."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class ChatEncoder:
         self.tokenizer, self.dtype = tokenizer, dtype
         if not tokenizer.chat_template:
             raise HeadwaterError(
-                "The text holds conversations, and the tokenizer has no chat template to write them with; set "
+                "The text contains conversations, but the tokenizer has no chat template to write them with; set "
                 "tokenizer.chat_template and save it to a folder with save_pretrained, or put a chat_template.jinja "
                 "next to its tokenizer.json."
             )

@@ -81,11 +81,11 @@ class SplitFacts(Facts):
 
     documents: ShardCount
     bytes: ShardCount
-    """Of text, in UTF-8; of conversations, of their answers."""
+    """UTF-8 bytes of text; for conversations, of their answers."""
     tokens: ShardCount
     """With one separator per document."""
     answer_tokens: ShardCount | None = None
-    """Of conversations: those that are trained on."""
+    """For conversations, the tokens that are trained on."""
     shards: list[ShardFacts]
 
     @property
@@ -107,11 +107,11 @@ class TokenizerFacts(Facts):
 
     name: str
     sha256: Digest
-    """Of its tokenizer.json."""
+    """SHA-256 of its tokenizer.json."""
     vocab_size: Annotated[int, Field(ge=1)]
     """One more than its largest id, including added tokens."""
     files: dict[FileName, Digest]
-    """The SHA-256 of every file of the copy."""
+    """The SHA-256 of every copied file."""
 
 
 class Skipped(Facts):
@@ -132,7 +132,7 @@ class EvaluationFacts(Facts):
 
     documents: ShardCount
     bytes: ShardCount
-    """Of text, in UTF-8."""
+    """UTF-8 bytes of text."""
     sha256: Digest
 
 
@@ -151,11 +151,11 @@ class Manifest(Facts):
     separator: ShardCount
     """The token before each document."""
     dtype: Literal["uint16", "uint32"]
-    """Of the token files, little-endian."""
+    """Data type of the token files, little-endian."""
     sha256: str
-    """Of the documents' names and texts, as in the record of a run on the same source."""
+    """Hash of the documents' names and texts, as in the record of a run on the same source."""
     skipped: Skipped
-    """In the whole source, whatever the domain."""
+    """Counts for the whole source, whatever the domain."""
     train: SplitFacts
     held_out: SplitFacts
     evaluation: EvaluationFacts

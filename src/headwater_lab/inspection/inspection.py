@@ -102,7 +102,7 @@ def inspect_model(
     config = model.config
     if is_of_images(config) and (text or context is not None):
         option = "--text" if text else "--context"
-        raise HeadwaterError(f"{trained.source!r} is a model of images, and {option} is for text; leave it out.")
+        raise HeadwaterError(f"{trained.source!r} is an image model, and {option} is for text; leave it out.")
     facts: dict[str, Any] = dict(
         name=name,
         source=trained.source,
@@ -134,8 +134,7 @@ def check_alike(inspections: Sequence[Inspection]) -> None:
     """Raise `HeadwaterError` if some have read text and others images, which measure different things."""
     if any(inspection.text for inspection in inspections) and any(inspection.images for inspection in inspections):
         raise HeadwaterError(
-            "Models of text and models of images are measured on different things; inspect them separately, or pass "
-            "--scalars."
+            "Text models and image models are measured on different data; inspect them separately, or pass --scalars."
         )
 
 

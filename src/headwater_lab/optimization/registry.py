@@ -50,6 +50,6 @@ def values_read(thing: Any, training: Settings) -> dict[str, Any]:
     for name in names:
         if name not in fields:
             raise HeadwaterError(
-                f"{thing.__name__!r} takes {name!r}, which is no field of training; {nearest(name, fields)}"
+                f"{thing.__name__!r} takes {name!r}, which is not a field of training; {nearest(name, fields)}"
             )
     return {name: getattr(training, name) for name in names}

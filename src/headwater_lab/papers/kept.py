@@ -108,7 +108,7 @@ def restore_runs(file: Path, work: Work, tell: Tell) -> None:
         return
     runs = read_runs(file)
     if reads_models(work.table):
-        tell(f"{work.name} looks into models, which are not in {str(file)!r}, so its runs are trained here.")
+        tell(f"{work.name} needs the models themselves, which are not in {str(file)!r}, so its runs are trained here.")
         return
     restored, outdated = _write_records(runs, work)
     if restored:

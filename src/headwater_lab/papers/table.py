@@ -199,7 +199,7 @@ class Scale(Settings):
     overrides: list[str] = []
     """dotted.key=value, applied to each of them."""
     arms: dict[str, ReferenceText | None] = {}
-    """The table's name of an arm (all of it: with " @ SIZE") -> its name in these recipes, where it is another; null:
+    """The table's name of an arm (in full, with " @ SIZE") -> its name in these recipes, if it differs; null:
     not trained at this scale, so that its cells stay empty and claims about it untested."""
     setting: str = ""
     """How the setting differs from the paper's, in one or two sentences."""

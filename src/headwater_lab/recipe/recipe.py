@@ -185,7 +185,7 @@ class Recipe(Settings):
         for stage, previous, run in zip(self.stages, runs, runs[1:], strict=False):
             stage.check_state(previous.training.optimizer, run.training.optimizer, frozen)
             frozen = frozen if stage.grow is None else stage.grow.freeze
-        _check_one_metric(runs, "Stages are put on record")
+        _check_one_metric(runs, "Stages are compared")
         if self.start is None and self.stages:  # else the model is a checkpoint's
             # This does not read the data, whose vocabulary does not matter here.
             self.configs(self.config_for(DataShape(self.known_size or 1, self.row_length)))

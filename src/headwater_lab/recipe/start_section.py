@@ -62,11 +62,11 @@ class CacheConversion(Settings):
     num_key_value_heads: Count | None = None
     """Fewer key/value heads: each is the mean of a group of the model's."""
     align: bool = True
-    """First turn keys and values so that those to be shared or pooled are as alike as they can be, which keeps the
+    """First rotate keys and values so that those to be shared or pooled are as similar as possible, which keeps the
     function (docs/convert.md)."""
     anneal: bool = False
-    """The model's own keys and values go over to the shared ones in the steps of this run; a stage with
-    `finish_conversion: true` then leaves out what no head attends to. false: the model is the smaller one from the
+    """The model's own keys and values are gradually replaced by the shared ones during this run; a stage with
+    `finish_conversion: true` then removes what no head attends to. false: the model is the smaller one from the
     first step."""
 
     @model_validator(mode="after")

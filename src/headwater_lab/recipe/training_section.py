@@ -64,10 +64,10 @@ class Training(Settings):
     gradient_accumulation_steps: Count = 1
     """Forward passes per step; the loss is the mean over all their tokens."""
     optimizer: Annotated[str, _known_in(OPTIMIZERS)] = "adamw"
-    """adamw; muon: Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest; or one
-    from outside, e.g. torch.optim:SGD (docs/extending.md)."""
+    """adamw; muon: Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest; or an
+    external one, e.g. torch.optim:SGD (docs/extending.md)."""
     optimizer_options: Annotated[dict[str, Any], BY_OPTIMIZER] = {}
-    """Arguments of an outside optimizer, besides learning rate and weight decay."""
+    """Arguments of an external optimizer, except learning rate and weight decay."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     scalar_learning_rate_multiplier: Annotated[float, OF_MECHANISMS] = Field(default=1.0, gt=0, le=1e6)
@@ -77,7 +77,7 @@ class Training(Settings):
     """Mechanisms whose parameters are trained; all others stay as they are. null: train everything. FLOPs
     are counted as if all were trained."""
     schedule: Annotated[str, _known_in(SCHEDULES)] = "cosine"
-    """After the warm-up: cosine, a half cosine to `min_learning_rate_ratio`; constant; or one from outside
+    """After the warm-up: cosine, a half cosine to `min_learning_rate_ratio`; constant; or an external one
     (docs/extending.md)."""
     warmup_steps: int = Field(default=50, ge=0, le=2**31 - 1)
     """Steps of linear warm-up from zero; in a shorter run, the rate ends below its peak."""

@@ -84,9 +84,9 @@ def write_factor(cheaper: Paired | None) -> str:
 
 
 COST_NOTE = (
-    "Medians over the seeds that reach it. FLOPs and seconds count all stages; of a checkpoint that a run began with, "
-    "the FLOPs alone. The factor is the geometric mean over seeds that reach it in both, tested as the differences "
-    "are; where seeds are missing it flatters the arm."
+    "Medians over the seeds that reach it. FLOPs and seconds count all stages; for a checkpoint that a run began with, "
+    "only the FLOPs. The factor is the geometric mean over seeds that reach it in both, tested like the differences; "
+    "missing seeds make the arm look better."
 )
 
 
@@ -113,9 +113,9 @@ def _write_worth(worth: Worth) -> str:
 def worth_note(comparison: Comparison) -> str:
     base = comparison.baseline
     return (
-        f"The factor: for how many FLOPs, over the arm's own, {base} has the arm's result; above 1 the arm saves "
-        f"compute. Between {base} and {', '.join(comparison.budgets)}, linear in log FLOPs, seed by seed; beyond them "
-        "it is only a bound. The geometric mean over seeds, tested as the differences are."
+        f"The factor: the FLOPs at which {base} reaches the arm's result, divided by the arm's own; above 1 the arm "
+        f"saves compute. Between {base} and {', '.join(comparison.budgets)}, linear in log FLOPs, seed by seed; beyond "
+        "them it is only a bound. The geometric mean over seeds, tested like the differences."
     )
 
 
@@ -296,7 +296,7 @@ class _Answer:
     def _say_inconclusive(self, widest: Summary) -> str:
         return (
             f"The comparison with {self.base} is inconclusive after {counted(len(self.comparison.seeds))}: the largest "
-            f"difference is that of {widest.arm}, {write_difference(widest)} {self.comparison.unit}."
+            f"difference is {widest.arm}'s, {write_difference(widest)} {self.comparison.unit}."
         )
 
     def _say_undecided(self) -> str:
@@ -419,6 +419,6 @@ def describe_columns(comparison: Comparison) -> str:
         return "With fewer than two seeds in common with the baseline, nothing is tested."
     return (
         "At most 5 % of tables call any of several identical arms better or worse (Holm). p is uncorrected; if all "
-        f"seeds differ by the same number, it is the sign test's. More seeds: to find such a difference {power}. "
+        f"seeds differ by the same number, p is from the sign test. More seeds: to find such a difference {power}. "
         f"Detectable: the difference that these seeds would find {power}.{apart}"
     )

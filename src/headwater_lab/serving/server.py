@@ -117,7 +117,7 @@ class ModelServer:
                 body += chunk
         fields = read_fields(kind, read_json(body))
         if fields.get("model", self.name) != self.name:
-            raise RequestError("model", f"this server has {self.name!r} alone, not {fields['model']!r}", 404)
+            raise RequestError("model", f"this server has only {self.name!r}, not {fields['model']!r}", 404)
         return fields
 
     def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
@@ -206,7 +206,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> l
     """
     template, options = tokenizer.chat_template, fields.get("chat_template_kwargs", {})
     if template is None:
-        raise RequestError("messages", "the model's tokenizer has no chat template; ask /v1/completions instead")
+        raise RequestError("messages", "the model's tokenizer has no chat template; use /v1/completions instead")
     text = template if isinstance(template, str) else json.dumps(template)
     for name in options:
         if name not in text or name in ("messages", "tools", "documents", "add_generation_prompt", "chat_template"):

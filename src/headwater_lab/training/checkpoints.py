@@ -318,7 +318,7 @@ def _read_model(path: Path, model: AnyModel, state: dict[str, Tensor], distribut
     plain = map_unwrapped_names(stored, where, names)
     if unknown := sorted(name for name, bare in plain.items() if bare not in names):
         raise HeadwaterError(
-            f"The weights in {where} do not match its config.json: {len(unknown)} have no place in the model, "
+            f"The weights in {where} do not match its config.json: {len(unknown)} are not in the model, "
             f"{unknown[0]} first; use an intact checkpoint with its own config."
         )
     check_kinds({plain[name]: tensor.properties.dtype for name, tensor in stored.items()}, where, model)

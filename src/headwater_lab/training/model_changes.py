@@ -181,7 +181,7 @@ def _add_tokens(trained: Trained, data: Data) -> Trained:
 def describe_refit(event: Event) -> str:
     """Say in a sentence what `refit_model` has done."""
     old, new = event.details["from"], event.details["to"]
-    changes = [f"{name} {new[name]} in place of {old[name]}" for name in new if new[name] != old[name]]
+    changes = [f"{name} {new[name]} instead of {old[name]}" for name in new if new[name] != old[name]]
     changes += ["learned positions interpolated"] if event.details.get("interpolated") else []
     changes += ["a new classifier"] if event.details.get("new_classifier") else []
     return f"The model was fitted to the data: {', '.join(changes) or 'its classes have their names'}."

@@ -83,9 +83,7 @@ def price_conversion(recipe: Recipe, config: HeadwaterConfig, element: int) -> C
         teacher = config
     configs = recipe.configs(config if recipe.start is None else changed_config(config, recipe.start))
     if way_of(configs[-1]) is not None or not recipe.stages:
-        raise HeadwaterError(
-            "The recipe has no stage after which the model is the smaller one, trained; leave its stages as they are."
-        )
+        raise HeadwaterError("No stage of the recipe ends with the smaller model trained; leave its stages unchanged.")
     teacher_flops = 0.0 if teacher is None else sum(cost.forward_flops(teacher, context).values())
     flops, tokens, peak = {}, 0, 0
     for name, stage, (run, _) in zip(recipe.stage_names, configs, recipe.chain(lambda *_: Path()), strict=True):
@@ -191,7 +189,7 @@ def price_models(
     device = None if hardware is None else named_hardware(hardware)
     configs = [model.config for model in planned.values()]
     if len(set(map(unit_of, configs))) > 1:
-        raise HeadwaterError("Models of text and of images have no common measure; name models of one kind.")
+        raise HeadwaterError("Text models and image models cannot be compared; name models of one kind.")
     context = _choose_context(configs) if not context and context != 0 else context
     longest = max(context) if isinstance(context, Sequence) else context or 1
     model = next(iter(planned.values()))
@@ -343,7 +341,7 @@ def _read_start(name: str, start: Start) -> HeadwaterConfig:
     checkpoint = Path(start.checkpoint)
     if not checkpoint.is_dir():
         raise HeadwaterError(
-            f"{name!r} begins with the checkpoint {str(checkpoint)!r}, which is not there; make it first."
+            f"{name!r} begins with the checkpoint {str(checkpoint)!r}, which does not exist; create it first."
         )
     return changed_config(config_of(newest_checkpoint(checkpoint)), start)
 

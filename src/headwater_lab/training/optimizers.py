@@ -80,8 +80,8 @@ def _choose_group(owner: Mechanism, name: str, parameter: nn.Parameter, kind: st
     if not isinstance(chosen, str) or misspelt or (chosen == "matrices" and parameter.ndim != 2):
         raise HeadwaterError(
             f"Mechanism {owner.registered_name()!r} puts {name!r} {list(parameter.shape)} among the {chosen}; its "
-            f"choose_group() must give one of {', '.join(GROUPS)}, of which matrices have two dimensions, or a name "
-            "unlike these."
+            f"choose_group() must return one of {', '.join(GROUPS)}, where matrices must have two dimensions, or "
+            "another name."
         )
     return chosen
 

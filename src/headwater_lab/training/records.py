@@ -112,13 +112,13 @@ class SeedPlan(_Section):
     """How a comparison adds seeds until it is decided (`compare.sequential`)."""
 
     seeds: list[RecordCount]
-    """All that may be trained, in order; the maximum is their number."""
+    """All seeds that may be trained, in order; their number is the maximum."""
     min_seeds: int = Field(ge=2, lt=2**63)
     """Seeds before the first look."""
     margin: float = Field(gt=0, allow_inf_nan=False)
     """The smallest difference of the deciding metric that matters."""
     arms: list[str] = Field(min_length=1)
-    """Arms that are tested against the baseline, among which the error rate is divided."""
+    """Arms that are tested against the baseline; the error rate is divided among them."""
     baseline: str
 
     @model_validator(mode="after")
@@ -190,7 +190,7 @@ class StageRecord(_Section):
     result: float | None
     """The deciding metric at its end."""
     cache_bytes_per_token: RecordCount = 0
-    """Of its model, in fp32."""
+    """Bytes per token in the cache of its model, in fp32."""
 
 
 class _TrainingSettings(BaseModel):

@@ -386,8 +386,8 @@ def advise_on_memory(training: Training, of_images: bool, world: int) -> Iterato
         }
         advice = ", ".join(way for way, helps in ways.items() if helps)
         raise HeadwaterError(
-            f"Out of memory with {training.batch_size // world} rows a process; try {advice}. `headwater plan RECIPE` "
-            "estimates what a step takes."
+            f"Out of memory with {training.batch_size // world} rows per process; try {advice}. `headwater plan "
+            "RECIPE` estimates what a step takes."
         ) from error
 
 

@@ -102,7 +102,7 @@ def open_source(
     path = local(source)
     if layout is None and path.is_dir() and model_type(newest_checkpoint(path)) in MODEL_TYPES:
         if family is not None:
-            raise HeadwaterError(f"{source!r} is headwater's own model, of no other family; leave out --family.")
+            raise HeadwaterError(f"{source!r} is a headwater model, which has no other family; leave out --family.")
         return open_trained(path, with_state)
     if layout is not None or path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
         model = read_foreign(source, layout, **(settings or {}))

@@ -61,7 +61,7 @@ class TitanModel(BaseModel):
         headwater: HeadwaterConfig
         """The model."""
         linears: Linears
-        """Its linear layers; a converter of torchtitan, such as that to float8, replaces some of them."""
+        """Linear layers of the model; a torchtitan converter, such as the float8 one, replaces some of them."""
 
         @property
         def layers(self) -> range:
@@ -74,8 +74,8 @@ class TitanModel(BaseModel):
             takes = inspect.signature(PipelineScheduleSingle.step).parameters
             if config.parallelism.pipeline_parallel_degree > 1 and "arg_mbs" not in takes:
                 raise HeadwaterError(
-                    f"torchtitan's trainer runs pipelines as PyTorch {torch.__version__} cannot; set "
-                    "parallelism.pipeline_parallel_degree to 1, or install a newer PyTorch."
+                    f"torchtitan's trainer runs pipelines in a way that PyTorch {torch.__version__} does not support; "
+                    "set parallelism.pipeline_parallel_degree to 1, or install a newer PyTorch."
                 )
             if config.parallelism.context_parallel_degree > 1 and hasattr(config.dataloader, "positions"):
                 config.dataloader.positions = True  # a process has a part of the row, and must know which
@@ -255,7 +255,9 @@ class TitanAdapter(StateDictAdapter):
 def export_checkpoint(checkpoint: Path, config: HeadwaterConfig, folder: Path) -> Path:
     """See `headwater.integrations.torchtitan.export`."""
     if not (checkpoint / ".metadata").is_file():
-        raise HeadwaterError(f"{str(checkpoint)!r} is no checkpoint of torchtitan's trainer; pass its folder step-N.")
+        raise HeadwaterError(
+            f"{str(checkpoint)!r} is not a checkpoint of torchtitan's trainer; pass a folder named step-N."
+        )
     model = HeadwaterForCausalLM(config)
     state = {theirs_of(name): tensor for name, tensor in model.state_dict().items()}
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata

@@ -451,7 +451,7 @@ def order_children(local: nn.Module, full: nn.Module) -> None:
     for name, module in full.named_modules():
         counterpart = local.get_submodule(name)
         for entries, order in ((counterpart._modules, module._modules), (counterpart._parameters, module._parameters)):
-            assert entries.keys() <= order.keys(), f"{name}: {entries.keys()} are not those of {order.keys()}"
+            assert entries.keys() <= order.keys(), f"{name}: {entries.keys()} are not among {order.keys()}"
             ordered = {key: entries[key] for key in order if key in entries}
             entries.clear()
             entries.update(ordered)

@@ -60,7 +60,7 @@ def check_cuts(config: HeadwaterConfig, stages: Sequence[Sequence[str]]) -> None
         for source in plan.reads:
             if stage_of[source.layer] != stage_of[plan.index]:
                 raise HeadwaterError(
-                    f"A pipeline's stages pass on the residual stream alone, and block {plan.index} reads what "
+                    f"Pipeline stages pass on only the residual stream, but block {plan.index} reads what "
                     f"{f'block {source.layer}' if source.layer >= 0 else 'the first stage'} computed (mechanisms: "
                     f"{', '.join(config.mechanisms)}); set pipeline_parallel_degree to 1, or cut the stages so that "
                     "these blocks are in one (module_fqns_per_model_part)."

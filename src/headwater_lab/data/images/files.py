@@ -41,7 +41,7 @@ class ImageFilesSettings(ImageSettings):
     config: str | None = None
     """The configuration of a dataset on the hub."""
     split: str = "train"
-    """The split to train on; within a folder, the folder of it."""
+    """The split to train on; within a folder, a subfolder."""
     held_out: str | Annotated[float, Field(gt=0, lt=1)] | None = None
     """The split to evaluate on; or a share of the training images, chosen by hash. Default: the first of validation,
     val, valid and test that exists, else 0.1."""
@@ -185,8 +185,8 @@ def _folder_split(folder: Path) -> ImageSplit:
     notices = []
     if left_out:
         notices.append(
-            f"Files in {str(folder)!r} that are left out, because they lie outside the folders of classes or do not "
-            f"end like an image: {len(left_out)}, {left_out[0].relative_to(folder).as_posix()!r} first."
+            f"Files in {str(folder)!r} that are left out, because they are outside the folders of classes or are not "
+            f"named like images: {len(left_out)}, {left_out[0].relative_to(folder).as_posix()!r} first."
         )
     return ImageSplit(str(folder), files.__getitem__, names, labels, classes, notices)
 

@@ -22,7 +22,7 @@ class HopSettings(SyntheticSettings):
     alphabet: int = Field(default=4, ge=3, le=2**20)
     """Number of different symbols. Neighbors always differ, so two symbols would only alternate."""
     length: int = Field(default=64, ge=3, le=2**20)
-    """Symbols in a sequence; a row has one token more, which says how many hops."""
+    """Symbols in a sequence; a row has one token more, the number of hops."""
 
     @property
     def vocab_size(self) -> int:
