@@ -513,7 +513,7 @@ class Wordless(KVShift):
 
 
 def test_an_outside_mechanism_has_to_say_how_it_grows(monkeypatch):
-    for kind, said in ((Unknown, "does not define how it grows"), (Wordless, "does not say what the entries")):
+    for kind, said in ((Unknown, "does not define how it grows"), (Wordless, "does not describe the axes")):
         monkeypatch.setitem(MECHANISMS.added, "mine", kind)
         with pytest.raises(HeadwaterError, match=said):
             grow(build({"mine": {}}), num_hidden_layers=4)

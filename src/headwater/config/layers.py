@@ -1,4 +1,4 @@
-"""Layers with and without a sliding window: the config as each of them sees it, and the kind of its cache.
+"""Layers with and without a sliding window: the config of each layer, and its kind of cache.
 
 `config` is always a `HeadwaterConfig`, which imports this file.
 """
@@ -22,7 +22,7 @@ _OWN = "headwater_attention", "headwater_sliding_attention"
 
 
 def layer_config(config: Any, layer: int) -> Any:
-    """The config as one layer sees it: a copy with the layer's own fields where layers differ, else `config` itself."""
+    """The config of one layer: a copy with the layer's own fields where layers differ, otherwise `config` itself."""
     if config.sliding_layers is None:
         return config
     fields = (config.sliding_fields or {}) if config.slides(layer) else {"sliding_window": None}
@@ -43,7 +43,7 @@ def cache_types(config: Any, windows_are_ordinary: bool) -> list[str]:
 
 
 def complete_sliding(config: Any) -> None:
-    """Check `sliding_layers` and `sliding_fields`, and fill in what they leave out. Raises `HeadwaterError`."""
+    """Check `sliding_layers` and `sliding_fields`, and fill in their defaults. Raises `HeadwaterError`."""
     if config.sliding_layers is not None:
         _complete_layers(config, config.sliding_layers)
     if not config.sliding_fields:

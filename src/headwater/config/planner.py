@@ -1,4 +1,4 @@
-"""config -> one `LayerPlan` per layer: the only place that decides which layer owns what. Pure Python.
+"""config -> one `LayerPlan` per layer: the only code that decides which layer owns what. Pure Python.
 
 A layer projects and stores only the heads that some layer attends to.
 """
@@ -20,9 +20,9 @@ Letter = Literal["k", "v"]
 
 
 def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
-    """The plans of all layers. Mechanisms are asked in the config's order: first what they share, then the rest.
+    """Plan all layers. Mechanisms are called in the config's order: first for what they share, then for the rest.
 
-    Raises `HeadwaterError` for a mechanism that cannot be found, and where layers cannot read what they would read.
+    Raises `HeadwaterError` for an unknown mechanism, and where a layer cannot read what its plan names.
     """
     plans = _complete_plans(_share_heads(config))
     for name, options in config.mechanisms.items():
@@ -44,7 +44,7 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
 
 
 def name_keepers(plans: Iterable[LayerPlan]) -> str:
-    """The mechanisms that keep raw tokens beside the cache, joined by "and"."""
+    """The mechanisms that keep raw tokens next to the cache, joined by "and"."""
     return " and ".join(dict.fromkeys(mechanism for plan in plans for *_, mechanism in plan.tails))
 
 

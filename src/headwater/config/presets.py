@@ -1,6 +1,6 @@
 """The papers' models, some released ones and our own, by name: `preset("kv-shifting-1.5b")` is a `HeadwaterConfig`.
 
-docs/reference/presets.md lists them. How the models were trained is no part of a preset.
+docs/reference/presets.md lists them. A preset does not include how the model was trained.
 """
 
 import copy
@@ -23,9 +23,9 @@ class Preset:
 
     name: as `preset` takes it.
     fields: as under `model` in a recipe, with `base: gpt2` or `base: vit` for other defaults.
-    paper: where it is from.
-    note: which form it is, and why its parameters differ from the paper's figure.
-    reported: its parameters as the paper prints them; None if it does not.
+    paper: its source. note:
+    which variant it is, and why its parameters differ from the paper's figure.
+    reported: its parameters as the paper prints them; None if it prints none.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Preset:
 
 
 def preset(name: str, **changes: Any) -> HeadwaterConfig:
-    """The config of the preset `name`, with other fields; `mechanisms`, too, is replaced as a whole.
+    """Return the config of the preset `name` with some fields replaced; `mechanisms` is replaced as a whole.
 
-    Raises `HeadwaterError` for an unknown name or field, and for changes that contradict the rest.
+    Raises `HeadwaterError` for an unknown name or field, and for fields that contradict each other.
 
         >>> config = preset("gpt2-124m-sla", max_position_embeddings=4096)
         >>> config.num_hidden_layers, config.max_position_embeddings

@@ -1,4 +1,4 @@
-"""The field `rope_parameters`: what it leaves out, and what it must be. `config` is always a `HeadwaterConfig`."""
+"""The field `rope_parameters`: its defaults and checks. `config` is always a `HeadwaterConfig`."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ _TYPES: dict[str, tuple[type, str]] = {
 
 
 def complete_rope(config: Any) -> None:
-    """Fill in what `rope_parameters` leaves out."""
+    """Fill in the defaults of `rope_parameters`."""
     config.rope_parameters = dict(config.rope_parameters or {})
     if config.rope_parameters.get("rope_theta") is None:
         config.rope_parameters["rope_theta"] = config.default_theta
@@ -28,7 +28,7 @@ def complete_rope(config: Any) -> None:
 
 
 def check_rope(config: Any) -> None:
-    """Raise `HeadwaterError` for rope_parameters that transformers' functions make no frequencies from."""
+    """Raise `HeadwaterError` for rope_parameters from which transformers cannot compute frequencies."""
     parameters = config.rope_parameters or {}
     kind, fraction = parameters["rope_type"], parameters.get("partial_rotary_factor", 1.0)
     for key, value in parameters.items():

@@ -215,7 +215,7 @@ def _limit_generation(
 
 
 def _refuse_unread(of_images: bool, settings: Mapping[str, Any]) -> None:
-    """Raise `HeadwaterError` for a setting of the other kind of models."""
+    """Raise `HeadwaterError` for a setting of the other kind of model."""
     for name, value in settings.items():
         if value is not None:
             raise HeadwaterError(
@@ -257,14 +257,14 @@ def _describe_shape(config: HeadwaterConfig) -> dict[str, Any]:
 
 
 def read_precision(name: str) -> Precision:
-    """The precision of that name. Raises `HeadwaterError` for an unknown one."""
+    """Look up a precision by name. Raises `HeadwaterError` for an unknown one."""
     if name not in list(Precision):
         raise HeadwaterError(f"precision must be one of {', '.join(Precision)}, not {name!r}.")
     return Precision(name)
 
 
 def _check_settings(mfu: float, sizes: Sequence[tuple[str, Any]], budgets: Mapping[str, float | None]) -> None:
-    """Raise `HeadwaterError` for a share, size or budget that there is not."""
+    """Raise `HeadwaterError` for an impossible share, size or budget."""
     for label, value in sizes:
         if not isinstance(value, int) or value < 1:
             raise HeadwaterError(f"{label} must be a whole number, at least 1, not {shown(value)}.")

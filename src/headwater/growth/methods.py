@@ -118,7 +118,8 @@ def parse_method(method: str) -> tuple[str | None, str | None]:
     if len(names) > 2 or (len(names) == 2 and None in (deeper, wider)):
         raise HeadwaterError(
             f"The method {method!r} must be a single method, or one that makes a model deeper "
-            f"({either([*map(repr, DEEPER)])}) and one that makes it wider ({either([*map(repr, WIDER)])}), joined by '+'."
+            f"({either([*map(repr, DEEPER)])}) and one that makes it wider ({either([*map(repr, WIDER)])}), joined by "
+            "'+'."
         )
     return deeper or BOTH.get(str(wider)), wider
 
