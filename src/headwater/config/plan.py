@@ -167,7 +167,7 @@ class LayerPlan:
         return cls(index, (Attends(index, index),) * heads, everything, everything, groups)
 
     def attending(self, heads: Iterable[int], k: int | None = None, v: int | None = None) -> LayerPlan:
-        """Return this plan with `heads` attending to the keys of layer `k` and the values of layer `v`; None: as before."""
+        """Let `heads` attend to the keys of layer `k` and the values of layer `v`; None: as before."""
         chosen = set(heads)
         return replace(
             self,

@@ -233,7 +233,7 @@ class Family:
         return make(**copy.deepcopy(values), dtype=config.dtype)
 
     def read_tensors(self, tensors: dict[str, Tensor], config: HeadwaterConfig) -> dict[str, Tensor]:
-        """Copy the family's tensors under our names; `config` is ours. Raises `HeadwaterError` for an unknown tensor."""
+        """Copy the family's tensors under our names; `config` is ours. Raises `HeadwaterError` for an unknown one."""
         links = {link.theirs: link for link in self.list_links(config.num_hidden_layers)}
         converted = {}
         for name, tensor in tensors.items():

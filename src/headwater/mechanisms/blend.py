@@ -1,11 +1,11 @@
-"""A model's own keys and values mixed with those that a cheaper model would attend to, while one becomes the other.
+"""A model's own keys and values mixed with those that a cheaper model would attend to, during a conversion.
 
     K̃_h^l = (1 - w)·K_h^l + w·K_h^{s(l,h)}        Ṽ likewise with s'        w from 0 to 1
 
 s(l, h) and s'(l, h) are the layers that head h of layer l attends to in the cheaper model, the goal: this model with
 other `mechanisms`. K^s is that layer's own, after its own mechanisms and RoPE, not what it attended to. At w = 0 the
-model is as it was; at w = 1 it computes what the goal computes with the same weights, and no head attends any more to
-what the goal does not have. If the goal has N < K key/value heads, each head first goes over to the mean of its group
+model is unchanged; at w = 1 it computes the goal's function with the same weights, and no head attends to keys or
+values that the goal lacks. If the goal has N < K key/value heads, each head is first blended with the mean of its group
 of K / N (GQA, arXiv 2305.13245, section 2.1), which is the head of the mean of their weights:
 
     k_h ← (1 - w)·k_h + w·(N / K)·Σ_{h' in the group of h} k_h'        v likewise
@@ -181,7 +181,7 @@ class Blend(KeepsPrecision, Mechanism):
 
     @classmethod
     def _check_goal(cls, options: OptionValues, config: HeadwaterConfig) -> None:
-        """Raise `HeadwaterError` if a mechanism of the goal does more than to share, or nothing for the cache."""
+        """Raise `HeadwaterError` if a mechanism of the goal does more than share, or saves no cache."""
         goals = plan_layers(cls.goal_config(options, config))
         for name in options["mechanisms"] or {}:
             shares = has_own(MECHANISMS.resolve(name), "redirect_heads")
@@ -200,7 +200,7 @@ class Blend(KeepsPrecision, Mechanism):
 
     @classmethod
     def _check_base(cls, config: HeadwaterConfig) -> None:
-        """Raise `HeadwaterError` if layers of the model share already, or act on what depends on whose values it is."""
+        """Raise `HeadwaterError` if layers already share, or a mechanism depends on the source of values."""
         for plan in plan_layers(cls.remove_blend(config)):
             if any(attended != Attends(plan.index, plan.index) for attended in plan.attends):
                 raise HeadwaterError(

@@ -3,7 +3,7 @@
     y'_t = y_t - α·(y_t·v̂_t)·v̂_t        v̂_t = v_t / ‖v_t‖
 
 y_t is what a head has read at token t, and v_t the value of the same token that the head attends to: after all other
-mechanisms that change values, before the output map. The residual stream already has what the token says itself. In the
+mechanisms that change values, before the output map. The residual stream already contains the token's own value. In the
 paper α = 1. In modded-nanogpt α is the hyperbolic tangent of a free scalar per query head, initially 0: `learnable`.
 
 Departures: where ‖v_t‖ is zero nothing is removed. A head that attends to another layer's values (skip-layer attention,

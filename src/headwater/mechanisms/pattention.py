@@ -405,7 +405,7 @@ class Pattention(Mechanism):
         return f"τ of {modules} maps is annealed to √n of their n pairs over {cls.count_annealing_steps(step)} steps."
 
     def choose_group(self, parameter: str) -> Group | None:
-        """Values that are looked up are like embeddings, in which a row that no token reads should stay."""
+        """Group values that are looked up with embeddings, so that a row that no token reads does not change."""
         return "embeddings" if self.top_k is not None and parameter.endswith("value") else None
 
     per_head = per_token = True
@@ -419,7 +419,7 @@ class Pattention(Mechanism):
         return self.weights(x).abs() * _wide(self.values).norm(dim=-1)
 
     def build_twin(self) -> nn.Module:
-        """An MLP with a unit for each pair: linear, GELU, linear. Without `top_k` it has the same matmuls."""
+        """Build an MLP with a unit for each pair: linear, GELU, linear. Without `top_k` it has the same matmuls."""
         (d_in, d_out), bias = (self.key.shape[1], self.value.shape[1]), False
         return nn.Sequential(nn.Linear(d_in, self.n, bias=bias), nn.GELU(), nn.Linear(self.n, d_out, bias=bias))
 

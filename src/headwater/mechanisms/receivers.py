@@ -1,4 +1,5 @@
-"""Shared by mechanisms: the options `source`, `layers` (which receive, or act) and `channels`, and capabilities."""
+"""Helpers shared by mechanisms: the options `source`, `layers` (which receive, or act) and `channels`, and
+capabilities."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -24,7 +24,7 @@ from headwater.util.errors import HeadwaterError
 
 
 class SkipLayer(Mechanism):
-    """Takes the last heads of keys and values from an earlier layer, without a module: the plan says it all.
+    """Takes the last heads of keys and values from an earlier layer, without a module: the plan is enough.
 
     Attention calls its kernel once for the layer's own heads and once for the skip heads: no cache is concatenated.
     """

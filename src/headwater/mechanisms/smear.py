@@ -1,4 +1,5 @@
-"""Smear: to each token's embedding, a little of the previous token's. From nanochat and modded-nanogpt; no arXiv paper.
+"""Smear: add a little of the previous token's embedding to each token's. From nanochat and modded-nanogpt; no arXiv
+paper.
 
     x_0[t] := x_0[t] + λ·σ(W·x_0[t][:n])·x_0[t-1]
 
@@ -27,7 +28,7 @@ from headwater.util.errors import HeadwaterError
 
 
 class Smear(KeepsPrecision, Mechanism):
-    """Adds the previous token's embedding, through a gate that the token's own opens.
+    """Adds the previous token's embedding, through a gate computed from the token's own.
 
     Args
         channels: n, which W reads. weight: the init of λ. norm: whether x is divided by its root mean square, and when.

@@ -1,4 +1,4 @@
-"""Pipeline stages: which blocks are cut apart, and which models cannot be."""
+"""Pipeline stages: where models are cut, and which models cannot be."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from headwater.util.errors import HeadwaterError
 def pipeline_model(
     model: TitanModel, *, parallelism: Any, parallel_dims: Any, model_config: Any, **options: Any
 ) -> Any:
-    """torchtitan's `pipeline_llm`, after what it does not know about: what a model has beside its blocks.
+    """Run torchtitan's `pipeline_llm` after checking what it does not know: tensors that blocks pass on besides the
+    stream.
 
     Raises `HeadwaterError` if a block would read what a block of an earlier stage computed.
     """

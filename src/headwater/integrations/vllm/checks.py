@@ -1,4 +1,4 @@
-"""Refusals of what vLLM cannot do with these models, each in a sentence before the model is loaded."""
+"""Checks, before the model is loaded, for options that vLLM does not support with these models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Checks(VerifyAndUpdateConfig):
 
 
 def check_options(vllm_config: Any) -> None:
-    """Raise `HeadwaterError` for options with which the output would be wrong, or that are untried."""
+    """Raise `HeadwaterError` for options that are untested or would make the output wrong."""
     config, device = vllm_config.model_config.hf_config, vllm_config.device_config.device_type
     if (warning := other_version(vllm.__version__)) is not None:
         raise HeadwaterError(warning)
