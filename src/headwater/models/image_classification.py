@@ -38,7 +38,7 @@ class HeadwaterImagePreTrainedModel(HeadwaterPreTrainedModel):
     _input_embed_layer = "embed_patches"
 
     def initial_value(self, module: nn.Module, name: str) -> Tensor:
-        """The same as in `HeadwaterPreTrainedModel`; the patch embedding is scaled so that normalized pixels give vectors of size one."""
+        """The same as in `HeadwaterPreTrainedModel`; the patch embedding maps normalized pixels to size one."""
         if (getattr(module, "_qualified_name", ""), name) == ("embed_patches", "weight"):
             shape = module.get_parameter(name).shape
             draw = generator(self.config.initializer_seed, "embed_patches.weight")

@@ -140,7 +140,7 @@ def is_served(arguments: ForwardArguments) -> bool:
 
 
 def prepare_inputs(spec: InputSpec, arguments: ForwardArguments) -> ModelInputs:
-    """Prepare everything that the blocks read except RoPE's angles. Raises `HeadwaterError` for arguments that do not match."""
+    """Prepare everything that the blocks read except RoPE's angles. Raises `HeadwaterError` for contradictory ones."""
     spec.follow_kernel()
     cache = None if is_paged(arguments.past_key_values) else arguments.past_key_values
     check_position_count(arguments.position_ids, arguments.inputs_embeds.shape[1])
@@ -177,7 +177,7 @@ def is_prepared(attention_mask: Any) -> bool:
 def split_masks(spec: InputSpec, attention_mask: Any) -> dict[bool, Any]:
     """Return the mask of each kind of layer as passed: one for all, by layer type, or made by `generate`.
 
-    Raises `HeadwaterError` where there is none for some kind.
+    Raises `HeadwaterError` if a kind has none.
     """
     if is_prepared(attention_mask):
         return {slides: attention_mask[MASK[slides]] for slides in spec.kinds}

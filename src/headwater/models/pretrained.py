@@ -105,7 +105,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
-        """transformers' method, which uploads files that change from then on; without the code, which was written before."""
+        """transformers' method, which uploads files that change from then on, without the code, written before."""
         return {name: time for name, time in super()._get_files_timestamps(working_dir).items() if not is_code(name)}
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:

@@ -102,7 +102,7 @@ def _make_files(outside: Mapping[str, str]) -> dict[str, str]:
 
 
 def _make_entry(modules: Iterable[str]) -> str:
-    """Make the file that the Auto classes open: the exported classes, and every file by name, for transformers to copy."""
+    """Make the file that the Auto classes open: the exported classes, and all files, for transformers to copy."""
     names = sorted(target.partition(":")[2] for _, target in EXPORTED)
     lines = ['"""A headwater model as remote code, written by headwater\'s export."""', ""]
     for module in modules:

@@ -157,7 +157,7 @@ DECODING = [
 
 @dataclass(frozen=True)
 class Case:
-    """A test case: a base, and mechanisms with their options as JSON, since their order matters."""
+    """A test case: a base, and mechanisms with their options as JSON, because their order matters."""
 
     base: str
     mechanisms: str

@@ -26,10 +26,10 @@ CACHES = (*dict.fromkeys((CACHE, "past_key_values", "cache_params")), "state", "
 
 
 class Double(TorchFunctionMode):
-    """Makes fp64 of every fp32 that is asked for by name.
+    """A mode that computes in fp64 wherever code names fp32.
 
     Most models compute norms, softmax and rotary embeddings in fp32, whatever the dtype of their weights. Rounding
-    there would hide what fp64 is run for: with it, two orders of summation differ by 1e-7 and not by 1e-15.
+    there would defeat the purpose of fp64: two orders of summation would differ by 1e-7 instead of 1e-15.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +57,8 @@ def in_double(active: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CallOutput:
-    """One call: logits [B, T, V] and what each layer wrote [B, T, …], by name, in the order of the forward pass."""
+    """The output of a call: logits [B, T, V] and each layer's output [B, T, …], by name, in the order of the forward
+    pass."""
 
     logits: Tensor
     layers: dict[str, Tensor] = field(repr=False)
