@@ -12,7 +12,7 @@ def must_wait(tensor: Tensor) -> bool:
 
 
 def is_replayed(past: int | Tensor, length: int) -> bool:
-    """Whether this is one token after those in a static cache: a step that may be replayed, so checks read no values."""
+    """Whether this is one token after those in a static cache: it may be replayed, so checks read no values."""
     return isinstance(past, Tensor) and length == 1
 
 

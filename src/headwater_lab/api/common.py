@@ -27,9 +27,9 @@ PathLike = str | Path
 
 
 def check_outside(folder: Path, source: str | Path, around: bool = False) -> None:
-    """Raise `HeadwaterError` for an output folder that is, holds or is in the source, a checkpoint or a run.
+    """Raise `HeadwaterError` for an output folder that is the source, contains it or is inside it.
 
-    around: it may hold the source.
+    around: it may contain the source.
     """
     if not Path(source).is_dir():
         return
@@ -49,7 +49,7 @@ def measure_held_out(label: str, model: AnyModel, data: Data, watch: Observer) -
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide transformers' progress bars for weights; afterwards they are as the caller had them."""
+    """Hide transformers' progress bars for weights, and restore the caller's setting afterwards."""
     shows, hub_shows = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
     logging.disable_progress_bar()
     try:

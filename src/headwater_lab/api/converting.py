@@ -56,8 +56,8 @@ def convert(
 ) -> RunRecord | None:
     """Make the cache of a trained model smaller, heal it and measure it, like `headwater convert`.
 
-    out: the new folder. heal: tokens of healing. text: what to heal and measure on; default: what the model was trained
-    on. only_plan: report the cost, and stop. Raises `HeadwaterError`.
+    out: the new folder. heal: tokens of healing. text: text to heal and measure on; default: the model's training
+    data. only_plan: report the cost, and stop. Raises `HeadwaterError`.
     """
     path = Path(source)
     if path.is_dir():
@@ -133,7 +133,7 @@ def convert(
 
 
 def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) -> dict[str, Any]:
-    """Find the data to heal on, as a recipe's section: a text, or what the model was last trained on."""
+    """Find the data to heal on, as a recipe's section: a text, or the model's latest training data."""
     if text is None:
         settings = data_settings(trained.history)
         if settings is None:
@@ -146,7 +146,7 @@ def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) 
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Raise `HeadwaterError` for an override that SOURCE or an option decides."""
+    """Raise `HeadwaterError` for an override of something that SOURCE or an option sets."""
     for field in (override.partition("=")[0] for override in overrides):
         if field in ("start.checkpoint", "start"):
             raise HeadwaterError("The model to convert is SOURCE; leave out start.checkpoint.")
@@ -157,7 +157,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _check_context(context: int, most: int, tell: Callable[[str], object]) -> None:
-    """Raise `HeadwaterError` for rows of a text that are longer than the model has positions for."""
+    """Raise `HeadwaterError` for rows of a text that are longer than the model's positions."""
     if context > most:
         raise HeadwaterError(f"The model has {most} positions, and data.context is {context}; set {most} or less.")
     if context == most < CONTEXT:

@@ -38,7 +38,7 @@ from headwater_lab.util.terminal import Table, counted, lined
 class Reproduced(Result):
     """A paper's table: its figures and ours, and its claims.
 
-    failed: the trials that failed and are not in it. unfinished: which runs need several devices, and their
+    failed: the trials that failed and are not included. unfinished: runs that need several devices, and their
     commands.
     """
 
@@ -138,7 +138,7 @@ def _describe_unfinished(work: Work, failed: Sequence[Outcome], watch: Observer)
 
 
 def _describe_cost(work: Work) -> str:
-    """Say what will be trained, and at what cost."""
+    """Describe the planned training and its cost."""
     missing = len(work.list_missing())
     if not missing:
         return f"all {work.runs} runs are finished"

@@ -78,7 +78,7 @@ def bench_mechanisms(
 
 
 def _device_of(device: str, memory: bool) -> str:
-    """Find the device of training steps. Raises `HeadwaterError` for another than the CPU with --memory."""
+    """Find the device of training steps. Raises `HeadwaterError` for any device except the CPU with --memory."""
     if not memory:
         return device_of(device)
     if device not in ("auto", "cpu"):
@@ -195,7 +195,7 @@ def bench_verdicts(
     """Measure how often `compare` is wrong: false alarms between identical arms, and missed differences.
 
     folder: A comparison's folder, with many seeds of at least one arm; default: simulated results.
-    arms: Arms besides the baseline in each comparison.
+    arms: Arms in each comparison, without the baseline.
     seeds: Seeds per arm, and the maximum of comparisons until decided.
     comparisons: Comparisons to resample or to simulate.
     """

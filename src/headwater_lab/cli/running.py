@@ -130,9 +130,9 @@ def serve_model(
 
     Requests use the model name given here. With --engine vllm, vLLM's server receives all other options.
 
-    engine: What continues the texts: transformers' generate, or vLLM with the smaller cache (docs/serving.md).
+    engine: Program that generates the text: transformers' generate, or vLLM with the smaller cache (docs/serving.md).
     host: The address to listen on; default: this machine only.
-    port: The port to listen on; 0 takes any that is free.
+    port: The port to listen on; 0 chooses a free one.
     dtype: The dtype to compute in, such as bfloat16; auto: as in the checkpoint.
     """
     from importlib.util import find_spec

@@ -139,7 +139,7 @@ def _describe_results(results: dict[str, list[Verified]]) -> Iterator[Table | st
 
 
 def _describe_way(way: Verified) -> str:
-    """Say where a way differs, or why it does not run."""
+    """Describe where a way differs, or why it does not run."""
     if way.ok is None:
         return way.why or "does not apply"
     error = way.rounded if way.error is None or way.only_rounded else way.error

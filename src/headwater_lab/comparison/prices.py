@@ -1,7 +1,7 @@
-"""Cost of each arm of a comparison: counted, and timed against the baseline on this machine, in turns.
+"""Cost of each arm of a comparison: counted, and timed against the baseline on this machine in alternation.
 
-The figures are in prices.json beside the runs (`Prices`). All are measured again if an arm, the device or a version has
-changed.
+The figures are in prices.json next to the runs (`Prices`). All are measured again if an arm, the device or a version
+has changed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Prices(BaseModel, extra="forbid"):
     arms: dict[str, ArmPrice] = {}
 
     def fit(self, arms: Mapping[str, Recipe], baseline: str) -> bool:
-        """Whether these are the prices of `arms`, and perhaps of others, against this baseline."""
+        """Whether these prices include `arms`, measured against this baseline."""
         return self.baseline == baseline and self.settings.items() >= find_identities(arms).items()
 
 

@@ -1,4 +1,4 @@
-"""Trials of a comparison: an arm with a seed is a trial, and a trial is one job, or one for each of its stages."""
+"""Trials of a comparison: an arm with a seed is a trial, which is one job, or one job per stage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Trial:
-    """One arm with one seed (at one size, if there are several; at one learning rate, while that is being tuned)."""
+    """One arm with one seed (at one size, if there are several; at one learning rate during tuning)."""
 
     experiment: Experiment
     recipe: Recipe
@@ -142,7 +142,7 @@ def make_plan(section: Compare) -> SeedPlan | None:
 
 
 def describe_runs(recipe: Recipe, arms: int | None = None) -> str:
-    """Say how many runs a comparison until decided takes, tuning aside; "" for one with fixed seeds.
+    """Describe how many runs a comparison until decided takes, without tuning; "" for one with fixed seeds.
 
     arms: how many arms at a size; default: all.
     """

@@ -90,7 +90,7 @@ class Changer:
         std: Sequence[float],
         shorter: int | None = None,
     ) -> None:
-        """shorter: without a random crop, as for `fit_image`."""
+        """Set up the transforms. shorter: without a random crop, as for `fit_image`."""
         if settings.draws:
             from torchvision.transforms import v2
             from torchvision.transforms.v2 import InterpolationMode
@@ -123,8 +123,8 @@ class Changer:
 
 
 def fit_image(image: Image, size: tuple[int, int], shorter: int | None) -> Image:
-    """Fit an image to this height and width, as evaluation does: the whole one squeezed, or the center of one resized
-    to have a shorter side of `shorter` pixels."""
+    """Fit an image to this height and width, as evaluation does: the whole image squeezed, or the center after resizing
+    the shorter side to `shorter` pixels."""
     from PIL.Image import Resampling
 
     height, width = size
