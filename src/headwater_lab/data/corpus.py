@@ -240,7 +240,7 @@ def load_hub_rows(source: str, config: str | None = None, split: str | None = No
 
 
 def cut_documents(documents: Iterable[Document]) -> list[Document]:
-    """Cut the documents of a small corpus so that some can be held out, into shorter pieces if there would be only one."""
+    """Cut the documents of a small corpus so that some can be held out, more finely if there would be only one."""
     documents = list(documents)
     result = [piece for document in documents for piece in cut_document(document)]
     if len(result) == 1:

@@ -1,4 +1,4 @@
-"""The inspection of one checkpoint, as a dataclass and as JSON."""
+"""Inspection of one checkpoint, as a dataclass and as JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InspectedText:
 
 @dataclass(frozen=True)
 class InspectedImages:
-    """The images that were looked at: their number, rows and columns of patches, and tokens of each."""
+    """The inspected images: their number, rows and columns of patches, and tokens of each."""
 
     number: int
     patches: tuple[int, int]
@@ -96,7 +96,7 @@ def inspect_model(
     text: a file to read; default: the model's latest training data, of which models of images read held-out images.
     rows: rows of the text, default 16; or the number of images, default 64. context: tokens per row; default: the
     data's, or at most 256 for a text. scalars_only: read neither text nor images, only the scalars.
-    Raises `HeadwaterError` if there is nothing to read, too little, or nothing that the model reads.
+    Raises `HeadwaterError` if there is nothing to read, too little, or data that the model cannot read.
     """
     model = trained.model
     config = model.config
@@ -131,7 +131,7 @@ def inspect_model(
 
 
 def check_alike(inspections: Sequence[Inspection]) -> None:
-    """Raise `HeadwaterError` if some have read text and others images, which measure different things."""
+    """Raise `HeadwaterError` if some have read text and others images, whose measurements differ."""
     if any(inspection.text for inspection in inspections) and any(inspection.images for inspection in inspections):
         raise HeadwaterError(
             "Text models and image models are measured on different data; inspect them separately, or pass --scalars."
@@ -139,7 +139,7 @@ def check_alike(inspections: Sequence[Inspection]) -> None:
 
 
 def to_json(inspections: Sequence[Inspection]) -> dict[str, Any]:
-    """The content of inspect.json."""
+    """Return the content of inspect.json."""
     models = [
         asdict(inspection) | ({} if inspection.read is None else {"skip_use": inspection.skip_use})
         for inspection in inspections

@@ -61,7 +61,7 @@ class Compare(Settings):
 
     @property
     def all_seeds(self) -> list[int]:
-        """The seeds that may be trained, in the order in which they are."""
+        """The seeds that may be trained, in their order."""
         if not self.sequential:
             return self.seeds
         further = itertools.count(max(self.seeds) + 1)

@@ -77,7 +77,7 @@ class CacheConversion(Settings):
 
 
 class Change(Settings):
-    """How to change a trained model before training continues: one of these, or nothing."""
+    """A change to a trained model before training continues: one of these, or none."""
 
     grow: Growth | None = None
     """Make it larger."""
@@ -104,7 +104,7 @@ class Change(Settings):
 
 class Start(Change):
     """`start:` the trained model that a run starts from, under the recipe's own schedule. The model is then the
-    checkpoint's: of `model:` only the dropouts apply. If it was last trained on the same data with the same seed,
+    checkpoint's: of `model:` only the dropout fields apply. If it was last trained on the same data with the same seed,
     training continues after the rows it has seen. A tokenizer may add tokens to the checkpoint's."""
 
     checkpoint: str
@@ -149,7 +149,7 @@ class TrainingStage(Change):
 
 
 def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
-    """Plan the config of a changed model. Raises `HeadwaterError` as the change does."""
+    """Plan the config of a changed model. Raises the same `HeadwaterError` as the change."""
     if change.grow is not None:
         return grown_config(config, **change.grow.model_dump())
     if change.finish_conversion:

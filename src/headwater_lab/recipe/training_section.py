@@ -31,7 +31,7 @@ WITHIN_THE_RUN = ReadIf(
 
 
 def _known_in(registry: Registry) -> AfterValidator:
-    """A name in `registry`; outside objects are imported, so that a wrong name fails at once."""
+    """Require a name in `registry`; external objects are imported, so that a wrong name fails immediately."""
 
     def check(name: str) -> str:
         if name not in registry.built_in:

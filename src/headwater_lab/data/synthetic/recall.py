@@ -43,7 +43,7 @@ class RecallSettings(SyntheticSettings):
 
 
 class RecallData(SyntheticData[RecallSettings]):
-    """Key value key value … and then, among other tokens, each key once more: there its value is the label.
+    """Key value key value … and then, among other tokens, each key once more, with its value as the label.
 
     Keys of a row are different, and so are its values. Filler comes from the values' half, so a key after the pairs is
     always a question. The value does not follow the question.
