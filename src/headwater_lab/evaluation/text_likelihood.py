@@ -50,7 +50,7 @@ def read_text(source: str, limit: int | None = None, column: str = "text") -> Te
 
 
 def list_windows(targets: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """List (start, end, scored): tokens start … end−1 of a document are read, and the last `scored` predictions count."""
+    """List (start, end, scored): tokens start … end−1 of a document are read, the last `scored` predictions count."""
     done = 0
     while done < targets:
         end = min(done + (stride if done else context), targets)

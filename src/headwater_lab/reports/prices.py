@@ -39,7 +39,7 @@ def prices_table(comparison: Comparison, prices: Prices) -> tuple[list[str], lis
 
 
 def prices_by_arm(prices: Prices, *, of_images: bool = False) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the prices' names, and each arm's. Times are ratios to the baseline's, with quartiles; the baseline has 1."""
+    """Return the prices' names, and each arm's. Times are ratios to the baseline's, with quartiles; its own are 1."""
     unit = "image" if of_images else "token"
     names = ["parameters", f"FLOPs/{unit}", f"training time/{unit}"]
     names += [] if of_images else ["cache B/token", "decoding time/token"]

@@ -17,7 +17,7 @@ from headwater_lab.recipe.recipe_files import find_recipe, load_recipe
 
 
 class RecipeLoader(BaseDataLoader):
-    """The rows of a recipe's `data:`, each data-parallel process its share. Resumes at the row where it was saved."""
+    """The rows of a recipe's `data:`, a share for each data-parallel process. Resumes at the row where it was saved."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
