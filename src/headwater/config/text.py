@@ -95,7 +95,7 @@ class HeadwaterConfig(PreTrainedConfig):
     Mechanisms
         mechanisms: name -> options, in order of application, e.g.
             `{"kv_shift": {}, "value_residual": {"mode": "learnable"}}`; or a list of names. See
-            `headwater.mechanisms`. Name an outside one as "package.module:Class", or by its package's entry point
+            `headwater.mechanisms`. Name an external one as "package.module:Class", or by its package's entry point
             (docs/extending.md). `headwater.plugins.outside` decides which of these are imported.
 
     Serving

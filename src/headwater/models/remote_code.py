@@ -171,7 +171,7 @@ def _layer_types(tree: ast.Module) -> set[str]:
 
 
 def _check_carried(module: str, tree: ast.Module) -> None:
-    """Raise `HeadwaterError` if an outside module imports something that is neither included nor installable."""
+    """Raise `HeadwaterError` if an external module imports something that is neither included nor installable."""
     packages = {LIBRARY, module.split(".")[0]}
     installed = packages_distributions()
     for node in ast.walk(tree):

@@ -1,7 +1,7 @@
 """Reference implementations, written from the equations: one row, one head and one mechanism at a time.
 
 Nothing here is fast or caches anything. A row of T tokens is a matrix [T, D]; `ByHead` are matrices [T, d] by the
-number of the head. An outside mechanism's reference is a subclass of `Reference`.
+number of the head. The reference of an external mechanism is a subclass of `Reference`.
 """
 
 from __future__ import annotations

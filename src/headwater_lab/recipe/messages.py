@@ -94,7 +94,7 @@ def _describe_problem(detail: Any, owner: Any, location: Sequence[str], sections
 
 
 def find_untrusted(error: ValueError) -> NotTrusted | None:
-    """Find the refusal of an outside name: the error itself, or one of those that pydantic has gathered."""
+    """Find the refusal of an external name: the error itself, or one of those that pydantic has gathered."""
     details = error.errors() if isinstance(error, ValidationError) else []
     causes = [error, *(detail.get("ctx", {}).get("error") for detail in details)]
     return next((cause for cause in causes if isinstance(cause, NotTrusted)), None)

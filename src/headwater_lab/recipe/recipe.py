@@ -266,7 +266,7 @@ def list_sections(data: type[DataSettings]) -> Sections:
 def parse(values: Any, where: str) -> Recipe:
     """Check plain values, which may be a file's, against the fields of a recipe.
 
-    Raises `HeadwaterError`, with a line for each wrong field, and for outside names that the user does not trust.
+    Raises `HeadwaterError`, with a line for each wrong field, and for external names that the user does not trust.
     """
     if not isinstance(values, dict):
         raise HeadwaterError(f"{where}: a recipe is a mapping of sections (data, model, training, …).")

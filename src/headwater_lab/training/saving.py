@@ -139,7 +139,7 @@ def prune_checkpoints(run: Path, keep: int, lower_is_better: bool) -> None:
 
 
 def remove_leftovers(run: Path) -> None:
-    """Remove what a killed run was writing or removing in its folder and among its checkpoints."""
+    """Remove what a killed run was writing or removing in its folder and its checkpoints."""
     for leftover in run.glob(f"{STAGING}*"):
         if leftover.is_file():
             leftover.unlink(missing_ok=True)
