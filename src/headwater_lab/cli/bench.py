@@ -94,7 +94,7 @@ def bench_decode(
     precision: TruePrecision = "32-true",
     device: DeviceName = "auto",
 ) -> None:
-    """Time the first token and each after it: transformers' Llama, headwater without mechanisms, and with each."""
+    """Time the first token and later ones: transformers' Llama, headwater without mechanisms, and with each."""
     from headwater.util.precision import Precision
     from headwater_lab.bench import decoding
 
@@ -159,7 +159,7 @@ def bench_gpu(
 
 @command(bench, "bench prices demo/language --out runs/prices", trusts=True)
 def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath | None = None) -> None:
-    """Measure what the arms of a comparison cost, against its baseline: training, and generation.
+    """Measure the cost of a comparison's arms relative to its baseline, in training and generation.
 
     Nothing needs to be trained first.
 
