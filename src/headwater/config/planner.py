@@ -146,9 +146,9 @@ def _check_inside(config: HeadwaterConfig, plan: LayerPlan) -> None:
 
 
 def output_only_from(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> int:
-    """The first of the last layers that only tokens whose output is asked for go through; how many there are if none.
+    """Find the first of the last layers that run only for tokens whose output is requested; the depth if there is none.
 
-    Later tokens need nothing of what these layers make, and what they read of lower ones is there for all tokens (keys
+    Later tokens need nothing from these layers, and what these layers read from lower ones exists for all tokens (keys
     and values as attended to) or token by token.
     """
     first_layer = len(plans)

@@ -71,7 +71,7 @@ def preset(name: str, **changes: Any) -> HeadwaterConfig:
 def _make_preset(
     name: str, paper: str, note: str, reported: str | None, *fields: dict[str, Any], **mechanisms: Any
 ) -> Preset:
-    """Make a preset. fields: parts of its config, of which later ones count."""
+    """Make a preset. fields: parts of its config; later ones take precedence."""
     merged = {field: value for of_part in fields for field, value in of_part.items()}
     return Preset(name, merged | {"mechanisms": mechanisms}, paper, note, reported)
 

@@ -322,7 +322,7 @@ def activation_bytes(
     return {
         "kept": tokens * stored + patches + (0 if loss_chunk_tokens else softmax * logits),
         "loss": at_once * (gradients + (softmax if loss_chunk_tokens else 0)),
-        # With pairs beside the tokens' a layer widens the mask.
+        # With learned pairs a layer widens the mask.
         "masks": tokens * context * (1 + copies * element + min(copies, widening)) if masked else 0,
     }
 

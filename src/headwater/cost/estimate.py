@@ -40,8 +40,8 @@ class AtContext:
     """Figures that depend on the context, or the size of the images. FLOPs are per token or image, bytes for the batch.
 
     context: tokens per row, or of an image. image_size: None for text; what follows it is None for images.
-    forward: forward FLOPs by part, causal for text. step_bytes: training state and activations with the gradient
-    checkpointing that was asked for. forward_full, training_full: count the whole square of scores. prefill: FLOPs of a
+    forward: forward FLOPs by part, causal for text. step_bytes: training state and activations with the chosen
+    gradient checkpointing. forward_full, training_full: count the whole square of scores. prefill: FLOPs of a
     prompt of this length and its last token's logits, for the whole batch.
     """
 

@@ -153,7 +153,7 @@ class Portion:
     def divide_parameters(self, full: Mechanism, portion: nn.Module, plan: LayerPlan) -> dict[str, Entries]:
         """Return the entries of each parameter of a mechanism that belong to these heads, by name.
 
-        mine: the mechanism as it is built for these heads. Raises `HeadwaterError` if it has other parameters.
+        mine: the mechanism built for these heads. Raises `HeadwaterError` if it has other parameters.
         """
         shapes = {name: parameter.shape for name, parameter in portion.named_parameters()}
         entries: dict[str, Entries] = {}

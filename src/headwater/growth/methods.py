@@ -102,7 +102,7 @@ class GrowthOptions:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that are given, without those of pairs."""
+        """The sizes that are set, except numbers of pairs."""
         return {name: size for name in SIZES if (size := getattr(self, name)) is not None}
 
 

@@ -10,9 +10,9 @@ of K / N (GQA, arXiv 2305.13245, section 2.1), which is the head of the mean of 
 
     k_h ← (1 - w)·k_h + w·(N / K)·Σ_{h' in the group of h} k_h'        v likewise
 
-The weight is that of value residual (arXiv 2410.17897) as a schedule: it moves linearly over the steps of a run whose
-recipe says `convert: {anneal: true}`. Until `headwater.conversion.convert.finish_model` makes the goal, every layer
-stores all.
+The weight is the one of value residual (arXiv 2410.17897) as a schedule: it moves linearly over the steps of a run
+whose recipe says `convert: {anneal: true}`. Until `headwater.conversion.convert.finish_model` makes the goal,
+every layer stores all.
 """
 
 import copy
@@ -59,7 +59,7 @@ class Blend(KeepsPrecision, Mechanism):
         True
     """
 
-    source = "a layer's own, going over to those of a cheaper model"
+    source = "a layer's own, gradually replaced by a cheaper model's"
 
     class Options:
         mechanisms: dict[str, Any] | None = None
@@ -106,7 +106,7 @@ class Blend(KeepsPrecision, Mechanism):
 
     @classmethod
     def goal_config(cls, options: OptionValues, config: HeadwaterConfig) -> HeadwaterConfig:
-        """The config of the cheaper model. Raises `HeadwaterError` if there is no such model."""
+        """Return the config of the cheaper model. Raises `HeadwaterError` if there is no such model."""
         heads, fewer = config.num_key_value_heads, options["num_key_value_heads"]
         goal = cls.remove_blend(config)
         mechanisms = goal.mechanisms or {}

@@ -103,8 +103,8 @@ class Context(NamedTuple):
         previous slot.
     tail: the raw tokens of earlier calls; None without a cache.
     ids: [B, T], the new tokens' ids; None unless a mechanism of the model sets `needs_input_ids`.
-    x: [B, T, D], the normed input of attention, from which queries, keys and values are projected (where these have
-        different ones, that of the queries); None at the stages around attention and feed-forward.
+    x: [B, T, D], the normed input of attention, from which queries, keys and values are projected (or the queries'
+        input where these differ); None at the stages around attention and feed-forward.
     """
 
     sources: list[Tensor]
@@ -245,7 +245,7 @@ class Mechanism(nn.Module):
     def transform_attended_kv(self, kv: KV, context: Context) -> KV:
         """Transform what all K heads attend to, k and v [B, K, S, d] -> same, after RoPE and the cache.
 
-        What the cache holds and later layers read stays as it is. All heads then run in one kernel call.
+        What the cache holds and later layers read does not change. All heads then run in one kernel call.
         """
         return kv
 

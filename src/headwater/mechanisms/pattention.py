@@ -16,15 +16,15 @@ K_(i,j) = C_i + C'_j, so that x·K_(i,j) = x·C_i + x·C'_j, and finding the k b
 
     y = Σ_h Σ_{(i,j) among the k best of head h} Θ(x·C_hi + x·C'_hj)·V_(i,j)        the heads share the values
 
-Departures: τ is stored beside the weights, one number per module, and does not change when pairs are added: with zero
+Departures: τ is stored with the weights, one number per module, and does not change when pairs are added: with zero
 keys for the new pairs the function is then exactly unchanged. The paper's τ = √n of the grown n would change it
-(docs/growth.md). Older pairs may be frozen: they are then parameters of their own, which no optimizer or weight decay
+(docs/growth.md). Older pairs may be frozen: they are then separate parameters, which no optimizer or weight decay
 reaches. GELU is the erf form, as in the GPU code; `gelu: tanh` is the TPU code's. A row of scores with ‖A‖² below 1e-24
 counts as zero: its value and its gradient are zero. Unlike an epsilon under a mean over n, this guard does not depend
 on n; the TPU code adds 1e-5 to ‖A‖ instead. The product keys' paper scores the halves of a query q = W·x with keys half
 as wide, c_i; here W is multiplied into them, C_i = W_1ᵀ·c_i, without q's bias and batch norm. Its Θ is `softmax`,
-without 1/√d. Values of which a token reads a few start larger, so that the output is about that of the default n. Of
-equal scores the first pair's counts as larger. Gradients reach the chosen pairs alone.
+without 1/√d. If a token reads only a few values, they start larger, so that the output is about as large as with the
+default n. Of equal scores the first pair's counts as larger. Gradients reach the chosen pairs alone.
 """
 
 import math

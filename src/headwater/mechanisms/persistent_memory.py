@@ -44,7 +44,7 @@ class PersistentMemory(Mechanism):
         >>> y = attend(q, torch.cat((k, more_k), dim=2), torch.cat((v, more_v), dim=2))
     """
 
-    source = "learned pairs beside the tokens'"
+    source = "learned pairs, in addition to the tokens'"
     order = 100
     paper = "1907.01470"
 

@@ -59,7 +59,7 @@ def check_layers(mechanism: type[Mechanism], options: OptionValues, config: Head
 
 
 def layers_with_values(name: str, options: OptionValues, layers: list[int], plans: Sequence[LayerPlan]) -> list[int]:
-    """List those of `layers` that have values of their own.
+    """List those `layers` that have their own values.
 
     Raises `HeadwaterError` if none has, or if one that the option `layers` names lacks them.
     """

@@ -7,7 +7,7 @@ once, on the embedding, for all that reads it. In nanochat (github.com/karpathy/
 normed before, without learned weights; in modded-nanogpt (github.com/KellerJordan/modded-nanogpt) n = 12 and it is
 normed after. Both start with λ = 0.
 
-Departures: the previous token is that of the same document; both take the one before it in the row. W starts like other
+Departures: the previous token is from the same document; both take the one before it in the row. W starts like other
 linear layers (theirs uniform in [0, 0.02), and at zero). Without `norm` the embedding is not normed.
 """
 

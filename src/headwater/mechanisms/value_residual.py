@@ -73,7 +73,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         mode: Mode | None = None  # default: learnable; of queries, keys, probabilities identity; of hidden constant
         target: Target = "values"  # of which the residual is
         source: int = 0  # the layer that is mixed in
-        layers: list[int] | None = None  # that receive; default: all after the source with values of their own
+        layers: list[int] | None = None  # that receive; default: all after the source with their own values
         weight: float | int | None = None  # λ1 of a fixed form; default: the paper's
         init: LearnableInit | None = None  # half (default); identity: λ = (0, 1), for a trained model
         plus_init: PlusInit | None = None  # of learnable_plus: uniform (default), ramp or depth

@@ -33,7 +33,7 @@ PICKLED = "pytorch_model.bin"
 # The shards that the processes of a run have written.
 SHARDS = "shard-*.safetensors"
 _LAYERS = ("num_hidden_layers", "n_layer")
-# What a config.json may set beside the fields of its config's class.
+# Fields that a config.json may set in addition to those of its config's class.
 _SETTABLE = {
     *("model_type", "name_or_path", "num_labels", "output_attentions", "per_layer_config", "rope_scaling"),
     *("torch_dtype", "use_return_dict"),

@@ -109,7 +109,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         return {name: time for name, time in super()._get_files_timestamps(working_dir).items() if not is_code(name)}
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """transformers' method. Raises `HeadwaterError` for a kernel that does not support what the config asks for."""
+        """transformers' method. Raises `HeadwaterError` for a kernel that does not support the config."""
         possible, reason = supported_kernels(self.config)
         if possible is not None and requested_attention is None:
             return "sdpa" if "sdpa" in possible else possible[0]

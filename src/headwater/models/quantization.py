@@ -12,8 +12,9 @@ from headwater.util.errors import HeadwaterError
 
 # Qualified names of linear layers' weights, and of the parameters that mechanisms have in their place.
 MAPS = r"re:(.*\.)?([a-z]+_proj\.weight|([a-z]+_proj|mlp)\.(frozen_)?(key|value))"
-# A pattern for the modules that mechanisms have beside the model's linear layers, as transformers matches names. Their
-# own linear layers, such as gates, are small, and kernels for quantized weights do not take all of their sizes.
+# A pattern for the modules that mechanisms have in addition to the model's linear layers, as transformers matches
+# names. Their own linear layers, such as gates, are small, and kernels for quantized weights do not take all of their
+# sizes.
 BESIDE = r".*\bmechanisms"
 
 

@@ -167,7 +167,7 @@ class Attention(nn.Module):
         return [group.select_inputs(q, attention_mask, context.sources) for group in self.groups]
 
     def add_pairs(self, inputs: list[KernelInputs], context: Context) -> list[KernelInputs]:
-        """The calls, with what every token sees beside the tokens."""
+        """Add to the calls the keys and values that every token sees in addition."""
         pairs = [mechanism.add_key_values(context) for mechanism in self.list_acting(Stage.ADDED_KEY_VALUES)]
         return divide_pairs(inputs, pairs) if pairs else inputs
 

@@ -144,7 +144,7 @@ class Block(GradientCheckpointingLayer):
         return x
 
     def normalize_part(self, letter: Part, x: Tensor | None, context: Context) -> Tensor | None:
-        """`normalize_input` of the input of keys or values alone, with tails of its own; None if there is none."""
+        """`normalize_input` of the input of keys or values alone, with separate tails; None if there is none."""
         if x is None:
             return None
         tail = None if context.tail is None else PartTail(context.tail, letter)

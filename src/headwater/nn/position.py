@@ -19,7 +19,8 @@ class RotaryEmbedding(KeepsPrecision):
 
     The frequencies are 1 / base^(2i/r) by default; for other types transformers' functions compute them from
     `config.rope_parameters`. Those of "dynamic" and "longrope" change with the length of the sequence: each row, and
-    each document in it, has those of its own length. They stay in fp32 in half precision; in an fp64 model all is fp64.
+    each document in it, has the frequencies for its own length. They stay in fp32 in half precision; in an fp64 model
+    all is fp64.
     """
 
     inv_freq: Tensor

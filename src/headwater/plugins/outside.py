@@ -163,7 +163,7 @@ def _texts_in(values: Any) -> Iterator[str]:
 
 
 def _leads_out(name: str) -> bool:
-    """Whether a name is a path that does not stay below the current folder as it is written, or a hidden one there."""
+    """Whether a name is a path that, as written, leaves the current folder, or a hidden one inside it."""
     segments = Path(name).parts
     if not segments or "\0" in name:
         return False

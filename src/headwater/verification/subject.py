@@ -145,7 +145,7 @@ class Subject:
 def _takes_whole_mask(model: PreTrainedModel) -> bool:
     """Whether calls with a cache take the mask of all tokens so far, as most models do.
 
-    Mamba's first models take that of the call's own tokens, and make `generate` pass none after the prefill.
+    Mamba's first models take the mask of the call's own tokens, and make `generate` pass none after the prefill.
     """
     ids = torch.ones(1, 3, dtype=torch.long)
     try:

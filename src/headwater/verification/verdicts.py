@@ -103,7 +103,7 @@ def verify_twice(model: PreTrainedModel, seed: int, ways: Sequence[Way], exact_t
 
 
 class _Precision:
-    """A copy of a model in one dtype, its texts, and the tolerance that its own rounding asks for."""
+    """A copy of a model in one dtype, its texts, and the tolerance for its own rounding."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, seed: int, tolerance: float) -> None:
         self.subject: Subject | None = None

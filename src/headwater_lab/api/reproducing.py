@@ -151,7 +151,7 @@ def _describe_cost(work: Work) -> str:
 
 
 def choose_tables(papers: Sequence[str]) -> dict[str, PaperTable]:
-    """Choose all tables, or those of `papers`, each a paper or a table."""
+    """Choose all tables, or only `papers`, each a paper or a table."""
     tables = read_tables()
     names = sorted({name.partition("/")[0] for name in tables})
     for paper in papers:

@@ -56,7 +56,7 @@ class Equal:
 
     More than the arm's N, or if N is tokens, than the baseline's at this size. These differ where arms cost the same
     time, or FLOPs; as the baseline's tokens go with its time, `more` is then also how much longer it has to train.
-    more: its error is that of log(1 + more).
+    more: its error is the error of log(1 + more).
     inside: whether that N is within the trained sizes; otherwise it is extrapolated.
     """
 
@@ -103,8 +103,8 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
     the logarithm), with Student's t for that number of seeds. They cover the seeds, not the law's form: with as many
     sizes as constants it passes through all points.
 
-    Sizes are those of the baseline; arms that lack one are left out, and so are seeds that not all arms have at all
-    sizes. None if there are fewer sizes than constants, or no seed is left.
+    Sizes are the baseline's; arms that lack one are left out, and so are seeds that are missing for any arm or
+    size. None if there are fewer sizes than constants, or no seed is left.
 
     Laws are fitted to the loss in nats per token, or to bits per byte where tokenizers differ.
 

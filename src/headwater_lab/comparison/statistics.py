@@ -43,7 +43,7 @@ class Paired:
     more: pairs still needed to find such a difference with a probability of 80 %; None where it is found, where their
         number is unknown, and where it is above 10 000.
     detectable: the difference that as many pairs would find with that probability; None without a spread.
-    looks, margin: of a comparison that adds seeds until it is decided; `interval` is then that of the last look, `p`
+    looks, margin: of a comparison that adds seeds until it is decided; `interval` is then the last look's, `p`
         and `detectable` are None, and `more` counts seeds until any verdict.
     """
 

@@ -157,7 +157,7 @@ def describe_runs(recipe: Recipe, arms: int | None = None) -> str:
 
 
 def make_tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Path) -> Trial:
-    """Make the trial of a learning rate, in a separate folder next to those of the comparison."""
+    """Make the trial of a learning rate, in a separate folder next to the comparison's."""
     trial = make_trial(recipe, arm, seed, out, next(iter(recipe.compare.sizes), None) if recipe.compare else None)
     return Trial(
         experiment=trial.experiment.model_copy(update={"phase": "tuning", "seed_plan": None}),

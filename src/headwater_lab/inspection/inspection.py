@@ -93,7 +93,7 @@ def inspect_model(
 ) -> Inspection:
     """Look inside a trained model without changing it.
 
-    text: a file to read; default: the model's latest training data, of which models of images read held-out images.
+    text: a file to read; default: the model's latest training data, or for image models its held-out images.
     rows: rows of the text, default 16; or the number of images, default 64. context: tokens per row; default: the
     data's, or at most 256 for a text. scalars_only: read neither text nor images, only the scalars.
     Raises `HeadwaterError` if there is nothing to read, too little, or data that the model cannot read.

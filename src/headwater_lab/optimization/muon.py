@@ -32,8 +32,8 @@ class Muon(torch.optim.Optimizer):
     all matrices of one shape are one batched product, and under FSDP2 each process orthogonalizes a share of them,
     unsharded, and sends the rows back to their owners.
 
-    Its state is that of `torch.optim.Muon`: "momentum_buffer" for each parameter. Like a fused optimizer it changes
-    nothing if `found_inf`, 0-d, is 1.
+    Its state is the same as in `torch.optim.Muon`: "momentum_buffer" for each parameter. Like a fused optimizer it
+    changes nothing if `found_inf`, 0-d, is 1.
     """
 
     # How GradScaler and our loop tell that an optimizer can skip a step on the device.

@@ -64,7 +64,7 @@ class TableCell(Settings):
     arm: ReferenceText | None = None
     """The arm whose measure is shown; null if there is none."""
     minus: ReferenceText | None = None
-    """Minus that of this arm."""
+    """The arm whose measure is subtracted."""
     over: ReferenceText | None = None
     """The increase over this arm, as a share of it."""
     measure: Measure | None = None
@@ -178,7 +178,7 @@ class Gains(Settings):
 
 
 class Ordered(Settings):
-    """`measure` of `first` is larger than that of `second` within the same runs of `arm`, seed by seed."""
+    """`measure` is larger for `first` than for `second` within the same runs of `arm`, seed by seed."""
 
     test: Literal["larger"]
     says: str

@@ -158,7 +158,7 @@ class Reporting(Settings):
     save_every: Annotated[Count | None, WITHIN_THE_RUN] = 200
     """Steps between checkpoints; null saves only at the end."""
     keep_checkpoints: Count = 2
-    """Number of newest checkpoints to keep, besides the one with the best held-out result."""
+    """Number of newest checkpoints to keep, in addition to the one with the best held-out result."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
     wandb: str | None = None

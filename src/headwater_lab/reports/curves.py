@@ -21,7 +21,7 @@ DENSE = 8
 class Curve:
     """One run, or the mean of several. NaN where a loss was not finite.
 
-    tokens, flops: including those of the model it started from.
+    tokens, flops: including the starting model's.
     """
 
     steps: list[int]

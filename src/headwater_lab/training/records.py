@@ -241,7 +241,7 @@ class RunRecord(_Section):
     parameters: RecordCount
     """Trainable parameters, tied ones once."""
     embedding_parameters: RecordCount = 0
-    """Of these, those of the embedding and of an untied output head."""
+    """Of these, the parameters of the embedding and of an untied output head."""
     cache_bytes_per_token: RecordCount
     """Bytes each further token adds to the K/V cache of one sequence, in fp32."""
     unit: Literal["tokens", "images"] = "tokens"
@@ -294,12 +294,12 @@ class RunRecord(_Section):
 
     @property
     def total_tokens(self) -> int:
-        """Training tokens, including those of the model it started from."""
+        """Training tokens, including the starting model's."""
         return self.tokens + (self.origin.tokens if self.origin else 0)
 
     @property
     def total_flops(self) -> float:
-        """Training FLOPs, including those of the model it started from."""
+        """Training FLOPs, including the starting model's."""
         return self.flops + (self.origin.flops if self.origin else 0.0)
 
     @property

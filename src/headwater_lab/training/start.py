@@ -439,7 +439,7 @@ class Setup:
         self.warnings = self.list_warnings() if checkpoint is None else []
 
     def begin_progress(self, checkpoint: Path | None) -> Progress:
-        """Read the progress of a resumed run, or make that of a new one."""
+        """Read the progress of a resumed run, or begin a new one."""
         description = self.data.description
         if checkpoint is not None:
             return run_in_first(self.fabric, resume_progress, checkpoint, self.recipe, description)

@@ -143,7 +143,7 @@ class TitanModel(BaseModel):
         return self.compute_logits(x)
 
     def gather_positions(self, positions: Tensor | None) -> Tensor | None:
-        """The positions of whole rows, of which this process may have a part."""
+        """Gather the positions of whole rows, of which this process may have only a part."""
         if self.context_mesh is None or positions is None:
             return positions
         shards = DTensor.from_local(positions, self.context_mesh, [Shard(1)], run_check=False)

@@ -107,7 +107,7 @@ class ServedModel(nn.Module, SupportsLoRA):
         return {name for name, _ in self.named_parameters()}
 
     def take_kernels(self) -> None:
-        """Give linear layers vLLM's kernel for CPUs, which keeps their weights in an order of its own.
+        """Give linear layers vLLM's kernel for CPUs, which keeps their weights in its own order.
 
         With few tokens a step, PyTorch's takes twice as long. Those of attention and feed-forward become vLLM's own
         layers, which adapters can change. A mechanism's may be called for other tokens than the batch's, and no adapter

@@ -56,7 +56,7 @@ class Operation:
 
 
 Problem = tuple[dict[QuantityName, int | Operation], QuantityName]
-"""The statements about quantities, in order, and the quantity that is asked for."""
+"""The statements about quantities, in order, and the quantity in the question."""
 
 
 @register_kind
