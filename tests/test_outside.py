@@ -371,7 +371,7 @@ class Acting(Mechanism):
         (lambda plans: [plan.acting(Acting, Acting.transform_qvk) for plan in plans], "did you mean 'transform_qkv'"),
         (
             lambda plans: [plan.acting(Acting, Acting.add_key_values) for plan in plans],
-            "add_key_values, which its class lacks",
+            "add_key_values, but its class does not define it",
         ),
         (lambda plans: None, "must return a list"),
         (lambda plans: plans[:1], "must return a list"),

@@ -530,7 +530,7 @@ def test_an_outside_mechanism_has_to_say_how_it_grows(monkeypatch):
         ({}, dict(hidden_size=10**10), "less than or equal to 2147483647"),
         ({}, dict(num_attention_heads=7), "must be a multiple of 2, not 7"),
         ({}, dict(num_key_value_heads=4), "only where they are copied.* by the same factor"),
-        ({}, dict(hidden_size=40, method="zero"), "no method 'zero'"),
+        ({}, dict(hidden_size=40, method="zero"), "no growth method 'zero'"),
         ({}, dict(hidden_size=40, method="stack+identity"), "one that makes it wider"),
         ({}, dict(hidden_size=40, method="stack"), "makes no model wider; use, for example, stack[+]exact"),
         (
@@ -539,8 +539,8 @@ def test_an_outside_mechanism_has_to_say_how_it_grows(monkeypatch):
             "no model deeper; use, for example, identity[+]net2net",
         ),
         ({}, dict(num_hidden_layers=4, method="stack"), "can be 6 or 9, not 4"),
-        ({}, dict(num_hidden_layers=4, key_init="random"), "key_init is about new pairs"),
-        ({}, dict(num_hidden_layers=4, tau="recompute"), "tau is about new pairs"),
+        ({}, dict(num_hidden_layers=4, key_init="random"), "key_init applies only to new pairs"),
+        ({}, dict(num_hidden_layers=4, tau="recompute"), "tau applies only to new pairs"),
         ({}, dict(num_hidden_layers=6, method="stack+lemon"), "'lemon' is for the other; use the method stack"),
         ({}, dict(hidden_size=40, method="stack+lemon"), "'stack' is for the other; use the method lemon"),
         (

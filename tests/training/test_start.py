@@ -178,7 +178,7 @@ def test_what_comes_between_growth_and_training_does_not_stop_it(base, pairs_rec
     assert run("retrofit", tmp_path / "grown", "--mechanism", "neutreno", "--out", tmp_path / "more")[0] == 0
     record = train(pairs_recipe(**start(tmp_path / "more")), tmp_path / "run")
     assert weights(tmp_path / "run")["model.layers.0.self_attn.q_proj.scale.tau"].item() == pytest.approx(12**0.5)
-    assert any("τ of 8 maps goes to √n" in notice.message for notice in record.notices)
+    assert any("τ of 8 maps is annealed to √n" in notice.message for notice in record.notices)
 
 
 @pytest.mark.slow
