@@ -209,7 +209,7 @@ def test_the_help_of_options_is_taken_out_of_the_docstring():
         assert not re.search(r"^[a-z_]+: ", command.help, re.MULTILINE), command.name
     (plan,) = (command for command in commands if command.name == "plan")
     texts = {option.name: option.help for option in plan.params}
-    assert texts["images"] == "The same in images, for image models, e.g. 384M."
+    assert texts["images"] == "Training budget in images, for image models, e.g. 384M."
     assert texts["json"] == "Print JSON."
 
 

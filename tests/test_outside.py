@@ -371,7 +371,7 @@ class Acting(Mechanism):
         (lambda plans: [plan.acting(Acting, Acting.transform_qvk) for plan in plans], "did you mean 'transform_qkv'"),
         (
             lambda plans: [plan.acting(Acting, Acting.add_key_values) for plan in plans],
-            "add_key_values, which its class lacks",
+            "add_key_values, but its class does not define it",
         ),
         (lambda plans: None, "must return a list"),
         (lambda plans: plans[:1], "must return a list"),
@@ -869,7 +869,7 @@ def test_every_command_works_with_a_mechanism_from_outside(gated, anew, here):
 
     assert "no parameter tokens" in of_folder("grow", "run", "ffn_pairs=64", code=2)
     wide = ["hidden_size=32", "num_attention_heads=4", "--out", "wide"]
-    assert "does not say how it grows" in of_folder("grow", "run", *wide, code=2)
+    assert "does not define how it grows" in of_folder("grow", "run", *wide, code=2)
     assert "written to" in of_folder("retrofit", "run", "--mechanism=kv_shift", "--out", "more")
     assert list(HeadwaterForCausalLM.from_pretrained(here / "more", trust=[gated]).config.mechanisms) == [
         "kv_shift",

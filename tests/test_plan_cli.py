@@ -208,7 +208,7 @@ def test_a_schedule_from_a_checkpoint_that_is_missing_is_not_priced_as_another_m
         tmp_path / "r.yaml", start={"checkpoint": "missing", "convert": {"num_key_value_heads": 1}}, stages=stages
     )
     code, _, err = run("plan", path)
-    assert (code, "begins with the checkpoint 'missing', which is not there" in err) == (2, True)
+    assert (code, "begins with the checkpoint 'missing', which does not exist" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

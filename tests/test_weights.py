@@ -122,7 +122,7 @@ def test_a_tensor_without_a_place_is_refused_by_a_run_that_begins_with_it(tmp_pa
     path = write_model(tmp_path / "own", shared())
     begin_with(path, shared(), [], distributed=False)
     stored(path, lambda tensors: tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)})
-    with pytest.raises(HeadwaterError, match=r"1 have no place in the model, model.layers.0.self_attn.q_proj.bias"):
+    with pytest.raises(HeadwaterError, match=r"1 are not in the model, model.layers.0.self_attn.q_proj.bias"):
         begin_with(path, shared(), [], distributed=False)
 
 

@@ -4,7 +4,7 @@
 
     run = lab.train(recipe, "runs/mine")
 
-What is named here is imported when it is first used.
+Names are imported when they are first used.
 """
 
 import sys

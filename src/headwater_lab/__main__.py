@@ -1,4 +1,4 @@
-"""`python -m headwater_lab` is the command line, as `torchrun -m headwater_lab` needs it."""
+"""Run the command line with `python -m headwater_lab`, as `torchrun -m headwater_lab` does."""
 
 from importlib import import_module
 

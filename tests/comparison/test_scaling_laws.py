@@ -117,7 +117,7 @@ def test_a_loss_below_all_of_the_law_is_infinitely_far():
     losses = {"base": lambda n, _: law(n, 1.5, 40.0, 0.3), "other": lambda n, _: 1.2 - 1e-8 * n}
     found = fit_scaling(runs(losses, seeds=(0, 1)))
     assert all(one.more.value == np.inf and one.more.interval is None and not one.inside for one in found.equals)
-    assert found.sentences()[0] == "other, S: no base of any size has its loss, by the fitted law."
+    assert found.sentences()[0] == "other, S: no base of any size reaches its loss, by the fitted law."
 
 
 def test_a_baseline_that_does_not_fall_equals_nothing():
@@ -151,7 +151,7 @@ def test_two_sizes_are_too_few_for_three_constants():
     losses = {"base": lambda n, _: law(n, 1.5, 40.0, 0.3), "other": lambda n, _: law(n, 1.5, 39.0, 0.3)}
     two = {"S": 1e5, "M": 4e5}
     assert fit_scaling(runs(losses, sizes=two)) is None
-    with pytest.raises(HeadwaterError, match="3 sizes with different parameters, and these have 2"):
+    with pytest.raises(HeadwaterError, match="3 sizes with different parameters, but these have 2"):
         fit_scaling(runs(losses, sizes={"S": 1e5, "M": 4e5, "M again": 4e5}))
 
 

@@ -266,9 +266,9 @@ def test_the_divergence_and_its_gradient_are_those_of_the_equation(temperature):
         ({}, {"num_key_value_heads": 2}, "must be 1 to make them fewer"),
         (dict(num_key_value_heads=4), {"num_key_value_heads": 3}, "4 key/value heads cannot be divided into 3"),
         (dict(num_key_value_heads=1), {"num_key_value_heads": 1}, "one key/value head"),
-        ({}, {"mechanisms": {"kv_source": {"keys": "own", "values": "own"}}}, "that they read now"),
-        ({}, {"mechanisms": {"kv_shift": {}}}, "'kv_shift' does not only let layers share"),
-        ({}, {"mechanisms": {"kv_source": {}, "output_gate": {}}}, "'output_gate' does not only let layers share"),
+        ({}, {"mechanisms": {"kv_source": {"keys": "own", "values": "own"}}}, "same keys and values as before"),
+        ({}, {"mechanisms": {"kv_shift": {}}}, "'kv_shift' does more than let layers share"),
+        ({}, {"mechanisms": {"kv_source": {}, "output_gate": {}}}, "'output_gate' does more than let layers share"),
         *(
             (
                 dict(num_key_value_heads=4),
@@ -613,7 +613,7 @@ def test_the_source_is_not_written_to(written, tmp_path, run):
     for folder in (model, model / "inside"):
         code, _, error = run("convert", model, *given, "training.batch_size=2", "--out", folder)
         assert code == 2
-        assert "is, holds, or is in the source" in " ".join(error.split())
+        assert "is the source, contains it, or is inside it" in " ".join(error.split())
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
@@ -651,15 +651,18 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "Say how the cache becomes smaller"),
+        ([], "Choose how to make the cache smaller"),
         (["--num-key-value-heads", "3"], "must be 1 to make them fewer"),
-        (["--mechanism", "kv_shift"], "does not only let layers share"),
-        (["--num-key-value-heads", "1", "--mechanism", "short_conv"], "does not only let layers share"),
+        (["--mechanism", "kv_shift"], "does more than let layers share"),
+        (["--num-key-value-heads", "1", "--mechanism", "short_conv"], "does more than let layers share"),
         (
             ["--num-key-value-heads", "1", "--heal", "1k", "stages=[]"],
-            "no stage after which the model is the smaller one",
+            "No stage of the recipe ends with",
         ),
-        (["--num-key-value-heads", "1", "--heal", "1k", "--no-anneal", "stages=[]"], "no stage after which"),
+        (
+            ["--num-key-value-heads", "1", "--heal", "1k", "--no-anneal", "stages=[]"],
+            "No stage of the recipe ends with",
+        ),
         (
             ["--num-key-value-heads", "1", "--heal", "1k", "training.distillation.teacher=/nope"],
             "no local file or folder '/nope'",

@@ -336,7 +336,7 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch):
     ("change", "message"),
     [
         (lambda x: x.pop("model.layers.1.mlp.up_proj.weight"), r"layers\.1\.mlp\.up_proj\.weight' is missing"),
-        (lambda x: x.update({"model.extra.weight": torch.zeros(2)}), r"model\.extra\.weight' has no place"),
+        (lambda x: x.update({"model.extra.weight": torch.zeros(2)}), r"model\.extra\.weight' is not part of the model"),
         (lambda x: x.update({"model.norm.weight": torch.zeros(5)}), r"model\.norm\.weight' has a different shape"),
     ],
 )

@@ -287,7 +287,7 @@ def test_killed_at_any_moment_it_starts_over(folder, tmp_path, bpe):
 
 
 def stopping(after: int, *arguments, **changes) -> None:
-    """For a process that ends as if it was killed, in place of its rename number `after`."""
+    """Code that kills the process when it is about to make rename number `after`."""
     renames, rename = iter(range(after)), Path.replace
     Path.replace = lambda self, target: rename(self, target) if next(renames, None) is not None else os._exit(1)
     make(*arguments, **changes)
@@ -587,7 +587,7 @@ def test_long_documents_lie_in_one_shard(tmp_path, bpe, monkeypatch):
         ({"s/e.txt": b""}, {}, "There is no text in .*only empty documents"),
         ({"s/b.dat": bytes(range(256))}, {}, "none of its 1 files is UTF-8"),
         ({"s/t.txt": b"tiny"}, {}, "one document of 4 bytes, too short to hold out part of it"),
-        ({"s/x.jsonl": b'{"text": "a row"}\n' * 50}, {}, "one text, again and again"),
+        ({"s/x.jsonl": b'{"text": "a row"}\n' * 50}, {}, "one text, repeated"),
         ({"s/x.parquet": b"not parquet"}, {}, "cannot be read as parquet"),
         ({"s/x.jsonl": b'{"text": "a"}\n{not json'}, {}, "cannot be read as jsonl: line 2"),
         ({"s/x.jsonl": b"[1]\n"}, {}, "Line 1 of .* is not a JSON object"),

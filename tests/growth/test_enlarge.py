@@ -79,9 +79,9 @@ LOSSLESS = {
 REFUSED = {
     ("half the heads", "heads"): "second half",
     ("half the heads", "all"): "even number",
-    ("skip one", "5 layers"): "all be as far apart",
-    ("skip chained", "5 layers"): "all be as far apart",
-    ("skip one and two", "5 layers"): "all be as far apart",
+    ("skip one", "5 layers"): "change some of these distances",
+    ("skip chained", "5 layers"): "change some of these distances",
+    ("skip one and two", "5 layers"): "change some of these distances",
     ("skip one and two", "heads"): "divided evenly",
     ("skip one and two", "all"): "divided evenly",
     ("every second", "5 layers"): "dilation",
@@ -260,7 +260,7 @@ def test_the_last_norm_makes_up_for_a_tied_head_that_reads_copies(norm):
 
 def test_another_function_is_refused_though_the_rules_missed_it(monkeypatch):
     monkeypatch.setattr(enlarge.Moves, "is_silenced", lambda self, name: False)
-    with pytest.raises(HeadwaterError, match="an error of headwater"):
+    with pytest.raises(HeadwaterError, match="This is a bug in headwater"):
         grow(shared(), num_hidden_layers=4)
 
 
@@ -513,7 +513,7 @@ class Wordless(KVShift):
 
 
 def test_an_outside_mechanism_has_to_say_how_it_grows(monkeypatch):
-    for kind, said in ((Unknown, "does not say how it grows"), (Wordless, "does not say what the entries")):
+    for kind, said in ((Unknown, "does not define how it grows"), (Wordless, "does not describe the axes")):
         monkeypatch.setitem(MECHANISMS.added, "mine", kind)
         with pytest.raises(HeadwaterError, match=said):
             grow(build({"mine": {}}), num_hidden_layers=4)
@@ -530,8 +530,8 @@ def test_an_outside_mechanism_has_to_say_how_it_grows(monkeypatch):
         ({}, dict(hidden_size=10**10), "less than or equal to 2147483647"),
         ({}, dict(num_attention_heads=7), "must be a multiple of 2, not 7"),
         ({}, dict(num_key_value_heads=4), "only where they are copied.* by the same factor"),
-        ({}, dict(hidden_size=40, method="zero"), "no method 'zero'"),
-        ({}, dict(hidden_size=40, method="stack+identity"), "one to make it wider"),
+        ({}, dict(hidden_size=40, method="zero"), "no growth method 'zero'"),
+        ({}, dict(hidden_size=40, method="stack+identity"), "one that makes it wider"),
         ({}, dict(hidden_size=40, method="stack"), "makes no model wider; use, for example, stack[+]exact"),
         (
             {},
@@ -539,11 +539,15 @@ def test_an_outside_mechanism_has_to_say_how_it_grows(monkeypatch):
             "no model deeper; use, for example, identity[+]net2net",
         ),
         ({}, dict(num_hidden_layers=4, method="stack"), "can be 6 or 9, not 4"),
-        ({}, dict(num_hidden_layers=4, key_init="random"), "key_init is about new pairs"),
-        ({}, dict(num_hidden_layers=4, tau="recompute"), "tau is about new pairs"),
+        ({}, dict(num_hidden_layers=4, key_init="random"), "key_init applies only to new pairs"),
+        ({}, dict(num_hidden_layers=4, tau="recompute"), "tau applies only to new pairs"),
         ({}, dict(num_hidden_layers=6, method="stack+lemon"), "'lemon' is for the other; use the method stack"),
         ({}, dict(hidden_size=40, method="stack+lemon"), "'stack' is for the other; use the method lemon"),
-        ({"mechanisms": MODELS["pattention"]}, dict(attention_pairs=99, method="stack"), "about layers and widths"),
+        (
+            {"mechanisms": MODELS["pattention"]},
+            dict(attention_pairs=99, method="stack"),
+            "applies only to layers and widths",
+        ),
         ({}, dict(hidden_size=40, method="hypercloning"), "can be 64 or 96, not 40"),
         ({"norm_weight": False}, dict(hidden_size=40), "norms without weights"),
         ({"qk_norm": True}, dict(hidden_size=40), "norm_eps"),

@@ -279,8 +279,8 @@ def test_what_cannot_be_grown_is_refused(arguments, said):
     [
         ({"score": "softmax"}, dict(attention_pairs=9), r"weight e\^0 = 1"),
         ({"top_k": 2}, dict(ffn_pairs=15), "a zero key beats negative scores"),
-        ({}, dict(attention_pairs=9, method="stack"), "about layers and widths"),
-        ({}, dict(attention_pairs=9, method="junk"), "no method 'junk'"),
+        ({}, dict(attention_pairs=9, method="stack"), "applies only to layers and widths"),
+        ({}, dict(attention_pairs=9, method="junk"), "no growth method 'junk'"),
     ],
 )
 def test_what_cannot_be_grown_is_refused_without_a_model_too(options, arguments, said):

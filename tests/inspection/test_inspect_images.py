@@ -93,7 +93,7 @@ def checkpoint(tmp_path):
     ("arguments", "message"),
     [
         (["model"], "does not record its training data; pass --scalars"),
-        (["model", "--text", "a.txt"], "a model of images, and --text is for text"),
+        (["model", "--text", "a.txt"], "an image model, and --text is for text"),
         (["model", "--context", "32"], "--context is for text"),
         (["model", "--rows", "0"], "--rows must be at least 1 image"),
     ],

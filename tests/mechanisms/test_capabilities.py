@@ -58,7 +58,7 @@ def test_mechanisms_have_capabilities_with_the_arguments_of_the_protocol(name):
 
 def test_half_a_capability_is_refused():
     with pytest.raises(
-        HeadwaterError, match=r"Half has a part of ActsInTraining .* lacks describe_training and prepare"
+        HeadwaterError, match=r"Half defines only part of ActsInTraining .* lacks describe_training and prepare"
     ):
 
         class Half(Mechanism):

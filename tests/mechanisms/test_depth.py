@@ -168,7 +168,7 @@ def test_the_gate_sees_the_input_of_queries():
         ({"depth_attention": {"queries": 2}}, {}, "queries must be 1 or 3, not 2"),
         ({"depth_attention": {"layers": [0]}}, {}, "layer 0 cannot receive from layer 0"),
         ({"depth_attention": {}}, {"num_hidden_layers": 1}, "add layers to the model, or remove depth_attention"),
-        ({"mudd": {}}, {"num_hidden_layers": 1}, "the model has one; add layers, or remove mudd"),
+        ({"mudd": {}}, {"num_hidden_layers": 1}, "the model has only one; add layers, or remove mudd"),
     ],
 )
 def test_what_a_config_refuses(mechanisms, changes, message):

@@ -1,4 +1,4 @@
-"""Learned pairs beside the tokens'."""
+"""Learned pairs in addition to the tokens'."""
 
 import pytest
 import torch

@@ -55,11 +55,11 @@ def test_generate_takes_either_name(name):
 def test_both_names_are_refused():
     model, ids = build(MIXED), tokens(1, 4)
     for call in (model, model.model, lambda ids, **both: model.generate(ids, max_new_tokens=2, **both)):
-        with pytest.raises(HeadwaterError, match="two names of one argument"):
+        with pytest.raises(HeadwaterError, match="two names for the same argument"):
             call(ids, **caches(model))
         call(ids, **BOTH)  # None under both is no cache
         call(ids, **BOTH | {"cache": DynamicCache(config=model.config)})
-    with pytest.raises(HeadwaterError, match="two names of one argument"):
+    with pytest.raises(HeadwaterError, match="two names for the same argument"):
         model.create_masks_for_generate(model.config, torch.zeros(1, 4, 32), None, **caches(model))
 
 

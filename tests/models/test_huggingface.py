@@ -725,8 +725,8 @@ REFUSED = {
     "mechanism with a number for a name": (dict(mechanisms={1: {}}), "no mechanism named '1'"),
     "negative start": (dict(initializer_range=-1.0), "initializer_range must be zero or more"),
     "negative epsilon": (dict(norm_eps=-1.0), "norm_eps must be zero or more"),
-    "negative dropout": (dict(attention_dropout=-0.1), "attention_dropout is a probability below 1, not -0.1"),
-    "whole dropout": (dict(residual_dropout=1.0), "residual_dropout is a probability below 1, not 1.0"),
+    "negative dropout": (dict(attention_dropout=-0.1), "attention_dropout must be a probability below 1, not -0.1"),
+    "whole dropout": (dict(residual_dropout=1.0), "residual_dropout must be a probability below 1, not 1.0"),
     "no window": (dict(sliding_window=1), "sliding_window must be at least 2, not 1"),
     "no layers": (dict(num_hidden_layers=0), "num_hidden_layers must be at least 1, not 0"),
     "no first layer": (dict(num_hidden_layers=0, mechanisms={"value_residual": {}}), "num_hidden_layers"),
@@ -741,7 +741,7 @@ REFUSED = {
     "text for a base": (dict(rope_parameters=dict(rope_theta="x")), "rope_theta must be a number"),
     "rope of zeros": (
         dict(rope_parameters=dict(rope_type="yarn", factor=0, rope_theta=1e4, original_max_position_embeddings=64)),
-        "makes no frequencies",
+        "cannot compute frequencies",
     ),
     "no number": (dict(norm_eps=float("nan")), "norm_eps must be zero or more and finite"),
     "text for a number": (dict(num_hidden_layers="three"), "num_hidden_layers"),
@@ -839,7 +839,7 @@ def test_what_is_set_later_is_settled_as_what_is_given_at_first(changes, tmp_pat
 
 
 def test_fields_of_layers_are_refused():
-    with pytest.raises(HeadwaterError, match="layers do not read per_layer_config"):
+    with pytest.raises(HeadwaterError, match="does not support per_layer_config"):
         config(per_layer_config={0: {"num_key_value_heads": 1}})
 
 

@@ -254,7 +254,7 @@ def test_assisted_generation_and_beams():
 
 def test_a_part_of_the_layers_is_no_assistant():
     model, ids = shared({"kv_shift": {}}, num_hidden_layers=DEPTH), tokens(1, 9)
-    with pytest.raises(HeadwaterError, match="assistant_early_exit runs a part of the layers"):
+    with pytest.raises(HeadwaterError, match="assistant_early_exit runs only some of the layers"):
         model.generate(ids, assistant_early_exit=2, max_new_tokens=3, do_sample=False)
     assert model.config.num_hidden_layers == DEPTH
 

@@ -435,7 +435,7 @@ def test_headwater_serve_refuses_before_it_starts(run, tmp_path):
     code, _, err = run("serve", tmp_path / "plain", "--continuous-batching")
     assert code == 2
     assert err.startswith("headwater: There is no option --continuous-batching with --engine transformers")
-    assert "--dtype no is no dtype" in run("serve", tmp_path / "plain", "--dtype", "no")[2]
+    assert "--dtype no is not a PyTorch dtype" in run("serve", tmp_path / "plain", "--dtype", "no")[2]
 
 
 @pytest.mark.slow  # `test_paged.py` has continuous batching without a server

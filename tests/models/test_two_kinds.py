@@ -131,7 +131,7 @@ def test_masks_are_given_by_kind():
     [
         (dict(sliding_window=None), "set both, or neither"),
         (dict(sliding_layers=[4]), "between 0 and 3"),
-        (dict(sliding_layers=None), "name those, or set the fields"),
+        (dict(sliding_layers=None), "set sliding_layers, or change the fields"),
         (dict(sliding_fields=dict(head_dims=3)), "did you mean 'head_dim'"),
         (dict(sliding_fields=dict(num_key_value_heads=3)), "not divisible"),
         (dict(sliding_fields=dict(head_dim="8")), "must be a whole number"),

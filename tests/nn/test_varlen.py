@@ -255,7 +255,7 @@ def test_batches_without_documents_are_left_alone():
 @pytest.mark.parametrize(
     ("borders", "words"),
     [
-        ([0, 3, T + 4, 2 * T], "across the rows"),
+        ([0, 3, T + 4, 2 * T], "across rows"),
         ([1, T, 2 * T], "rise from 0"),
         ([0, T, 2 * T - 1], "rise from 0"),
         ([0, T, 9, 2 * T], "rise from 0"),

@@ -254,7 +254,7 @@ def test_tables_that_look_into_models_train_what_only_has_a_record(paper):
     shared = prepare_work("paper/task", "cpu", paper / "two")
     assert told(file, shared)[0].startswith("2 runs from")
     inside = prepare_work("paper/inside", "cpu", paper / "two")
-    assert "paper/inside looks into models" in told(file, inside)[0]
+    assert "paper/inside needs the models themselves" in told(file, inside)[0]
     assert len(inside.list_missing()) == 2
     train_table(inside, 1, lambda *_: None, lambda *_: None)
     assert inside.list_missing() == []

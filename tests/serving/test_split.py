@@ -111,7 +111,7 @@ def test_a_process_has_its_part_of_cache_and_weights():
     ("mechanisms", "changes", "message"),
     [
         ({}, GQA | {"num_key_value_heads": 1}, "1 key/value heads cannot be divided among 2 processes"),
-        ({"value_embedding": {"tables": 1}}, GQA, "'value_embedding' does not say that its heads can be split"),
+        ({"value_embedding": {"tables": 1}}, GQA, "'value_embedding' does not declare that its heads can be split"),
         (
             {},
             GQA | dict(sliding_window=5, sliding_layers=[0], sliding_fields={"num_key_value_heads": 2}),

@@ -126,7 +126,7 @@ def test_memory_that_ends_is_answered_with_what_needs_less(recipe, tmp_path):
     code, _, err = processes.run("train", file, "--out", tmp_path / "run", before=little_memory)
     assert code == 2, err
     (sentence,) = [line for line in err.splitlines() if line.startswith("headwater:")]
-    assert "Out of memory with 256 rows a process" in sentence
+    assert "Out of memory with 256 rows per process" in sentence
     assert "training.gradient_checkpointing=true" in sentence
     assert "Traceback" not in err
 

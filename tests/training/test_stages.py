@@ -116,8 +116,8 @@ def test_several_devices_are_told_to_go_stage_by_stage(staged, tmp_path):
         ([{"name": "a"}, {"name": "b", "grow": {"attention_pairs": 3}}], "Stage 'b': .*at least 5"),
         ([{"name": "a", "grow": {"hidden_size": 8}}], "would shrink"),
         ([{"name": "a", "grow": {"hidden_size": 33, "method": "hypercloning"}}], "hypercloning multiplies"),
-        ([{"name": "a", "grow": {"hidden_size": 33, "method": "clone"}}], "no method .clone."),
-        ([{"name": "a", "grow": {"num_hidden_layers": 4, "freeze": True}}], "freeze is about new pairs"),
+        ([{"name": "a", "grow": {"hidden_size": 33, "method": "clone"}}], "no growth method .clone."),
+        ([{"name": "a", "grow": {"num_hidden_layers": 4, "freeze": True}}], "freeze applies only to new pairs"),
         ([{"name": "a", "optimizer_state": "keep", "training": {"optimizer": "muon"}}], "adamw but trains with muon"),
         ([{"name": "a", "grow": {"ffn_pairs": 40, "freeze": True}, "optimizer_state": "keep"}], "no state can be kept"),
         (

@@ -178,7 +178,7 @@ def test_what_comes_between_growth_and_training_does_not_stop_it(base, pairs_rec
     assert run("retrofit", tmp_path / "grown", "--mechanism", "neutreno", "--out", tmp_path / "more")[0] == 0
     record = train(pairs_recipe(**start(tmp_path / "more")), tmp_path / "run")
     assert weights(tmp_path / "run")["model.layers.0.self_attn.q_proj.scale.tau"].item() == pytest.approx(12**0.5)
-    assert any("τ of 8 maps goes to √n" in notice.message for notice in record.notices)
+    assert any("τ of 8 maps is annealed to √n" in notice.message for notice in record.notices)
 
 
 @pytest.mark.slow
@@ -375,7 +375,7 @@ def test_a_run_with_more_tokens_begins_with_a_larger_model(model_of_words, tmp_p
     with torch.no_grad():
         assert torch.equal(larger(ids).logits[..., :30], model(ids).logits)
         assert larger(torch.tensor([[30, 31]])).logits.shape == (1, 2, 32)
-    assert beginning.notices == ["The model was fitted to the data: vocab_size 32 in place of 30."]
+    assert beginning.notices == ["The model was fitted to the data: vocab_size 32 instead of 30."]
     again = HeadwaterForCausalLM.from_pretrained(begun(tmp_path / "more").path)
     assert all(torch.equal(a, b) for a, b in zip(larger.parameters(), again.parameters(), strict=True))
 

@@ -310,7 +310,7 @@ def test_a_trained_model_gets_a_classifier_and_positions_for_other_images(make, 
     values["start"]["new_classifier"] = True
     record = train(parse(values, "test"), tmp_path / "run")
     (notice,) = (one.message for one in record.notices if "fitted" in one.message)
-    assert "image_size [12, 12] in place of [8, 8], classes 2 in place of 10, learned positions interpolated" in notice
+    assert "image_size [12, 12] instead of [8, 8], classes 2 instead of 10, learned positions interpolated" in notice
     model, old = (load_model(newest_checkpoint(path)) for path in (tmp_path / "run", finished))
     assert model.config.id2label == {0: "a", 1: "b"}
     assert (model.config.image_shape, model.classifier.weight.shape) == ((12, 12), (2, 16))
@@ -342,7 +342,7 @@ def test_what_is_not_fitted_is_said(make, finished, finished_text, letters, reci
     """Computed positions are not interpolated; a new classifier has no optimizer's state, and no text model has one."""
     events = [{"image_size": [size, size], "classes": 2} for size in (8, 12)]
     details = {"from": events[0], "to": events[1], "new_classifier": False, "interpolated": False}
-    assert describe_refit(Event(kind="refitted", details=details)).endswith("image_size [12, 12] in place of [8, 8].")
+    assert describe_refit(Event(kind="refitted", details=details)).endswith("image_size [12, 12] instead of [8, 8].")
     values = make().model_dump(mode="json") | {"data": letters}
     values["start"] = {"checkpoint": str(finished), "new_classifier": True, "optimizer_state": "keep"}
     with pytest.raises(HeadwaterError, match="no state for a new classifier"):

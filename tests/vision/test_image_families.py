@@ -144,7 +144,7 @@ def test_other_models_are_refused(tmp_path):
     DeiTForImageClassificationWithTeacher(CASES["deit"]).save_pretrained(tmp_path)
     with pytest.raises(HeadwaterError, match="Teacher has no classifier of the class token alone; use a DeiT"):
         from_transformers(tmp_path)
-    with pytest.raises(HeadwaterError, match="choose a family of its kind"):
+    with pytest.raises(HeadwaterError, match="choose a family of the same kind"):
         to_transformers(image_model(), "llama")
 
 

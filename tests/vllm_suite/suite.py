@@ -465,7 +465,7 @@ def test_another_version_of_vllm_says_so_and_serves_other_models(monkeypatch, ca
     with caplog.at_level("WARNING", "vllm"):
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
         register()
-    assert "is for vLLM 0.32, and this is 0.33.1" in caplog.text
+    assert "is for vLLM 0.32, but 0.33.1 is installed" in caplog.text
 
 
 def test_options_are_refused_in_one_sentence(tmp_path, server):

@@ -1,1 +1,1 @@
-"""What describes a model: the configurations, the presets and the plan of layers."""
+"""Descriptions of a model: configurations, presets and the plan of layers."""

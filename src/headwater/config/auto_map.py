@@ -29,7 +29,7 @@ _registered: set[type] = set()
 
 
 def auto_class_of(cls: type) -> str | None:
-    """The Auto class for which `cls` is exported; None if it is not one of ours, or somebody's subclass."""
+    """The Auto class for which `cls` is exported; None for classes from outside headwater and for subclasses."""
     for auto, target in EXPORTED:
         module, _, name = target.partition(":")
         if (cls.__module__, cls.__name__) == (resolve_name(module, __package__), name):
@@ -60,7 +60,7 @@ def register_class(cls: type, auto_class: str | type) -> bool:
 
 
 def has_code(config: Any) -> bool:
-    """Whether what is saved with this config carries code: its class is registered, or it was loaded with code."""
+    """Whether checkpoints with this config contain code: its class is registered, or it was loaded with code."""
     targets = (getattr(config, "auto_map", None) or {}).values()
     return type(config) in _registered or any(str(target).startswith(f"{ENTRY}.") for target in targets)
 

@@ -1,4 +1,4 @@
-"""Capabilities of mechanisms that a config asks for beyond the contract: see `headwater.mechanisms.capabilities`.
+"""Capabilities of mechanisms, beyond the contract, that a config uses: see `headwater.mechanisms.capabilities`.
 
 `config` is always a `HeadwaterConfig`, which imports this file.
 """
@@ -18,27 +18,28 @@ Map = Literal["query", "key", "value", "output", "feed_forward"]
 
 @runtime_checkable
 class CompletesOptions(Protocol):
-    """For defaults that follow from the config, but not from its later changes. Asked before `validate_options`."""
+    """Defaults that are derived once from the config and do not follow later changes. Called before
+    `validate_options`."""
 
     @classmethod
     def complete_options(cls, options: dict[str, Any], config: Any) -> dict[str, Any]:
-        """The options with what they take from the config filled in."""
+        """Return the options with defaults from the config filled in."""
 
 
 @runtime_checkable
 class LimitsKernels(Protocol):
-    """Asked when a model chooses its attention kernel, and by servers. Without it a mechanism works with all."""
+    """A choice of attention kernels. Used by models and servers; a mechanism without it works with every kernel."""
 
     @classmethod
     def list_kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
-        """The values of `attn_implementation` that it works with; None: all."""
+        """Return the supported values of `attn_implementation`; None: all."""
 
 
 @runtime_checkable
 class KeepsState(Protocol):
-    """For a mechanism that writes more than a call's raw tokens into its tail, such as a running sum.
+    """State in the tail beyond a call's raw tokens, such as a running sum.
 
-    Asked by servers with paged attention, which know raw tokens alone and refuse it.
+    Servers with paged attention store only raw tokens, and refuse such a mechanism.
     """
 
     keeps_state: ClassVar[Literal[True]]
@@ -53,12 +54,12 @@ class StopsRedirection(Protocol):
 
     @classmethod
     def stops_redirection(cls, options: dict[str, Any]) -> bool:
-        """Whether it attends to what that layer would attend to without this mechanism."""
+        """Return whether the head attends to what that layer would attend to without this mechanism."""
 
 
 @runtime_checkable
 class ReplacesLinear(Protocol):
-    """For a module in place of a linear layer of a block. Asked by attention, the feed-forward, cost and growth."""
+    """A module that replaces a linear layer of a block. Used by attention, the feed-forward, cost and growth."""
 
     @classmethod
     def build_linear(
@@ -70,7 +71,7 @@ class ReplacesLinear(Protocol):
     def count_linear_cost(
         cls, options: dict[str, Any], config: Any, layer: int, name: Map, d_in: int, d_out: int
     ) -> Cost | None:
-        """Cost of that module; None where `build_linear` returns None."""
+        """Return the cost of that module; None where `build_linear` returns None."""
 
 
 def replaces_linear(mechanism: type, options: dict[str, Any], config: Any, layer: int, name: Map, width: int) -> bool:

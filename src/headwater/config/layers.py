@@ -1,4 +1,4 @@
-"""Layers with and without a sliding window: the config as each of them sees it, and the kind of its cache.
+"""Layers with and without a sliding window: the config of each layer, and its kind of cache.
 
 `config` is always a `HeadwaterConfig`, which imports this file.
 """
@@ -22,7 +22,7 @@ _OWN = "headwater_attention", "headwater_sliding_attention"
 
 
 def layer_config(config: Any, layer: int) -> Any:
-    """The config as one layer sees it: a copy with the layer's own fields where layers differ, else `config` itself."""
+    """The config of one layer: a copy with the layer's own fields where layers differ, otherwise `config` itself."""
     if config.sliding_layers is None:
         return config
     fields = (config.sliding_fields or {}) if config.slides(layer) else {"sliding_window": None}
@@ -43,7 +43,7 @@ def cache_types(config: Any, windows_are_ordinary: bool) -> list[str]:
 
 
 def complete_sliding(config: Any) -> None:
-    """Check `sliding_layers` and `sliding_fields`, and fill in what they leave out. Raises `HeadwaterError`."""
+    """Check `sliding_layers` and `sliding_fields`, and fill in their defaults. Raises `HeadwaterError`."""
     if config.sliding_layers is not None:
         _complete_layers(config, config.sliding_layers)
     if not config.sliding_fields:
@@ -51,8 +51,8 @@ def complete_sliding(config: Any) -> None:
         return
     if config.sliding_layers is None:
         raise HeadwaterError(
-            "sliding_fields differ in sliding_layers, which are some of the layers; name those, or set the fields "
-            "themselves."
+            "sliding_fields apply only to sliding_layers, which are not set; set sliding_layers, or change the "
+            "fields for all layers."
         )
     for name in config.sliding_fields:
         if name not in _FIELDS:
@@ -79,6 +79,6 @@ def _complete_layers(config: Any, layers: list[int]) -> None:
     if config.sliding_window is None or not layers:
         raise HeadwaterError("sliding_layers names the layers with a sliding_window; set both, or neither.")
     if not 0 <= layers[0] <= layers[-1] < config.num_hidden_layers:
-        raise HeadwaterError(f"sliding_layers must lie between 0 and {config.num_hidden_layers - 1}, not at {layers}.")
+        raise HeadwaterError(f"sliding_layers must be between 0 and {config.num_hidden_layers - 1}, not {layers}.")
     if len(layers) == config.num_hidden_layers:
         config.sliding_layers = None

@@ -1,4 +1,4 @@
-"""A mechanism's options: read from a config, with clear errors."""
+"""Read a mechanism's options from a config, with clear errors."""
 
 from dataclasses import asdict, fields
 from math import isfinite
@@ -35,7 +35,7 @@ def parse_options(mechanism: type[Any], options: dict[str, Any] | None) -> dict[
 
 
 def describe_type(hint: Any) -> str:
-    """A type in words, for error messages: "a whole number", "'free', 'gate' or 'clamped'", …"""
+    """Describe a type in words, for error messages: "a whole number", "'free', 'gate' or 'clamped'", …"""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "nothing"}
     if get_origin(hint) is Literal:
         descriptions = [repr(value) for value in get_args(hint)]

@@ -47,7 +47,7 @@ class Stage(Enum):
         stages = {stage.value: stage for stage in cls}
         name = getattr(method, "__name__", str(method))
         if name not in stages:
-            raise HeadwaterError(f"A mechanism acts at no stage {name!r}; {nearest(name, stages)}")
+            raise HeadwaterError(f"There is no stage {name!r}; {nearest(name, stages)}")
         return stages[name]
 
 
@@ -101,7 +101,7 @@ class Cost(NamedTuple):
     parameters: trainable numbers.
     flops: matmul FLOPs of the forward pass per token, 2 per multiply-add; elementwise operations are not counted.
     saved: numbers per token that autograd keeps for the backward pass.
-    looked_up: how many of the parameters a token leaves unread, in tables of which it reads one row or a few.
+    looked_up: parameters that a token does not read, in tables from which it reads only a few rows.
     """
 
     parameters: int = 0
@@ -120,7 +120,7 @@ class Attends(NamedTuple):
 class HeadGroup(NamedTuple):
     """Consecutive key/value heads, `size` from `first` on, that attend to layers k and v, in one call of the kernel.
 
-    k_heads, v_heads: the group's among the heads that these layers store; None for all of them.
+    k_heads, v_heads: indices of the group's heads among those that these layers store; None for all.
     """
 
     first: int
@@ -141,11 +141,11 @@ class LayerPlan:
     groups: `attends` as calls of the kernel.
     tails: (part, tokens, mechanism): raw queries, keys, values ("q", "k", "v"), tokens as wide as the stream ("x"),
         each of attention's inputs ("input"), what goes into the feed-forward's activation ("gate", "up"), or tokens'
-        ids ("id", int64), kept beside the cache for a mechanism that looks back.
+        ids ("id", int64), kept next to the cache for a mechanism that looks back.
     reads: tensors of earlier layers this layer needs, in the order they are passed.
     exports: tensors of this layer that later layers read, in the order they are returned.
     acts: (stage, mechanism) in order of application.
-    all_layers: the plans of all layers of the model, without this field; empty while they are being made.
+    all_layers: the plans of all layers of the model, without this field; empty while the plans are built.
     """
 
     index: int
@@ -167,7 +167,7 @@ class LayerPlan:
         return cls(index, (Attends(index, index),) * heads, everything, everything, groups)
 
     def attending(self, heads: Iterable[int], k: int | None = None, v: int | None = None) -> LayerPlan:
-        """This plan with `heads` attending to the keys of layer `k` and the values of layer `v`; None: as before."""
+        """Let `heads` attend to the keys of layer `k` and the values of layer `v`; None: as before."""
         chosen = set(heads)
         return replace(
             self,
@@ -178,14 +178,15 @@ class LayerPlan:
         )
 
     def reading(self, *sources: Source) -> LayerPlan:
-        """This plan with `sources` added to what it reads."""
+        """Return this plan with `sources` added to `reads`."""
         new = tuple(s for s in dict.fromkeys(sources) if s not in self.reads)
         return replace(self, reads=self.reads + new)
 
     def acting(self, mechanism: Any, method: Callable[..., Any], tails: Iterable[tuple[Kept, int]] = ()) -> LayerPlan:
-        """This plan with a mechanism acting at the stage of `method`, as in `plan.acting(cls, cls.transform_qkv)`.
+        """Return this plan with a mechanism acting at the stage of `method`, as in `plan.acting(cls,
+        cls.transform_qkv)`.
 
-        tails: the raw tokens that the cache must keep for it there, as (part, tokens).
+        tails: the raw tokens that the cache must keep for it, as (part, tokens).
         """
         stage, name = Stage.of(method), mechanism.registered_name()
         letter: Kept | None = "input" if stage is Stage.ATTENTION_INPUT else None
@@ -193,7 +194,7 @@ class LayerPlan:
         return replace(self, acts=(*self.acts, (stage, name)), tails=(*self.tails, *new_tails))
 
     def within(self, stages: Iterable[Stage]) -> LayerPlan:
-        """This plan as the modules for some stages are built from it: with what acts there, and nothing else."""
+        """Return this plan with only the mechanisms that act at some stages."""
         chosen = set(stages)
         return replace(self, acts=tuple((stage, name) for stage, name in self.acts if stage in chosen))
 
@@ -214,7 +215,7 @@ class LayerPlan:
 
     @property
     def inputs(self) -> tuple[Part, ...]:
-        """What attention has an input of its own for: ("q",), for all, unless a mechanism acts at
+        """The projections with a separate input: ("q",), one input for all, unless a mechanism acts at
         `Stage.ATTENTION_INPUTS`; then also "k" and "v", if the layer projects any."""
         if not self.at(Stage.ATTENTION_INPUTS):
             return ("q",)
@@ -223,12 +224,12 @@ class LayerPlan:
 
     @property
     def tail(self) -> int:
-        """Number of tokens that the mechanisms of this layer look back at most."""
+        """Largest number of tokens that the mechanisms of this layer look back."""
         return max((length for _, length, _ in self.tails), default=0)
 
     @property
     def leaves_nothing(self) -> bool:
-        """True if later tokens need nothing that this layer makes of a token: no keys, values or raw tokens."""
+        """True if later tokens need nothing that this layer computes for a token: no keys, values or raw tokens."""
         return not (self.k_heads or self.v_heads or self.tails)
 
     @property
@@ -241,7 +242,7 @@ class LayerPlan:
 def choose_heads(heads: Sequence[int], stored: Sequence[int]) -> Heads:
     """Index of `heads` among the `stored` ones; None for all of them, in order.
 
-    Raises `ValueError` if one of them is not there.
+    Raises `ValueError` if one of them is missing.
     """
     indices = [stored.index(head) for head in heads]
     if indices == list(range(len(stored))):

@@ -1,4 +1,4 @@
-"""config -> one `LayerPlan` per layer: the only place that decides which layer owns what. Pure Python.
+"""config -> one `LayerPlan` per layer: the only code that decides which layer owns what. Pure Python.
 
 A layer projects and stores only the heads that some layer attends to.
 """
@@ -20,9 +20,9 @@ Letter = Literal["k", "v"]
 
 
 def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
-    """The plans of all layers. Mechanisms are asked in the config's order: first what they share, then the rest.
+    """Plan all layers. Mechanisms are called in the config's order: first for what they share, then for the rest.
 
-    Raises `HeadwaterError` for a mechanism that cannot be found, and where layers cannot read what they would read.
+    Raises `HeadwaterError` for an unknown mechanism, and where a layer cannot read what its plan names.
     """
     plans = _complete_plans(_share_heads(config))
     for name, options in config.mechanisms.items():
@@ -44,7 +44,7 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
 
 
 def name_keepers(plans: Iterable[LayerPlan]) -> str:
-    """The mechanisms that keep raw tokens beside the cache, joined by "and"."""
+    """The mechanisms that keep raw tokens next to the cache, joined by "and"."""
     return " and ".join(dict.fromkeys(mechanism for plan in plans for *_, mechanism in plan.tails))
 
 
@@ -119,7 +119,7 @@ def _plan_stages(
     acts = [stage for plan in planned for stage, acting in plan.acts if acting == name]
     for stage in acts:
         if not has_own(mechanism, stage.value):
-            raise HeadwaterError(f"Mechanism {name!r} acts at {stage.value}, which its class lacks; define it.")
+            raise HeadwaterError(f"Mechanism {name!r} acts at {stage.value}, but its class does not define it.")
     defined = [stage.value for stage in Stage if has_own(mechanism, stage.value)]
     if defined and not acts:
         raise HeadwaterError(
@@ -141,14 +141,14 @@ def _check_inside(config: HeadwaterConfig, plan: LayerPlan) -> None:
             if replaces_linear(resolve(name), options, config, plan.index, "feed_forward", width):
                 raise HeadwaterError(
                     f"Mechanism {inside!r} acts inside the feed-forward of layer {plan.index}, which {name!r} "
-                    f"replaces; remove one of them, or what {inside!r} does there."
+                    f"replaces; remove one of them, or change {inside!r} so that it does not act there."
                 )
 
 
 def output_only_from(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> int:
-    """The first of the last layers that only tokens whose output is asked for go through; how many there are if none.
+    """Find the first of the last layers that run only for tokens whose output is requested; the depth if there is none.
 
-    Later tokens need nothing of what these layers make, and what they read of lower ones is there for all tokens (keys
+    Later tokens need nothing from these layers, and what these layers read from lower ones exists for all tokens (keys
     and values as attended to) or token by token.
     """
     first_layer = len(plans)

@@ -1,6 +1,6 @@
 """The papers' models, some released ones and our own, by name: `preset("kv-shifting-1.5b")` is a `HeadwaterConfig`.
 
-docs/reference/presets.md lists them. How the models were trained is no part of a preset.
+docs/reference/presets.md lists them. A preset does not include how the model was trained.
 """
 
 import copy
@@ -23,9 +23,9 @@ class Preset:
 
     name: as `preset` takes it.
     fields: as under `model` in a recipe, with `base: gpt2` or `base: vit` for other defaults.
-    paper: where it is from.
-    note: which form it is, and why its parameters differ from the paper's figure.
-    reported: its parameters as the paper prints them; None if it does not.
+    paper: its source. note:
+    which variant it is, and why its parameters differ from the paper's figure.
+    reported: its parameters as the paper prints them; None if it prints none.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Preset:
 
 
 def preset(name: str, **changes: Any) -> HeadwaterConfig:
-    """The config of the preset `name`, with other fields; `mechanisms`, too, is replaced as a whole.
+    """Return the config of the preset `name` with some fields replaced; `mechanisms` is replaced as a whole.
 
-    Raises `HeadwaterError` for an unknown name or field, and for changes that contradict the rest.
+    Raises `HeadwaterError` for an unknown name or field, and for fields that contradict each other.
 
         >>> config = preset("gpt2-124m-sla", max_position_embeddings=4096)
         >>> config.num_hidden_layers, config.max_position_embeddings
@@ -71,7 +71,7 @@ def preset(name: str, **changes: Any) -> HeadwaterConfig:
 def _make_preset(
     name: str, paper: str, note: str, reported: str | None, *fields: dict[str, Any], **mechanisms: Any
 ) -> Preset:
-    """Make a preset. fields: parts of its config, of which later ones count."""
+    """Make a preset. fields: parts of its config; later ones take precedence."""
     merged = {field: value for of_part in fields for field, value in of_part.items()}
     return Preset(name, merged | {"mechanisms": mechanisms}, paper, note, reported)
 
@@ -138,7 +138,7 @@ def _value_residual_presets() -> Iterator[Preset]:
         "resformer-82m-identity": ({mixed: {"mode": "identity"}}, "λ1 = λ2 = 0.5"),
         "resformer-82m-constant": ({mixed: {"mode": "constant"}}, "λ1 = 2, λ2 = 1"),
         "resformer-82m-sparse": ({mixed: {"mode": "sparse"}}, "λ1 = 5 in the last 3 layers"),
-        "resformer-82m-learnable-plus": ({mixed: {"mode": "learnable_plus"}}, "λ1 shared out by a softmax"),
+        "resformer-82m-learnable-plus": ({mixed: {"mode": "learnable_plus"}}, "λ1 distributed by a softmax"),
         "resformer-82m-dense": ({mixed: {"mode": "dense"}}, "all earlier layers' values"),
         "resformer-82m-neutreno": ({"neutreno": {"weight": 0.4}}, "NeuTRENO, a baseline, λ = 0.4"),
         "resformer-82m-identity-neutreno": (

@@ -1,4 +1,4 @@
-"""The field `rope_parameters`: what it leaves out, and what it must be. `config` is always a `HeadwaterConfig`."""
+"""The field `rope_parameters`: its defaults and checks. `config` is always a `HeadwaterConfig`."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ _TYPES: dict[str, tuple[type, str]] = {
 
 
 def complete_rope(config: Any) -> None:
-    """Fill in what `rope_parameters` leaves out."""
+    """Fill in the defaults of `rope_parameters`."""
     config.rope_parameters = dict(config.rope_parameters or {})
     if config.rope_parameters.get("rope_theta") is None:
         config.rope_parameters["rope_theta"] = config.default_theta
@@ -28,7 +28,7 @@ def complete_rope(config: Any) -> None:
 
 
 def check_rope(config: Any) -> None:
-    """Raise `HeadwaterError` for rope_parameters that transformers' functions make no frequencies from."""
+    """Raise `HeadwaterError` for rope_parameters from which transformers cannot compute frequencies."""
     parameters = config.rope_parameters or {}
     kind, fraction = parameters["rope_type"], parameters.get("partial_rotary_factor", 1.0)
     for key, value in parameters.items():
@@ -40,7 +40,7 @@ def check_rope(config: Any) -> None:
             raise HeadwaterError(f"{name} must be above zero and finite, not {value}.")
     if not 0 < fraction <= 1:
         raise HeadwaterError(
-            f"partial_rotary_factor must be a fraction of the head's width, above 0 and at most 1, not {fraction}."
+            f"partial_rotary_factor must be a share of the head's width, above 0 and at most 1, not {fraction}."
         )
     if config.rotary_dim % 2:
         raise HeadwaterError(
@@ -71,5 +71,5 @@ def _check_frequencies(config: Any, kind: str) -> None:
         raise HeadwaterError(f"rope_type {kind!r} needs {error} in rope_parameters.") from error
     except Exception as error:  # transformers' functions fail for zeros and lists of a wrong length
         raise HeadwaterError(
-            f"rope_type {kind!r} makes no frequencies from these rope_parameters: {sentence(error)}."
+            f"rope_type {kind!r} cannot compute frequencies from these rope_parameters: {sentence(error)}."
         ) from error

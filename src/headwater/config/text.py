@@ -62,7 +62,7 @@ class HeadwaterConfig(PreTrainedConfig):
             non-parametric LayerNorm.
         unit_offset_norm: RMSNorms multiply by 1 + weight, as in Gemma: half precision then rounds the distance from 1.
         final_norm_weight, final_norm_bias: the same for the norm after the last block; default as the others.
-        output_norms: norms also of what attention and the feed-forward give, before it is added, as in Gemma 2.
+        output_norms: also norm the outputs of attention and the feed-forward before they are added, as in Gemma 2.
         embedding_norm: a norm of the embedding before the first block, as in nanochat.
         embedding_scale: factor on the embedding; "width" is √D, as in Gemma.
         position: "rope", "learned", "alibi" or "none".
@@ -95,8 +95,8 @@ class HeadwaterConfig(PreTrainedConfig):
     Mechanisms
         mechanisms: name -> options, in order of application, e.g.
             `{"kv_shift": {}, "value_residual": {"mode": "learnable"}}`; or a list of names. See
-            `headwater.mechanisms`. Name an outside one as "package.module:Class", or by its package's entry point
-            (docs/extending.md). `headwater.plugins.outside` says which of these are imported.
+            `headwater.mechanisms`. Name an external one as "package.module:Class", or by its package's entry point
+            (docs/extending.md). `headwater.plugins.outside` decides which of these are imported.
 
     Serving
         materialise: cache ordinary keys and values in each layer, for engines with their own (paged) cache; the same
@@ -197,7 +197,7 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """transformers' method. Raises `HeadwaterError` for another model's config, which defaults would complete."""
+        """transformers' method. Raises `HeadwaterError` for the config of another kind of model."""
         content, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         kind = content.get("model_type", cls.model_type)
         if kind != cls.model_type:
@@ -243,7 +243,7 @@ class HeadwaterConfig(PreTrainedConfig):
                 raise HeadwaterError(f"{cls.__name__} has no field {name!r}; did you mean {close[0]!r}?")
 
     def _check_outside(self) -> None:
-        """Raise `HeadwaterError` if a file names an outside mechanism that is missing, or that it may not import."""
+        """Raise `HeadwaterError` if a file names an external mechanism that is missing, or that it may not import."""
         for name in as_mapping(self.mechanisms) or {}:
             if isinstance(name, str) and not MECHANISMS.is_built_in(name):
                 resolve(name)
@@ -251,7 +251,8 @@ class HeadwaterConfig(PreTrainedConfig):
     def complete_fields(self) -> None:
         """Fill in defaults and check everything. Models call it too, since fields may have been set after creation.
 
-        Raises `HeadwaterError` if fields contradict each other; what layers read of each other is checked when planned.
+        Raises `HeadwaterError` if fields contradict each other; what layers read from each other is checked by the
+        planner.
         """
         self._complete_sizes()
         if self.logit_scale == "fan_in":
@@ -313,20 +314,20 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @property
     def per_layer_config(self) -> list["HeadwaterConfig"]:
-        """The config as each layer sees it, by which transformers sizes static caches; it cannot be set."""
+        """The config of each layer, from which transformers sizes static caches; it cannot be set."""
         return [layer_config(self, layer) for layer in range(self.num_hidden_layers)]
 
     @per_layer_config.setter
     def per_layer_config(self, configs: Any) -> None:
         if configs is not None:
             raise HeadwaterError(
-                "headwater's layers do not read per_layer_config; give fields of some layers as sliding_fields, and "
-                "the layers of a mechanism as its options."
+                "headwater does not support per_layer_config; set fields of some layers with sliding_fields, and the "
+                "layers of a mechanism with its options."
             )
 
     @property
     def kinds(self) -> dict[bool, int]:
-        """The first layer of each kind there is, by whether it has the sliding window."""
+        """The first layer of each kind, by whether the kind has the sliding window."""
         layers = {self.slides(layer): layer for layer in reversed(range(self.num_hidden_layers))}
         return dict(sorted(layers.items()))
 
@@ -354,7 +355,7 @@ class HeadwaterConfig(PreTrainedConfig):
     def _check_numbers(self) -> None:
         for name in ("embedding_dropout", "attention_dropout", "residual_dropout", "drop_path"):
             if not 0 <= getattr(self, name) < 1:
-                raise HeadwaterError(f"{name} is a probability below 1, not {getattr(self, name)}.")
+                raise HeadwaterError(f"{name} must be a probability below 1, not {getattr(self, name)}.")
         for name in ("norm_eps", "initializer_range", "embedding_range"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < float("inf"):
                 raise HeadwaterError(f"{name} must be zero or more and finite, not {getattr(self, name)}.")
@@ -372,7 +373,7 @@ class HeadwaterConfig(PreTrainedConfig):
             )
 
     def check_rope(self) -> None:
-        """Raise `HeadwaterError` for rope_parameters that do not fit the model."""
+        """Raise `HeadwaterError` for rope_parameters that contradict the rest of the config."""
         check_rope(self)
 
     def validate_rope(self) -> None:
@@ -385,12 +386,12 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
-        """transformers' method, but for all code that a model needs. Raises `HeadwaterError` for another class's."""
+        """transformers' method, for all code of a model. Raises `HeadwaterError` for another model's Auto class."""
         if not auto_map.register_class(cls, auto_class):
             super().register_for_auto_class(auto_class)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """transformers' method. Raises `HeadwaterError` if the folder lacks the code that belongs to it."""
+        """transformers' method. Raises `HeadwaterError` if the folder lacks the model's code."""
         auto_map.check_code(self, save_directory)
         try:
             super().save_pretrained(save_directory, push_to_hub, **kwargs)
@@ -431,12 +432,13 @@ class HeadwaterConfig(PreTrainedConfig):
 
 
 def _name_of(name: str) -> str:
-    """The one name by which a mechanism is known, for any of its names. Raises `HeadwaterError`."""
+    """Return the registered name of a mechanism for any of its names. Raises `HeadwaterError`."""
     kind = resolve(name)
     # A name added by a test or a notebook takes precedence.
     registered = name if MECHANISMS.is_built_in(name) or name in MECHANISMS.added else MECHANISMS.name_of(kind)
     if (class_name := kind.registered_name()) != registered:
         raise HeadwaterError(
-            f"Mechanism {registered!r} calls itself {class_name!r}; remove registered_name() from its class."
+            f"Mechanism {registered!r} has a class with the registered name {class_name!r}; remove registered_name() "
+            "from the class."
         )
     return registered

@@ -1,4 +1,4 @@
-"""`HeadwaterVisionConfig`: the config of image models, whose blocks and mechanisms are those of the language model."""
+"""`HeadwaterVisionConfig`: the config of image models, with the same blocks and mechanisms as the language model."""
 
 import json
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ class HeadwaterVisionConfig(HeadwaterConfig):
     """Configuration of a headwater image model. Defaults: ViT-B/16. What differs from `HeadwaterConfig`:
 
     Images
-        image_size: height and width in pixels, one number for both or [height, width]. Images of other sizes can be
-            given to the trained model too.
+        image_size: height and width in pixels, one number for both or [height, width]. The trained model also takes
+            images of other sizes.
         patch_size: the same of a patch; image_size must be divisible by it.
         num_channels: color channels.
         num_labels, id2label, label2id: the classes, as in transformers.
@@ -48,15 +48,15 @@ class HeadwaterVisionConfig(HeadwaterConfig):
         register_tokens: learned tokens between the class token and the patches that no classifier reads, such as
             DeiT's distillation token; or registers (arXiv 2309.16588). Default 0.
         position: "learned", one vector for each token; "sincos", fixed sines and cosines of the
-            column and the row; "rope", rotary with half of the channel pairs of a head turned by the row and half by
-            the column (`rope_parameters` with rope_theta, default 100, and partial_rotary_factor); or "none". Only
+            column and the row; "rope", rotary with half of a head's channel pairs rotated by the row and half by the
+            column (`rope_parameters` with rope_theta, default 100, and partial_rotary_factor); or "none". Only
             learned positions are also given to the tokens before the patches.
         patch_bias: bias of the patch embedding.
         drop_path: stochastic depth (arXiv 1603.09382): the probability with which the last layer's attention and its
             feed-forward are each left out for an image in training; it rises linearly from 0 in the first layer.
-        stop_at_rows: mechanisms that look at previous tokens, such as kv_shift, see those of the same row of patches
-            only. By default they see all earlier patches in raster order. They never look at what comes before the
-            patches.
+        stop_at_rows: mechanisms that look at previous tokens, such as kv_shift, see only those in the same row
+            of patches. By default they see all earlier patches in raster order. They never look at tokens
+            before the patches.
 
     Initialization
         embedding_range: standard deviation of the class token, registers and learned positions. The patch embedding
@@ -95,7 +95,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
-        """The same as `HeadwaterConfig.field_names`, without those that only language models have."""
+        """The same as `HeadwaterConfig.field_names`, without the fields that only language models have."""
         names = dict.fromkeys((*HeadwaterVisionConfig.__annotations__, *super().field_names()))
         return tuple(name for name in names if name not in LANGUAGE)
 
@@ -110,7 +110,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
     def _check_images(self) -> None:
         for name, neutral in LANGUAGE.items():
             if getattr(self, name) != neutral:
-                raise HeadwaterError(f"{name} is a field of language models; leave it out of the config of images.")
+                raise HeadwaterError(f"{name} is a field of language models; leave it out of an image model's config.")
         for name in ("image_size", "patch_size"):
             sizes = getattr(self, name)
             if isinstance(sizes, tuple):  # as a file has it
@@ -136,7 +136,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
             )
 
     def check_rope(self) -> None:
-        """The same as `HeadwaterConfig.check_rope`; images have fewer kinds."""
+        """The same as `HeadwaterConfig.check_rope`; images support fewer kinds."""
         super().check_rope()
         if self.rope_parameters["rope_type"] != "default":
             raise HeadwaterError(
@@ -145,8 +145,8 @@ class HeadwaterVisionConfig(HeadwaterConfig):
             )
         if self.rotary_dim % 4:
             raise HeadwaterError(
-                "RoPE on images turns as many channel pairs by the row as by the column, but a head has "
-                f"{self.rotary_dim} rotated channels; make it a multiple of 4."
+                "RoPE on images rotates half of the channel pairs by the row and half by the column, but "
+                f"a head has {self.rotary_dim} rotated channels; make that a multiple of 4."
             )
 
     @property
@@ -171,7 +171,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
 
     @property
     def tokens(self) -> int:
-        """Tokens of an image of `image_size`: its patches, and those before them."""
+        """Tokens of an image of `image_size`: its patches, and the tokens before them."""
         rows, columns = self.grid
         return self.first_patch + rows * columns
 

@@ -25,17 +25,17 @@ Grafted = TypeVar("Grafted", bound=HeadwaterPreTrainedModel)
 
 
 def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) -> Grafted:
-    """A copy of `model` with more mechanisms, each initialized as the identity.
+    """Return a copy of `model` with more mechanisms, each initialized as the identity.
 
-    Parameters of `model` are copied, dtype and device kept; new ones start as the mechanism says. New
-    mechanisms go where the registry's order has them; existing ones keep their order.
+    Parameters of `model` are copied, dtype and device kept; new ones are initialized by the mechanism.
+    New mechanisms are inserted in the registry's order; existing ones keep their order.
 
     mechanisms: name -> options, or a list of names; any option that the identity does not determine may be set.
     allow_change: also add mechanisms or options that change the function; parameters that the model no longer
         has are left out.
 
-    Raises `HeadwaterError` for an unknown mechanism, one the model has, one that contradicts the rest, one that
-    replaces linear maps, and without `allow_change` one that would change the model's function.
+    Raises `HeadwaterError` for a mechanism that is unknown, already present, in contradiction with the rest or
+    a replacement of linear layers, and without `allow_change` for one that would change the model's function.
     """
     if not isinstance(requested := as_mapping(mechanisms), dict):
         raise HeadwaterError(f"mechanisms must be names, or name -> options, not {mechanisms!r}.")
@@ -58,7 +58,7 @@ def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) 
 def _choose_options(
     name: str, chosen: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool
 ) -> dict[str, Any]:
-    """The options with which a mechanism is added."""
+    """Choose the options with which a mechanism is added."""
     kind = resolve(name)
     if name in (config.mechanisms or {}):
         raise HeadwaterError(f"The model already has mechanism {name!r}; leave it out.")

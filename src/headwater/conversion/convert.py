@@ -2,15 +2,15 @@
 
     blended     the model with `blend`, which mixes its keys and values with those of the smaller model, the goal; at
                 weight 0 the function is unchanged
-    finished    the goal itself, once the weight is 1: the same function without what no head attends to any more
+    finished    the goal itself, once the weight is 1: the same function without keys and values that no head attends to
     aligned     before either, the same function in other coordinates, in which what is to be shared or pooled is as
-                alike as it can be without changing it
+                similar as possible
 
-A head's values may be turned by any orthogonal matrix R if the output projection is turned back, its keys if the
-queries are turned with them; under RoPE only within the pairs of channels that RoPE turns, with which it commutes. A
-layer's own values and those it is to take are nearest for R = U·Wᵀ, where U·S·Wᵀ = Σ_t v_t·v'_tᵀ (orthogonal
-Procrustes), and its keys, as complex numbers z, for the angle of Σ_t conj(z_t)·z'_t. Heads that are to be pooled are
-turned towards the first of their group (for GQA as in arXiv 2412.20677).
+A head's values may be rotated by any orthogonal matrix R if the output projection is rotated back, and its keys if the
+queries are rotated with them; under RoPE only within the pairs of channels that RoPE rotates, because there R commutes
+with it. A layer's own values are closest to those that replace them for R = U·Wᵀ, where U·S·Wᵀ = Σ_t v_t·v'_tᵀ
+(orthogonal Procrustes), and its keys, as complex numbers z, for the angle of Σ_t conj(z_t)·z'_t. Heads that are to be
+pooled are rotated towards the first of their group (for GQA as in arXiv 2412.20677).
 """
 
 import copy
@@ -52,7 +52,7 @@ def blend_config(
 
 
 def way_of(config: HeadwaterConfig) -> dict[str, Any] | None:
-    """The options of `blend`, which say what a model goes over to; None if it does not."""
+    """The options of `blend`, which describe the goal of a conversion; None if the model is not being converted."""
     return (config.mechanisms or {}).get(BLEND)
 
 
@@ -77,10 +77,10 @@ def blend_model(
     num_key_value_heads: int | None = None,
     weight: float = 0.0,
 ) -> HeadwaterForCausalLM:
-    """A copy of `model` whose keys and values are mixed with those of a model with these `mechanisms` and heads.
+    """Return a copy of `model` whose keys and values are mixed with those of a model with these `mechanisms` and heads.
 
-    weight: how far it is on its way, 0 to 1. At 0 the function is unchanged.
-    Raises `HeadwaterError` for mechanisms that contradict the model, share nothing, or cannot be had with its own.
+    weight: progress of the conversion, 0 to 1. At 0 the function is unchanged.
+    Raises `HeadwaterError` for mechanisms that contradict the model, share nothing, or cannot be combined with its own.
     """
     config = blend_config(model.config, mechanisms, num_key_value_heads, weight)
     config._attn_implementation = model.config._attn_implementation
@@ -92,9 +92,9 @@ def blend_model(
 
 
 def finish_model(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
-    """The goal of a blended model: the same function as at weight 1, with a smaller cache.
+    """Return the goal of a blended model: the same function as at weight 1, with a smaller cache.
 
-    Raises `HeadwaterError` if it is still on its way, or was never blended.
+    Raises `HeadwaterError` if the conversion is not complete, or was never begun.
     """
     finish_config(model.config)  # which says so if there is none
     weights = {float(module.weight) for module in model.modules() if isinstance(module, Blend)}
@@ -112,7 +112,7 @@ def finish_model(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
 
 
 def narrow_config(config: HeadwaterConfig) -> HeadwaterConfig:
-    """The config of a blended model's goal as far as its heads are concerned: no layers share."""
+    """The config of a blended model with the heads of its goal, but without sharing between layers."""
     options = way_of(config)
     assert options is not None
     narrow = Blend.remove_blend(config)
@@ -129,8 +129,8 @@ def group_of(config: HeadwaterConfig) -> int:
 def pool_tensors(tensors: Mapping[str, Tensor], config: HeadwaterConfig, are_state: bool = False) -> dict[str, Tensor]:
     """Tensors of a blended model, by name; those of its key and value projections with one head for each group.
 
-    are_state: they are Adam's averages, where each head's gradient is that of the mean, divided by how many heads there
-    are.
+    are_state: the tensors are Adam's averages; a head's gradient is the gradient of the mean divided by the size of the
+    group.
     """
     group, heads = group_of(config), int(config.num_key_value_heads or 0)
 
@@ -146,7 +146,7 @@ def pool_tensors(tensors: Mapping[str, Tensor], config: HeadwaterConfig, are_sta
 
 
 def finish_state(state: Mapping[str, Tensor], old_model: HeadwaterForCausalLM, new_model: HeadwaterForCausalLM) -> dict:
-    """The optimizer's state, by name, for `new_model`, which is `old_model` finished."""
+    """Return the optimizer's state, by name, for `new_model`, which is `old_model` after `finish_model`."""
     config, shapes = old_model.config, {name: parameter.shape for name, parameter in new_model.named_parameters()}
     plans = list(zip(plan_layers(narrow_config(config)), new_model.plans, strict=True))
     carried = {}
@@ -160,7 +160,7 @@ def finish_state(state: Mapping[str, Tensor], old_model: HeadwaterForCausalLM, n
 
 
 def _check_pooling(model: HeadwaterForCausalLM) -> None:
-    """Raise `HeadwaterError` if heads are to be pooled that have more of their own than linear projections."""
+    """Raise `HeadwaterError` if heads to be pooled have parameters other than linear projections."""
     if group_of(model.config) == 1:
         return
     goal = own_tensors(HeadwaterForCausalLM.make_skeleton(narrow_config(model.config)))
@@ -181,7 +181,7 @@ def _list_attentions(model: HeadwaterForCausalLM) -> list[Attention]:
 
 @torch.no_grad()
 def sample_heads(model: HeadwaterForCausalLM, rows: Tensor) -> list[dict[str, Tensor]]:
-    """Keys "k" and values "v" of each layer as projected for rows of tokens, [tokens, heads, d] each."""
+    """Return the projected keys "k" and values "v" of each layer for rows of tokens, [tokens, heads, d] each."""
     outputs: list[dict[str, list[Tensor]]] = [{"k": [], "v": []} for _ in model.model.layers]
     with ExitStack() as stack:
         stack.callback(model.train, model.training)
@@ -196,13 +196,13 @@ def sample_heads(model: HeadwaterForCausalLM, rows: Tensor) -> list[dict[str, Te
 
 
 def _keep_heads(outputs: list[Tensor], width: int, module: nn.Module, inputs: Any, output: Tensor) -> None:
-    """A forward hook: append what a projection gives, [tokens, heads, width], to `outputs`."""
+    """Forward hook: append the output of a projection, [tokens, heads, width], to `outputs`."""
     wide = torch.promote_types(output.dtype, torch.float32)
     outputs.append(output.detach().to(wide).flatten(0, -2).unflatten(-1, (-1, width)))
 
 
 def can_turn(model: HeadwaterForCausalLM) -> dict[str, bool]:
-    """Whether keys "k" and values "v" can be turned without changing the function: with linear projections, no
+    """Whether keys "k" and values "v" can be rotated without changing the function: with linear projections, no
     mechanism or norm between them and attention, and layers of one kind."""
     of_one_kind = model.config.sliding_layers is None
     plain = of_one_kind and not ((model.config.mechanisms or {}).keys() - {BLEND})
@@ -215,7 +215,7 @@ def can_turn(model: HeadwaterForCausalLM) -> dict[str, bool]:
 
 
 def _count_spun(model: HeadwaterForCausalLM, kind: str) -> int:
-    """Number of channels of a head's keys or values that RoPE turns."""
+    """Number of channels of a head's keys or values that RoPE rotates."""
     return model.config.rotary_dim if kind == "k" and model.config.position == "rope" else 0
 
 
@@ -242,7 +242,7 @@ def find_rotations(x: Tensor, target: Tensor, spun: int = 0) -> Tensor:
 
 
 def turn_samples(x: Tensor, matrices: Tensor) -> Tensor:
-    """x [tokens, heads, d], each head times its matrix."""
+    """Multiply each head of x [tokens, heads, d] by its matrix."""
     return torch.einsum("thi,hij->thj", x, matrices.to(x.dtype))
 
 
@@ -250,8 +250,8 @@ def turn_samples(x: Tensor, matrices: Tensor) -> Tensor:
 def align_layers(
     model: HeadwaterForCausalLM, rows: Tensor, mechanisms: Any = None, num_key_value_heads: int | None = None
 ) -> bool:
-    """Turn the model's keys and values as near as possible to those that `blend_model` mixes them with, on `rows` of
-    tokens [B, T]; the function stays the same. Returns whether anything could be turned."""
+    """Rotate the model's keys and values as close as possible to those that `blend_model` mixes them with, on `rows`
+    of tokens [B, T]; the function stays the same. Returns whether anything could be rotated."""
     config = blend_config(model.config, mechanisms, num_key_value_heads)
     kinds = [kind for kind, can in can_turn(model).items() if can]
     if not kinds:
@@ -280,9 +280,9 @@ def _pool_samples(x: Tensor, group: int) -> Tensor:
 
 
 def _turn_heads(attention: Attention, kind: str, x: Tensor, matrices: Tensor, chosen: Tensor) -> Tensor:
-    """Turn a layer's keys, and its queries with them; or its values, and what the output projection reads back.
+    """Rotate a layer's keys and its queries, or its values and the input of its output projection.
 
-    chosen: the heads that are turned; the others stay. Returns what the projection gave, x, turned.
+    chosen: the heads to rotate; the others stay. Returns the projection's output x, rotated.
     """
     same = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     matrices = torch.where(chosen[:, None, None].to(matrices.device), matrices, same)

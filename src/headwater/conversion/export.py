@@ -22,12 +22,12 @@ def export(
 ) -> Path:
     """Save `model`'s weights, config and code in a new folder, and a tokenizer if one is given; returns its path.
 
-    It loads with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` or `AutoModelForImageClassification`, here or
-    anywhere. The folder appears only when complete. materialise: for engines with their own paged cache (see
+    It loads with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` or `AutoModelForImageClassification`, with or
+    without headwater. The folder appears only when complete. materialise: for engines with their own paged cache (see
     `HeadwaterConfig.materialise`). tokenizer: of an image model, its image processor.
 
     Raises `HeadwaterError` if the folder is not empty, if the model is not one of headwater's own classes, if the code
-    of an outside mechanism cannot be included (for example from a notebook), if `materialise` is set and such an
+    of an external mechanism cannot be included (for example from a notebook), if `materialise` is set and such an
     engine cannot run the model, or if the disk is full. Leaves nothing behind on errors.
     """
     folder = local(folder).absolute()
@@ -56,7 +56,7 @@ def export_family(
 ) -> Path:
     """Save `model` in the format of one of transformers' own families in a new folder; returns its path.
 
-    Raises `HeadwaterError` if the folder is not empty, for what the family cannot express (as
+    Raises `HeadwaterError` if the folder is not empty, for features that the family cannot express (as
     `headwater.conversion.to_transformers` does), or if the disk is full. Leaves nothing behind on errors.
     """
     folder = local(folder).absolute()

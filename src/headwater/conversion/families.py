@@ -1,9 +1,9 @@
 """Convert models of transformers' families to headwater's and back, with the same logits.
 
-A family is two tables, read in both directions: which of its config's fields is which of ours, and which of its tensors
-is which of ours. There are also fields of ours that have one value in the whole family (`fixed`), and fields
-of theirs that headwater supports at only one value (`required`). A config is written with these tables and read back:
-any difference is something that the family cannot express.
+A family is two tables, used in both directions: one maps the fields of its config to ours, the other its tensors
+to ours. Some of our fields have one value in the whole family (`fixed`), and headwater supports
+some of its fields at only one value (`required`). A config is written with these tables and read back: any
+difference is something that the family cannot express.
 """
 
 import copy
@@ -59,13 +59,13 @@ _OLD_BUFFER = ".attn.masked_bias"
 
 @dataclass(frozen=True)
 class Link:
-    """One module of theirs, and the modules of ours that correspond to it; `{}` is the layer.
+    """One of the family's modules and our modules that correspond to it; `{}` is the layer.
 
     transposed: its matrix is [in, out], as in Conv1D.
     interleaved: the rows of our modules alternate head by head, [H, modules, d]; otherwise they follow one another.
-    backwards: RoPE turns its heads the other way, which is ours with the two halves of each head exchanged.
+    backwards: RoPE rotates its heads the other way, which equals ours with the two halves of each head exchanged.
     convolves: its weight is a convolution's, [out, C, h, w], and ours a matrix.
-    bare: it is no module but a parameter, [1, n, D], and ours an embedding's weight.
+    bare: it is a parameter [1, n, D], not a module, and ours is an embedding's weight.
     """
 
     theirs: str
@@ -77,7 +77,7 @@ class Link:
     bare: bool = False
 
     def split_tensor(self, tensor: Tensor, config: HeadwaterConfig) -> tuple[Tensor, ...]:
-        """Their weight or bias -> one for each of our modules."""
+        """Split the family's weight or bias into one for each of our modules."""
         if self.bare or (self.convolves and tensor.ndim == 4):
             return (tensor.flatten(0, 1) if self.bare else tensor.flatten(1),)
         if self.backwards:
@@ -89,7 +89,7 @@ class Link:
         return tensor.chunk(len(self.ours))
 
     def join_tensors(self, tensors: list[Tensor], config: HeadwaterConfig) -> Tensor:
-        """The weights or biases of our modules -> theirs."""
+        """Join the weights or biases of our modules into the family's."""
         if self.interleaved:
             heads = (config.num_attention_heads, -1)
             return torch.stack([x.unflatten(0, heads) for x in tensors], dim=1).flatten(0, 2)
@@ -109,14 +109,14 @@ class Family:
 
     model: its causal language model, or its image classifier.
     fields: field of our config -> field of its config.
-    fixed: fields of our config that are the same in the whole family, unless `read_more` gives them; fields in neither
-        table have the defaults of our config in it.
-    required: fields of its config that ours has no counterpart of, with the value at which both are the same.
-    windowed: fields of its config that a sliding window needs besides.
+    fixed: fields of our config that are the same in the whole family, unless `read_more` sets them; fields in neither
+        table have our defaults.
+    required: fields of its config without a counterpart in ours, with the value at which both agree.
+    windowed: further fields of its config that a sliding window needs.
     partial_rope: whether RoPE may apply to only a part of each head.
-    rope_types: the kinds of RoPE with which both are the same; None: all.
-    read_more: its config -> fields of ours that are no field of its own. write_more: our config -> fields of its.
-    links: its modules.
+    rope_types: the kinds of RoPE that both compute alike; None: all.
+    read_more: its config -> fields of ours without a counterpart in its config. write_more: our config -> fields of
+    its. links: its modules.
     ours: our model.
     """
 
@@ -145,7 +145,7 @@ class Family:
                 )
 
     def read_config(self, config: PreTrainedConfig) -> HeadwaterConfig:
-        """Their config as ours. Raises `HeadwaterError` for what headwater cannot express."""
+        """Convert the family's config to ours. Raises `HeadwaterError` for features that headwater does not have."""
         if getattr(config, "quantization_config", None) is not None:
             raise HeadwaterError(
                 "This model is quantized, but headwater has no quantized linear layers; use the unquantized model."
@@ -200,7 +200,7 @@ class Family:
         return rope
 
     def write_config(self, config: HeadwaterConfig) -> PreTrainedConfig:
-        """Our config as theirs. Raises `HeadwaterError` naming the first field that the family cannot express."""
+        """Convert our config to the family's. Raises `HeadwaterError` naming the first field that it cannot express."""
         try:
             written = self._write_fields(config)
             restored = self.read_config(written)
@@ -233,7 +233,7 @@ class Family:
         return make(**copy.deepcopy(values), dtype=config.dtype)
 
     def read_tensors(self, tensors: dict[str, Tensor], config: HeadwaterConfig) -> dict[str, Tensor]:
-        """Their tensors as copies under our names; `config` is ours. Raises `HeadwaterError` for an unknown one."""
+        """Copy the family's tensors under our names; `config` is ours. Raises `HeadwaterError` for an unknown one."""
         links = {link.theirs: link for link in self.list_links(config.num_hidden_layers)}
         converted = {}
         for name, tensor in tensors.items():
@@ -249,7 +249,7 @@ class Family:
         return converted
 
     def write_tensors(self, tensors: dict[str, Tensor], config: HeadwaterConfig) -> dict[str, Tensor]:
-        """Our tensors as copies under their names."""
+        """Copy our tensors under the family's names."""
         written = {}
         for link in self.list_links(config.num_hidden_layers):
             for kind in ("weight", "bias"):
@@ -265,7 +265,7 @@ def from_transformers(source: str | Path | PreTrainedModel, family: str | None =
 
     source: a checkpoint's folder or its name on the Hugging Face hub (its dtype is kept, none of its code is run), or
         a model, which is not changed.
-    family: the name of its `Family`, "package.module:NAME" for an outside one; default: its model_type.
+    family: the name of its `Family`, "package.module:NAME" for an external one; default: its model_type.
 
     Raises `HeadwaterError` for an unknown family, a missing checkpoint, tensors that do not match its config, and
     features of the family that headwater does not support.
@@ -289,7 +289,9 @@ def to_transformers(model: HeadwaterPreTrainedModel, family: str) -> PreTrainedM
     trust_names_in(family)
     chosen = find_family(family)
     if not isinstance(model, chosen.ours):
-        raise HeadwaterError(f"A {type(model).__name__} has no {chosen.name} format; choose a family of its kind.")
+        raise HeadwaterError(
+            f"A {type(model).__name__} has no {chosen.name} format; choose a family of the same kind of model."
+        )
     config = chosen.write_config(model.config)
     converted = assemble_model(chosen.model, config, chosen.write_tensors(own_tensors(model), model.config), model)
     # Saved under the names that the family's checkpoints have, which are not always those of its modules.
@@ -300,7 +302,7 @@ def to_transformers(model: HeadwaterPreTrainedModel, family: str) -> PreTrainedM
 def assemble_model(
     kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, Tensor], like: PreTrainedModel
 ) -> Any:
-    """A model of class `kind` with these `tensors`, and the device, mode and generation config of `like`.
+    """Build a model of class `kind` with these `tensors`, and the device, mode and generation config of `like`.
 
     The model may use the memory of the tensors. Raises `HeadwaterError` if they do not match the config.
     """
@@ -320,7 +322,7 @@ def assemble_model(
 
 
 def find_family(name: str) -> Family:
-    """The family that a user or a file names. Raises `HeadwaterError` unless it is known, installed or trusted."""
+    """Find the family that a user or a file names. Raises `HeadwaterError` unless it is known, installed or trusted."""
     if not isinstance(name, str) or not (":" in name or name in _REGISTRY.names):
         advice = _OTHER_WAYS.get(str(name)) or f"known names: {', '.join(sorted(_REGISTRY.names))}."
         raise HeadwaterError(f"Models of type {name!r} cannot be converted; {advice}")
@@ -328,7 +330,7 @@ def find_family(name: str) -> Family:
 
 
 def _of_checkpoint(family: str | None, kind: str, config: dict[str, Any]) -> Family:
-    """The family of a checkpoint: the one that is asked for, else that of its config.json, whose type is `kind`."""
+    """The family of a checkpoint: the requested one, otherwise the one for `kind`, the type in its config.json."""
     if family and kind not in _OTHER_WAYS:
         return find_family(family)
     found_family = find_family(kind)
@@ -355,10 +357,10 @@ _OTHER_WAYS = {
 
 
 def load_transformers(source: str | Path, family: str | None = None) -> PreTrainedModel:
-    """A checkpoint of one of `FAMILIES` as transformers' own model, every tensor checked.
+    """Load a checkpoint of one of `FAMILIES` as transformers' own model, with every tensor checked.
 
-    family: as in `from_transformers`. Weights are read once its config has been found to be one that headwater can
-    express. Raises `HeadwaterError` as `from_transformers` does.
+    family: as in `from_transformers`. Weights are read only after its config has been converted without
+    error. Raises `HeadwaterError` as `from_transformers` does.
     """
     trust_names_in(family)
     name, folder = str(source), local(source)
@@ -390,7 +392,7 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
 
 
 def config_of(folder: Path) -> HeadwaterConfig:
-    """The config of a model of any of `FAMILIES`, or of headwater's own, as ours; its weights are not read.
+    """Return the config of a headwater model or one of any of `FAMILIES` as ours, without reading its weights.
 
     Raises `HeadwaterError` as `from_transformers` does.
     """
@@ -403,7 +405,7 @@ def config_of(folder: Path) -> HeadwaterConfig:
 
 
 def _configs_in(folder: Path, family: str | None = None) -> tuple[Family, PreTrainedConfig, HeadwaterConfig]:
-    """The family of a checkpoint's folder, its config, and the same as ours."""
+    """Return the family of a checkpoint's folder, its config, and the config converted to ours."""
     kind = model_type(folder)
     if kind is None:
         raise HeadwaterError(f"it is not a checkpoint: it has no {CONFIG} that says what model it is.")
@@ -413,11 +415,11 @@ def _configs_in(folder: Path, family: str | None = None) -> tuple[Family, PreTra
 
 
 def _check_tensors(mismatches: dict[str, Iterable[Any]], owner: str) -> None:
-    """Raise `HeadwaterError` naming the first tensor that is not as the config of `owner` asks for."""
+    """Raise `HeadwaterError` naming the first tensor that does not match the config of `owner`."""
     for kind, problem in (
         ("mismatched_keys", "has a different shape than its config requires"),
         ("missing_keys", "is missing"),
-        ("unexpected_keys", "has no place in its config"),
+        ("unexpected_keys", "is not part of the model it describes"),
     ):
         names = sorted(str(entry if isinstance(entry, str) else entry[0]) for entry in mismatches.get(kind) or ())
         names = [name for name in names if not name.endswith(_OLD_BUFFER)]
@@ -429,7 +431,7 @@ def _check_tensors(mismatches: dict[str, Iterable[Any]], owner: str) -> None:
 
 
 def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's tensors, a tied one once. Raises `HeadwaterError` if they are quantized."""
+    """Return the model's tensors, a tied one once. Raises `HeadwaterError` if they are quantized."""
     check_full_precision(model)
     tied = set(model.all_tied_weights_keys)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
@@ -440,7 +442,7 @@ def _copy_tensor(tensor: Tensor) -> Tensor:
 
 
 def exchange_halves(tensor: Tensor, config: HeadwaterConfig) -> Tensor:
-    """Rows of heads, [heads·d, …], with the second half of each head before the first."""
+    """Move the second half of each head before the first, in rows of heads [heads·d, …]."""
     width = config.head_dim
     assert width is not None, "settled"
     return tensor.unflatten(0, (-1, width)).roll(width // 2, 1).flatten(0, 1)
@@ -476,12 +478,12 @@ def _make_comparable(config: HeadwaterConfig, name: str) -> Any:
 
 
 def map_same(*names: str) -> dict[str, str]:
-    """Fields, or modules, that have the same name in both."""
+    """Map fields or modules that have the same name in both."""
     return {name: name for name in names}
 
 
 def link_plain(names: dict[str, str]) -> tuple[Link, ...]:
-    """Modules of theirs, each of which is one of ours."""
+    """Link modules that correspond one to one."""
     return tuple(Link(source, (target,)) for source, target in names.items())
 
 
@@ -597,7 +599,7 @@ _LLAMA = Family(
 def _vary_family(
     base: Family, model: type[PreTrainedModel], fields: dict[str, str], fixed: dict[str, Any], **changes: Any
 ) -> Family:
-    """`base` with other fields and fixed ones; what is in one of the two leaves the other."""
+    """Return `base` with other fields and fixed ones; a field added to one of the tables is removed from the other."""
     return replace(
         base,
         model=model,

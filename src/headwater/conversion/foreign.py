@@ -6,8 +6,8 @@
                   Baichuan-M1, a model of the same company with the same convolution
     nanochat      github.com/karpathy/nanochat: value embeddings, the embedding in every layer, windows
 
-Sizes are those of the tensors; what tensors cannot tell comes from keywords, else from a config beside them, else from
-the paper. docs/checkpoints.md has every name with its source, and says which are certain.
+Sizes come from the tensors, other settings from keywords, else from a config in the same folder, else from the paper.
+docs/checkpoints.md lists every name with its source and how certain it is.
 """
 
 import json
@@ -47,8 +47,8 @@ class Layout:
     embedding: the name of the token embedding.
     tidy: the tensors, under the layout's plain names.
     pattern: of names that only this layout has; None if it cannot be recognized.
-    fields: (tensors, what keywords and a config beside them say) -> the fields of a `HeadwaterConfig`.
-    source: (name in the headwater model, its config) -> where the tensor comes from; None where from nothing.
+    fields: (tensors, settings from keywords and a config) -> the fields of a `HeadwaterConfig`. source:
+    (name in the headwater model, its config) -> the origin of the tensor; None without one.
     """
 
     embedding: str
@@ -59,17 +59,17 @@ class Layout:
 
 
 def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> HeadwaterForCausalLM:
-    """A model with the weights of a checkpoint of a paper's own code, in the precision of its embedding; eval mode.
+    """Read a checkpoint of a paper's own code as a model, in the precision of its embedding and in eval mode.
 
     path: a file of tensors (.safetensors, .pt, .bin, .pth), or a folder with one, or with its shards and their index.
         Nothing in it is executed.
     layout: a name in `LAYOUTS`, such as "tokenformer" or "kv-shifting"; recognized from the tensors' names if None. A
         ResFormer's tensors have Llama's names, so its layout must be given.
-    config: fields of `HeadwaterConfig` that override the checkpoint's. Of `mechanisms`, those named here are used,
-        and options that are left out are as found: `mechanisms={"pattention": {"score": "gelu_l2_norm"}}`.
+    config: fields of `HeadwaterConfig` that override the checkpoint's. Only the `mechanisms` named here are used,
+        and options that are left out come from the checkpoint: `mechanisms={"pattention": {"score": "gelu_l2_norm"}}`.
 
     Raises `HeadwaterError` with one sentence that names the first tensor that is missing, unknown or of a wrong shape,
-    or says what else to change.
+    or what else to change.
     """
     path = _find_newest(Path(path))
     for name in config:
@@ -163,7 +163,7 @@ def _count_layers(tensors: Tensors, pattern: str) -> int:
 
 
 def _count_heads(settings: dict[str, Any], width: int, known_heads: Mapping[int, int]) -> int:
-    """Query heads as a config says, else those of the authors' own configs of this width."""
+    """The number of query heads in a config, else in the authors' own configs of this width."""
     heads = settings.get("num_attention_heads", known_heads.get(width))
     if heads is None:
         raise HeadwaterError(
@@ -261,7 +261,8 @@ def _weights_alone(tensors: Tensors) -> Tensors:
 def _llama_fields(
     tensors: Tensors, settings: dict[str, Any], theta: float, width_of_head: int | None, layer: int = 0
 ) -> dict[str, Any]:
-    """The base model. width_of_head, layer: what the tensors say of heads, and the layer that says it."""
+    """The base model. width_of_head, layer: the width of heads according to the tensors, and the layer it was read
+    from."""
     prefix = f"model.layers.{layer}"
     vocabulary, width = _matrix_shape(tensors, EMBEDDING)
     queries, keys = (_matrix_shape(tensors, f"{prefix}.self_attn.{letter}_proj.weight")[0] for letter in "qk")
@@ -352,7 +353,7 @@ def _shift_options(tensors: Tensors, layer: int) -> tuple[dict[str, Any], int]:
     shapes = {letter: tensor.shape for letter, tensor in taps.items() if tensor is not None}
     if not shapes or any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
         raise HeadwaterError(
-            "KV shifting's K and V of a layer must both be [key/value heads, window], or one of them missing, not "
+            "In KV shifting, K and V of a layer must both be [key/value heads, window], or one must be missing, not "
             f"{ ({letter: list(shape) for letter, shape in shapes.items()}) }."
         )
     heads, window = next(iter(shapes.values()))
@@ -375,10 +376,10 @@ GATE = r"transformer\.h\.\d+\.attn\.ve_gate\.weight"
 
 
 class Version(NamedTuple):
-    """Properties of a version of nanochat's code that its tensors do not show.
+    """Properties of a version of nanochat's code that cannot be read from its tensors.
 
-    scale: of the value embeddings' gate. sharpness: factor on the scores, beside 1/√d. short: the context -> how many
-    earlier tokens a short window has.
+    scale: of the value embeddings' gate. sharpness: factor on the scores, in addition to 1/√d. short: the context ->
+    how many earlier tokens a short window has.
     """
 
     scale: float
@@ -398,7 +399,7 @@ LATEST = Version(3.0, 100_000.0, 1.2**2, lambda context: -(-context // 4 // 128)
 
 
 def _nanochat_tidy(tensors: Tensors) -> Tensors:
-    """With the scalars of each layer, x_0's before the stream's, and an embedding as precise as the head."""
+    """Join each layer's scalars, x_0's before the stream's, and cast the embedding to the precision of the head."""
     tidy = dict(tensors)
     if "resid_lambdas" in tidy and "x0_lambdas" in tidy:
         stream, embedding = tidy.pop("resid_lambdas"), tidy.pop("x0_lambdas")
@@ -524,7 +525,7 @@ LAYOUTS = {
 
 
 def _find_newest(path: Path) -> Path:
-    """The newest checkpoint in a folder of nanochat's, model_NNNNNN.pt; another path as it is."""
+    """The newest checkpoint in a folder of nanochat's, model_NNNNNN.pt; another path unchanged."""
     steps = sorted(path.glob("model_*.pt"), key=lambda file: (len(file.name), file.name)) if path.is_dir() else []
     return steps[-1] if steps and _meta_file(steps[-1]).is_file() else path
 
@@ -535,7 +536,7 @@ def _meta_file(file: Path) -> Path:
 
 
 def _read_tensors(path: Path) -> Tensors:
-    """All tensors of a file or folder, by their names without what wrappers put into them."""
+    """Read all tensors of a file or folder, by their names without those of wrappers."""
     tensors = strip_wrappers(read_weights(_find_files(path)), repr(str(path)))
     if not tensors:
         raise HeadwaterError(f"There are no tensors in {str(path)!r}; name a checkpoint.")

@@ -1,4 +1,4 @@
-"""The families of image models: ViT and DeiT. Checkpoints of DeiT without distillation are ViTs by their config."""
+"""The families of image models: ViT and DeiT. Checkpoints of DeiT without distillation have the config of a ViT."""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
-"""Cost of a config, from its plan alone: parameters, FLOPs, cache bytes, memory. Nothing is built.
+"""Cost of a config, from its plan only: parameters, FLOPs, cache bytes, memory. Nothing is built.
 
 Matmul FLOPs count 2 per multiply-add; elementwise work (norms, RoPE, activations, the mechanisms' mixes) is left out,
-as is usual. Each mechanism states its own cost in its file; here it is added up.
+as is usual. Each mechanism states its cost in its own file.
 """
 
 from collections.abc import Iterable, Sequence
@@ -204,8 +204,8 @@ def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) ->
 def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True) -> float:
     """FLOPs of reading a prompt of `tokens` with a cache, and of the logits of its last token.
 
-    Layers that store nothing for later tokens (`headwater.config.planner.output_only_from`) run for the last token
-    alone.
+    Layers that store nothing for later tokens (`headwater.config.planner.output_only_from`) run only for the last
+    token.
     """
     plans = plan_layers(config)
     first_layer = output_only_from(config, plans)
@@ -248,7 +248,7 @@ def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int
 
 
 def kept_numbers(config: HeadwaterConfig, plan: LayerPlan) -> dict[Kept, int]:
-    """Numbers per token of each kind of raw tokens that the cache of this layer may keep."""
+    """Count the numbers per token of each kind of raw tokens that the cache of this layer may keep."""
     layer = layer_config(config, plan.index)
     return {
         "q": layer.num_attention_heads * layer.head_dim,
@@ -300,7 +300,7 @@ def activation_bytes(
     checkpointing it stores each block's input, what later layers read, and one block at a time; with chunks it computes
     a chunk's logits again at the peak.
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": the mask, and each layer's copy of it in
-    the dtype of queries, which the fused kernel stores; and those of layers with keys and values beside the tokens'.
+    the dtype of queries, which the fused kernel stores; and those of layers with learned keys and values.
     """
     plans, element = plan_layers(config), precision.compute.itemsize
     width = config.hidden_size * precision.weights.itemsize
@@ -322,13 +322,13 @@ def activation_bytes(
     return {
         "kept": tokens * stored + patches + (0 if loss_chunk_tokens else softmax * logits),
         "loss": at_once * (gradients + (softmax if loss_chunk_tokens else 0)),
-        # With pairs beside the tokens' a layer widens the mask.
+        # With learned pairs a layer widens the mask.
         "masks": tokens * context * (1 + copies * element + min(copies, widening)) if masked else 0,
     }
 
 
 def _exported_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precision: Precision) -> int:
-    """Bytes per token of what a layer passes on."""
+    """Bytes per token that a layer exports to later ones."""
     numbers = kept_numbers(config, plan) | {"a": layer_config(config, plan.index).num_attention_heads * context}
     sizes = {"x": precision.weights.itemsize}
     return sum(numbers[source.part] * sizes.get(source.part, precision.compute.itemsize) for source in plan.exports)
@@ -357,7 +357,7 @@ def _count_readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
 
 
 def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:
-    """Sets of attention weights that are stored: none with a fused kernel, else the softmax's and derived ones."""
+    """Count the stored sets of attention weights: none with a fused kernel, else the softmax's and derived ones."""
     acting, capped = bool(plan.at(Stage.ATTENTION_WEIGHTS)), config.attention_softcap is not None  # its tanh is kept
     return acting + capped + (acting or capped or any(source.kind == "probabilities" for source in plan.exports))
 

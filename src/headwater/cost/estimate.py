@@ -40,8 +40,8 @@ class AtContext:
     """Figures that depend on the context, or the size of the images. FLOPs are per token or image, bytes for the batch.
 
     context: tokens per row, or of an image. image_size: None for text; what follows it is None for images.
-    forward: forward FLOPs by part, causal for text. step_bytes: training state and activations with the gradient
-    checkpointing that was asked for. forward_full, training_full: count the whole square of scores. prefill: FLOPs of a
+    forward: forward FLOPs by part, causal for text. step_bytes: training state and activations with the chosen
+    gradient checkpointing. forward_full, training_full: count the whole square of scores. prefill: FLOPs of a
     prompt of this length and its last token's logits, for the whole batch.
     """
 
@@ -215,7 +215,7 @@ def _limit_generation(
 
 
 def _refuse_unread(of_images: bool, settings: Mapping[str, Any]) -> None:
-    """Raise `HeadwaterError` for a setting of the other kind of models."""
+    """Raise `HeadwaterError` for a setting of the other kind of model."""
     for name, value in settings.items():
         if value is not None:
             raise HeadwaterError(
@@ -257,21 +257,21 @@ def _describe_shape(config: HeadwaterConfig) -> dict[str, Any]:
 
 
 def read_precision(name: str) -> Precision:
-    """The precision of that name. Raises `HeadwaterError` for an unknown one."""
+    """Look up a precision by name. Raises `HeadwaterError` for an unknown one."""
     if name not in list(Precision):
         raise HeadwaterError(f"precision must be one of {', '.join(Precision)}, not {name!r}.")
     return Precision(name)
 
 
 def _check_settings(mfu: float, sizes: Sequence[tuple[str, Any]], budgets: Mapping[str, float | None]) -> None:
-    """Raise `HeadwaterError` for a share, size or budget that there is not."""
+    """Raise `HeadwaterError` for an impossible share, size or budget."""
     for label, value in sizes:
         if not isinstance(value, int) or value < 1:
             raise HeadwaterError(f"{label} must be a whole number, at least 1, not {shown(value)}.")
     if not isinstance(mfu, int | float):
         raise HeadwaterError(f"mfu must be a number, not {shown(mfu)}.")
     if not 0 < mfu <= 1:
-        raise HeadwaterError(f"mfu is a share of the peak, above 0 and at most 1, not {mfu:g}.")
+        raise HeadwaterError(f"mfu must be a share of the peak, above 0 and at most 1, not {mfu:g}.")
     for label, budget in budgets.items():
         if budget is not None and budget <= 0:
             raise HeadwaterError(f"{label} must be more than 0, not {budget:g}.")

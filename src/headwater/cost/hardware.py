@@ -1,4 +1,4 @@
-"""Figures of devices: named accelerators by their data sheets, and this machine by measurement."""
+"""Figures of devices: accelerators by their data sheets, and this machine by measurement."""
 
 import os
 import re
@@ -18,7 +18,7 @@ class Hardware:
     """One device.
 
     flops: matmul FLOP/s in bf16, dense, accumulated in fp32. flops_fp32: the same in fp32, without TF32. memory: bytes.
-    bandwidth: memory bandwidth in bytes/s. source: where the figures are from. driver: a pattern for the names that the
+    bandwidth: memory bandwidth in bytes/s. source: the origin of the figures. driver: a pattern for the names that the
     driver gives this device; variants with other figures do not match. flops_fp64: None if unknown.
     """
 
@@ -61,11 +61,11 @@ THIS = "this"
 
 
 def hardware(name: str | Hardware) -> Hardware:
-    """The device of that name, in any case; "this" is measured. Raises `HeadwaterError` for an unknown name."""
+    """Look up a device by name, in any case; "this" is measured. Raises `HeadwaterError` for an unknown name."""
     if isinstance(name, Hardware):
         return name
     if not isinstance(name, str):
-        raise HeadwaterError(f"hardware is a device's name, such as 'H100', not {shown(name)}.")
+        raise HeadwaterError(f"hardware must be the name of a device, such as 'H100', not {shown(name)}.")
     if name.lower() == THIS:
         return measure()
     if (device := {label.lower(): device for label, device in KNOWN.items()}.get(name.lower())) is not None:
@@ -74,7 +74,7 @@ def hardware(name: str | Hardware) -> Hardware:
 
 
 def measure() -> Hardware:
-    """This machine, in about 3 s: its first CUDA device, or all CPU threads that PyTorch is set to.
+    """Measure this machine, in about 3 s: its first CUDA device, or all CPU threads that PyTorch is set to.
 
     The best of repeated square matmuls and of copies, which read and write every byte once. Memory is the device's, or
     the machine's. Other work on the machine lowers the figures.
@@ -110,7 +110,7 @@ def sheet_of(driver: str) -> Hardware | None:
 
 
 def peak_of(device: torch.device, precision: Precision) -> float:
-    """FLOP/s of matmuls on a device in a precision: by its data sheet if it is known, else measured in half a second.
+    """FLOP/s of matmuls on a device in a precision: by its data sheet if known, otherwise measured in half a second.
 
     A CPU is measured with the threads PyTorch is set to.
     """

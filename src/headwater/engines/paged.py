@@ -1,7 +1,7 @@
-"""The model's side of a paged cache: which bytes of which block each token reads and writes.
+"""The model's side of a paged cache: the bytes of each block that a token reads and writes.
 
-A server's batch is flat: N new tokens of R sequences, one sequence after another. `FlatBatch` says where in the cache
-they are, `PagedEngine` is what the model is given as `past_key_values`, and a subclass brings the kernel.
+A server's batch is flat: N new tokens of R sequences, one sequence after another. `FlatBatch` locates them in the
+cache, `PagedEngine` is passed to the model as `past_key_values`, and a subclass provides the kernel.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from headwater.util.errors import HeadwaterError
 class FlatBatch:
     """N new tokens of R sequences.
 
-    starts [R + 1]: where in the batch each sequence's new tokens begin, and N. lengths [R]: of each sequence, these
-    included. table [R, blocks]: the blocks of each sequence.
+    starts [R + 1]: index in the batch of each sequence's first new token, and N. lengths [R]: tokens of each sequence,
+    the new ones included. table [R, blocks]: the blocks of each sequence.
     """
 
     def __init__(self, starts: Tensor, lengths: Tensor, table: Tensor, block_size: int) -> None:
@@ -45,7 +45,7 @@ class FlatBatch:
 
     @cached_property
     def token_offsets(self) -> Tensor:
-        """Each token's place in its block, [N]."""
+        """Each token's position in its block, [N]."""
         return self.position % self.block_size
 
     def find_lookback(self, length: int, slots: int) -> Lookback:
@@ -80,11 +80,11 @@ class FlatBatch:
 
 
 class Lookback(NamedTuple):
-    """The places of the tokens before each token.
+    """The locations of the tokens before each token.
 
     cached_slots: block and slot of what each sequence needs from the cache, [R, length] each.
     is_own_block [R, length, 1]: whether it is in the block that the sequence's first new token goes into.
-    token_index [N, length]: among the new tokens, those from the cache, and zero.
+    token_index [N, length]: index into the new tokens, the cached ones and zero.
     stored_tokens: the new tokens that the cache keeps. stored_slots: their blocks and slots.
     """
 
@@ -156,7 +156,7 @@ class PagedEngine(Engine):
         self.layers = [RawTokens(self, plan.index) if plan.tails else None for plan in page.plans]
 
     def bind_memory(self, memory: Tensor) -> None:
-        """Use this memory. Raises `HeadwaterError` if its blocks have another size than the page."""
+        """Use this memory. Raises `HeadwaterError` if the size of its blocks differs from the page's."""
         if memory.shape[1] != self.page.size:
             raise HeadwaterError(f"A block has {self.page.size} bytes, and this cache's blocks have {memory.shape[1]}.")
         assert memory.dtype == torch.uint8

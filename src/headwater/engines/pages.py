@@ -1,8 +1,8 @@
-"""The layout of one block of a server's cache, from the plan alone. Pure Python.
+"""The layout of one block of a server's cache, computed from the plan. Pure Python.
 
 A block has room for `block_size` tokens of one sequence: first the keys of each layer that stores any, then the values,
-each head apart; then the raw tokens of mechanisms that look back. A block is laid out by the plan alone: `materialise`
-is for engines with a cache of their own, and changes nothing here.
+each head separately; then the raw tokens of mechanisms that look back. `materialise` is for engines with a cache of
+their own and does not affect this layout.
 
 Of raw tokens a block keeps the last `length` + `spare` ones written to it. A sequence that continues in another block,
 or from a prefix that it shares, finds them at the end of the block before; one whose last tokens are taken back
@@ -52,7 +52,7 @@ class Page:
     """One block of the cache.
 
     config, plans: the model. block_size: tokens. element: bytes of a number. spare: how many tokens may be taken back.
-    least: bytes it has at least, where the blocks of several processes are to be alike.
+    least: minimum size in bytes, so that the blocks of several processes have equal sizes.
     """
 
     config: HeadwaterConfig

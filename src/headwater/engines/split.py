@@ -1,11 +1,11 @@
-"""Attention split by heads over processes, and for servers the whole model: what one of several processes computes.
+"""Attention split by heads over processes, and the whole model for servers: the part that each process computes.
 
     attention       Σ_p W_O[:, p]·heads_p(x)                            p: some consecutive heads, and their cache
     feed-forward    Σ_p W_down[:, p]·(act(W_gate[p]·x) ⊙ W_up[p]·x)     p: some units
 
-The residual stream, the embeddings, the output head, and what mechanisms do outside attention are whole in every
-process. So is a feed-forward that a mechanism acts inside of, and what replaces a linear layer. Attention is built once
-more from the plans of the process's own heads (`narrow_plans`).
+Every process computes the whole of the residual stream, the embeddings, the output head and mechanisms outside
+attention. The same holds for a feed-forward inside which a mechanism acts, and for what replaces a linear layer.
+Attention is built once more from the plans of the process's own heads (`narrow_plans`).
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Portion:
         for name in config.mechanisms:
             if name in inside and not can_split_heads(resolve(name), config.mechanisms[name]):
                 raise HeadwaterError(
-                    f"Mechanism {name!r} does not say that its heads can be split over processes with these options "
-                    "(per_head, docs/extending.md); leave out tensor_parallel_size."
+                    f"Mechanism {name!r} does not declare that its heads can be split over processes with these "
+                    "options (per_head, docs/extending.md); leave out tensor_parallel_size."
                 )
 
     @cached_property
@@ -126,7 +126,7 @@ class Portion:
 
     @property
     def slopes(self) -> Tensor | None:
-        """ALiBi's, of each query head that this process has; None if it has all."""
+        """ALiBi's slopes for the query heads of this process; None if it has all heads."""
         if self.config.position != "alibi" or self.size == 1:
             return None
         slopes = alibi_slopes(self.config.num_attention_heads, torch.float32)
@@ -151,9 +151,9 @@ class Portion:
             raise _refuse_split(full.plan, list(full.mechanisms.names)) from error
 
     def divide_parameters(self, full: Mechanism, portion: nn.Module, plan: LayerPlan) -> dict[str, Entries]:
-        """The entries of each parameter of a mechanism that these heads have, by name.
+        """Return the entries of each parameter of a mechanism that belong to these heads, by name.
 
-        mine: the mechanism as it is built for these heads. Raises `HeadwaterError` if it has other parameters.
+        mine: the mechanism built for these heads. Raises `HeadwaterError` if it has other parameters.
         """
         shapes = {name: parameter.shape for name, parameter in portion.named_parameters()}
         entries: dict[str, Entries] = {}
@@ -178,7 +178,7 @@ def _refuse_split(plan: LayerPlan, names: list[str]) -> HeadwaterError:
 
 @torch.no_grad()
 def split_model(model: HeadwaterForCausalLM, share: Portion, processes: Processes) -> None:
-    """Leave of a model what this process computes, in place. It then runs with an `Engine` only."""
+    """Reduce a model in place to the part that this process computes. It then runs only with an `Engine`."""
     for block in model.model.layers if share.size > 1 else ():
         block = cast("Block", block)
         block.self_attn = split_attention(block.self_attn, share, processes)
@@ -194,7 +194,7 @@ def split_model(model: HeadwaterForCausalLM, share: Portion, processes: Processe
 
 
 def split_attention(full: Attention, share: Portion, processes: Processes) -> Attention:
-    """An attention with this process's heads."""
+    """Build an attention with only this process's heads."""
     plan = full.plan
     portion = share.build_attention(full, Attention)
     portion.q_norm, portion.k_norm = full.q_norm, full.k_norm if portion.k_proj is not None else None
@@ -215,7 +215,7 @@ def split_attention(full: Attention, share: Portion, processes: Processes) -> At
 
 
 def _fill_parameters(portion: nn.Module, full: Mechanism, share: Portion, plan: LayerPlan) -> None:
-    """Fill a mechanism's module of this process's heads."""
+    """Fill the parameters of a mechanism's module for this process's heads."""
     entries = share.divide_parameters(full, portion, plan)
     targets = {name for name, _ in (*portion.named_parameters(), *portion.named_buffers())}
     for name, tensor in (*full.named_parameters(), *full.named_buffers()):
@@ -233,7 +233,7 @@ def _fill_parameters(portion: nn.Module, full: Mechanism, share: Portion, plan: 
 
 
 def select_rows(layer: nn.Linear, chosen: Tensor) -> nn.Linear:
-    """A linear layer with some of its outputs."""
+    """Return a linear layer with some of its outputs."""
     portion = nn.Linear(layer.in_features, len(chosen), layer.bias is not None, device="meta")
     for name, parameter in layer.named_parameters():
         setattr(portion, name, nn.Parameter(parameter[chosen], requires_grad=False))
@@ -241,7 +241,7 @@ def select_rows(layer: nn.Linear, chosen: Tensor) -> nn.Linear:
 
 
 class SummedLinear(nn.Module):
-    """A linear layer, of whose inputs each process has some."""
+    """A linear layer whose inputs are split over processes."""
 
     def __init__(self, layer: nn.Linear, chosen: Tensor, processes: Processes) -> None:
         super().__init__()

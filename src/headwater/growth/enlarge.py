@@ -95,8 +95,8 @@ def _grow_options(name: str, options: dict[str, Any], config: HeadwaterConfig, g
     mechanism = resolve(name)
     if not isinstance(mechanism, GrowsOptions):
         raise HeadwaterError(
-            f"Mechanism {name!r} does not say how it grows, so a model with it keeps its layers and widths; "
-            "remove it, or give its class grow_options() and describe_axes()."
+            f"Mechanism {name!r} does not define how it grows, so a model with it cannot get more layers or larger "
+            "widths; remove it, or give its class grow_options() and describe_axes()."
         )
     return mechanism.grow_options(options, config, growth)
 
@@ -127,7 +127,7 @@ def enlarge_model(model: Model, options: GrowthOptions) -> Model:
                 large.get_buffer(name).copy_(old)
     if growth.keeps and (unplaced := moves.names.keys() - moves.used_names):
         raise HeadwaterError(
-            f"{min(unplaced)} of this model has no place in the larger one; remove its mechanism, or use another "
+            f"{min(unplaced)} of this model has no counterpart in the larger one; remove its mechanism, or use another "
             "method."
         )
     if model.can_generate():
@@ -204,7 +204,7 @@ class Moves:
             if self.growth.keeps and layer not in self.growth.silent and owner is not None:
                 raise HeadwaterError(
                     f"Mechanism {owner.registered_name()!r} has {inner!r} in layer {layer} of the larger "
-                    "model and had none in the layer that it is made from; remove it, or use a method that does not "
+                    "model but not in the layer it is copied from; remove it, or use a method that does not "
                     "keep the function."
                 )
             return None
@@ -238,8 +238,8 @@ class Moves:
         if owner is not None:
             if not (axes := axes_of(owner, inner)):
                 raise HeadwaterError(
-                    f"Mechanism {owner.registered_name()!r} does not say what the entries of its parameter "
-                    f"{inner!r} belong to (describe_axes), so it cannot grow; remove it."
+                    f"Mechanism {owner.registered_name()!r} does not describe the axes of its parameter "
+                    f"{inner!r} (describe_axes), so it cannot grow; remove it."
                 )
             outs, ins = AXES.get(module, (SAME, SAME))
             return tuple({"linear in": ins, "linear out": outs}.get(axis.kind, axis) for axis in axes)
@@ -488,8 +488,8 @@ def _check_function(old: Model, new: Model) -> None:
     allowed = torch.finfo(old.dtype).eps ** (1 / 2 if exact else 1 / 3) * float(old_logits.abs().max())
     if old_logits.isfinite().all() and not (moved := float((old_logits - new_logits).abs().max())) <= allowed:
         raise HeadwaterError(
-            f"The larger model's logits differ by {moved:.1e} though the method keeps them, an error of headwater; "
-            "report it with the model's config, and use another method or other sizes."
+            f"The larger model's logits differ by {moved:.1e} although this method should keep them. This is a bug "
+            "in headwater: report it with the model's config, and use another method or other sizes."
         )
 
 

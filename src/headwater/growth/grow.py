@@ -38,7 +38,7 @@ def grow(model: Model, attention_pairs: int | None = None, ffn_pairs: int | None
 
 
 def adds_pairs(config: HeadwaterConfig, options: GrowthOptions) -> bool:
-    """Whether growth begins with parameter tokens: also where nothing is asked for, to say so or to unfreeze."""
+    """Whether growth begins with parameter tokens: also if nothing is to grow, for the error or to unfreeze."""
     has_counts = options.attention_pairs is not None or options.ffn_pairs is not None
     return has_counts or (has_pairs(config) and not options.sizes)
 

@@ -88,19 +88,21 @@ class GrowthOptions:
         has_pairs = (self.attention_pairs or self.ffn_pairs) is not None
         changes = {"key_init": self.key_init != "zero", "tau": self.tau != "keep", "freeze": self.freeze}
         if (unread := [name for name, is_changed in changes.items() if is_changed]) and not has_pairs:
-            raise HeadwaterError(f"{unread[0]} is about new pairs; leave it out, or give attention_pairs or ffn_pairs.")
+            raise HeadwaterError(
+                f"{unread[0]} applies only to new pairs; leave it out, or give attention_pairs or ffn_pairs."
+            )
         if self.method != "exact" and has_pairs and not self.sizes:
             raise HeadwaterError(
-                f"The method {self.method!r} is about layers and widths; leave it out, or give a new size."
+                f"The method {self.method!r} applies only to layers and widths; leave it out, or give a new size."
             )
         if self.freeze and self.sizes:
             raise HeadwaterError(
-                "freeze trains the new pairs alone; leave it out, or grow layers and widths separately."
+                "freeze trains only the new pairs; leave it out, or grow layers and widths separately."
             )
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that are given, without those of pairs."""
+        """The sizes that are set, except numbers of pairs."""
         return {name: size for name in SIZES if (size := getattr(self, name)) is not None}
 
 
@@ -111,12 +113,13 @@ def parse_method(method: str) -> tuple[str | None, str | None]:
     deeper = wider = None
     for way in (names := method.split("+")):
         if way not in (*DEEPER, *WIDER):
-            raise HeadwaterError(f"There is no method {way!r} of growth; {nearest(way, (*DEEPER, *WIDER))}")
+            raise HeadwaterError(f"There is no growth method {way!r}; {nearest(way, (*DEEPER, *WIDER))}")
         deeper, wider = (way, wider) if way in DEEPER else (deeper, way)
     if len(names) > 2 or (len(names) == 2 and None in (deeper, wider)):
         raise HeadwaterError(
-            f"The method {method!r} must be one way, or one to make a model deeper ({either([*map(repr, DEEPER)])}) "
-            f"and one to make it wider ({either([*map(repr, WIDER)])}), joined by '+'."
+            f"The method {method!r} must be a single method, or one that makes a model deeper "
+            f"({either([*map(repr, DEEPER)])}) and one that makes it wider ({either([*map(repr, WIDER)])}), joined by "
+            "'+'."
         )
     return deeper or BOTH.get(str(wider)), wider
 
@@ -268,8 +271,8 @@ def _check_exact(config: HeadwaterConfig, growth: Larger) -> None:
     instead = f"double hidden_size with the method hypercloning, grow other sizes, or {advice}"
     if not (config.norm_weight and config.final_norm_weight):
         raise HeadwaterError(
-            f"New channels change what the residual stream is divided by, and norms without weights cannot make up for "
-            f"it; {instead}."
+            f"New channels change what the residual stream is divided by, and norms without weights cannot compensate "
+            f"for it; {instead}."
         )
     if config.qk_norm:
         raise HeadwaterError(

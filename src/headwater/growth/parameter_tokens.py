@@ -178,7 +178,7 @@ def _check_read(options: dict[str, Any], counts: Counts, new: Counts, key_init: 
         if key_init == "zero":
             raise HeadwaterError(
                 f"A token reads the {top_k} best pairs of {name!r}, and a zero key beats negative scores, so new "
-                "pairs can change the function; use random keys (key_init=random), which do not claim to keep it."
+                "pairs can change the function; use random keys (key_init=random) if the function may change."
             )
 
 
@@ -205,7 +205,7 @@ def added_config(config: HeadwaterConfig, growth: GrowthOptions) -> HeadwaterCon
     if growth.key_init == "zero" and options["score"] in NOT_NEUTRAL:
         raise HeadwaterError(
             f"With the score {options['score']!r} a zero key has weight e^0 = 1, so any new pairs change the "
-            f"function; use random keys (key_init=random), which do not claim to keep it."
+            f"function; use random keys (key_init=random) if the function may change."
         )
     _check_read(options, counts, new, growth.key_init)
     old: Counts = {name: n for name, n in counts.items() if new[name] > n}

@@ -63,7 +63,7 @@ def can_fuse(*tensors: Tensor | None, needs_grad: bool = True, cpu_only: bool = 
     `torch.export`, `torch.jit.trace`, functorch (`torch.func.vmap`, `grad`, …) and forward-mode autograd, for fake
     tensors, DTensors and other subclasses, and where kernels are switched off.
 
-    needs_grad: it helps only while autograd records what one of them goes through. cpu_only: it helps only on a CPU.
+    needs_grad: it helps only while autograd records operations on one of them. cpu_only: it helps only on a CPU.
     """
     if torch.compiler.is_compiling():  # first: what follows cannot be traced
         return False
@@ -89,7 +89,7 @@ def can_autotune() -> bool:
 
 
 def are_ordinary(*tensors: Tensor | None, cpu_only: bool = False) -> bool:
-    """Whether none of these is of a subclass. cpu_only: and all are on a CPU."""
+    """Whether none of these is a tensor subclass. cpu_only: and all are on a CPU."""
     for x in tensors:
         if x is not None and type(x) is not Tensor and type(x) is not nn.Parameter:
             return False
@@ -99,6 +99,6 @@ def are_ordinary(*tensors: Tensor | None, cpu_only: bool = False) -> bool:
 
 
 def _can_run() -> bool:
-    """No functorch, no forward-mode autograd, and kernels are on."""
+    """Whether kernels are on, without functorch or forward-mode autograd."""
     in_transform = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return not in_transform and not are_disabled()

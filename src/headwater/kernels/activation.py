@@ -84,13 +84,14 @@ class _Activated(torch.autograd.Function):
 
 
 def _recompute_activation(kind: str, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """a, b and act(a), the last in fresh memory."""
+    """Return a, b and act(a), the last in fresh memory."""
     return a, b, _FORWARD[kind](a)
 
 
 @dataclass
 class _Recomputed:
-    """Takes the product's place among the tensors that the next layer saves; `shape` and `stride` are as saved."""
+    """A placeholder for the product among the tensors that the next layer saves; `shape` and `stride` are the
+    product's."""
 
     node: Any
     shape: torch.Size
@@ -127,5 +128,5 @@ def _skip_saving(h: Tensor) -> AbstractContextManager[None]:
 
 
 def _identify_tensor(x: Tensor) -> tuple[Any, ...]:
-    """The same for a reshaped tensor; different for a part of it, a cast of it, and after a change in place."""
+    """Return a key that a reshaped tensor shares, but a slice, a cast or a tensor changed in place does not."""
     return x.untyped_storage()._cdata, x.numel(), x.dtype, x._version

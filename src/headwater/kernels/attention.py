@@ -71,7 +71,7 @@ def matmul_attention(
     """
     if unsupported := [name for name in LEFT_OUT if kwargs.get(name) is not None]:
         raise HeadwaterError(
-            f"attn_implementation {MATMUL} leaves out {' and '.join(unsupported)}, which this model asks for; load it "
+            f"attn_implementation {MATMUL} leaves out {' and '.join(unsupported)}, which this model needs; load it "
             "with attn_implementation='eager'."
         )
     batch, heads, length, width = q.shape

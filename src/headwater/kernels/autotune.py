@@ -41,7 +41,7 @@ FLUSH = 2**24
 
 @dataclass
 class Choices:
-    """The forms that a generation runs, by whatever tells its operations apart.
+    """The forms that a generation runs, keyed by what distinguishes its operations.
 
     packs: linear layers whose weights are packed; None if no weight may be.
     """
@@ -79,7 +79,7 @@ def _set_choices(choices: Choices | bool) -> Iterator[None]:
 
 
 def forbid_autotuning() -> AbstractContextManager[None]:
-    """Keep everything inside, in this thread, independent of timings, even generation."""
+    """Make everything inside, in this thread, independent of timings, even generation."""
     return _set_choices(False)
 
 
@@ -116,7 +116,7 @@ def find_fastest(operation: tuple[Any, ...], forms: Callable[[], Mapping[str, Ca
 
 
 def round_up(count: int) -> int:
-    """The next power of 2: counts that share a timing."""
+    """Round up to a power of 2: counts that round alike share a timing."""
     return 1 << (count - 1).bit_length()
 
 

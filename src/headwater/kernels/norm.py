@@ -8,7 +8,7 @@ from headwater.kernels.scratch import get_scratch
 
 
 def can_fuse_rms_norm(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether `fused_rms_norm` may run, and helps: on other devices PyTorch's own kernel stores as little."""
+    """Whether `fused_rms_norm` may run and helps: on other devices PyTorch's own kernel stores just as little."""
     if not can_fuse(x, weight, cpu_only=True):
         return False
     return x.numel() > 0 and (weight is None or weight.dtype in (x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Rotary embedding that saves no x for the backward pass: a rotation's gradient is the rotation back."""
+"""Rotary embedding that does not save x for the backward pass: the gradient of a rotation is the inverse rotation."""
 
 import torch
 from torch import Tensor

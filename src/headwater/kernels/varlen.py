@@ -1,7 +1,7 @@
 """Attention in packed rows, document by document: `attn_implementation="varlen"`.
 
 Packed rows hold several documents, and attention stays inside each. A mask [B, 1, T, T] says so too, but a kernel under
-a mask computes the scores of all pairs of tokens. This one is given where the documents begin (`cu_seq_lens_q`,
+a mask computes the scores of all pairs of tokens. This one takes the starts of documents (`cu_seq_lens_q`,
 transformers' name) and computes no others. Without documents, or under a mask, it is sdpa.
 
 On a GPU it is PyTorch's `varlen_attn` (FlashAttention: half precision only). On a CPU it is one operation, forward and
@@ -102,7 +102,7 @@ def _repeat_heads(groups: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def find_refusal(device: torch.device, dtype: torch.dtype, dropout: float, width: int) -> str | None:
-    """Reason why it cannot compute attention with heads of `width` channels; None if it can."""
+    """Return the reason why it cannot compute attention with heads of `width` channels; None if it can."""
     if dropout > 0:
         return "has no dropout"
     if device.type == "cpu":
@@ -144,8 +144,8 @@ def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, d
         row, column = divmod(begin, length)
         if column + end - begin > length:
             raise HeadwaterError(
-                f"cu_seq_lens_q has a document from token {begin} to {end}, across the rows of {length} tokens; a row "
-                "begins with a document."
+                f"cu_seq_lens_q has a document from token {begin} to {end}, across rows of {length} tokens; begin a "
+                "new document at the start of each row."
             )
         mask = None
         if 0 < window < end - begin:  # each token sees itself and the window - 1 before it

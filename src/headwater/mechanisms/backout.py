@@ -2,7 +2,7 @@
 
     x_L := x_L − λ·x_m        after the last block, before the final norm
 
-What the middle layer found out, and later ones have read, need not be in what the output head reads. In nanochat
+Later layers have already read the middle layer's output, so the output head need not see it again. In nanochat
 (github.com/karpathy/nanochat) x_m is the output of layer m = ⌊L/2⌋, counted from 0, and λ is initially 0.2.
 
 Departures: none.

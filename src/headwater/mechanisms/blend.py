@@ -1,18 +1,18 @@
-"""A model's own keys and values mixed with those that a cheaper model would attend to, while one becomes the other.
+"""A model's own keys and values mixed with those that a cheaper model would attend to, during a conversion.
 
     K̃_h^l = (1 - w)·K_h^l + w·K_h^{s(l,h)}        Ṽ likewise with s'        w from 0 to 1
 
 s(l, h) and s'(l, h) are the layers that head h of layer l attends to in the cheaper model, the goal: this model with
 other `mechanisms`. K^s is that layer's own, after its own mechanisms and RoPE, not what it attended to. At w = 0 the
-model is as it was; at w = 1 it computes what the goal computes with the same weights, and no head attends any more to
-what the goal does not have. If the goal has N < K key/value heads, each head first goes over to the mean of its group
+model is unchanged; at w = 1 it computes the goal's function with the same weights, and no head attends to keys or
+values that the goal lacks. If the goal has N < K key/value heads, each head is first blended with the mean of its group
 of K / N (GQA, arXiv 2305.13245, section 2.1), which is the head of the mean of their weights:
 
     k_h ← (1 - w)·k_h + w·(N / K)·Σ_{h' in the group of h} k_h'        v likewise
 
-The weight is that of value residual (arXiv 2410.17897) as a schedule: it moves linearly over the steps of a run whose
-recipe says `convert: {anneal: true}`. Until `headwater.conversion.convert.finish_model` makes the goal, every layer
-stores all.
+The weight is the one of value residual (arXiv 2410.17897) as a schedule: it moves linearly over the steps of a run
+whose recipe says `convert: {anneal: true}`. Until `headwater.conversion.convert.finish_model` makes the goal,
+every layer stores all.
 """
 
 import copy
@@ -59,7 +59,7 @@ class Blend(KeepsPrecision, Mechanism):
         True
     """
 
-    source = "a layer's own, going over to those of a cheaper model"
+    source = "a layer's own, gradually replaced by a cheaper model's"
 
     class Options:
         mechanisms: dict[str, Any] | None = None
@@ -106,7 +106,7 @@ class Blend(KeepsPrecision, Mechanism):
 
     @classmethod
     def goal_config(cls, options: OptionValues, config: HeadwaterConfig) -> HeadwaterConfig:
-        """The config of the cheaper model. Raises `HeadwaterError` if there is no such model."""
+        """Return the config of the cheaper model. Raises `HeadwaterError` if there is no such model."""
         heads, fewer = config.num_key_value_heads, options["num_key_value_heads"]
         goal = cls.remove_blend(config)
         mechanisms = goal.mechanisms or {}
@@ -153,7 +153,7 @@ class Blend(KeepsPrecision, Mechanism):
         if not 0 <= options["weight"] <= 1:
             raise HeadwaterError(f"Mechanism 'blend': weight must be from 0 to 1, not {options['weight']}.")
         if not options["mechanisms"] and options["num_key_value_heads"] is None:
-            raise HeadwaterError("Mechanism 'blend' needs mechanisms or num_key_value_heads to go over to.")
+            raise HeadwaterError("Mechanism 'blend' needs mechanisms or num_key_value_heads to convert to.")
         cls.goal_config(options, config)
 
     @classmethod
@@ -174,21 +174,21 @@ class Blend(KeepsPrecision, Mechanism):
             new.append(plan.reading(*sources).acting(cls, cls.transform_attended_kv) if sources else plan)
         if new == plans:
             raise HeadwaterError(
-                "Heads would read the keys and values that they read now; choose mechanisms that let layers share, or "
+                "Heads would read the same keys and values as before; choose mechanisms that let layers share, or "
                 "fewer key/value heads."
             )
         return new
 
     @classmethod
     def _check_goal(cls, options: OptionValues, config: HeadwaterConfig) -> None:
-        """Raise `HeadwaterError` if a mechanism of the goal does more than to share, or nothing for the cache."""
+        """Raise `HeadwaterError` if a mechanism of the goal does more than share, or saves no cache."""
         goals = plan_layers(cls.goal_config(options, config))
         for name in options["mechanisms"] or {}:
             shares = has_own(MECHANISMS.resolve(name), "redirect_heads")
             if not shares or any(name == acting for goal in goals for _, acting in goal.acts):
                 raise HeadwaterError(
-                    f"Mechanism {name!r} does not only let layers share keys and values, so the model would not be the "
-                    "same when the conversion ends; convert without it, and add it with `headwater retrofit`."
+                    f"Mechanism {name!r} does more than let layers share keys and values, so the converted model would "
+                    "differ at the end of the conversion; convert without it, and add it with `headwater retrofit`."
                 )
             fewer = {other_name: fields for other_name, fields in options["mechanisms"].items() if other_name != name}
             without = plan_layers(cls.goal_config(options | {"mechanisms": fewer}, config)) if fewer else ()
@@ -200,7 +200,7 @@ class Blend(KeepsPrecision, Mechanism):
 
     @classmethod
     def _check_base(cls, config: HeadwaterConfig) -> None:
-        """Raise `HeadwaterError` if layers of the model share already, or act on what depends on whose values it is."""
+        """Raise `HeadwaterError` if layers already share, or a mechanism depends on the source of values."""
         for plan in plan_layers(cls.remove_blend(config)):
             if any(attended != Attends(plan.index, plan.index) for attended in plan.attends):
                 raise HeadwaterError(
@@ -209,8 +209,8 @@ class Blend(KeepsPrecision, Mechanism):
                 )
             if acting := plan.at(Stage.ATTENTION_WEIGHTS, Stage.HEAD_OUTPUTS):
                 raise HeadwaterError(
-                    f"Mechanism {acting[0]!r} acts on what heads have read, which depends on whose values they are; "
-                    "remove it before the model is converted."
+                    f"Mechanism {acting[0]!r} acts on what heads have read, which depends on the layer that provides "
+                    "the values; remove it before the model is converted."
                 )
 
     @classmethod
@@ -247,7 +247,7 @@ class Blend(KeepsPrecision, Mechanism):
     @classmethod
     def describe_training(cls, modules: int, step: Step) -> str:
         steps = "one step" if step.steps == 1 else f"{step.steps} steps"
-        return f"The keys and values of {modules} layers go over to fewer ones in {steps}."
+        return f"The keys and values of {modules} layers are replaced by fewer ones over {steps}."
 
     per_head = per_token = False
 

@@ -1,8 +1,8 @@
-"""Capabilities: what some tools ask of a mechanism beyond the contract, as methods that a class has or has not.
+"""Capabilities: optional methods of a mechanism beyond the contract, which some tools need.
 
 A class, or its module, has a capability if it has all members of a Protocol below, or of one that the config asks for,
-in `headwater.config.capabilities`. Each docstring says which tool asks, by `isinstance`, and what it does without.
-`parameter` is always the name within the module, of a child module's as "conv.weight".
+in `headwater.config.capabilities`. Each docstring names the tool that checks for it, by `isinstance`, and what the tool
+does without it. `parameter` is always the name within the module, of a child module's as "conv.weight".
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Group = Literal["matrices", "tensors", "embeddings", "vectors", "scalars"]
 
 @runtime_checkable
 class HasSharedModule(Protocol):
-    """A module that the model holds once. Layers read what it returns as `Source("shared", name, -1)`."""
+    """A module that exists once per model. Layers read what it returns as `Source("shared", name, -1)`."""
 
     @classmethod
     def build_shared_module(cls, options: OptionValues, config: HeadwaterConfig) -> nn.Module | None:
-        """The module, called once per forward pass, with the new tokens' ids [B, T] if the mechanism
+        """Build the module, which is called once per forward pass, with the new tokens' ids [B, T] if the mechanism
         `needs_input_ids`; None: there is none with these options."""
 
     @classmethod
@@ -45,7 +45,7 @@ class HasSharedModule(Protocol):
 
 @runtime_checkable
 class HoldsTokenTables(Protocol):
-    """Parameters with a row for each token id. Asked by `resize_token_embeddings`, which without it leaves them."""
+    """Parameters with a row for each token id. Used by `resize_token_embeddings`; without it they keep their size."""
 
     def count_token_tables(self, parameter: str) -> int:
         """Count the tables in a parameter, one after the other along its first axis; 0 if it is no table."""
@@ -56,11 +56,11 @@ class HoldsTokenTables(Protocol):
 
 @runtime_checkable
 class GrowsOptions(Protocol):
-    """Asked by `headwater grow`, which without it keeps the sizes of a model with the mechanism."""
+    """Options in a larger model. Used by `headwater grow`, which cannot grow a model with a mechanism that lacks it."""
 
     @classmethod
     def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
-        """The options with which it does the same in a larger model. config: the smaller model's.
+        """Return the options with which it does the same in a larger model. config: the smaller model's.
 
         Raises `HeadwaterError` for growth under which it cannot, or not keep the function though `growth.keeps`.
         """
@@ -68,7 +68,8 @@ class GrowsOptions(Protocol):
 
 @runtime_checkable
 class DescribesAxes(Protocol):
-    """Asked by `headwater grow`, which cannot grow a parameter without it, and where heads are split over processes."""
+    """Axes of parameters. Used by `headwater grow`, which cannot grow a parameter without it, and to split heads over
+    processes."""
 
     def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         """Name what the entries along each dimension belong to; the last covers all that remain, flattened."""
@@ -76,26 +77,26 @@ class DescribesAxes(Protocol):
 
 @runtime_checkable
 class PassesThrough(Protocol):
-    """A change of the residual stream itself. Asked for layers that `headwater grow` adds silently."""
+    """A change of the residual stream itself. Used by `headwater grow` for added layers that must change nothing."""
 
     def find_neutral_value(self, parameter: str) -> Tensor | None:
-        """The value of a parameter with which the stream stays as it is; None: any will do."""
+        """Return the value of a parameter that leaves the stream unchanged; None: any value does."""
 
 
 @runtime_checkable
 class AddsToTrainedModel(Protocol):
-    """Asked by `headwater retrofit`, which without it needs --allow-change."""
+    """An identity for trained models. Used by `headwater retrofit`, which without it needs --allow-change."""
 
     @classmethod
     def find_identity_options(cls, options: OptionValues) -> OptionValues | None:
-        """The user's `options` and others with which it changes nothing in a trained model; None: there are none."""
+        """Return the user's `options` completed so that it changes nothing in a trained model; None: impossible."""
 
 
 # Training
 
 
 class Step(NamedTuple):
-    """A training step, numbered from 0, of a run of so many `steps`, of which `warmup` warm up the learning rate.
+    """A training step, numbered from 0, in a run of `steps` steps with `warmup` steps of learning-rate warm-up.
 
     start: the recipe's `start:` section, with `tau` resolved; empty for a run from scratch.
     """
@@ -108,25 +109,25 @@ class Step(NamedTuple):
 
 @runtime_checkable
 class ActsInTraining(Protocol):
-    """Asked by the training loop, which without it does nothing of the mechanism's between steps."""
+    """Work between training steps. Called by the training loop."""
 
     def prepare_training(self, step: Step) -> Any:
         """Return what `prepare_step` needs, as JSON values for checkpoints, when a run begins; None: do not call it."""
 
     def prepare_step(self, state: Any, step: Step) -> None:
-        """Called before each step with what `prepare_training` returned. Only buffers and parameters are saved."""
+        """Prepare a step, with what `prepare_training` returned. Only buffers and parameters are saved."""
 
     @classmethod
     def describe_training(cls, modules: int, step: Step) -> str | None:
-        """A sentence for the run's record on the `modules` modules whose `prepare_step` is called; None: nothing."""
+        """Describe the work for the run's record, done in this many `modules`; None: nothing."""
 
 
 @runtime_checkable
 class GroupsParameters(Protocol):
-    """Asked when the optimizer is made, which else groups parameters by their kind and shape."""
+    """Groups of parameters in the optimizer; by default they are grouped by kind and shape."""
 
     def choose_group(self, parameter: str) -> str | None:
-        """One of `Group`, or another name for a group of its own, which does not decay; None: by kind and shape.
+        """Return one of `Group`, or another name for a separate group without weight decay; None: by kind and shape.
 
         Only parameters of two dimensions can be in "matrices", which Muon trains under `optimizer: muon`.
         """
@@ -152,7 +153,8 @@ class Processes(Protocol):
 
 @runtime_checkable
 class SplitsOverProcesses(Protocol):
-    """Asked by vLLM's and torchtitan's model classes, which refuse to split a model with a mechanism that lacks it.
+    """Splitting over processes. Used by the model classes for vLLM and torchtitan, which refuse to split a mechanism
+    without it.
 
     per_head: within attention each head is computed from that head and the layer's input alone; `describe_axes` says
         which entries of a parameter belong to which.
@@ -165,7 +167,7 @@ class SplitsOverProcesses(Protocol):
 
 @runtime_checkable
 class LimitsSplitting(Protocol):
-    """`per_head` with some options only. Asked together with `SplitsOverProcesses`."""
+    """`per_head` for some options only. Used together with `SplitsOverProcesses`."""
 
     @classmethod
     def splits_heads(cls, options: OptionValues) -> bool:
@@ -176,7 +178,7 @@ class LimitsSplitting(Protocol):
 
 
 class Shown(NamedTuple):
-    """Scalars of a mechanism in one layer, as its forward pass uses them: values [n].
+    """Scalars of a mechanism in one layer, as used in its forward pass: values [n].
 
     owner: what they belong to; "layer" is the one that a summand comes from (-1: the embedding), "" a single number's.
     indices: of these heads or layers, [n].
@@ -189,7 +191,7 @@ class Shown(NamedTuple):
 
 @runtime_checkable
 class ShowsScalars(Protocol):
-    """Asked by `headwater inspect` and reports."""
+    """Scalars to display. Used by `headwater inspect` and reports."""
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         """The scalars of this layer, learned or fixed, by symbol. shared: what the models' shared modules return."""
@@ -214,8 +216,8 @@ def check_capabilities(mechanism: type) -> None:
         lacking = sorted(name for name in members_of(capability) if not hasattr(mechanism, name))
         if lacking and len(lacking) < len(members_of(capability)):
             raise HeadwaterError(
-                f"The class {mechanism.__name__} has a part of {capability.__name__} "
-                f"(headwater.mechanisms.capabilities) and lacks {' and '.join(lacking)}; define all or none of it."
+                f"The class {mechanism.__name__} defines only part of {capability.__name__} "
+                f"(headwater.mechanisms.capabilities) and lacks {' and '.join(lacking)}; define all of it or none."
             )
 
 

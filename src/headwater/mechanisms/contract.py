@@ -1,7 +1,7 @@
 """The contract of a mechanism: subclass `Mechanism` to change where a Transformer's keys and values come from.
 
-Override only the methods that yours needs, which say in this order what its options are, where it acts, what its module
-is, what that computes at each stage, and what it costs. What only some tools ask is in
+Override only the methods that yours needs. In this order they define its options, where it acts, its module, what the
+module computes at each stage, and its cost. Methods that only some tools need are in
 `headwater.mechanisms.capabilities`. `headwater new mechanism NAME` writes a working example, `headwater.testing` checks
 it, and docs/extending.md is the guide.
 
@@ -103,8 +103,8 @@ class Context(NamedTuple):
         previous slot.
     tail: the raw tokens of earlier calls; None without a cache.
     ids: [B, T], the new tokens' ids; None unless a mechanism of the model sets `needs_input_ids`.
-    x: [B, T, D], the normed input of attention, from which queries, keys and values are projected (where these have
-        different ones, that of the queries); None at the stages around attention and feed-forward.
+    x: [B, T, D], the normed input of attention, from which queries, keys and values are projected (or the queries'
+        input where these differ); None at the stages around attention and feed-forward.
     """
 
     sources: list[Tensor]
@@ -118,7 +118,7 @@ class Mechanism(nn.Module):
     """One mechanism in one layer of a model. By default every method changes nothing.
 
     The classmethods describe the mechanism before any module exists. They get `options`, the mechanism's parsed
-    options, and `config`, the model's; where they are about one layer, as that layer sees it. They must be pure
+    options, and `config`, the model's config, or one layer's config where they concern one layer. They must be pure
     functions of these. An instance is the module of one layer, made by `build_module`; its stage methods are called in
     the order in which the config names the mechanisms.
 
@@ -149,7 +149,7 @@ class Mechanism(nn.Module):
 
     @classmethod
     def registered_name(cls) -> str:
-        """Its name in configs: headwater's own, its package's entry point, or "module:Class". Do not override."""
+        """Return the name in configs: a built-in one, the package's entry point, or "module:Class". Do not override."""
         return MECHANISMS.name_of(cls)
 
     # Before any module exists
@@ -180,7 +180,7 @@ class Mechanism(nn.Module):
 
     @classmethod
     def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        """The module of one layer in which the mechanism acts."""
+        """Build the module of one layer in which the mechanism acts."""
         raise NotImplementedError
 
     @classmethod
@@ -191,7 +191,7 @@ class Mechanism(nn.Module):
     # Its parameters
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
-        """The initial value of a parameter. Draw random numbers on the CPU, from `generator`.
+        """Return the initial value of a parameter. Draw random numbers on the CPU, from `generator`.
 
         Every parameter of the module's own needs a value. For a child module's, "conv.weight", None means the model's
         default: linear layers and embeddings like all others of the model, other weights of two or more dimensions
@@ -221,7 +221,7 @@ class Mechanism(nn.Module):
         return x
 
     def split_attention_inputs(self, x: AttentionInputs, context: Context) -> AttentionInputs:
-        """Give queries, keys and values inputs of their own, and change the residual stream. Comes next.
+        """Give queries, keys and values separate inputs, and change the residual stream.
 
         The block's one norm and `transform_attention_input` then apply to each; it adds to the stream given here.
         """
@@ -245,15 +245,15 @@ class Mechanism(nn.Module):
     def transform_attended_kv(self, kv: KV, context: Context) -> KV:
         """Transform what all K heads attend to, k and v [B, K, S, d] -> same, after RoPE and the cache.
 
-        What the cache holds and later layers read stays as it is. All heads then run in one kernel call.
+        What the cache holds and later layers read does not change. All heads then run in one kernel call.
         """
         return kv
 
     def add_key_values(self, context: Context) -> KV:
         """Return keys and values that every token attends to in addition: each [K, n, d], for all K key/value heads.
 
-        They share the tokens' softmax, and have no position. Not all kernels can: say so in `LimitsKernels`. A
-        decoding step does not join them to the cached history, which would copy it.
+        They share the tokens' softmax, and have no position. Not all kernels support this: list those that do in
+        `LimitsKernels`. A decoding step does not join them to the cached history, which would copy it.
         """
         raise NotImplementedError
 

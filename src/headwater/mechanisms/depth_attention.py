@@ -1,8 +1,8 @@
-"""Attention over depth: learned queries choose among what all layers before have written. AttnRes, arXiv 2603.15031.
+"""Attention over depth: learned queries choose among the outputs of all earlier layers. AttnRes, arXiv 2603.15031.
 
     x^s = Σ_j p^s_j·h_j        p^s = softmax_j(w^s·norm(h_j))        s: queries, keys, values, or one for all
 
-is what a block's attention reads in place of the residual stream. h_0 is the embedding, h_j what the next `block`
+is what a block's attention reads instead of the residual stream. h_0 is the embedding, h_j what the next `block`
 layers added to the stream, and the last h_j what those since have added. norm is RMSNorm without weights; w^s is a free
 vector, initially zero, so that every h_j counts the same. Inkling 2 (transformers' `inkling2`) divides the scores by √D
 and sums norm(h_j); its layers with full attention have three queries, the others one, for blocks of 6 layers.
@@ -120,7 +120,7 @@ class DepthAttention(Mechanism):
 
     @classmethod
     def list_sources(cls, options: OptionValues, layer: int) -> tuple[Source, ...]:
-        """The earlier hidden states, at the borders of blocks, besides the one that comes in."""
+        """List the earlier hidden states at the borders of blocks, without the current one."""
         return tuple(Source("stream", "x", j) for j in range(-1, layer - 1, options["block"]))
 
     @classmethod

@@ -70,9 +70,9 @@ def select_heads(
 
 @dataclass(frozen=True)
 class Larger:
-    """A larger model's parts by those of the smaller one.
+    """The parts of a larger model in terms of the smaller one's.
 
-    layers: for each new layer, the old one that it is made from. silent: those of them that add nothing at first.
+    layers: for each new layer, the old one that it is made from. silent: new layers that add nothing at first.
     stream, q, kv, units: for each new channel, query head, key/value head and feed-forward unit, the old one that it
         copies; -1: none.
     fill: what new channels of the stream hold; with "any" nothing new is zero. keeps: whether the function is kept.
@@ -114,7 +114,7 @@ class Larger:
 
     @property
     def mean_square_ratio(self) -> float:
-        """The mean square of the new stream over that of the old one, where its new channels are zero."""
+        """The ratio of the new stream's mean square to the old one's, if its new channels are zero."""
         return sum(source >= 0 for source in self.stream) / len(self.stream) if self.pads else 1.0
 
     def first_copy(self, layer: int) -> int:

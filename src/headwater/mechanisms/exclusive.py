@@ -3,7 +3,7 @@
     y'_t = y_t - α·(y_t·v̂_t)·v̂_t        v̂_t = v_t / ‖v_t‖
 
 y_t is what a head has read at token t, and v_t the value of the same token that the head attends to: after all other
-mechanisms that change values, before the output map. The residual stream already has what the token says itself. In the
+mechanisms that change values, before the output map. The residual stream already contains the token's own value. In the
 paper α = 1. In modded-nanogpt α is the hyperbolic tangent of a free scalar per query head, initially 0: `learnable`.
 
 Departures: where ‖v_t‖ is zero nothing is removed. A head that attends to another layer's values (skip-layer attention,
@@ -85,9 +85,9 @@ class Exclusive(KeepsPrecision, Mechanism):
         check_layers(cls, options, config)
         if not config.first_residual and not options["learnable"] and is_chosen(0, options):
             raise HeadwaterError(
-                "Mechanism 'exclusive' removes all that a row's first token reads in layer 0, its own value, and with "
-                "first_residual=False nothing else is left of that token; set first_residual, or learnable, or leave "
-                "layer 0 out of layers."
+                "Mechanism 'exclusive' removes a token's own value, which is all that a row's first token reads in "
+                "layer 0, and with first_residual=False nothing of that token would be left; set first_residual, or "
+                "learnable, or leave layer 0 out of layers."
             )
 
     @classmethod

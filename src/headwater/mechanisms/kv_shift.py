@@ -14,7 +14,7 @@ Two more variants have no scalars: half of what a token has is the previous toke
 Zaya has two value projections, of x_t and x_{t-1}; one of x_t whose result is shifted is the same.
 
 Departures: "previous token" is the previous token of the same document (the paper has one document per row), and the
-cache keeps the raw last token beside the shifted history. The paper's inference listing keeps the shifted one, which
+cache keeps the raw last token next to the shifted history. The paper's inference listing keeps the shifted one, which
 makes the first decoded token wrong. A document's first token has zeros in the delayed half, which modded-nanogpt leaves
 as it is, and Zaya fills with its projection's bias if there is one.
 """
@@ -41,7 +41,7 @@ HALVES = "half_heads", "half_channels"
 OPTIONS: dict[Part, str] = {"k": "keys", "v": "values", "q": "queries"}
 TAPS: dict[Part, str] = {"k": "alpha", "v": "beta", "q": "gamma"}
 SYMBOLS = {"k": "α", "v": "β", "q": "γ"}
-# Why a variant cannot begin with every token as it is.
+# Reasons why a variant cannot start as the identity.
 NEVER_IDENTITY = {
     "gate": "a sigmoid never reaches 1; use 'clamped' or 'free'",
     **dict.fromkeys(HALVES, "half is always the previous token's; use 'free'"),

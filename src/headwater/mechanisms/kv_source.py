@@ -14,7 +14,7 @@ has no projections, no scalars of other mechanisms and no cache for it. Layers a
 prompt, for the last token alone (`headwater.config.planner.output_only_from`).
 
 Departures: YOCO's lower half has a window, which the model's `sliding_layers` give it here, or a recurrence, which is
-not built. Its shared keys and values have a norm of their own; here they are those of layer L/2, made from the same
+not built. Its shared keys and values have a separate norm; here they belong to layer L/2 and are made from the same
 input as that layer's queries, and prefill skips the layers above it. Gemma's kinds differ in window, heads and RoPE;
 here `sliding_layers` and `sliding_fields` say so, and `layer_types` only who shares with whom. Mistral Large 4 shares
 the latent of multi-head latent attention, which headwater does not have.

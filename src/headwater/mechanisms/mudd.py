@@ -1,4 +1,5 @@
-"""MUDD connections: each way into a block has a sum of all hidden states of its own. MUDDFormer, arXiv 2502.12170.
+"""MUDD connections: each input of a block is a separate weighted sum of all hidden states. MUDDFormer, arXiv
+2502.12170.
 
     x^s = Σ_{j ≤ l} a^s_j(X_l)·X_j        s: queries, keys, values, residual stream
     a(X_l) = GELU(norm(X_l)·W_1)·W_2 + b
@@ -122,7 +123,9 @@ class MUDD(KeepsPrecision, Mechanism):
     @classmethod
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         if config.num_hidden_layers == 1:
-            raise HeadwaterError("Mechanism 'mudd' connects layers, and the model has one; add layers, or remove mudd.")
+            raise HeadwaterError(
+                "Mechanism 'mudd' connects layers, but the model has only one; add layers, or remove mudd."
+            )
 
     @classmethod
     def list_sources(cls, layer: int) -> tuple[Source, ...]:

@@ -1,4 +1,4 @@
-"""The mechanisms of a model's layers: their modules by name, whose a parameter is, and their tails."""
+"""The mechanisms of a model's layers: their modules by name, the owners of parameters, and tails."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Named(nn.ModuleDict):
 
     @classmethod
     def build(cls, config: HeadwaterConfig, plan: LayerPlan, stages: Sequence[Stage]) -> Self:
-        """The modules of what acts at some stages of a layer. config: as the layer sees it."""
+        """Build the modules of the mechanisms that act at some stages of a layer. config: the layer's."""
         acting = plan.within(stages)
         names = acting.at(*stages)
         named = cls({name: resolve(name).build_module(config.mechanisms[name], config, acting) for name in names})
@@ -51,7 +51,7 @@ class Named(nn.ModuleDict):
         return super().__getitem__(self.names.get(name, name))
 
     def named(self) -> Iterator[tuple[str, nn.Module]]:
-        """Pairs of a mechanism's name and its module."""
+        """Yield each mechanism's name and its module."""
         return ((name, self[name]) for name in self.names)
 
 

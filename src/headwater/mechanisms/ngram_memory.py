@@ -11,7 +11,7 @@ have a memory, and on nothing else: it is the same on every machine and in every
 the number of ids that the hash was made for. It stays when the model's vocabulary is resized, and so do all rows. Ids
 beyond it hash like the others, the first of them as a missing token does, and products wrap around as int64.
 
-The hash and the primes are those of transformers' `qwen4_exp`. Engram (arXiv 2601.07372)
+The hash and the primes are from transformers' `qwen4_exp`. Engram (arXiv 2601.07372)
 hashes in the same way, with other multipliers. Both add to the stream before some layers, through g = σ(sign(c)·√|c|),
 where c is the product of x_t and K·e_t, both RMS-normed, divided by √D (`gate: match`). modded-nanogpt
 (github.com/KellerJordan/modded-nanogpt) has one table of bigrams and a scalar per layer.
@@ -177,7 +177,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
 
     Args
         table: gives e_t for ids. width: of y.
-        rank: numbers of e_t, if a linear map makes what is added of them; default: it is added as it is.
+        rank: numbers of e_t, if a linear map makes what is added of them; default: it is added directly.
         gate: "none"; "scalar": one learned number, initially 1; "match": g = σ(sign(c)·√|c|), where c is the product of
             x_t and a linear map of e_t, both normed, divided by √D.
         channels: D, the width of x; for "match" only.

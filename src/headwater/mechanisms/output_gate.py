@@ -6,7 +6,7 @@ x_t is the normed input that queries, keys and values are projected from, and y_
 output map. W gives one number per query head (`head`) or per channel (`channel`); in the paper it reads all of x and
 s = 1. modded-nanogpt reads the first 12 channels, gives one number per head, and starts with W = 0.
 
-Departures: s is an option, since 2·σ(0) = 1 leaves a trained model as it is. The paper's other positions (on queries,
+Departures: s is an option, since 2·σ(0) = 1 leaves a trained model unchanged. The paper's other positions (on queries,
 keys, values, and after the output map) are not built.
 """
 
@@ -41,7 +41,7 @@ class OutputGate(Mechanism):
         True
     """
 
-    source = "what a head reads, times a gate of the layer's input"
+    source = "what a head reads, times a gate computed from the layer's input"
     order = 130
     paper = "2505.06708"
 

@@ -16,15 +16,15 @@ K_(i,j) = C_i + C'_j, so that x·K_(i,j) = x·C_i + x·C'_j, and finding the k b
 
     y = Σ_h Σ_{(i,j) among the k best of head h} Θ(x·C_hi + x·C'_hj)·V_(i,j)        the heads share the values
 
-Departures: τ is stored beside the weights, one number per module, and does not change when pairs are added: with zero
+Departures: τ is stored with the weights, one number per module, and does not change when pairs are added: with zero
 keys for the new pairs the function is then exactly unchanged. The paper's τ = √n of the grown n would change it
-(docs/growth.md). Older pairs may be frozen: they are then parameters of their own, which no optimizer or weight decay
+(docs/growth.md). Older pairs may be frozen: they are then separate parameters, which no optimizer or weight decay
 reaches. GELU is the erf form, as in the GPU code; `gelu: tanh` is the TPU code's. A row of scores with ‖A‖² below 1e-24
 counts as zero: its value and its gradient are zero. Unlike an epsilon under a mean over n, this guard does not depend
 on n; the TPU code adds 1e-5 to ‖A‖ instead. The product keys' paper scores the halves of a query q = W·x with keys half
 as wide, c_i; here W is multiplied into them, C_i = W_1ᵀ·c_i, without q's bias and batch norm. Its Θ is `softmax`,
-without 1/√d. Values of which a token reads a few start larger, so that the output is about that of the default n. Of
-equal scores the first pair's counts as larger. Gradients reach the chosen pairs alone.
+without 1/√d. If a token reads only a few values, they start larger, so that the output is about as large as with the
+default n. Of equal scores the first pair's counts as larger. Gradients reach the chosen pairs alone.
 """
 
 import math
@@ -245,8 +245,8 @@ class Pattention(Mechanism):
     @qconfig.setter
     def qconfig(self, config: Any) -> None:
         raise HeadwaterError(
-            "torch.ao.quantization reaches linear layers only and would leave Pattention's parameter tokens as they "
-            "are; quantize them with torchao and headwater.models.quantization.torchao_config(…)."
+            "torch.ao.quantization reaches linear layers only and would leave Pattention's parameter tokens "
+            "unquantized; quantize them with torchao and headwater.models.quantization.torchao_config(…)."
         )
 
     # In a headwater model
@@ -402,10 +402,10 @@ class Pattention(Mechanism):
 
     @classmethod
     def describe_training(cls, modules: int, step: Step) -> str:
-        return f"τ of {modules} maps goes to √n of their pairs in {cls.count_annealing_steps(step)} steps."
+        return f"τ of {modules} maps is annealed to √n of their n pairs over {cls.count_annealing_steps(step)} steps."
 
     def choose_group(self, parameter: str) -> Group | None:
-        """Values that are looked up are like embeddings, in which a row that no token reads should stay."""
+        """Group values that are looked up with embeddings, so that a row that no token reads does not change."""
         return "embeddings" if self.top_k is not None and parameter.endswith("value") else None
 
     per_head = per_token = True
@@ -419,7 +419,7 @@ class Pattention(Mechanism):
         return self.weights(x).abs() * _wide(self.values).norm(dim=-1)
 
     def build_twin(self) -> nn.Module:
-        """An MLP with a unit for each pair: linear, GELU, linear. Without `top_k` it has the same matmuls."""
+        """Build an MLP with a unit for each pair: linear, GELU, linear. Without `top_k` it has the same matmuls."""
         (d_in, d_out), bias = (self.key.shape[1], self.value.shape[1]), False
         return nn.Sequential(nn.Linear(d_in, self.n, bias=bias), nn.GELU(), nn.Linear(self.n, d_out, bias=bias))
 
@@ -476,7 +476,7 @@ def find_problem(pairs: int, top_k: int | None, product: bool, frozen: int) -> s
     if product and side**2 != pairs:
         return f"product keys need a square number of pairs, such as {side**2} or {(side + 1) ** 2}, not {pairs}"
     if product and frozen:
-        return "pairs with product keys share their keys, so that none can be frozen"
+        return "pairs with product keys share their keys, so none can be frozen"
     return None
 
 

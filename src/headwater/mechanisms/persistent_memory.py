@@ -29,7 +29,7 @@ from headwater.util.errors import HeadwaterError
 
 
 class PersistentMemory(Mechanism):
-    """Learned pairs of keys and values that every token may attend to, beside the tokens' own.
+    """Learned pairs of keys and values that every token may attend to, in addition to the tokens' own.
 
     heads: how many key/value heads. pairs: n, of each head. width: d. init_stds: s of the keys and of the values.
 
@@ -44,7 +44,7 @@ class PersistentMemory(Mechanism):
         >>> y = attend(q, torch.cat((k, more_k), dim=2), torch.cat((v, more_v), dim=2))
     """
 
-    source = "learned pairs beside the tokens'"
+    source = "learned pairs, in addition to the tokens'"
     order = 100
     paper = "1907.01470"
 

@@ -1,4 +1,5 @@
-"""Shared by mechanisms: the options `source`, `layers` (which receive, or act) and `channels`, and capabilities."""
+"""Helpers shared by mechanisms: the options `source`, `layers` (which receive, or act) and `channels`, and
+capabilities."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +36,7 @@ def check_receivers(name: str, options: OptionValues, config: HeadwaterConfig) -
     for layer in layers or []:
         if not source < layer < depth:
             raise HeadwaterError(
-                f"Mechanism {name!r}: layer {layer} cannot receive from layer {source}; layers must lie between "
+                f"Mechanism {name!r}: layer {layer} cannot receive from layer {source}; layers must be between "
                 f"{source + 1} and {depth - 1}."
             )
 
@@ -54,11 +55,11 @@ def check_layers(mechanism: type[Mechanism], options: OptionValues, config: Head
         raise HeadwaterError(f"Mechanism {name!r}: layers is empty; name a layer, or leave it out.")
     for layer in layers:
         if not 0 <= layer < depth:
-            raise HeadwaterError(f"Mechanism {name!r}: layers must lie between 0 and {depth - 1}, not at {layer}.")
+            raise HeadwaterError(f"Mechanism {name!r}: layers must be between 0 and {depth - 1}, not {layer}.")
 
 
 def layers_with_values(name: str, options: OptionValues, layers: list[int], plans: Sequence[LayerPlan]) -> list[int]:
-    """List those of `layers` that have values of their own.
+    """List those `layers` that have their own values.
 
     Raises `HeadwaterError` if none has, or if one that the option `layers` names lacks them.
     """

@@ -69,7 +69,7 @@ class ShortConv(KeepsPrecision, Mechanism):
     Args
         sizes: (heads, channels of a head) of each tensor that is convolved, by name.
         window: w. residual: whether x_t itself is added.
-        init: "random": taps uniform within ±1/√w, or zero beside a map. "identity": y = x.
+        init: "random": taps uniform within ±1/√w, or zero with a map. "identity": y = x.
         dynamic: the names of those whose taps depend on the token, and on another input of this `width`.
 
     Parameters: `keys_taps` and so on, each [window, heads, channels], where row s weighs the token s back; for dynamic

@@ -24,7 +24,7 @@ from headwater.util.errors import HeadwaterError
 
 
 class SkipLayer(Mechanism):
-    """Takes the last heads of keys and values from an earlier layer, without a module: the plan says it all.
+    """Takes the last heads of keys and values from an earlier layer, without a module: the plan is enough.
 
     Attention calls its kernel once for the layer's own heads and once for the skip heads: no cache is concatenated.
     """
@@ -80,8 +80,8 @@ class SkipLayer(Mechanism):
         distances = {copies[layer] - copies[layer - distance] for layer in range(distance, growth.depth)}
         if distance and (len(distances) > 1 or copies[distance - 1] >= min(distances)):
             raise HeadwaterError(
-                f"Mechanism 'skip_layer' attends {distance} layers back, and between layers added here these would not "
-                f"all be as far apart; add {growth.depth} layers or a multiple, or use the method stack."
+                f"Mechanism 'skip_layer' attends {distance} layers back, and added layers would change some of these "
+                f"distances; add {growth.depth} layers or a multiple, or use the method stack."
             )
         return distances.pop() if distance else 0
 

@@ -1,4 +1,5 @@
-"""Smear: to each token's embedding, a little of the previous token's. From nanochat and modded-nanogpt; no arXiv paper.
+"""Smear: add a little of the previous token's embedding to each token's. From nanochat and modded-nanogpt; no arXiv
+paper.
 
     x_0[t] := x_0[t] + λ·σ(W·x_0[t][:n])·x_0[t-1]
 
@@ -6,7 +7,7 @@ once, on the embedding, for all that reads it. In nanochat (github.com/karpathy/
 normed before, without learned weights; in modded-nanogpt (github.com/KellerJordan/modded-nanogpt) n = 12 and it is
 normed after. Both start with λ = 0.
 
-Departures: the previous token is that of the same document; both take the one before it in the row. W starts like other
+Departures: the previous token is from the same document; both take the one before it in the row. W starts like other
 linear layers (theirs uniform in [0, 0.02), and at zero). Without `norm` the embedding is not normed.
 """
 
@@ -27,7 +28,7 @@ from headwater.util.errors import HeadwaterError
 
 
 class Smear(KeepsPrecision, Mechanism):
-    """Adds the previous token's embedding, through a gate that the token's own opens.
+    """Adds the previous token's embedding, through a gate computed from the token's own.
 
     Args
         channels: n, which W reads. weight: the init of λ. norm: whether x is divided by its root mean square, and when.

@@ -75,7 +75,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         channels: int = 12  # n, that the gate reads
         scale: float | int = 2.0  # s, the largest gate
         init: Literal["random", "zero"] = "random"  # zero: for adding it to a trained model
-        layers: list[int] | None = None  # in which it acts; default: those with values of their own
+        layers: list[int] | None = None  # in which it acts; default: layers with their own values
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         mode: Mode | None = None  # default: learnable; of queries, keys, probabilities identity; of hidden constant
         target: Target = "values"  # of which the residual is
         source: int = 0  # the layer that is mixed in
-        layers: list[int] | None = None  # that receive; default: all after the source with values of their own
+        layers: list[int] | None = None  # that receive; default: all after the source with their own values
         weight: float | int | None = None  # λ1 of a fixed form; default: the paper's
         init: LearnableInit | None = None  # half (default); identity: λ = (0, 1), for a trained model
         plus_init: PlusInit | None = None  # of learnable_plus: uniform (default), ramp or depth
@@ -214,7 +214,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
             )
         if mode == "learnable_plus" and len(layers) < 2:
             raise HeadwaterError(
-                "Mechanism 'value_residual': mode 'learnable_plus' divides a budget among receiving layers, and there "
+                "Mechanism 'value_residual': mode 'learnable_plus' divides a budget among receiving layers, but there "
                 f"is only layer {layers[0]}; use 'learnable'."
             )
         method = {"probabilities": cls.transform_attention_weights, "hidden": cls.transform_block_input}.get(
@@ -368,7 +368,7 @@ class PlusWeights(KeepsPrecision, Mechanism):
     def __init__(self, layers: Any, depth: int, init: PlusInit = "uniform") -> None:
         super().__init__()
         if min(layers, default=0) < 1:
-            raise HeadwaterError("The layers of learnable-plus weights start at 1 and are at least one.")
+            raise HeadwaterError("Learnable-plus weights need at least one layer, and layers start at 1.")
         self.layers, self.depth, self.init_mode = list(layers), depth, init
         self.logits = fp32_parameter(len(self.layers))
         self.scale = fp32_parameter(1)

@@ -1,5 +1,5 @@
-"""Cache layers for what transformers' own cannot hold: fewer heads than the model has, other heads for values than for
-keys, and tails, the last raw tokens of mechanisms that look back. They register under the names in
+"""Cache layers for what transformers' own cannot hold: fewer heads than the model has, different heads for values and
+keys, and tails, the last raw tokens for mechanisms that look back. They register under the names in
 `HeadwaterConfig.layer_types`, so `DynamicCache(config=…)`, `StaticCache(config=…)` and plain `generate` build them.
 """
 
@@ -24,7 +24,7 @@ DIGITS, DIGIT_BITS = 4, 8
 
 
 class _TailMixin(CacheLayerMixin):
-    """Raw tokens beside the cache: `tails[name]` [B, heads, n, d] holds the last n = `tail_lengths[name]`.
+    """Raw tokens next to the cache: `tails[name]` [B, heads, n, d] holds the last n = `tail_lengths[name]`.
 
     While the past is recorded (`activate_past_recording`), all tokens since are kept, so that `crop` can roll back.
     """
@@ -48,7 +48,7 @@ class _TailMixin(CacheLayerMixin):
         return tail if everything or tail.shape[2] == length else tail[:, :, -length:]
 
     def positions(self) -> Tensor | None:
-        """[B, n], 1 + the position of each token in the tails, 0 where there is none; None before the first call."""
+        """Positions of the tokens in the tails plus 1, [B, n]; 0 where there is none; None before the first call."""
         tail = self.tails.get(POSITIONS)
         return None if tail is None else tail[:, 0, :, 0]
 
@@ -145,8 +145,8 @@ LEAST_ROOM, ROOM = 16, 256
 class _Growing:
     """A history [B, heads, S, d] that is extended in place while its memory has room.
 
-    Only the holder of the latest state writes in place; that of any other (cropped, reordered, or shared with a copied
-    cache) gets new memory first. So a state that was returned never changes, as with `torch.cat`.
+    Only the holder of the latest state writes in place; the holder of any other (cropped, reordered, or shared with a
+    copied cache) gets new memory first. So a returned state never changes, as with `torch.cat`.
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class _Growing:
         self.latest: Tensor | None = None
 
     def extend_history(self, stored: Tensor, new: Tensor) -> Tensor:
-        """`stored` [B, heads, S, d] followed by `new` [B, heads, T, d]."""
+        """Append `new` [B, heads, T, d] to `stored` [B, heads, S, d]."""
         # With gradients, whatever attention has read must not change, even if these tensors need none.
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or _copies_strided(new):
             return torch.cat((stored, new), dim=2)
@@ -200,7 +200,7 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
         return self._growing
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for copies and exporters: without spare memory."""
+        """Return the state for copies and exporters, without spare memory."""
         state = dict(vars(self))
         if self.is_initialized:
             state.update(keys=self.keys.contiguous(), values=self.values.contiguous())
@@ -298,7 +298,7 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
         return old_tail
 
     def find_room(self, name: str, x: Tensor, length: int) -> tuple[Tensor, int]:
-        """The room for a tail of x [B, heads, T, d] after the values, [B, heads / n, n·length, d], and n."""
+        """Find the room for a tail of x [B, heads, T, d] after the values, [B, heads / n, n·length, d], and n."""
         heads, (rows, end) = x.shape[1], self.values.shape[1:3]
         if x.shape[3] != self.values.shape[3]:
             raise HeadwaterError(
@@ -353,7 +353,7 @@ class HeadwaterStaticSlidingLayer(HeadwaterStaticLayer):
 
 
 def restart_cache(cache: Cache) -> None:
-    """Empty a cache. What records its past goes on doing so."""
+    """Empty a cache. A cache that records its past continues to do so."""
     recording = [layer for layer in cache.layers if getattr(layer, "record_past", False)]
     cache.reset()
     for layer in recording:
@@ -378,13 +378,14 @@ def cache_bytes(cache: Cache, reserved: bool = False) -> int:
 
 
 def _keep_last(tail: Tensor, x: Tensor, length: int) -> Tensor:
-    """The last `length` tokens of x, and of `tail` before it if x is shorter."""
+    """Keep the last `length` tokens of x, preceded by those of `tail` if x is shorter."""
     enough = not torch.compiler.is_compiling() and x.shape[2] >= length
     return (x if enough else torch.cat((tail, x), dim=2))[:, :, -length:]
 
 
 def _split_digits(x: Tensor, like: Tensor) -> Tensor:
-    """Integers [B, heads, T, 1], from 0 to 2^32 - 1, as digits in numbers of the width and dtype of `like`, and zeros.
+    """Split integers [B, heads, T, 1], from 0 to 2^32 - 1, into digits padded with zeros, in the width and dtype of
+    `like`.
 
     Raises `HeadwaterError` if there is no room for all digits.
     """
@@ -398,7 +399,7 @@ def _split_digits(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _join_digits(digits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The integers that `_split_digits` made digits of."""
+    """Join the digits of `_split_digits` into integers."""
     places = [digits[..., place : place + 1].to(dtype) << DIGIT_BITS * place for place in range(DIGITS)]
     return torch.cat(places, dim=3).sum(3, keepdim=True, dtype=dtype)
 

@@ -90,13 +90,13 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         """Run the model.
 
         input_ids: [B, T], or inputs_embeds: [B, T, D].
-        attention_mask: [B, S], 1 for real tokens, cached ones included (with a static cache that has tokens it may be
-            as wide as that cache; then later columns are not looked at); or the kernel's mask, [B, 1, T, S], under
+        attention_mask: [B, S], 1 for real tokens, cached ones included (with a static cache that has tokens it may
+            be as wide as that cache; later columns are then ignored); or the kernel's mask, [B, 1, T, S], under
             which rows may branch. The previous token of a token at position p is then the one it sees at p - 1; raises
             `HeadwaterError` if a mechanism looks back and there is not exactly one.
         position_ids: [B or 1, T]. A document starts wherever they restart at 0; neither attention nor mechanisms look
             across that boundary. Default: the number of real tokens before each.
-        past_key_values, cache: two names of one argument, of which transformers passes the second from 5.24 on. Raises
+        past_key_values, cache: two names for the same argument; transformers passes the second from 5.24 on. Raises
             `HeadwaterError` if both are given.
         use_cache: return keys and values to continue from; default `config.use_cache`, and False while training.
         document_starts: [B, T], True where a document starts: for rows in which attention crosses from one document to
@@ -135,7 +135,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: inputs.cache})
 
     def embed_inputs(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """Input of the first block, from the embeddings x [B, T, D] of the tokens."""
+        """Compute the input of the first block from the tokens' embeddings x [B, T, D]."""
         if self.config.embedding_scale != 1:  # rounded to the embedding's precision, as in Gemma
             x = x * torch.full((), float(self.config.embedding_scale), dtype=x.dtype, device=x.device)
         if self.embed_positions is not None:
@@ -143,7 +143,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def compute_angles(self, x: Tensor, position_ids: Tensor) -> dict[bool, Any]:
-        """Each kind of layer's angles of RoPE, in the dtype of x."""
+        """Compute RoPE's angles for each kind of layer, in the dtype of x."""
         if self.rotary_emb is None:
             return {}
         angles = dict.fromkeys(self.input_spec.kinds, for_heads(*self.rotary_emb(x, position_ids)))
@@ -152,7 +152,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         return angles
 
     def frequencies_change(self, old_lengths: Tensor, new_lengths: Tensor) -> Tensor:
-        """Mark where RoPE has other frequencies for sequences of `new_lengths` than of `old_lengths`: booleans."""
+        """Mark where RoPE's frequencies differ between sequences of `new_lengths` and `old_lengths`: booleans."""
         changed = torch.zeros_like(new_lengths, dtype=torch.bool)
         for rope in self.ropes_by_length:
             changed = changed | (rope.find_span(old_lengths) != rope.find_span(new_lengths))
@@ -174,15 +174,15 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         changed = self.frequencies_change(old_lengths, document_lengths(inputs.position_ids)[:, :1])
         refuse_where(
             changed & (old_lengths > 0) & (past > 0),
-            "With these tokens the sequence is so long that its RoPE takes other frequencies than the cached keys "
-            "have; pass all tokens at once, with an empty cache or without one, as generate does (without "
+            "With these tokens the sequence becomes so long that RoPE uses other frequencies than for the cached "
+            "keys; pass all tokens at once, with an empty cache or without one, as generate does (without "
             "prefill_chunk_size).",
         )
 
     def serve_tokens(self, input_ids: Tensor, position_ids: Tensor, engine: Engine) -> Tensor:
-        """The hidden states [N, D] of N tokens of any sequences, input_ids and position_ids [N].
+        """Return the hidden states [N, D] of N tokens of any sequences, input_ids and position_ids [N].
 
-        engine: knows which sequences they belong to, and their earlier tokens. Each token is a row of its own.
+        engine: knows their sequences and earlier tokens. Each token is a separate row.
         """
         ids, positions, limit = input_ids[:, None], position_ids[:, None], self.input_spec.lookback.limit
         x = self.embed_inputs(self.embed_tokens(ids), positions)
@@ -197,9 +197,9 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         return self.norm(self.layers(x, self.shared_tensors(ids), inputs.arguments()))[:, 0]
 
     def find_last(self, inputs: ModelInputs, x: Tensor, tokens: int | Tensor) -> LastTokens | None:
-        """Arguments for blocks from `output_only_from` on, which run for the last `tokens` of x [B, T, D] alone.
+        """Arguments for blocks from `output_only_from` on, which run only for the last `tokens` of x [B, T, D].
 
-        None if they run for all: where all are asked for, in training, and with a mask whose last rows cannot be taken.
+        None if they run for all: if all are requested, in training, and with a mask whose last rows cannot be selected.
         """
         first_layer = self.input_spec.output_only_from
         if (
@@ -216,7 +216,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         return None if inputs_of_last is None else LastTokens(first_layer, tokens, inputs_of_last.arguments())
 
     def shared_tensors(self, input_ids: Tensor | None) -> dict[Source, Tensor]:
-        """The outputs of the modules that the model holds once. input_ids: the new tokens [B, T]."""
+        """Return the outputs of the modules that exist once per model. input_ids: the new tokens [B, T]."""
         return {
             Source("shared", name, -1): module(input_ids) if name in self.input_spec.id_readers else module()
             for name, module in self.mechanisms.named()
@@ -239,7 +239,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
 @dataclass
 class HeadwaterOutput(CausalLMOutputWithPast):
-    """transformers' output, with `z_loss`: mean of logsumexp(logits)², 0-d, where it was asked for."""
+    """transformers' output, with `z_loss` on request: mean of logsumexp(logits)², 0-d."""
 
     z_loss: Tensor | None = None
 
@@ -275,13 +275,13 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
     ) -> HeadwaterOutput:
-        """Logits [B, T, V] and, with labels, the mean loss in nats.
+        """Return logits [B, T, V] and, with labels, the mean loss in nats.
 
         labels: [B, T]; the loss at position t is for labels[t + 1], and -100 counts nothing. `shift_labels` gives
             labels that are shifted already. `num_items_in_batch` divides the summed loss instead of the mean.
         logits_to_keep: compute only this many logits, the last ones (0: all), or those at the given indices.
-        skip_logits: with labels, return no logits. A compiled graph that returns them gets a gradient of zeros for
-            them, [B, T, V], which it writes and adds.
+        skip_logits: with labels, return no logits. A compiled graph that returns them would also write and add a
+            gradient of zeros, [B, T, V].
         output_z_loss: with labels, return `z_loss` too: the mean of logsumexp(logits)² over the same tokens (PaLM,
             arXiv 2204.02311, section 5, without its weight).
         loss_chunk_tokens: with labels and `skip_logits`, the number of tokens whose logits exist at once. They are
@@ -335,7 +335,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         with_z: bool,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """(loss, z-loss or None), with all logits at once: those of `hidden`, computed here if None."""
+        """Return (loss, z-loss or None) from all logits at once; if None, they are computed from `hidden`."""
         logits = self.logits(hidden) if logits is None else logits
         size = self.config.vocab_size
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, shift_labels=shift_labels, **kwargs)
@@ -383,7 +383,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         chosen = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("assistant_early_exit", getattr(chosen, "assistant_early_exit", None)) is not None:
             raise HeadwaterError(
-                "assistant_early_exit runs a part of the layers, which headwater's models cannot; give an "
+                "assistant_early_exit runs only some of the layers, which headwater models do not support; give an "
                 "assistant_model, or prompt_lookup_num_tokens."
             )
         with allow_autotuning(self.packs_weights):
@@ -414,7 +414,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
     def is_outgrown(
         self, cache: Cache, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> bool:
-        """Whether RoPE turned the cached tokens by other frequencies than it will with all of input_ids [B, T]."""
+        """Whether RoPE rotated the cached tokens by other frequencies than all of input_ids [B, T] need."""
         if not self.model.ropes_by_length:
             return False
         past, length = cache.get_seq_length(), input_ids.shape[1]
@@ -432,7 +432,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
     def _assisted_decoding(
         self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
     ) -> Any:
-        """transformers' method. Raises `HeadwaterError` where candidates may be of a length with other frequencies."""
+        """transformers' method. Raises `HeadwaterError` where candidates may change RoPE's frequencies."""
         if self.model.ropes_by_length:
             lengths = torch.tensor([input_ids.shape[1], generation_config.max_length], device=input_ids.device)
             mask = kwargs.get("attention_mask")
@@ -467,7 +467,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
 
 
 def positions_kept(hidden: Tensor, which: int | Tensor) -> Tensor:
-    """hidden [B, T, D] at the positions whose logits are asked for, as transformers' models take them.
+    """Select hidden [B, T, D] at the positions whose logits are requested, as transformers' models do.
 
     which: how many, counted from the end (0: all); indices [n] or [B, n]; or a boolean mask [B, T], giving [kept, D].
     """

@@ -12,7 +12,8 @@ GRAPHS = 16
 
 
 def expect_layers(count: int) -> None:
-    """Set PyTorch's compiler up for this many blocks, each a graph of its own: it gives up at the ninth of one code.
+    """Set up PyTorch's compiler for this many blocks, each a separate graph: by default it allows only eight per
+    function.
 
     DDP would split each block's graph where it sends gradients; between blocks it can send them anyway.
     """
@@ -29,7 +30,7 @@ def silence_tf32_advice() -> None:
 
 
 def compile_blocks(blocks: nn.ModuleList, backend: str = "inductor") -> None:
-    """Compile each block as one graph. Raises, when a block first runs, for an operation that would break it."""
+    """Compile each block as one graph. Raises, when a block first runs, for an operation that would break the graph."""
     expect_layers(len(blocks))
     for block in blocks:
         block.compile(fullgraph=True, dynamic=False, backend=backend)

@@ -35,7 +35,7 @@ SHAPES = 256
 
 
 class Choice(NamedTuple):
-    """Rule by which the next token is chosen from logits [B, V], and what ends a row.
+    """Rule for choosing the next token from logits [B, V], and for ending a row.
 
     temperature: 0 takes the most likely token. top_k: 0 is no limit. ends: tokens after which a row gets only `pad`.
     """
@@ -62,7 +62,7 @@ class Decoder:
     """Generator that continues batches of prompts with a static cache; tokens equal those of `generate`.
 
     On a GPU the step is recorded as a CUDA graph after two tokens and replayed for the others, also in later calls with
-    as many rows, no more tokens and the same options. Elsewhere it runs as it is.
+    as many rows, no more tokens and the same options. Elsewhere it runs directly.
 
     model: in eval mode. compiled: compile the step with `torch.compile`, as one graph, which takes a minute or so.
     backend: the compiler's. Raises `HeadwaterError` for RoPE whose frequencies depend on the length.
@@ -105,8 +105,8 @@ class Decoder:
         tokens, config = int(real.sum(1).max()) + max_new_tokens, self.model.config
         if config.position == "learned" and tokens > config.max_position_embeddings:
             raise HeadwaterError(
-                f"The longest prompt and the new tokens are {tokens} tokens, and this model has "
-                f"{config.max_position_embeddings} learned positions; shorten the prompt or ask for fewer new tokens."
+                f"The longest prompt and the new tokens are {tokens} tokens, but this model has "
+                f"{config.max_position_embeddings} learned positions; shorten the prompt or generate fewer tokens."
             )
         ends = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
         choice = Choice(temperature, top_k, top_p, tuple(ends), pad_token_id)
@@ -227,7 +227,7 @@ class DecodingState:
         self.steps += 1
 
     def step(self) -> None:
-        """The next tokens from the last ones. Nothing here may wait for the device."""
+        """Compute the next tokens from the last ones. Nothing here may wait for the device."""
         out = self.model(self.token, attention_mask=self.real, past_key_values=self.cache)
         self.choose_tokens(out.logits[:, -1])
 

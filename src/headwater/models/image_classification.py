@@ -38,7 +38,7 @@ class HeadwaterImagePreTrainedModel(HeadwaterPreTrainedModel):
     _input_embed_layer = "embed_patches"
 
     def initial_value(self, module: nn.Module, name: str) -> Tensor:
-        """The same as in `HeadwaterPreTrainedModel`; the patch embedding gives normalized pixels a size of one."""
+        """The same as in `HeadwaterPreTrainedModel`; the patch embedding maps normalized pixels to size one."""
         if (getattr(module, "_qualified_name", ""), name) == ("embed_patches", "weight"):
             shape = module.get_parameter(name).shape
             draw = generator(self.config.initializer_seed, "embed_patches.weight")
@@ -73,11 +73,12 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         interpolate_pos_encoding: bool = False,
         **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
     ) -> BaseModelOutputWithPooling:
-        """Run the model: the tokens after the final norm, [B, T, D], and what `config.pooling` makes of them, [B, D].
+        """Run the model: the tokens after the final norm, [B, T, D], and their pooled output by `config.pooling`, [B,
+        D].
 
         pixel_values: [B, C, H, W], normalized.
         interpolate_pos_encoding: learned positions are interpolated bicubically if the images are not of
-            `config.image_size`. The other positions need it not: they are computed for any size.
+            `config.image_size`. The other positions do not need it: they are computed for any size.
         Raises `HeadwaterError` for images that the model does not take.
         """
         grid = self.grid_of(pixel_values)
@@ -105,12 +106,12 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
             )
         if not images.is_floating_point():
             raise HeadwaterError(
-                f"pixel_values must be normalized numbers, not {images.dtype}; an image processor makes them."
+                f"pixel_values must be normalized numbers, not {images.dtype}; prepare images with an image processor."
             )
         return self.config.grid_of(images.shape[2], images.shape[3])
 
     def embed_images(self, images: Tensor, grid: tuple[int, int], interpolate: bool) -> Tensor:
-        """Input of the first block: the class token, the registers and the patches, with positions, [B, T, D]."""
+        """Compute the input of the first block: class token, registers and patches, with positions, [B, T, D]."""
         x = self.embed_patches(cut_patches(images.to(self.embed_patches.weight.dtype), grid))
         prefixes = [table.weight for table in (self.class_token, self.registers) if table is not None]
         if prefixes:
@@ -118,7 +119,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         return self.add_positions(x, grid, interpolate)
 
     def add_positions(self, x: Tensor, grid: tuple[int, int], interpolate: bool) -> Tensor:
-        """x [B, T, D] with what is added to it for its position. Raises `HeadwaterError` for a size not trained on."""
+        """Add position vectors to x [B, T, D]. Raises `HeadwaterError` for a size not trained on."""
         if self.config.position == "sincos":
             return x + nn.functional.pad(sincos_positions(grid, x.shape[-1], x), (0, 0, self.config.first_patch, 0))
         if self.embed_positions is None:
@@ -132,7 +133,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         return x + resize_positions(self.embed_positions.weight, trained, grid).to(x.dtype)
 
     def compute_angles(self, x: Tensor, grid: tuple[int, int]) -> dict[bool, Any]:
-        """The angles of RoPE, as `rotate` takes them, for the one kind of layer there is."""
+        """Compute RoPE's angles, as `rotate` takes them, for the single kind of layer."""
         if self.config.position != "rope":
             return {}
         theta = self.config.rope_parameters["rope_theta"]
@@ -170,7 +171,7 @@ class HeadwaterForImageClassification(HeadwaterImagePreTrainedModel):
         """Logits [B, classes] and, with labels, the mean cross-entropy in nats.
 
         labels: [B], numbers of classes; or [B, classes], the probability of each, as mixup, CutMix and label smoothing
-            make them. Raises `HeadwaterError` for a label that is no class.
+            make them. Raises `HeadwaterError` for a label that is not a class.
         The other arguments are those of `HeadwaterImageModel`.
         """
         outputs: BaseModelOutputWithPooling = self.model(

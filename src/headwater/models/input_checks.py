@@ -1,4 +1,4 @@
-"""Checks of what a model is called with, before it runs. Each raises `HeadwaterError`."""
+"""Checks of a model's arguments, before it runs. Each raises `HeadwaterError`."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from headwater.util.errors import HeadwaterError
 
 
 class CachedLayer(NamedTuple):
-    """Numbers of heads of keys and values in one layer's cache; sliding_window: of the last tokens alone, if any."""
+    """The numbers of key and value heads in one layer's cache, and its sliding_window, if any."""
 
     k_heads: int
     v_heads: int
@@ -28,7 +28,7 @@ class CachedLayer(NamedTuple):
 
 
 def check_position_count(position_ids: Tensor | None, length: int) -> None:
-    """There must be a position for each of the `length` new tokens."""
+    """Check that there is a position for each of the `length` new tokens."""
     if position_ids is not None and not torch.compiler.is_compiling() and position_ids.shape[-1] != length:
         raise HeadwaterError(
             f"position_ids has {position_ids.shape[-1]} positions, but the input has {length} tokens; pass one for "
@@ -37,7 +37,7 @@ def check_position_count(position_ids: Tensor | None, length: int) -> None:
 
 
 def check_cache(layers: list[CachedLayer], cache: Cache | None, inputs_embeds: Tensor) -> None:
-    """The cache must not lose what this model attends to, nor be for other rows than inputs_embeds [B, T, D]."""
+    """Check that the cache keeps what this model attends to, and is for the rows of inputs_embeds [B, T, D]."""
     if cache is None or torch.compiler.is_compiling():
         return
     if not isinstance(cache, Cache):
@@ -81,7 +81,7 @@ def drops_visible_tokens(cached: Any, window: int | None, length: int) -> bool:
 
 
 def check_cached_heads(layers: list[CachedLayer], cache: Cache | None) -> None:
-    """The cache must not have other heads: another model's, or those of PEFT's prefix tuning."""
+    """Check that the cache has this model's heads, not another model's or those of PEFT's prefix tuning."""
     for index, (cached, layer) in enumerate(zip(getattr(cache, "layers", ()), layers, strict=False)):
         if cached.is_compileable:  # static, which may have room for more heads than it uses
             continue
@@ -96,7 +96,7 @@ def check_cached_heads(layers: list[CachedLayer], cache: Cache | None) -> None:
 
 
 def check_mask_size(attention_mask: Any, length: int, slots: int) -> None:
-    """A kernel's mask must be for `length` new tokens among `slots`."""
+    """Check that a kernel's mask is for `length` new tokens among `slots`."""
     if tuple(attention_mask.shape[2:]) != (length, slots):
         raise HeadwaterError(
             f"The attention mask is for {attention_mask.shape[2]} new tokens among {attention_mask.shape[3]}, but "
@@ -105,7 +105,8 @@ def check_mask_size(attention_mask: Any, length: int, slots: int) -> None:
 
 
 def check_gaps(attention_mask: Any, input_ids: Tensor | None, looks_back: bool) -> None:
-    """Embeddings must have no padding between them, as PEFT's prompts before a padded row, if some layer looks back.
+    """Check, if some layer looks back, that embeddings have no padding between them, as with PEFT's prompts before a
+    padded row.
 
     Windows count such padding, and mechanisms do not look across it, so the row would differ from the row alone.
     """
@@ -120,7 +121,7 @@ def check_gaps(attention_mask: Any, input_ids: Tensor | None, looks_back: bool) 
 
 
 def check_document_starts(document_starts: Tensor | None, past: int | Tensor, limit: int) -> None:
-    """A cache must not have to know where documents started that a mechanism looks back to."""
+    """Check that no mechanism needs document starts that a cache does not record."""
     if document_starts is not None and limit > 1 and bool(past > 0):
         raise HeadwaterError(
             "With a window longer than 2, a cache does not record where earlier documents started; pass "
@@ -129,9 +130,9 @@ def check_document_starts(document_starts: Tensor | None, past: int | Tensor, li
 
 
 def check_learned_positions(config: HeadwaterConfig, tokens: NewTokens, positions: Positions) -> None:
-    """Each position must have an embedding, where positions are learned: on a GPU the lookup would abort the device.
+    """Check that each learned position has an embedding: on a GPU a failed lookup would abort the device.
 
-    In training, and where a GPU may replay a step, it is not waited for and an assertion fails later.
+    In training, and where a GPU may replay a step, the host does not wait, and an assertion fails later.
     """
     if config.position != "learned" or torch.compiler.is_compiling():
         return

@@ -1,7 +1,7 @@
-"""Everything that is made before the blocks run: masks, positions, and how far back mechanisms may look.
+"""Everything that is computed before the blocks run: masks, positions, and how far back mechanisms may look.
 
 `prepare_inputs` is the one way for all callers, whether they decode with a cache, pack documents, compile, export or
-serve. Its result, `ModelInputs`, is what the blocks read beside the residual stream.
+serve. Its result, `ModelInputs`, is what the blocks read in addition to the residual stream.
 
 In shapes: B batch, T new tokens, S all tokens including cached ones, D model width.
 """
@@ -56,8 +56,8 @@ BORDERS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 class InputSpec(NamedTuple):
     """Properties of the model that its inputs depend on.
 
-    kinds: by whether a layer has the sliding window. layers: what each caches. output_only_from: as the planner's.
-    id_readers: mechanisms that read tokens by their ids.
+    kinds: keyed by whether a layer has the sliding window. layers: the cache of each layer. output_only_from: as in the
+    planner. id_readers: mechanisms that read tokens by their ids.
     """
 
     config: HeadwaterConfig
@@ -98,12 +98,12 @@ class ForwardArguments(NamedTuple):
 
 
 class ModelInputs(NamedTuple):
-    """Everything that the blocks read besides the residual stream.
+    """Everything that the blocks read in addition to the residual stream.
 
     attention_mask: in the form of the kernel, by kind of layer. position_ids: [B or 1, T]. reach: see `Context`.
     past_key_values: the cache, or a server's engine. position_embeddings: the angles of RoPE, by kind of layer, as
-    `rotate` takes them. kwargs: what else every block is called with. has_borders: the kernel finds the borders of
-    documents or sequences itself, so that its mask says nothing of them.
+    `rotate` takes them. kwargs: further arguments of every block. has_borders: the kernel finds the borders of
+    documents or sequences itself, so its mask does not contain them.
     """
 
     attention_mask: dict[bool, Any]
@@ -130,7 +130,7 @@ class ModelInputs(NamedTuple):
 
 
 def make_cache(config: HeadwaterConfig, past_key_values: Any, use_cache: bool) -> Any:
-    """The cache to continue: a new one if there is none and it is to be returned."""
+    """Return the cache to continue: a new one if there is none and one is to be returned."""
     return DynamicCache(config=config) if use_cache and past_key_values is None else past_key_values
 
 
@@ -140,7 +140,7 @@ def is_served(arguments: ForwardArguments) -> bool:
 
 
 def prepare_inputs(spec: InputSpec, arguments: ForwardArguments) -> ModelInputs:
-    """All that the blocks read, but the angles of RoPE. Raises `HeadwaterError` for arguments that do not fit."""
+    """Prepare everything that the blocks read except RoPE's angles. Raises `HeadwaterError` for contradictory ones."""
     spec.follow_kernel()
     cache = None if is_paged(arguments.past_key_values) else arguments.past_key_values
     check_position_count(arguments.position_ids, arguments.inputs_embeds.shape[1])
@@ -170,14 +170,14 @@ def prepare_inputs(spec: InputSpec, arguments: ForwardArguments) -> ModelInputs:
 
 
 def is_prepared(attention_mask: Any) -> bool:
-    """Whether these masks are those that `generate` has made with `prepare_generation`."""
+    """Whether `generate` made these masks with `prepare_generation`."""
     return isinstance(attention_mask, dict) and any(name in attention_mask for name in MASK.values())
 
 
 def split_masks(spec: InputSpec, attention_mask: Any) -> dict[bool, Any]:
-    """The mask of each kind of layer, as it was given: one for all, by layer type, or as `generate` has made them.
+    """Return the mask of each kind of layer as passed: one for all, by layer type, or made by `generate`.
 
-    Raises `HeadwaterError` where there is none for some kind.
+    Raises `HeadwaterError` if a kind has none.
     """
     if is_prepared(attention_mask):
         return {slides: attention_mask[MASK[slides]] for slides in spec.kinds}
@@ -192,7 +192,7 @@ def split_masks(spec: InputSpec, attention_mask: Any) -> dict[bool, Any]:
 
 
 def find_mask_of_kind(spec: InputSpec, attention_mask: dict[str, Any], slides: bool) -> Any:
-    """The mask of one kind of layer among those by layer type. Raises `HeadwaterError` if there is none."""
+    """Find the mask of one kind of layer among masks by layer type. Raises `HeadwaterError` if there is none."""
     usual = "sliding_attention" if slides else "full_attention"
     names = spec.config.layer_types[spec.kinds[slides].layer], usual
     for name in names if len(attention_mask) > 1 or len(spec.kinds) > 1 else attention_mask:
@@ -206,7 +206,7 @@ def find_mask_of_kind(spec: InputSpec, attention_mask: dict[str, Any], slides: b
 def make_masks(
     spec: InputSpec, tokens: NewTokens, masks: dict[bool, Any], position_ids: Tensor | None
 ) -> dict[bool, Any]:
-    """The mask of each kind of layer in the form of its attention kernel."""
+    """Make the mask of each kind of layer in the form of its attention kernel."""
     return {slides: make_mask(kind, tokens, masks[slides], position_ids) for slides, kind in spec.kinds.items()}
 
 
@@ -228,7 +228,7 @@ def prepare_generation(
 
 
 def find_positions(tokens: NewTokens, attention_mask: Any, position_ids: Tensor | None) -> Positions:
-    """The position ids of the new tokens: by default the number of real tokens before each."""
+    """Find the position ids of the new tokens: by default the number of real tokens before each."""
     if position_ids is not None:
         return Positions(position_ids, False)
     real = None if is_kernel_mask(attention_mask) else attention_mask
@@ -239,7 +239,7 @@ def find_positions(tokens: NewTokens, attention_mask: Any, position_ids: Tensor 
 def find_document_positions(
     cu_seq_lens: Tensor | None, tokens: NewTokens, attention_mask: Any, position_ids: Tensor | None
 ) -> Tensor | None:
-    """The position ids: those of the documents between these borders, if there are any and no others were given.
+    """Find the position ids, by default those of the documents between these borders.
 
     Raises `HeadwaterError` where the two disagree, and where a mask leaves open what the borders mean.
     """
@@ -265,7 +265,7 @@ def runs_by_document(spec: InputSpec, arguments: ForwardArguments) -> bool:
 def choose_borders(
     kwargs: dict[str, Any], cu_seq_lens: Tensor | None, length: int, by_document: bool
 ) -> dict[str, Any]:
-    """The borders of documents as the kernel is given them: none where a mask takes their place."""
+    """Choose the borders of documents that the kernel gets: none where a mask replaces them."""
     if cu_seq_lens is None:
         return {}
     longest = kwargs.get("max_length_q") or length
@@ -279,7 +279,8 @@ def choose_borders(
 def prepare_reach(
     spec: InputSpec, arguments: ForwardArguments, tokens: NewTokens, attention_mask: Any, positions: Positions
 ) -> Tensor | Ancestors | None:
-    """Number of tokens that each new token may look back, or its predecessors where rows branch; None if unneeded.
+    """Prepare the number of tokens that each new token may look back, or its predecessors where rows branch; None if
+    unneeded.
 
     The cache notes the positions for the tokens that come next.
     """
@@ -303,7 +304,7 @@ def prepare_reach(
 
 
 def find_prepared_reach(attention_mask: Any) -> Tensor | None:
-    """The reach [B, T] beside the masks that `generate` has made; None if it has not."""
+    """Find the reach [B, T] that `generate` has prepared with the masks; None if it has not."""
     prepared = attention_mask.get(REACH) if isinstance(attention_mask, dict) else None
     return None if prepared is None else prepared[:, 0, :, 0]
 
@@ -322,7 +323,7 @@ def find_first_column(spec: InputSpec, tokens: NewTokens, attention_mask: Any) -
 
 
 def keep_last_tokens(spec: InputSpec, inputs: ModelInputs, x: Tensor, count: int) -> ModelInputs | None:
-    """The inputs of the last `count` tokens of x [B, T, D]; None where they cannot be told from those of all."""
+    """Select the inputs of the last `count` tokens of x [B, T, D]; None where that is not possible."""
     if inputs.has_borders or isinstance(inputs.reach, Ancestors):
         return None
     tokens = find_new_tokens(x, inputs.cache)

@@ -33,7 +33,7 @@ PICKLED = "pytorch_model.bin"
 # The shards that the processes of a run have written.
 SHARDS = "shard-*.safetensors"
 _LAYERS = ("num_hidden_layers", "n_layer")
-# What a config.json may set beside the fields of its config's class.
+# Fields that a config.json may set in addition to those of its config's class.
 _SETTABLE = {
     *("model_type", "name_or_path", "num_labels", "output_attentions", "per_layer_config", "rope_scaling"),
     *("torch_dtype", "use_return_dict"),
@@ -86,7 +86,8 @@ def read_text(file: Path) -> str:
 
 def check_regular(folder: Path) -> None:
     """Raise `HeadwaterError` if what libraries open in a folder is a pipe, a device, or a link that leads nowhere: they
-    would wait or read for ever. Also for a link to a file that the user does not trust, whose content would be copied.
+    would wait or read for ever. The same for a link to a file that the user does not trust, because its content would
+    be copied.
     """
     with reading(repr(str(folder))):
         paths = sorted(path for path in folder.iterdir() if OPENED.fullmatch(path.name))
@@ -164,11 +165,12 @@ def check_layers(folder: Path) -> None:
                 f"remove {name}."
             )
     if isinstance(labels := content.get("num_labels"), int) and labels > _MOST_LABELS:
-        raise HeadwaterError(f"{str(folder / CONFIG)!r} says {labels} num_labels; correct it.")
+        raise HeadwaterError(f"{str(folder / CONFIG)!r} sets num_labels to {labels}; correct it.")
     layers = next((content[name] for name in _LAYERS if name in content), None)
     if isinstance(layers, int) and layers > max(1000, (tensors := sum(map(len, _list_tensor_names(folder))))):
         raise HeadwaterError(
-            f"{str(folder / CONFIG)!r} says {layers} layers, but the weights have only {tensors} tensors; correct it."
+            f"{str(folder / CONFIG)!r} describes {layers} layers, but the weights have only {tensors} tensors; correct "
+            "it."
         )
 
 
@@ -274,7 +276,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _is_weight(tensor: Any) -> bool:
-    """Whether it is a plain tensor. One number can stand for terabytes of them, in a tensor that repeats it."""
+    """Whether it is a plain tensor. A tensor that repeats one number may claim terabytes."""
     plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
     return bool(plain and not tensor.is_quantized and tensor.untyped_storage().nbytes() >= tensor.nbytes)
 
@@ -294,9 +296,9 @@ def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
 def build_model(
     kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, Tensor], folder: Path
 ) -> tuple[Any, dict[str, Any]]:
-    """(a model of class `kind` with these tensors, whose memory it may use; transformers' list of mismatches).
+    """Build (a model of class `kind` with these tensors, whose memory it may use; transformers' list of mismatches).
 
-    Raises `HeadwaterError`, before allocating memory, for tensors that are no weights, or too few.
+    Raises `HeadwaterError`, before allocating memory, for tensors that are not weights, or too few.
     """
     with reading(f"The checkpoint {str(folder)!r}", "use an intact checkpoint"):
         with torch.device("meta"), no_init_weights():
@@ -321,7 +323,7 @@ def build_model(
 
 
 def _list_tensor_names(folder: Path) -> Iterator[list[str]]:
-    """The names of the tensors in each file of weights, if they can be found without reading all of it."""
+    """List the names of the tensors in each file of weights, if they can be found without reading the whole file."""
     for file in weight_files(folder, pickled=True):
         if file.suffix == ".safetensors":
             with reading(repr(str(file)), "use an intact checkpoint"), safe_open(file, framework="pt") as opened:

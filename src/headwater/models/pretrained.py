@@ -56,7 +56,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def make_skeleton(cls, config: HeadwaterConfig) -> Self:
-        """A model without memory for its parameters: for their names and shapes."""
+        """Make a model without memory for its parameters, for their names and shapes."""
         with torch.device("meta"), no_init_weights():
             return cls(config)
 
@@ -73,9 +73,9 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         return tuple(block.plan for block in self.base_model.layers)
 
     def post_init(self) -> None:
-        """transformers' method; also names the modules, and freezes what a mechanism does not train.
+        """transformers' method; also names the modules, and freezes parameters that a mechanism does not train.
 
-        Loading keeps in fp32 what `KeepsPrecision` does, by the last two parts of its name.
+        Loading keeps parameters of `KeepsPrecision` in fp32, by the last two parts of their names.
         """
         self.name_modules()
         wide = {prefix for prefix, module in self.named_modules() if isinstance(module, KeepsPrecision)}
@@ -99,17 +99,17 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
     ) -> None:
-        """transformers' method, with the code beside the weights if it belongs there (`headwater.config.auto_map`)."""
+        """transformers' method, with the code next to the weights if it belongs there (`headwater.config.auto_map`)."""
         if is_main_process:
             add_code(self.config, save_directory)
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
-        """transformers' method, which uploads what changes from then on; without the code, which was written before."""
+        """transformers' method, which uploads files that change from then on, without the code, written before."""
         return {name: time for name, time in super()._get_files_timestamps(working_dir).items() if not is_code(name)}
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """transformers' method. Raises `HeadwaterError` for a kernel that does not support what the config asks for."""
+        """transformers' method. Raises `HeadwaterError` for a kernel that does not support the config."""
         possible, reason = supported_kernels(self.config)
         if possible is not None and requested_attention is None:
             return "sdpa" if "sdpa" in possible else possible[0]
@@ -152,9 +152,9 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """transformers' method, where all weights of `from_pretrained` come by; names of wrappers are left out.
+        """transformers' method, through which `from_pretrained` loads all weights; removes the names of wrappers.
 
-        Raises `HeadwaterError` for tensors that are no weights, unless a quantizer wrote them.
+        Raises `HeadwaterError` for tensors that are not weights, unless a quantizer wrote them.
         """
         where = repr(str(getattr(load_config, "pretrained_model_name_or_path", None) or "the state dict"))
         kinds = stored_kinds(checkpoint_files or ()) if state_dict is None else kinds_of(state_dict)
@@ -206,7 +206,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
                 init.copy_(module.get_buffer(name), value)
 
     def initial_value(self, module: nn.Module, name: str) -> Tensor:
-        """The initial value of `module`'s own parameter `name`, drawn on the CPU from (initializer_seed, its
+        """Return the initial value of `module`'s own parameter `name`, drawn on the CPU from (initializer_seed, its
         qualified name).
 
         Inside a mechanism, its `initial_value` decides. Otherwise matrices are normal, biases zero and norms multiply

@@ -1,4 +1,4 @@
-"""Quantizers on headwater's models: what they are to leave, and an error for what they pass by."""
+"""Quantizers on headwater's models: modules that they must skip, and an error for those they wrongly skip."""
 
 from importlib import import_module
 from typing import Any
@@ -12,13 +12,14 @@ from headwater.util.errors import HeadwaterError
 
 # Qualified names of linear layers' weights, and of the parameters that mechanisms have in their place.
 MAPS = r"re:(.*\.)?([a-z]+_proj\.weight|([a-z]+_proj|mlp)\.(frozen_)?(key|value))"
-# A pattern for the modules that mechanisms have beside the model's linear layers, as transformers matches names. Their
-# own linear layers, such as gates, are small, and kernels for quantized weights do not take all of their sizes.
+# A pattern for the modules that mechanisms have in addition to the model's linear layers, as transformers matches
+# names. Their own linear layers, such as gates, are small, and kernels for quantized weights do not take all of their
+# sizes.
 BESIDE = r".*\bmechanisms"
 
 
 def torchao_config(weights: Any) -> Any:
-    """A torchao config that quantizes all linear layers of a headwater model's blocks, and Pattention's pairs.
+    """Make a torchao config that quantizes all linear layers of a headwater model's blocks, and Pattention's pairs.
 
     weights: a weight-only config, such as `torchao.quantization.Int8WeightOnlyConfig()`. Pattention dequantizes its
         pairs, one module at a time, so a config for activations has no effect on it.
@@ -35,7 +36,7 @@ def torchao_config(weights: Any) -> Any:
 
 
 def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
-    """Raise `HeadwaterError` if `quantizer` has skipped all linear layers, or what mechanisms have in their place."""
+    """Raise `HeadwaterError` if `quantizer` has skipped all linear layers, or their replacements in mechanisms."""
     settings = getattr(quantizer, "quantization_config", None)
     if quantizer is None or getattr(settings, "dequantize", False):
         return
@@ -65,7 +66,7 @@ def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
 
 
 def _find_matrices(model: nn.Module, spared: list[str]) -> dict[str, nn.Parameter]:
-    """The parameters that mechanisms have in place of linear layers, by name, but for `spared` modules."""
+    """Find the parameters with which mechanisms replace linear layers, by name, except in `spared` modules."""
     return {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
@@ -76,7 +77,7 @@ def _find_matrices(model: nn.Module, spared: list[str]) -> dict[str, nn.Paramete
 
 
 def _find_projections(model: nn.Module, spared: list[str]) -> dict[str, nn.Module]:
-    """The linear layers of the blocks, or what a quantizer has put in their place, but for `spared` modules."""
+    """Find the linear layers of the blocks, or a quantizer's replacements of them, except in `spared` modules."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -85,7 +86,7 @@ def _find_projections(model: nn.Module, spared: list[str]) -> dict[str, nn.Modul
 
 
 def check_full_precision(model: nn.Module) -> None:
-    """Raise `HeadwaterError` if a quantizer has changed a model's weights, for whatever reads them as numbers."""
+    """Raise `HeadwaterError` if a quantizer has changed a model's weights, for functions that read them as numbers."""
     changed = any(isinstance(layer, nn.Linear) and not _is_full(layer) for layer in model.modules())
     if changed or getattr(model, "hf_quantizer", None) is not None:
         raise HeadwaterError(
@@ -95,7 +96,7 @@ def check_full_precision(model: nn.Module) -> None:
 
 
 def _is_full(layer: nn.Module) -> bool:
-    """Whether a layer is a linear one without anything that a quantizer would have changed or added."""
+    """Whether a layer is a linear layer that no quantizer has changed."""
     tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
     weight = tensors.get("weight")
     return (

@@ -1,10 +1,10 @@
-"""The code that goes into a checkpoint, so that transformers loads it where headwater is not installed.
+"""Code saved in a checkpoint, so that transformers loads it where headwater is not installed.
 
 transformers copies such code (`trust_remote_code=True`) into one folder, and follows only imports of the form
-`from .name import …`. So each module becomes one file beside the weights, headwater.nn.attention ->
+`from .name import …`. So each module becomes one file next to the weights, headwater.nn.attention ->
 headwater_nn_attention.py, with its imports rewritten, and one entry file names them all. Needed are this module, all
-mechanisms, and what their sources import or name as "package.module:Class". A mechanism
-from outside comes along: its module and those of its own package, as headwater_outside_….py.
+mechanisms, and what their sources import or name as "package.module:Class". An external
+mechanism is included: its module and others of its package, as headwater_outside_….py.
 """
 
 import ast
@@ -27,7 +27,7 @@ from headwater.util.layout import IS_EXPORTED, LIBRARY, package_folder, top_pack
 
 
 def add_code(config: Any, folder: str | os.PathLike[str]) -> None:
-    """Write the code into `folder` and point `config` to it, if it is one that is saved with code."""
+    """Write the code into `folder` and point `config` to it, if it is saved with code."""
     if has_code(config):
         complete_auto_map(config)
         write_code(folder, brought_along(config))
@@ -49,7 +49,7 @@ def brought_along(config: Any) -> dict[str, str]:
 
 
 def write_code(folder: str | os.PathLike[str], outside: Mapping[str, str] | None = None) -> None:
-    """Write what `make_code` gives into `folder`, which is made if it is missing."""
+    """Write the files of `make_code` into `folder`, which is created if it is missing."""
     files = make_code(outside)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def make_code(outside: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @functools.cache
 def _own_files() -> dict[str, str]:
-    """The package's alone, made once: a model that is registered has them written with every save."""
+    """Make headwater's own files once: a registered model writes them with every save."""
     return _make_files({})
 
 
@@ -102,7 +102,7 @@ def _make_files(outside: Mapping[str, str]) -> dict[str, str]:
 
 
 def _make_entry(modules: Iterable[str]) -> str:
-    """The file that the Auto classes open: the exported classes, and every file by name, for transformers to copy."""
+    """Make the file that the Auto classes open: the exported classes, and all files, for transformers to copy."""
     names = sorted(target.partition(":")[2] for _, target in EXPORTED)
     lines = ['"""A headwater model as remote code, written by headwater\'s export."""', ""]
     for module in modules:
@@ -126,7 +126,7 @@ def _rewrite_source(module: str, source: str, kinds: dict[str, str]) -> str:
 
 
 def _find_edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tuple[Any, str, list[str]]]:
-    """Find what changes in a module: (node, text in its place, modules of the package that it names)."""
+    """Find what changes in a module: (node, replacement, modules of the package that it names)."""
     package = module if _find_path(module).name == "__init__.py" else module.rpartition(".")[0]
     packages = LIBRARY, module.split(".")[0]
     for node in ast.walk(tree):
@@ -145,7 +145,7 @@ def _find_edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterato
 
 
 def _rewrite_import(node: ast.ImportFrom, source: str) -> tuple[str, list[str]]:
-    """The flat form of `from source import …`, where a name may be a module; and the modules that it names."""
+    """Return the flat form of `from source import …`, where a name may be a module, and the modules that it names."""
     lines, modules = [], []
     names: dict[str, list[str]] = {}
     for alias in node.names:
@@ -171,7 +171,7 @@ def _layer_types(tree: ast.Module) -> set[str]:
 
 
 def _check_carried(module: str, tree: ast.Module) -> None:
-    """Raise `HeadwaterError` if an outside module imports something that is neither included nor installable."""
+    """Raise `HeadwaterError` if an external module imports something that is neither included nor installable."""
     packages = {LIBRARY, module.split(".")[0]}
     installed = packages_distributions()
     for node in ast.walk(tree):

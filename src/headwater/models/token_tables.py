@@ -1,4 +1,4 @@
-"""Tables of mechanisms with a row for each token's id: they are resized with the model's token embedding."""
+"""Tables of mechanisms with a row for each token's id, which are resized with the token embedding."""
 
 import copy
 
@@ -39,7 +39,7 @@ def resize_token_tables(model: PreTrainedModel, new: int, from_mean: bool = True
     """Give every table by token id (`HoldsTokenTables`) `new` rows, and keep the first ones.
 
     from_mean: rows that are added are the mean of a table's old ones; otherwise they are drawn as in a new model. Both
-    are the same each time, so that a saved adapter, which does not hold them, finds them again.
+    are reproducible, so that a saved adapter, which does not contain them, finds the same rows.
     """
     for name, (parameter, count) in token_tables(model).items():
         owner, _, inner = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Stored weights before they enter a model: the names that wrappers changed, and tensors that are no weights."""
+"""Stored weights before they are loaded: names that wrappers changed, and tensors that are not weights."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -38,7 +38,7 @@ def map_unwrapped_names(names: Iterable[str], where: str, known: Collection[str]
 
 
 def strip_wrappers(tensors: Mapping[str, Any], where: str, known: Collection[str] = ()) -> dict[str, Any]:
-    """The same tensors by their names of `map_unwrapped_names`. Raises `HeadwaterError` as it does."""
+    """Rename tensors as `map_unwrapped_names` does. Raises `HeadwaterError` as it does."""
     names = map_unwrapped_names(tensors, where, known)
     return {names[name]: tensor for name, tensor in tensors.items()}
 
@@ -62,7 +62,7 @@ def check_kinds(kinds: Mapping[str, torch.dtype], where: str, model: nn.Module) 
 
 
 def is_plain(kind: torch.dtype) -> bool:
-    """Whether tensors of this dtype are weights as they are: real numbers of at least 16 bits."""
+    """Whether tensors of this dtype can be weights: real numbers of at least 16 bits."""
     return kind.is_floating_point and kind.itemsize > 1
 
 

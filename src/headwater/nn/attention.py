@@ -165,7 +165,7 @@ class Attention(nn.Module):
         return divide_pairs(inputs, pairs) if pairs else inputs
 
     def attend(self, inputs: list[KernelInputs], context: Context, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Output of each head [B, T, H, d], and the attention weights of the tokens if the kernel returns them."""
+        """Compute the heads' outputs [B, T, H, d], and the tokens' attention weights if the kernel returns them."""
         if not self.shows_weights:
             return attend_in_groups(self, self.config._attn_implementation, inputs, options)
         weights_of_keys = weigh_keys(self, inputs, self.scaling, self.softcap)

@@ -1,4 +1,4 @@
-"""Calls of the attention kernel: which kernel runs, how it is called for groups of heads, and the eager kernel.
+"""Calls of the attention kernel: the choice of kernel, its calls for groups of heads, and the eager kernel.
 
 `attn_implementation` names the kernel: transformers', or headwater's "matmul" (`headwater.kernels.attention`) and
 "varlen" (`headwater.kernels.varlen`, for packed rows). While a model generates on a CPU in half precision, a few
@@ -25,7 +25,7 @@ Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def supported_kernels(config: HeadwaterConfig) -> tuple[tuple[str, ...] | None, str]:
-    """The values of `attn_implementation` that support a model of this config (None: all), and what limits them."""
+    """Return the values of `attn_implementation` that support this config (None: all), and what limits them."""
     limits = {
         f"Mechanism {name!r} with its options": mechanism.list_kernels(options)
         for name, options in config.mechanisms.items()
@@ -43,7 +43,7 @@ def supported_kernels(config: HeadwaterConfig) -> tuple[tuple[str, ...] | None, 
 def attend_in_groups(
     module: nn.Module, implementation: str | None, inputs: Sequence[KernelInputs], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Output of each head [B, T, H, d], and the attention weights of the tokens if the kernel returns them."""
+    """Compute the heads' outputs [B, T, H, d], and the tokens' attention weights if the kernel returns them."""
     results = [attend_in_group(module, implementation, group, options) for group in inputs]
     out = join_groups([heads for heads, _ in results], dim=2)
     weights = [of_keys for _, of_keys in results if of_keys is not None]
@@ -53,7 +53,7 @@ def attend_in_groups(
 def attend_in_group(
     module: nn.Module, implementation: str | None, inputs: KernelInputs, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """One kernel call: what its heads read, and the weights of all keys if the kernel returns them."""
+    """Call the kernel once: what its heads read, and the weights of all keys if the kernel returns them."""
     q, k, v, mask, beside = inputs
     if beside is None:
         return attention_kernel(implementation, q, k)(module, q, k, v, mask, **options)
@@ -77,7 +77,7 @@ def attend_in_group(
 
 
 def weigh_keys(module: nn.Module, inputs: Sequence[KernelInputs], scaling: float, softcap: float | None) -> Tensor:
-    """The attention weights of all keys, [B, H, T, S], those beside the tokens' the last."""
+    """Compute the attention weights of all keys, [B, H, T, S], with those of added keys last."""
     weights = [attention_weights(module, q, k, mask, scaling, softcap, beside) for q, k, _, mask, beside in inputs]
     return join_groups(weights, dim=1)
 
@@ -85,7 +85,7 @@ def weigh_keys(module: nn.Module, inputs: Sequence[KernelInputs], scaling: float
 def read_groups(
     module: nn.Module, inputs: Sequence[KernelInputs], weights: Tensor, weights_of_keys: Tensor, dropout: float
 ) -> Tensor:
-    """Output of each head [B, T, H, d], by the weights of the tokens and the other weights from `weigh_keys`."""
+    """Compute the output of each head [B, T, H, d] from the two parts of the weights from `weigh_keys`."""
     if inputs[0].beside is not None:
         weights = torch.cat((weights, weights_of_keys[..., weights.shape[3] :]), dim=3)
     by_group = weights.split([group.q.shape[1] for group in inputs], 1)
@@ -97,7 +97,7 @@ def read_groups(
 
 
 def attention_kernel(implementation: str | None, q: Tensor, k: Tensor) -> Kernel:
-    """A function of (module, q, k, v, mask, scaling, dropout, **kwargs) -> (out [B, T, H, d], weights or None)."""
+    """Find a function of (module, q, k, v, mask, scaling, dropout, **kwargs) -> (out [B, T, H, d], weights or None)."""
     plain: Kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
     if implementation == "sdpa" and q.shape[2] == 1 and q.shape[1] > k.shape[1]:
         plain = sdpa_of_one
@@ -131,7 +131,7 @@ def sdpa_of_one(
 
 
 def group_heads(x: Tensor, heads: int) -> Tensor:
-    """[B, H, T, …] -> [B, heads, H / heads · T, …]: what belongs to one key head follows one another."""
+    """Group the query heads of each key head: [B, H, T, …] -> [B, heads, H / heads · T, …]."""
     return x.reshape(x.shape[0], heads, -1, x.shape[-1])
 
 
@@ -149,7 +149,7 @@ def eager_attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(q·kᵀ·scaling + mask)·v -> [B, T, H, d], and the weights [B, H, T, S] before dropout.
 
-    softcap: c·tanh(scores / c) in place of the scores.
+    softcap: c·tanh(scores / c) replaces the scores.
     beside: further keys and values, each [K, n, d], that every query sees; the last n of the weights are theirs.
     """
     weights = attention_weights(module, q, k, attention_mask, scaling, softcap, beside)

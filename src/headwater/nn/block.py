@@ -25,7 +25,7 @@ OUTSIDE = "__call__" in vars(GradientCheckpointingLayer)
 class Block(GradientCheckpointingLayer):
     """x [B, T, D] and the tensors of earlier layers that it reads -> (x, *tensors that later layers read).
 
-    All positionally: re-entrant checkpointing sees no other gradients.
+    All are positional: re-entrant checkpointing tracks no other gradients.
     """
 
     def __init__(self, config: HeadwaterConfig, plan: LayerPlan) -> None:
@@ -95,7 +95,7 @@ class Block(GradientCheckpointingLayer):
         return x, *exports
 
     def feed_forward(self, x: Tensor, context: Context) -> Tensor:
-        """Output of the feed-forward and its norms for the stream x [B, T, D]."""
+        """Compute the output of the feed-forward and its norms for the stream x [B, T, D]."""
         x = self.post_attention_layernorm(x)
         for mechanism in self.mechanisms.list_acting(Stage.FEED_FORWARD_INPUT):
             x = mechanism.transform_feed_forward_input(x, context)
@@ -116,7 +116,7 @@ class Block(GradientCheckpointingLayer):
         return x
 
     def prepare_attention(self, x: Tensor, context: Context) -> AttentionInputs:
-        """Inputs of attention, one for all or one for each of q, k and v; and the stream, from x [B, T, D]."""
+        """Compute the inputs of attention, one for all or one each for q, k and v, and the stream, from x [B, T, D]."""
         entered = x
         for mechanism in self.mechanisms.list_acting(Stage.BLOCK_INPUT):
             entered = mechanism.transform_block_input(entered, context)
@@ -130,21 +130,21 @@ class Block(GradientCheckpointingLayer):
         return AttentionInputs(self.normalize_input(inputs.q, context), k, v, inputs.stream)
 
     def normalize_input(self, x: Tensor, context: Context) -> Tensor:
-        """Input of attention, from x [B, T, D] before its norm."""
+        """Compute the input of attention from x [B, T, D], before its norm."""
         x = self.input_layernorm(x)
         for mechanism in self.mechanisms.list_acting(Stage.ATTENTION_INPUT):
             x = mechanism.transform_attention_input(x, context)
         return x
 
     def normalize_part(self, letter: Part, x: Tensor | None, context: Context) -> Tensor | None:
-        """`normalize_input` of the input of keys or values alone, with tails of its own; None if there is none."""
+        """`normalize_input` of the input of keys or values alone, with separate tails; None if there is none."""
         if x is None:
             return None
         tail = None if context.tail is None else PartTail(context.tail, letter)
         return self.normalize_input(x, context._replace(tail=tail))
 
     def drop_output(self, x: Tensor) -> Tensor:
-        """A branch's output after dropout of its numbers, and of the whole branch by row (stochastic depth)."""
+        """Apply dropout to a branch's output, by element and by row of the whole branch (stochastic depth)."""
         if self.training and self.residual_dropout:
             x = nn.functional.dropout(x, self.residual_dropout)
         if self.training and self.drop_path:

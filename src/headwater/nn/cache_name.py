@@ -1,4 +1,4 @@
-"""A model's cache as transformers hands it over: until 5.23 as `past_key_values`, from 5.24 on as `cache`.
+"""A model's cache as transformers passes it: until 5.23 as `past_key_values`, from 5.24 on as `cache`.
 
 Our models take it under either name, and return it under the installed version's.
 """
@@ -17,15 +17,15 @@ CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWit
 
 
 def one_cache(past_key_values: Any, cache: Any) -> Any:
-    """The cache, which was given under one of its names or not at all. Raises `HeadwaterError` for two.
+    """Return the cache that was passed under one of its names; None if there is none. Raises `HeadwaterError` for two.
 
-    Under both it may be the same one, or an empty one beside the one that is meant, as PEFT's prompts are passed.
+    Both names may hold the same cache, or one of them an empty one, as with PEFT's prompts.
     """
     if past_key_values is None or cache is None:
         return cache if past_key_values is None else past_key_values
     filled = [candidate for candidate in (past_key_values, cache) if not is_empty(candidate)]
     if past_key_values is not cache and len(filled) != 1:
-        raise HeadwaterError("past_key_values and cache are two names of one argument; give one of them.")
+        raise HeadwaterError("past_key_values and cache are two names for the same argument; pass only one.")
     return past_key_values if past_key_values is cache else filled[0]
 
 
@@ -35,12 +35,12 @@ def is_empty(cache: Any) -> bool:
 
 
 def cache_of(output: Any) -> Any:
-    """The cache that a model, or `generate`, has returned; None if there is none."""
+    """Return the cache in the output of a model or of `generate`; None if there is none."""
     return getattr(output, CACHE, None)
 
 
 def is_paged(cache: Any) -> TypeGuard[PagedAttentionCache]:
-    """Whether it is that of transformers' continuous batching, which is no `Cache`.
+    """Whether it is the cache of transformers' continuous batching, which is not a `Cache`.
 
     Until 5.23 the attention kernel stores keys and values in it; from 5.24 on attention does, before it calls it.
     """

@@ -1,4 +1,4 @@
-"""Checks of numbers that may be on another device, or not there yet because code is traced."""
+"""Checks of numbers that may be on another device, or unknown because code is traced."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from headwater.util.errors import HeadwaterError
 
 
 def must_wait(tensor: Tensor) -> bool:
-    """Whether the host would wait for the numbers of a tensor: they are on another device, or not there yet (fake)."""
+    """Whether the host would wait for the numbers of a tensor: they are on another device, or unknown (fake)."""
     return tensor.device.type != "cpu" or type(tensor) is not Tensor
 
 
 def is_replayed(past: int | Tensor, length: int) -> bool:
-    """Whether this is one token after those in a static cache: a step that a device may replay, so nothing looks."""
+    """Whether this is one token after those in a static cache: it may be replayed, so checks read no values."""
     return isinstance(past, Tensor) and length == 1
 
 
@@ -25,7 +25,7 @@ def refuse_where(wrong: Tensor, sentence: str) -> None:
 
 
 def require_all(right: Tensor, sentence: str) -> None:
-    """Raise `HeadwaterError` unless all are right. A GPU fails later; compiled code does not look."""
+    """Raise `HeadwaterError` unless all are true. A GPU fails later; compiled code does not check."""
     if torch.compiler.is_compiling() or right.is_meta:
         return
     try:

@@ -1,6 +1,6 @@
 """Position ids, and the documents of packed rows: a document starts wherever position ids restart at 0.
 
-Some attention kernels take the borders of documents in place of a mask, as transformers' `cu_seq_lens_q`.
+Some attention kernels take the borders of documents instead of a mask, as transformers' `cu_seq_lens_q`.
 """
 
 from typing import NamedTuple
@@ -18,12 +18,12 @@ TOKENS, DOCUMENTS = 256, 64
 
 
 def takes_documents(implementation: str | None) -> bool:
-    """Whether attention of this name takes `cu_seq_lens_q` in place of a mask."""
+    """Whether attention of this name takes `cu_seq_lens_q` instead of a mask."""
     return implementation is not None and implementation.startswith(BY_DOCUMENTS)
 
 
 def make_cu_seq_lens(position_ids: Tensor) -> Tensor | None:
-    """Starts of documents among all B·T tokens of packed rows, row after row, and then the end: int32 [n + 1].
+    """Make the starts of documents among all B·T tokens of packed rows, row after row, and the end: int32 [n + 1].
 
     The end is repeated up to a length that depends on B and T alone (unless documents are shorter than `TOKENS` on
     average; then it doubles), so that compiled code sees one shape.
@@ -47,7 +47,7 @@ def make_cu_seq_lens(position_ids: Tensor) -> Tensor | None:
 
 
 def restarted_positions(cu_seq_lens: Tensor, rows: int, length: int) -> Tensor:
-    """Position ids [B, T] that restart with each document."""
+    """Compute position ids [B, T] that restart with each document."""
     token = torch.arange(rows * length, dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
     begin = cu_seq_lens[torch.searchsorted(cu_seq_lens, token, right=True) - 1]
     return (token - begin).long().view(rows, length)
@@ -66,7 +66,7 @@ def check_documents(cu_seq_lens: Tensor, position_ids: Tensor, rows: int, length
 
 
 def select_columns(x: Tensor, past: int | Tensor, length: int) -> Tensor:
-    """The columns [B, T] of the `length` new tokens in x [B, S], which covers the whole history.
+    """Select the columns [B, T] of the `length` new tokens in x [B, S], which covers the whole history.
 
     past: the number of cached tokens. A static cache has it as a tensor; x may then be as wide as that cache.
     """
@@ -76,14 +76,14 @@ def select_columns(x: Tensor, past: int | Tensor, length: int) -> Tensor:
 
 
 class Positions(NamedTuple):
-    """Position ids [B or 1, T]; are_slots: they follow from the number of cached tokens alone."""
+    """Position ids [B or 1, T]; are_slots: they depend only on the number of cached tokens."""
 
     ids: Tensor
     are_slots: bool
 
 
 def count_positions(attention_mask: Tensor | None, past: int | Tensor, length: int, device: torch.device) -> Tensor:
-    """Position ids [B or 1, T] of the `length` new tokens: the number of real tokens before each of them.
+    """Count the position ids [B or 1, T] of the `length` new tokens: the number of real tokens before each.
 
     attention_mask: [B, S] of zeros and ones over the whole history; None: all tokens are real.
     """

@@ -1,4 +1,4 @@
-"""`Engine`: how a server with a cache and an attention kernel of its own runs a model."""
+"""`Engine`: the interface for servers with their own cache and attention kernel."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from headwater.config.plan import LayerPlan
 
 
 class AttentionLayer(Protocol):
-    """Attributes that an engine reads of the attention that calls it."""
+    """Attributes of an attention layer that an engine reads."""
 
     plan: LayerPlan
     layer_idx: int
@@ -21,7 +21,7 @@ class AttentionLayer(Protocol):
 
 
 class Engine(ABC):
-    """A server's cache and attention kernel, which a model is given as `past_key_values`."""
+    """A server's cache and attention kernel, passed to a model as `past_key_values`."""
 
     layers: Sequence[Any]  # what holds each layer's raw tokens (`Tail`); of layers without any, anything
 

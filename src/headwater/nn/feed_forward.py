@@ -16,7 +16,7 @@ from headwater.nn.linear import apply_linear, own_map
 class FeedForward(nn.Module):
     """down(act(gate(x)) · up(x)) if gated, else down(act(up(x))): x [B, T, D] -> [B, T, D].
 
-    For SiLU and GELU the backward pass keeps gate(x) and up(x), or up(x) alone (`headwater.kernels.activation`).
+    For SiLU and GELU the backward pass keeps gate(x) and up(x), or only up(x) (`headwater.kernels.activation`).
     """
 
     def __init__(self, config: HeadwaterConfig) -> None:
@@ -28,7 +28,7 @@ class FeedForward(nn.Module):
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor, change: Callable[[Hidden], Hidden] | None = None) -> Tensor:
-        """change: what mechanisms do before the activation."""
+        """Run the feed-forward. change: what mechanisms do before the activation."""
         if change is None and not torch.is_grad_enabled():  # frees gate(x) before up(x) is computed
             inner = self.act(apply_linear(self.gate_proj or self.up_proj, x))
             return apply_linear(
@@ -44,6 +44,6 @@ class FeedForward(nn.Module):
 
 
 def make_feed_forward(config: HeadwaterConfig, layer: int) -> nn.Module:
-    """The feed-forward of one layer: a mechanism's module if one replaces it, else the config's."""
+    """Make the feed-forward of one layer: a mechanism's module if one replaces it, otherwise the config's."""
     width = config.hidden_size
     return own_map(config, layer, "feed_forward", width, width) or FeedForward(config)

@@ -11,7 +11,7 @@ from headwater.mechanisms.contract import KV
 
 
 class KernelInputs(NamedTuple):
-    """Arguments of one kernel call: q [B, h, T, d]; k, v [B, K, S, d]; keys and values beside the tokens'."""
+    """Arguments of one kernel call: q [B, h, T, d]; k, v [B, K, S, d]; added keys and values."""
 
     q: Tensor
     k: Tensor
@@ -40,11 +40,11 @@ class GroupSlots(NamedTuple):
         return cls(None if has_all else q_heads, k_slot, group.k_heads, v_slot, group.v_heads)
 
     def select_kv(self, tensors: Sequence[Tensor]) -> KV:
-        """Its keys and values, [B, heads, S, d] each."""
+        """Select the group's keys and values, [B, heads, S, d] each."""
         return KV(select_heads(tensors[self.k_slot], self.k_heads), select_heads(tensors[self.v_slot], self.v_heads))
 
     def select_inputs(self, q: Tensor, attention_mask: Any, tensors: Sequence[Tensor]) -> KernelInputs:
-        """Its call, with its heads of all queries and of a mask that differs between heads."""
+        """Select the group's call, with its heads of all queries and of a mask that differs between heads."""
         k, v = self.select_kv(tensors)
         if self.q_heads is None:
             return KernelInputs(q, k, v, attention_mask)
@@ -53,7 +53,7 @@ class GroupSlots(NamedTuple):
 
 
 def divide_pairs(inputs: Sequence[KernelInputs], pairs: Sequence[KV]) -> list[KernelInputs]:
-    """The calls with keys and values [K, n, d] beside the tokens': each with those of its own key/value heads."""
+    """Add keys and values [K, n, d] to the calls, to each those of its own key/value heads."""
     keys, values = (join_groups([pair[index] for pair in pairs], dim=1).to(inputs[0].q.dtype) for index in (0, 1))
     calls: list[KernelInputs] = []
     start = 0
@@ -65,16 +65,16 @@ def divide_pairs(inputs: Sequence[KernelInputs], pairs: Sequence[KV]) -> list[Ke
 
 
 def of_tokens(weights: Tensor, inputs: Sequence[KernelInputs]) -> Tensor:
-    """The weights of the tokens among those of all keys, of which those beside the tokens are the last."""
+    """Select the tokens' weights among those of all keys, where those of added keys are last."""
     beside = inputs[0].beside
     return weights if beside is None else weights[..., : weights.shape[3] - beside.k.shape[1]]
 
 
 def select_heads(x: Tensor, heads: Heads) -> Tensor:
-    """Some heads of x [B, heads, …]."""
+    """Select some heads of x [B, heads, …]."""
     return x if heads is None else x[:, heads]
 
 
 def join_groups(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """The parts one after another, without a copy of a single one."""
+    """Join the parts one after another, without copying a single one."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), dim=dim)

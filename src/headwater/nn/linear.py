@@ -1,4 +1,4 @@
-"""The linear layers of all models: plain `nn.Linear`, as quantizers look for, called by the fastest kernel."""
+"""The linear layers of all models: plain `nn.Linear`, which quantizers recognize, run by the fastest kernel."""
 
 from collections.abc import Iterator
 
@@ -15,14 +15,14 @@ from headwater.plugins.registry import resolve
 def make_map(
     config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int, bias: bool = False
 ) -> nn.Module | None:
-    """A linear layer d_in -> d_out, or a mechanism's module in its place; None if d_out is 0."""
+    """Make a linear layer d_in -> d_out, or a mechanism's replacement; None if d_out is 0."""
     if d_out == 0:
         return None
     return own_map(config, layer, name, d_in, d_out) or nn.Linear(d_in, d_out, bias=bias)
 
 
 def own_map(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int) -> nn.Module | None:
-    """The module with which one of the config's mechanisms replaces a linear layer; None if none does."""
+    """Build the module with which one of the config's mechanisms replaces a linear layer; None if none does."""
     for mechanism, options in config.mechanisms.items():
         kind = resolve(mechanism)
         if isinstance(kind, ReplacesLinear):
@@ -45,7 +45,7 @@ def apply_linear(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def model_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The model's own linear layers, by qualified name: all but those inside mechanisms."""
+    """List the model's own linear layers, by qualified name: all except those inside mechanisms."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear and owner_of(model, f"{name}.weight")[0] is None:
             yield name, module

@@ -1,4 +1,4 @@
-"""Limits of looking back: how many tokens precede each one, and the cache that keeps the raw ones."""
+"""Limits of looking back: the number of tokens before each one, and the cache that keeps raw tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -37,7 +37,7 @@ class LookbackLimits(NamedTuple):
 
 
 def find_tail(plan: LayerPlan, past_key_values: Cache | Engine | None) -> Tail | None:
-    """The cache layer with a layer's raw tokens; None if there are none. Raises `HeadwaterError` if it keeps none."""
+    """Find the cache layer with a layer's raw tokens; None without a cache. Raises `HeadwaterError` if it has none."""
     if past_key_values is None or not plan.tails:
         return None
     layers = past_key_values.layers
@@ -58,7 +58,7 @@ def find_reach(
     limit: int = 1,
     document_starts: Tensor | None = None,
 ) -> Tensor | None:
-    """Number of tokens of the same document that precede each without a gap, [B, T], from position_ids [B or 1, T].
+    """Count the tokens of the same document that precede each without a gap, [B, T], from position_ids [B or 1, T].
 
     It counts up to `limit`, in bytes where that is enough: a compiled layer keeps it for the backward pass. None if it
     is `limit` everywhere and finding out does not wait for a device.
@@ -96,7 +96,7 @@ def count_reach(position_ids: Tensor, attention_mask: Tensor | None, past: int |
 
 
 def last_marked(marks: Tensor) -> Tensor:
-    """The last marked slot at or before each slot, -1 before the first: booleans [B, S] -> [B, S]."""
+    """Find the last marked slot at or before each slot, -1 before the first: booleans [B, S] -> [B, S]."""
     slot = torch.arange(marks.shape[1], device=marks.device).expand_as(marks)
     if not torch.compiler.is_exporting():
         return torch.where(marks, slot, -1).cummax(-1).values

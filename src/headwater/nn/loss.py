@@ -49,20 +49,20 @@ def shift_targets(labels: Tensor, ignore_index: int = -100) -> Tensor:
 
 
 def count_targets(targets: Tensor, num_items: Tensor | int | None = None) -> Tensor | int:
-    """Divisor of a sum over the tokens: `num_items`, or the number of targets that count."""
+    """Find the divisor of a sum over the tokens: `num_items`, or the number of targets that count."""
     if num_items is None:
         return (targets != -100).sum()
     return num_items.to(targets.device) if isinstance(num_items, Tensor) else num_items
 
 
 def squared_normalizers(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum of logsumexp(logits)², 0-d, over the tokens that have a target; logits [B, T, V], targets [B, T]."""
+    """Sum logsumexp(logits)², 0-d, over the tokens that have a target; logits [B, T, V], targets [B, T]."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     return (logits.to(wide).logsumexp(-1).square() * (targets != -100)).sum()
 
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross-entropy of logits [B, classes], in at least fp32.
+    """Compute the mean cross-entropy of logits [B, classes], in at least fp32.
 
     labels: [B], numbers of classes, or [B, classes], probabilities. Raises `HeadwaterError` for others; on a GPU an
     assertion fails later.

@@ -1,6 +1,6 @@
 """The attention mask, in the form that the attention kernel takes.
 
-Documents in one row are separated by their position ids alone: a document starts where the position is 0. With C_i the
+Documents in one row are separated only by their position ids: a document starts where the position is 0. With C_i the
 number of real (unmasked) tokens up to slot i, and p_i the position of token i, token i attends to slot j iff
 
     j ≤ i,   j is real,   C_i - C_j ≤ p_i
@@ -33,14 +33,14 @@ MaskRule = Callable[[Any, Any, Any, Any], Tensor]
 
 
 class LayerKind(NamedTuple):
-    """The layers with a sliding window, or those without: the first of them, and the config as it sees it."""
+    """The layers with a sliding window, or those without: the first of them, and its config."""
 
     layer: int
     config: HeadwaterConfig
 
 
 class NewTokens(NamedTuple):
-    """The new tokens of a call, inputs_embeds [B, T, D], length T, and the cache of those before them, if there is one.
+    """The new tokens of a call, inputs_embeds [B, T, D], length T, and the cache of earlier tokens, if there is one.
 
     past: how many it holds; a static cache has this as a tensor.
     """
@@ -52,17 +52,17 @@ class NewTokens(NamedTuple):
 
 
 def find_new_tokens(inputs_embeds: Tensor, cache: Cache | None = None) -> NewTokens:
-    """The tokens of inputs_embeds [B, T, D], after those in the cache."""
+    """Describe the tokens of inputs_embeds [B, T, D], which follow those in the cache."""
     return NewTokens(inputs_embeds, inputs_embeds.shape[1], cache, 0 if cache is None else cache.get_seq_length())
 
 
 def is_kernel_mask(attention_mask: Any) -> bool:
-    """Whether it is a kernel's own mask, and not the usual [B, S] of zeros and ones."""
+    """Whether it is a kernel's own mask, instead of the usual [B, S] of zeros and ones."""
     return attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2)
 
 
 def make_mask(kind: LayerKind, tokens: NewTokens, attention_mask: Any, position_ids: Tensor | None) -> Any:
-    """The mask of one kind of layer in the form that its kernel takes; None where causal attention needs none.
+    """Make the mask of one kind of layer in the form that its kernel takes; None where causal attention needs none.
 
     attention_mask: [B, S] of zeros and ones, None, or a kernel's own mask. Raises `HeadwaterError` for another shape, a
         mask that the kernel does not take, and a kernel's own mask under ALiBi.
@@ -108,7 +108,7 @@ def check_kernel_mask(config: HeadwaterConfig, attention_mask: Any) -> None:
 
 
 def convert_kernel_mask(implementation: str, attention_mask: Any, dtype: torch.dtype) -> Any:
-    """A kernel's own mask, in the form this kernel takes: eager attention would add a boolean mask to the scores."""
+    """Convert a kernel's own mask to what this kernel takes: eager attention would add a boolean mask to the scores."""
     is_tensor = isinstance(attention_mask, Tensor)
     if implementation.startswith("flash") or not (is_tensor or "flex" in implementation):
         raise HeadwaterError(
@@ -123,7 +123,7 @@ def convert_kernel_mask(implementation: str, attention_mask: Any, dtype: torch.d
 
 
 def separate_documents(tokens: NewTokens, attention_mask: Tensor | None, position_ids: Tensor) -> MaskRule | None:
-    """The rule above as a mask function of transformers; None if it hides nothing."""
+    """Return the rule above as a mask function of transformers; None if it hides nothing."""
     device, cache, past, length = position_ids.device, tokens.cache, tokens.past, tokens.length
     if attention_mask is None:
         count = torch.arange(length, device=device) + past + 1
@@ -153,7 +153,7 @@ def separate_documents(tokens: NewTokens, attention_mask: Tensor | None, positio
 
 
 def find_slots(mask: Tensor, cache: Cache | None, layer: int) -> Tensor:
-    """Tokens of the history that the columns of a mask [B, 1, T, S] stand for, [S]: a window's cache drops some."""
+    """Find the tokens of the history for the columns of a mask [B, 1, T, S], [S]: a window's cache drops some."""
     offset = 0 if cache is None else cache.get_mask_sizes(mask.shape[2], layer)[1]
     return torch.arange(mask.shape[3], device=mask.device) + offset
 
@@ -182,7 +182,7 @@ def add_alibi(kind: LayerKind, tokens: NewTokens, mask: Tensor, attention_mask: 
 
 
 def keep_last_rows(kind: LayerKind, tokens: NewTokens, mask: Any, count: int) -> tuple[bool, Tensor | None]:
-    """Whether the last `count` new tokens' rows of a mask can be taken, and these; None where these need no mask."""
+    """Return whether the last `count` rows of a mask can be selected, and these; None where they need no mask."""
     if isinstance(mask, Tensor) and mask.ndim == 4:
         return True, mask[:, :, -count:]
     if mask is not None:

@@ -1,4 +1,4 @@
-"""Images as tokens: patches in raster order, and where they are. A grid is (rows, columns) of patches."""
+"""Images as tokens: patches in raster order, and their positions. A grid is (rows, columns) of patches."""
 
 import torch
 from torch import Tensor, nn
@@ -7,13 +7,13 @@ from headwater.nn.position import for_heads
 
 
 def cut_patches(images: Tensor, grid: tuple[int, int]) -> Tensor:
-    """images [B, C, H, W] -> the numbers of each patch [B, rows·columns, C·h·w], in the order of a convolution's."""
+    """Cut images [B, C, H, W] into patches [B, rows·columns, C·h·w], with numbers in a convolution's order."""
     cut = images.unflatten(3, (grid[1], -1)).unflatten(2, (grid[0], -1))
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 def patch_coordinates(grid: tuple[int, int], device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """The row and the column of each patch, [patches] each."""
+    """Return the row and the column of each patch, [patches] each."""
     rows, columns = grid
     index = torch.arange(rows * columns, device=device)
     return index // columns, index % columns
@@ -35,8 +35,8 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin for `rotate`, [1, 1, prefix + patches, channels]: the first quarter of the channels by the row.
 
-    Channel i is paired with channel i + channels/2. Of these pairs the first half turns by row·θ^(-4i/channels), the
-    second by column·θ^(-4i/channels), i < channels/4. The `prefix` tokens before the patches are not turned.
+    Channel i is paired with channel i + channels/2. The first half of these pairs is rotated by row·θ^(-4i/channels),
+    the second by column·θ^(-4i/channels), i < channels/4. The `prefix` tokens before the patches are not rotated.
     """
     wide = torch.promote_types(like.dtype, torch.float32)
     rates = theta ** -(torch.arange(channels // 4, dtype=wide, device=like.device) * 4 / channels)
@@ -46,9 +46,9 @@ def rotary_angles(
 
 
 def resize_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Learned positions of another grid, by bicubic interpolation as in transformers' ViT.
+    """Resize learned positions to another grid, by bicubic interpolation as in transformers' ViT.
 
-    table: [prefix + patches, D], vectors of the patches after those of `prefix` tokens, which stay as they are.
+    table: [prefix + patches, D], vectors of `prefix` tokens, which are not changed, and then of the patches.
     """
     if old == new:
         return table
@@ -59,6 +59,6 @@ def resize_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int]) 
 
 
 def raster_positions(grid: tuple[int, int], prefix: int, by_row: bool, device: torch.device) -> Tensor:
-    """Number of tokens that each may look back, [1, prefix + patches]: 0 in the prefix, then by patches, or by_row."""
+    """Count the tokens that each may look back, [1, prefix + patches]: 0 in the prefix, then by patches, or by_row."""
     steps = patch_coordinates(grid, device)[1] if by_row else torch.arange(grid[0] * grid[1], device=device)
     return nn.functional.pad(steps, (prefix, 0))[None]

@@ -19,7 +19,8 @@ class RotaryEmbedding(KeepsPrecision):
 
     The frequencies are 1 / base^(2i/r) by default; for other types transformers' functions compute them from
     `config.rope_parameters`. Those of "dynamic" and "longrope" change with the length of the sequence: each row, and
-    each document in it, has those of its own length. They stay in fp32 in half precision; in an fp64 model all is fp64.
+    each document in it, has the frequencies for its own length. They stay in fp32 in half precision; in an fp64 model
+    all is fp64.
     """
 
     inv_freq: Tensor
@@ -51,13 +52,13 @@ class RotaryEmbedding(KeepsPrecision):
         return {"inv_freq": frequencies, "long_inv_freq": long}
 
     def find_span(self, lengths: Tensor) -> Tensor:
-        """Quantity that the frequencies follow: for sequences of equal span they are the same. lengths: in tokens."""
+        """Find the quantity that determines the frequencies: sequences of equal span share them. lengths: in tokens."""
         if self.rope_type == "longrope":
             return lengths > self.config.rope_parameters["original_max_position_embeddings"]
         return lengths.clamp(min=self.config.max_position_embeddings)
 
     def frequencies_for(self, lengths: Tensor) -> Tensor:
-        """The frequencies in sequences of these lengths: [B, T] -> [B, T, r/2]."""
+        """Compute the frequencies in sequences of these lengths: [B, T] -> [B, T, r/2]."""
         span = self.find_span(lengths)[..., None]
         if self.rope_type == "longrope":
             return torch.where(span, self.long_inv_freq.to(span.device), self.inv_freq.to(span.device))
@@ -81,14 +82,14 @@ FOLLOW_LENGTH = "dynamic", "longrope"
 
 
 def document_lengths(position_ids: Tensor) -> Tensor:
-    """The length of the document that each token belongs to: 1 + its last position. position_ids: [B, T] -> [B, T]."""
+    """Find the length of each token's document: 1 + its last position. position_ids: [B, T] -> [B, T]."""
     document = (position_ids == 0).cumsum(-1)
     last_position = position_ids.new_zeros(position_ids.shape[0], position_ids.shape[1] + 1)
     return last_position.scatter_reduce(1, document, position_ids, "amax").gather(1, document) + 1
 
 
 def for_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The output of `RotaryEmbedding`, [B or 1, T, r], as `rotate` takes it for all heads: [B or 1, 1, T, r].
+    """Reshape the output of `RotaryEmbedding`, [B or 1, T, r], for all heads, as `rotate` takes it: [B or 1, 1, T, r].
 
     The first half of sin is negated, so that `x·cos + roll(x, r/2)·sin` is the rotation.
     """
@@ -110,7 +111,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def alibi_slopes(heads: int, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> Tensor:
-    """Decrease of each head's scores per token of distance, [heads]: 2^(-8/heads), 2^(-16/heads), …, 2^-8.
+    """Compute the decrease of each head's scores per token of distance, [heads]: 2^(-8/heads), 2^(-16/heads), …, 2^-8.
 
     If the number of heads is not a power of two: the slopes of the next lower power, then every other slope of the next
     higher power, as in the paper's code. They are computed on the device: copying numbers there would wait for it.

@@ -1,1 +1,1 @@
-"""Registries of names, and code from outside."""
+"""Registries of names, and code from outside headwater."""

@@ -1,15 +1,16 @@
 """Import "package.module:attribute", and decide which of these names may be imported, and which files read.
 
 An import runs code, and a name may be anyone's: it may stand in a checkpoint's config or history, or in the recipe of a
-record. So may the path of a private file. So only what the user trusts is imported, or read outside the current folder:
+record. The same holds for the path of a private file. Therefore only what the user trusts is imported, or read outside
+the current folder:
 
 - names that the user wrote: on the command line, or in a recipe that was named or passed (`trust_names_in`);
 - modules, names and paths that the user passed as `--trust NAME` or `trust=["NAME"]` (`trust_names`).
 
-Beside these, a name may mean a class that the program has imported already, if it derives from one of headwater's
+In addition, a name may refer to a class that the program has already imported, if it derives from one of headwater's
 (`find_loaded`). Entry points are installed, and `headwater.plugins.registry` finds them without this module.
 
-The list is in the environment of this process, so that those which it starts trust the same. It ends with them.
+The list is in the environment of this process, so that its child processes trust the same names. It ends with them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def trust_names(names: Iterable[str]) -> None:
     """Let files name these from now on: "package.module", with what is below it, "package.module:attribute", or the
     path of data, with what is below it.
 
-    Raises `HeadwaterError` for what is none of them.
+    Raises `HeadwaterError` for anything else.
     """
     names = [names] if isinstance(names, str) else list(names)
     for name in names:
@@ -86,7 +87,7 @@ def is_trusted(name: str) -> bool:
 
 
 def import_trusted(name: str, kind: str, base: str | None = None) -> Any:
-    """The attribute that "package.module:attribute" names.
+    """Import the attribute that "package.module:attribute" names.
 
     kind: of object, for messages. base: the name of the class of headwater's that it derives from, or is an
     instance of.
@@ -164,7 +165,7 @@ def _texts_in(values: Any) -> Iterator[str]:
 
 
 def _leads_out(name: str) -> bool:
-    """Whether a name is a path that does not stay below the current folder as it is written, or a hidden one there."""
+    """Whether a name is a path that, as written, leaves the current folder, or a hidden one inside it."""
     segments = Path(name).parts
     if not segments or "\0" in name:
         return False
@@ -184,7 +185,7 @@ def _is_elsewhere(name: str) -> bool:
 
 
 def _is_below(path: str, folder: str) -> bool:
-    """Whether a path is a folder or in it, once links are followed."""
+    """Whether a path is a folder or inside it, after following links."""
     real_path, real_folder = (os.path.realpath(os.path.expanduser(name)) for name in (path, folder))
     return Path(real_path).is_relative_to(real_folder)
 
@@ -195,7 +196,7 @@ def _is_path(name: str) -> bool:
 
 
 def _is_defined_in(thing: Any, module: str) -> bool:
-    """Whether code is of the module's own package, not something that the module has imported, such as os.system."""
+    """Whether code is from the module's own package, instead of imported, such as os.system."""
     if isinstance(thing, ModuleType):
         return False
     if not callable(thing):
@@ -205,7 +206,7 @@ def _is_defined_in(thing: Any, module: str) -> bool:
 
 def _make_refusal(name: str, kind: str, base: str | None) -> NotTrusted:
     return NotTrusted(
-        f"The {kind} {name!r} is code that is not headwater's; if you trust it, add --trust {name} (in Python: "
+        f"The {kind} {name!r} is code from outside headwater; if you trust it, add --trust {name} (in Python: "
         f"trust=[{name!r}]){' or import its module' if base else ''}."
     )
 
@@ -214,8 +215,8 @@ def _make_refusal(name: str, kind: str, base: str | None) -> NotTrusted:
 def _search_current_folder(module: str) -> Iterator[None]:
     """Put the current folder on Python's path too in this context, if the module is not elsewhere.
 
-    It is last there, so that it hides nothing installed, and taken away again, so that nobody else's import finds a
-    file in it.
+    It comes last, so that it hides nothing installed, and is removed afterwards, so that other imports do not find
+    files in it.
     """
     top = module.split(".")[0]
     if top in sys.modules or importlib.util.find_spec(top) is not None:

@@ -1,9 +1,9 @@
-"""Look up what names in configs and recipes refer to: built-in ones, entry points, and "package.module:name".
+"""Look up names in configs and recipes: built-in ones, entry points, and "package.module:name".
 
 Mechanisms, kinds of data, optimizers, schedules and model families have names. Each kind has one `Registry`. The one of
 the mechanisms is here, the others are next to what they name. Config, plan, attention and the contract tests find
-mechanisms through this table and know none by name. A built-in mechanism is one file in `mechanisms/`; one from outside
-is any importable class (docs/extending.md).
+mechanisms through this table and know none of them by name. A built-in mechanism is one file in `mechanisms/`; one from
+outside is any importable class (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Registry:
         """Name a kind, in words for messages. group: of its entry points. built_in: name -> "module:attribute".
 
         base: the name of the class that these objects are, or are instances of; None: anything callable.
-        temporary: like built_in, for what a model has only for a time. Users cannot choose it, and `names` omits it.
+        temporary: like built_in, for objects that a model has only temporarily. Users cannot choose it, and `names`
+        omits it.
         """
         self.kind, self.group, self.built_in, self.base = kind, group, built_in, base
         self.temporary = temporary or {}
@@ -84,7 +85,7 @@ class Registry:
                     return self._check_kind(name, _load_entry_point(point, self.kind, name))
             return self._check_kind(name, outside.import_trusted(name, self.kind, self.base))
         raise HeadwaterError(
-            f"There is no {self.kind} named {name!r}; {nearest(name, self.names)} Name an outside one as "
+            f"There is no {self.kind} named {name!r}; {nearest(name, self.names)} Name an external one as "
             "package.module:Class, or by its package's entry point."
         )
 
@@ -180,7 +181,7 @@ MECHANISMS = Registry(
 
 
 def has_own(mechanism: type, member: str) -> bool:
-    """Whether the class of a mechanism defines a member itself, and does not only inherit the contract's default."""
+    """Whether the class of a mechanism defines a member itself, instead of inheriting the contract's default."""
     definer = next(kind for kind in mechanism.__mro__ if member in vars(kind))
     return definer.__name__ != MECHANISMS.base
 

@@ -157,7 +157,7 @@ DECODING = [
 
 @dataclass(frozen=True)
 class Case:
-    """A test case: a base, and mechanisms with their options as JSON, since their order matters."""
+    """A test case: a base, and mechanisms with their options as JSON, because their order matters."""
 
     base: str
     mechanisms: str
@@ -540,7 +540,7 @@ class Contract:
         options = mechanism.find_identity_options(chosen) if isinstance(mechanism, AddsToTrainedModel) else None
         if options is None:
             return
-        assert chosen.items() <= options.items(), f"the options {options} do not contain those given"
+        assert chosen.items() <= options.items(), f"the options {options} do not contain those that were passed"
         old = shared(mechanisms, **case.fields)
         new = add_mechanisms(old, {name: chosen}).eval()
         ids = tokens(2, T)

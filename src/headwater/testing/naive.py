@@ -1,7 +1,7 @@
 """Reference implementations, written from the equations: one row, one head and one mechanism at a time.
 
 Nothing here is fast or caches anything. A row of T tokens is a matrix [T, D]; `ByHead` are matrices [T, d] by the
-number of the head. An outside mechanism's reference is a subclass of `Reference`.
+number of the head. The reference of an external mechanism is a subclass of `Reference`.
 """
 
 from __future__ import annotations
@@ -384,7 +384,7 @@ class Reference:
         return mix((1 - weight, weight), (x, self.bank[find_sources(goal, layer, head // group)[kv]][kv][head]))
 
     def find_goal(self) -> tuple[Any, float, int]:
-        """Return what a blended model goes over to, how far it has come, and how many of its heads become one."""
+        """Return the goal of a blended model, its progress, and how many of its heads become one."""
         c, options = self.config, self.config.mechanisms["blend"]
         heads = options["num_key_value_heads"] or c.num_key_value_heads
         goal = copy.copy(c)
@@ -465,7 +465,7 @@ class Reference:
         return x
 
     def transform_stage(self, stage: Stage, name: str, layer: int, x: Tensor) -> Tensor:
-        """Transform x at a stage around attention or feed-forward that has no method of its own here."""
+        """Transform x at a stage around attention or feed-forward that has no separate method here."""
         options = self.config.mechanisms[name]
         if name == "embedding_residual" and stage is Stage.RESIDUAL and self.acts_in(options, layer):
             return mix(self.find_parameter(name, layer, "lambdas", block=True), (self.stream[0], x))

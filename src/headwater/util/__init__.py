@@ -1,1 +1,1 @@
-"""Errors, files, seeds and the terminal: what has nothing to do with models."""
+"""Helpers that do not depend on models: errors, files, seeds and precision."""

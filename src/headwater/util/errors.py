@@ -1,4 +1,4 @@
-"""The one exception that users should see, and helpers for its message."""
+"""The exception that users should see, and helpers for its message."""
 
 import difflib
 import reprlib
@@ -10,41 +10,41 @@ LARGEST = 2**63
 
 
 class HeadwaterError(ValueError):
-    """An error that the user can fix. The message is one sentence that says what to change.
+    """An error that the user can fix. The message says what is wrong and what to change.
 
     The command line prints it to stderr and exits with status 2; library users catch it as a `ValueError`.
     """
 
 
 class NotTrusted(HeadwaterError):
-    """A file names code that is not headwater's and that the user has not trusted (`headwater.plugins.outside`)."""
+    """A file names code from outside headwater that the user has not trusted (`headwater.plugins.outside`)."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of an "unknown name" message: the nearest known name, or all of them if none is near."""
+    """Return the end of an "unknown name" message: the nearest known name, or all of them if none is near."""
     names = sorted(names)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(names)}."
 
 
 def either(names: Sequence[str]) -> str:
-    """The names as alternatives: a; a or b; a, b or c."""
+    """Join names as alternatives: a; a or b; a, b or c."""
     return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
 
 
 def sentence(error: BaseException) -> str:
-    """An error's message in one line; for one wrapped by a strict dataclass, the inner message."""
+    """Return an error's message in one line; for one wrapped by a strict dataclass, the inner message."""
     inner = error if isinstance(error, HeadwaterError) else error.__cause__ or error
     return " ".join(str(inner).split())
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message that is not empty, or the error's name: some have no message."""
+    """Return the first non-empty line of an error's message, or the error's name if it has no message."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
 
 
 def find_unusable(value: Any) -> tuple[tuple[str, ...], str] | None:
-    """The first invalid number inside a value: where it is, and what is wrong with it."""
+    """Find the first invalid number inside a value: its place, and what is wrong with it."""
     if isinstance(value, dict | list | tuple):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if (problem := find_unusable(inner)) is not None:
@@ -63,5 +63,5 @@ _short.maxdict = _short.maxlist = 8
 
 
 def shown(value: Any) -> str:
-    """A value for a message: on one line, cut if it is long."""
+    """Write a value for a message: on one line, shortened if it is long."""
     return _short.repr(value)

@@ -31,7 +31,7 @@ _EXTRA_OF = {module: extra for extra, modules in MODULES.items() for module in m
 
 
 class MissingExtra(HeadwaterError, ModuleNotFoundError):
-    """A package that an extra brings is not installed. what: its name, or what needs several of them."""
+    """A package of an extra is not installed. what: its name, or what needs several packages."""
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(
@@ -44,7 +44,7 @@ class MissingExtra(HeadwaterError, ModuleNotFoundError):
 
 
 class _LastFinder:
-    """Finder that finds nothing: by the time that it is asked, no other finder has the module."""
+    """Import finder that finds nothing: when it is called, no other finder has found the module."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if name in _EXTRA_OF and is_ours(_importing_module()):
@@ -52,7 +52,7 @@ class _LastFinder:
 
 
 class _TorchvisionFinder:
-    """Finder that finds nothing either, but lets a torchvision for GPUs be imported beside a PyTorch for CPUs.
+    """Import finder that finds nothing either, but lets a torchvision for GPUs be imported with a PyTorch for CPUs.
 
     torchvision's compiled operators cannot be loaded then, and its import ends in "operator torchvision::nms does not
     exist". The package index has only that torchvision for Linux, and transforms need none of the operators.
@@ -96,6 +96,6 @@ def check_extra(extra: str, spared: Collection[str] = ()) -> None:
 
 
 def look_after_imports() -> None:
-    """Say from now on which extra brings a missing module that headwater imports."""
+    """Name from now on the extra that installs a missing module that headwater imports."""
     sys.meta_path.insert(0, _TorchvisionFinder())
     sys.meta_path.append(_LastFinder())

@@ -43,13 +43,13 @@ def open_regular(file: str | os.PathLike[str]) -> BufferedReader:
 
 
 def read_bytes(file: str | os.PathLike[str]) -> bytes:
-    """The content of a regular file. Raises `OSError`, also for anything that is no regular file."""
+    """Read a regular file. Raises `OSError`, also for anything that is not a regular file."""
     with open_regular(file) as stream:
         return stream.read()
 
 
 def sha256_of(file: Path) -> str:
-    """SHA-256 of a regular file's content, in hex. Raises `OSError`."""
+    """Compute the SHA-256 of a regular file's content, in hex. Raises `OSError`."""
     with open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -69,7 +69,7 @@ def is_address(text: str | Path) -> bool:
 
 
 def check_local(path: str | Path, name: str = "") -> None:
-    """Raise `HeadwaterError` for an address where a path is needed, and for text that no path can be.
+    """Raise `HeadwaterError` for an address where a path is needed, and for text that cannot be a path.
 
     name: of the option, argument or field.
     """
@@ -93,7 +93,7 @@ def local(path: str | Path, name: str = "") -> Path:
 
 
 def explain_absence(path: str | Path, expected: str = "file or folder") -> str:
-    """Reason why a path is not the wanted kind of file, as a sentence without its full stop.
+    """Explain why a path is not the expected kind of file, in a sentence without its full stop.
 
     A path that exists is not called missing: it may be of another kind, a link to nothing, or in a closed folder.
     """
@@ -115,7 +115,7 @@ def explain_absence(path: str | Path, expected: str = "file or folder") -> str:
 
 @contextmanager
 def replace_file(file: Path) -> Iterator[Path]:
-    """A temporary name beside `file`; what is there is synced and takes the name `file` when the block ends.
+    """Yield a temporary name next to `file`; its file is synced and renamed to `file` when the block ends.
 
     Readers see the old content or the new. If the block raises, the old content stays. An `OSError` names the file.
     """
@@ -142,7 +142,7 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def settle_path(path: Path) -> Path:
-    """A path that means the same before and after its parent folders are created: "new/../x" becomes "x".
+    """Return a path that means the same before and after its parent folders are created: "new/../x" becomes "x".
 
     Raises `HeadwaterError` for an address.
     """
@@ -151,7 +151,7 @@ def settle_path(path: Path) -> Path:
 
 
 def missing_folders(folder: Path) -> list[Path]:
-    """A folder and its parents, as far as they do not exist; the deepest first."""
+    """List a folder and its parents that do not exist, the deepest first."""
     return [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
 
 
@@ -163,7 +163,7 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 def check_free(target: Path) -> None:
-    """Raise `HeadwaterError` if a folder that is to be made exists and is not empty."""
+    """Raise `HeadwaterError` if a folder to be created exists and is not empty."""
     target = settle_path(target)
     if (target.is_symlink() or target.exists()) and (not target.is_dir() or any(target.iterdir())):
         if Path.cwd().is_relative_to(os.path.realpath(target)):
@@ -186,7 +186,7 @@ def explain_disk_errors(explain: Callable[[str], str]) -> Iterator[None]:
 
 @contextmanager
 def stage_folder(target: Path, explain: Callable[[str], str] | None = None) -> Iterator[Path]:
-    """A temporary folder that is synced and renamed to `target` when the block ends without an error.
+    """Yield a temporary folder that is synced and renamed to `target` when the block ends without an error.
 
     If the block raises, the folder is removed. If the process is killed, it stays, with a hidden name. If several
     processes write the same target, the first to finish wins.
@@ -222,7 +222,7 @@ def _stage_folder(target: Path) -> Iterator[Path]:
 
 
 def disk_problem(error: BaseException) -> str | None:
-    """A disk error in words; None for any other error."""
+    """Describe a disk error in words; None for any other error."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
     match = _OS_ERROR.search(text)
     if not isinstance(error, OSError) and not match:

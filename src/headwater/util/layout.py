@@ -1,6 +1,6 @@
-"""The names and folders of headwater's own code, and how to start it: everything else asks this module.
+"""The names and folders of headwater's own code, and the command that starts it.
 
-It goes into exported checkpoints, where the code lies flat in a package of transformers' making.
+It is part of exported checkpoints, where transformers puts all code flat into a package of its own.
 """
 
 import sys
@@ -18,7 +18,7 @@ IS_EXPORTED = __name__.partition(".")[0] != LIBRARY
 
 
 def top_package(module: str) -> str:
-    """The import package that a module belongs to: "headwater" of "headwater.nn.block"."""
+    """Return the import package of a module: "headwater" for "headwater.nn.block"."""
     return module.partition(".")[0]
 
 
@@ -28,5 +28,5 @@ def is_ours(module: str) -> bool:
 
 
 def package_folder(module: str) -> Path:
-    """The folder of the import package that an imported module belongs to."""
+    """Return the folder of an imported module's import package."""
     return Path(str(sys.modules[top_package(module)].__file__)).parent

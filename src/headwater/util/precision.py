@@ -6,7 +6,7 @@ import torch
 
 
 class Precision(StrEnum):
-    """A precision, which is also its name."""
+    """A precision, identified by its name."""
 
     FP32 = "32-true"
     BF16_MIXED = "bf16-mixed"

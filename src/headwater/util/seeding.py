@@ -1,4 +1,4 @@
-"""Random numbers by name: every draw has a generator of its own, and depends on nothing else that was drawn."""
+"""Random numbers by name: every draw has a separate generator, and does not depend on other draws."""
 
 import hashlib
 
@@ -6,10 +6,10 @@ import torch
 
 
 def number(*key: int | str) -> int:
-    """32 bits that depend on `key` alone.
+    """Return 32 bits that depend only on `key`.
 
-    A hash, and no arithmetic on seeds: PyTorch's CPU generator looks at the lowest 32 bits only, so that seeds made by
-    shifting one number beside another would fall together.
+    A hash, not arithmetic on seeds: PyTorch's CPU generator looks at the lowest 32 bits only, so seeds made by
+    shifting one number next to another would collide.
     """
     return int.from_bytes(hashlib.sha256(":".join(map(str, key)).encode()).digest()[:4], "big")
 

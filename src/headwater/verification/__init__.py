@@ -1,4 +1,4 @@
-"""Whether decoding with a cache says what the model without one says: every way of decoding, of any causal model.
+"""Verification that decoding with a cache equals the model without one: every way of decoding, of any causal model.
 
 `subject` calls a model and watches its layers, `ways` are the ways of decoding, `verdicts` runs them in each precision;
 `own` is for headwater's models.

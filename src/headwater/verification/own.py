@@ -1,4 +1,4 @@
-"""headwater's own models: small ones of each mechanism, and what else must hold of their cache."""
+"""headwater's own models: small ones of each mechanism, and a further way of decoding for them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build_tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> H
 
 
 def _decode_materialised(probe: Probe) -> None:
-    """Decode with ordinary keys and values in every layer and a cache that knows nothing of this library."""
+    """Decode with ordinary keys and values in every layer and a cache independent of this library."""
     model = probe.subject.model
     config = copy.deepcopy(model.config)
     config.materialise = True
@@ -82,7 +82,7 @@ def verify(
 ) -> list[Verified]:
     """Compare every way of decoding with one uncached forward pass of the same tokens.
 
-    What differs is tried again with other texts, and counts only if it differs again.
+    Differences are tried again with other texts, and count only if they recur.
 
     model: any causal language model with transformers' interface, on the CPU; it is not changed. It runs in fp64, where
     only a mistake exceeds 1e-6, if it can; in fp32; and in bf16. ways: the names of those to run; default: all that

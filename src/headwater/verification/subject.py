@@ -26,10 +26,10 @@ CACHES = (*dict.fromkeys((CACHE, "past_key_values", "cache_params")), "state", "
 
 
 class Double(TorchFunctionMode):
-    """Makes fp64 of every fp32 that is asked for by name.
+    """A mode that computes in fp64 wherever code names fp32.
 
     Most models compute norms, softmax and rotary embeddings in fp32, whatever the dtype of their weights. Rounding
-    there would hide what fp64 is run for: with it, two orders of summation differ by 1e-7 and not by 1e-15.
+    there would defeat the purpose of fp64: two orders of summation would differ by 1e-7 instead of 1e-15.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +57,8 @@ def in_double(active: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CallOutput:
-    """One call: logits [B, T, V] and what each layer wrote [B, T, …], by name, in the order of the forward pass."""
+    """The output of a call: logits [B, T, V] and each layer's output [B, T, …], by name, in the order of the forward
+    pass."""
 
     logits: Tensor
     layers: dict[str, Tensor] = field(repr=False)
@@ -144,7 +145,7 @@ class Subject:
 def _takes_whole_mask(model: PreTrainedModel) -> bool:
     """Whether calls with a cache take the mask of all tokens so far, as most models do.
 
-    Mamba's first models take that of the call's own tokens, and make `generate` pass none after the prefill.
+    Mamba's first models take the mask of the call's own tokens, and make `generate` pass none after the prefill.
     """
     ids = torch.ones(1, 3, dtype=torch.long)
     try:

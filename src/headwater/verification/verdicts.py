@@ -25,9 +25,9 @@ BF16 = "bf16"
 class Verified:
     """One way of decoding with one model.
 
-    ok: whether it is the model without a cache; None if it raised an error, or does not apply: `why`. error: largest
-    difference of logits, relative to the largest logit, in fp64, if the model runs in fp64; rounded: in fp32. parting:
-    the first token and layer that differ, if any. only_rounded: it differs in fp32, not in fp64.
+    ok: whether it equals the model without a cache; None if it raised an error, or does not apply: `why`. error:
+    largest difference of logits, relative to the largest logit, in fp64, if the model runs in fp64; rounded: in fp32.
+    parting: the first token and layer that differ, if any. only_rounded: it differs in fp32, not in fp64.
     """
 
     check: str
@@ -40,7 +40,7 @@ class Verified:
 
 
 def write_error(error: BaseException) -> str:
-    """An exception as one line."""
+    """Write an exception as one line."""
     text = " ".join(str(error).split())
     if isinstance(error, DoesNotApply | HeadwaterError):
         return text
@@ -82,7 +82,7 @@ def _judge_way(way: Way, exact: _Precision, rounded: _Precision) -> Verified:
 
 
 def verify_twice(model: PreTrainedModel, seed: int, ways: Sequence[Way], exact_to: float = EXACT) -> list[Verified]:
-    """`verify_model`, where a way differs only if it does so again with other texts: once may be a tie."""
+    """Run `verify_model`, where a way differs only if it differs again with other texts: once may be a tie."""
     verdicts = verify_model(model, seed, ways, exact_to)
     differing = {verdict.check for verdict in verdicts if verdict.ok is False}
     if not differing:
@@ -91,7 +91,7 @@ def verify_twice(model: PreTrainedModel, seed: int, ways: Sequence[Way], exact_t
         ways = [way for way in ways if way.name in differing]
     again = {verdict.check: verdict for verdict in verify_model(model, seed + 1, ways, exact_to)}
     chance = {name for name in differing if again[name].ok is not False}
-    why = "differs for one seed and not for the next: perhaps a tie, of which each way takes another side"
+    why = "differs for one seed but not for the next: perhaps a tie, which each way breaks differently"
     return [
         dataclasses.replace(verdict, ok=None, why=why, parting=None)
         if verdict.check in chance
@@ -103,7 +103,7 @@ def verify_twice(model: PreTrainedModel, seed: int, ways: Sequence[Way], exact_t
 
 
 class _Precision:
-    """A copy of a model in one dtype, its texts, and the tolerance that its own rounding asks for."""
+    """A copy of a model in one dtype, its texts, and the tolerance for its own rounding."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, seed: int, tolerance: float) -> None:
         self.subject: Subject | None = None

@@ -34,7 +34,7 @@ PROMPT_PADS = (0, 4, PROMPT - 1)
 
 
 class DoesNotApply(Exception):
-    """A model says, or shows, that it cannot be used in some way."""
+    """A way of decoding does not apply to a model."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Probe:
         return None
 
     def record_error(self, row: int, position: int, error: float) -> None:
-        """A comparison that was made elsewhere."""
+        """Record a comparison that was made elsewhere."""
         self.error = max(self.error, error)
         if error > self.tolerance and self.parting is None:
             self.parting = Parting(row, position)
@@ -237,7 +237,9 @@ def read_packed(probe: Probe, with_borders: bool = False, promised: bool = False
         # With a mask, transformers does not look for documents. If that changes nothing, the model never does.
         joined, _ = probe.subject(ids, positions=positions, use_cache=False, mask=torch.ones_like(ids), **borders)
         if torch.equal(output.logits, joined.logits):
-            raise DoesNotApply("it does not look for documents where position_ids restart: each sees those before")
+            raise DoesNotApply(
+                "it does not begin a new document where position_ids restart: each document sees the earlier ones"
+            )
     probe.compare_call(output, spans, packed=True)
 
 
@@ -289,7 +291,7 @@ def _crop_cache(probe: Probe) -> None:
         if not hasattr(feed.cache, "crop"):
             raise DoesNotApply(f"{type(feed.cache).__name__} has no crop")
         if getattr(feed.cache, "is_croppable", True) is False:
-            raise DoesNotApply("the cache says that it is not croppable")
+            raise DoesNotApply("the cache is not croppable")
         feed.cache.crop(-wrong)
         feed.position -= wrong
     feed.read_singly()
@@ -345,7 +347,7 @@ def _reuse_prefix(probe: Probe) -> None:
 
 
 def _two_streams(probe: Probe) -> None:
-    """Two texts with a cache of their own each, in turn."""
+    """Read two texts in turn, each with its own cache."""
     feeds = [Feed(probe, [text]) for text in (1, 2)]
     for feed in feeds:
         feed.read_tokens(6)
@@ -454,7 +456,7 @@ def _look_up_prompt(probe: Probe) -> None:
 
 
 def _continue_turn(probe: Probe) -> None:
-    """A second turn that continues from the first one's cache."""
+    """Continue from the first turn's cache in a second turn."""
     ids = probe.texts.ids[:3, :PROMPT]
     output_of_first = _run_generate(probe, ids)
     cache = cache_of(output_of_first)

@@ -27,16 +27,18 @@ PathLike = str | Path
 
 
 def check_outside(folder: Path, source: str | Path, around: bool = False) -> None:
-    """Raise `HeadwaterError` for an output folder that is, holds or is in the source, a checkpoint or a run.
+    """Raise `HeadwaterError` for an output folder that is the source, contains it or is inside it.
 
-    around: it may hold the source.
+    around: it may contain the source.
     """
     if not Path(source).is_dir():
         return
     target, origin = (Path(os.path.realpath(path)) for path in (folder, source))
     run_folder = origin.parent.parent if origin.parent.name == FOLDER else origin
     if target == origin or (target in origin.parents and not around) or run_folder in (target, *target.parents):
-        raise HeadwaterError(f"--out {str(folder)!r} is, holds, or is in the source; choose another folder.")
+        raise HeadwaterError(
+            f"--out {str(folder)!r} is the source, contains it, or is inside it; choose another folder."
+        )
 
 
 def measure_held_out(label: str, model: AnyModel, data: Data, watch: Observer) -> dict[str, float]:
@@ -47,7 +49,7 @@ def measure_held_out(label: str, model: AnyModel, data: Data, watch: Observer) -
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide transformers' progress bars for weights; afterwards they are as the caller had them."""
+    """Hide transformers' progress bars for weights, and restore the caller's setting afterwards."""
     shows, hub_shows = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
     logging.disable_progress_bar()
     try:

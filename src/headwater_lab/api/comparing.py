@@ -42,7 +42,7 @@ class Compared(Result):
 
     @functools.cached_property
     def comparisons(self) -> list[Comparison]:
-        """The comparisons in the folder, as they are at the first access."""
+        """The comparisons in the folder, read at the first access."""
         return [comparison for comparison in read_comparisons(self.folder) if comparison.name in self.names]
 
     def table(self) -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ def compare(
     """Train the arms of a recipe, or of several, side by side, like `headwater compare`. Call it again to resume.
 
     Trials run in separate processes that do not import the caller, so a script needs no `__main__` guard.
-    arms, sizes: train only these, and what they are compared with. searches: compare all combinations of `mechanisms`
+    arms, sizes: train only these and their baselines. searches: compare all combinations of `mechanisms`
     instead, default all alone and in pairs, and test the best on fresh seeds. watch: receives notices and progress.
     trust: as in `train`. Raises `HeadwaterError`.
     """
@@ -132,7 +132,7 @@ def compare(
 
 
 def _report_overruled(recipe: Recipe, overrides: Sequence[str], watch: Observer) -> None:
-    """Report the overrides that no trial of a recipe's comparison has."""
+    """Report the overrides that no trial of a recipe's comparison uses."""
     if (section := recipe.compare) is None:
         return
     setters = {"seed": "compare.seeds"}

@@ -56,8 +56,8 @@ def convert(
 ) -> RunRecord | None:
     """Make the cache of a trained model smaller, heal it and measure it, like `headwater convert`.
 
-    out: the new folder. heal: tokens of healing. text: what to heal and measure on; default: what the model was trained
-    on. only_plan: report the cost, and stop. Raises `HeadwaterError`.
+    out: the new folder. heal: tokens of healing. text: text to heal and measure on; default: the model's training
+    data. only_plan: report the cost, and stop. Raises `HeadwaterError`.
     """
     path = Path(source)
     if path.is_dir():
@@ -133,13 +133,11 @@ def convert(
 
 
 def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) -> dict[str, Any]:
-    """Find the data to heal on, as a recipe's section: a text, or what the model was last trained on."""
+    """Find the data to heal on, as a recipe's section: a text, or the model's latest training data."""
     if text is None:
         settings = data_settings(trained.history)
         if settings is None:
-            raise HeadwaterError(
-                f"{source!r} does not say what it was trained on; pass a text of that kind with --text."
-            )
+            raise HeadwaterError(f"{source!r} does not record what it was trained on; pass similar text with --text.")
         return dict(settings)
     if trained.tokenizer is None:
         raise HeadwaterError(f"{source!r} has no tokenizer, so it cannot read a text; save one next to the model.")
@@ -148,18 +146,18 @@ def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) 
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Raise `HeadwaterError` for an override that SOURCE or an option decides."""
+    """Raise `HeadwaterError` for an override of something that SOURCE or an option sets."""
     for field in (override.partition("=")[0] for override in overrides):
         if field in ("start.checkpoint", "start"):
             raise HeadwaterError("The model to convert is SOURCE; leave out start.checkpoint.")
         if field.partition(".")[0] == "model" and field.removeprefix("model.") not in MAY_DIFFER:
-            raise HeadwaterError(f"The model is SOURCE, and {field} does not change; leave it out.")
+            raise HeadwaterError(f"The model is SOURCE, and a conversion does not change {field}; leave it out.")
         if field == "start.convert.anneal":
             raise HeadwaterError("The stages depend on start.convert.anneal; leave it out, or use --no-anneal.")
 
 
 def _check_context(context: int, most: int, tell: Callable[[str], object]) -> None:
-    """Raise `HeadwaterError` for rows of a text that are longer than the model has positions for."""
+    """Raise `HeadwaterError` for rows of a text that are longer than the model's positions."""
     if context > most:
         raise HeadwaterError(f"The model has {most} positions, and data.context is {context}; set {most} or less.")
     if context == most < CONTEXT:

@@ -38,7 +38,7 @@ VARIABLES = (
 def examine() -> dict[str, dict[str, str]]:
     """Collect facts by section and name: versions, devices, dtypes, kernels, threads, and what is missing.
 
-    A section that fails says why in place of its remaining facts: this must work where other commands do not.
+    A section that fails contains the reason instead of its remaining facts: this must work where other commands do not.
     """
     sections = {
         "headwater": _find_installation,

@@ -54,8 +54,8 @@ def grow(
 
     model: a headwater model or one of a family that `retrofit` converts, which is not changed; the folder of a
     checkpoint or run; or a name on the hub. out: also write a checkpoint to this new folder, with the optimizer's
-    state. watch: receives what changed, which is measured only for it. trust: as in `train`. The rest are the fields of
-    `headwater.growth.GrowthOptions`. Raises `HeadwaterError`.
+    state. watch: receives the change of the function, which is measured only for it. trust: as in `train`. The rest are
+    the fields of `headwater.growth.GrowthOptions`. Raises `HeadwaterError`.
     """
     outside.trust_names(trust)
     pairs = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs}
@@ -84,7 +84,7 @@ def grow(
         watch.say(f"{old_size:,} → {new_size:,} parameters; {moved}, on {where}")
         learning = sum(parameter.numel() for parameter in grown.model.parameters() if parameter.requires_grad)
         if learning < new_size:
-            watch.say(f"{learning:,} of them learn, the new pairs")
+            watch.say(f"{learning:,} of them are trained: the new pairs")
     return _write_model(grown, out, watch)
 
 
@@ -101,7 +101,7 @@ def shrink(
 ) -> AnyModel:
     """Remove the parameter tokens that matter least in `rows` rows of a text, like `headwater shrink`.
 
-    text: default: what the model was trained on. out, watch: as in `grow`. Raises `HeadwaterError`.
+    text: default: the model's training data. out, watch: as in `grow`. Raises `HeadwaterError`.
     """
     trained = open_trained(checkpoint)
     ids = sample_rows(trained, text, rows)
@@ -145,7 +145,7 @@ def retrofit(
     model: a headwater model or one of a supported family, a checkpoint's folder, a file of tensors, or a name on the
     hub; it is not changed. mechanisms: names, or name -> options; not needed to convert a model of another family.
     allow_change: allow mechanisms that change the function. layout: the paper's code that wrote the tensors, whose
-    config needs `settings`. family: the family of a model that is not headwater's, "package.module:NAME" for an outside
+    config needs `settings`. family: the family of a model from outside headwater, "package.module:NAME" for an external
     one; default: from its config. text: changes are measured on `rows` rows of it. out, watch: as in `grow`. trust: as
     in `train`. Raises `HeadwaterError`.
     """

@@ -1,4 +1,4 @@
-"""Rows about what comes with headwater: shipped recipes, presets, mechanisms and synthetic tasks."""
+"""Rows about headwater's shipped recipes, presets, mechanisms and synthetic tasks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def describe_presets() -> Sequence[dict[str, Any]]:
 
 
 def describe_mechanisms() -> Sequence[dict[str, Any]]:
-    """List headwater's mechanisms, and those of installed packages."""
+    """List mechanisms of headwater and of installed packages."""
     rows = []
     for name in MECHANISMS.names:
         mechanism = MECHANISMS.resolve(name)
@@ -57,7 +57,7 @@ def describe_mechanisms() -> Sequence[dict[str, Any]]:
 
 
 def describe_tasks() -> Sequence[dict[str, Any]]:
-    """List the synthetic tasks, each with a held-out row and the score of a guess."""
+    """List the synthetic tasks, each with a held-out row and the score of guessing."""
     rows = []
     for settings in list_tasks():
         task = settings.build()

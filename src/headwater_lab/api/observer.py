@@ -1,4 +1,4 @@
-"""Observers, to which functions report while they work."""
+"""Observers that receive reports from functions while they work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 class Observer:
     """A receiver of results, notices and progress. This one ignores them; the one of the commands prints.
 
-    listens: whether to measure what is only reported.
+    listens: whether to measure quantities that are only reported.
     """
 
     listens = False

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan(Result):
-    """Prices of models, of text or of images."""
+    """Prices of text models or of image models."""
 
     prices: list[Price]
     configs: dict[str, HeadwaterConfig] = field(repr=False)
 
     def table(self) -> list[dict[str, Any]]:
-        """Return a row per model and context, or size of images."""
+        """Return a row per model and context or image size."""
         return [
             {
                 "model": price.name,

@@ -38,7 +38,7 @@ from headwater_lab.util.terminal import Table, counted, lined
 class Reproduced(Result):
     """A paper's table: its figures and ours, and its claims.
 
-    failed: the trials that failed and are not in it. unfinished: which runs need several devices, and their
+    failed: the trials that failed and are not included. unfinished: runs that need several devices, and their
     commands.
     """
 
@@ -138,7 +138,7 @@ def _describe_unfinished(work: Work, failed: Sequence[Outcome], watch: Observer)
 
 
 def _describe_cost(work: Work) -> str:
-    """Say what will be trained, and at what cost."""
+    """Describe the planned training and its cost."""
     missing = len(work.list_missing())
     if not missing:
         return f"all {work.runs} runs are finished"
@@ -151,7 +151,7 @@ def _describe_cost(work: Work) -> str:
 
 
 def choose_tables(papers: Sequence[str]) -> dict[str, PaperTable]:
-    """Choose all tables, or those of `papers`, each a paper or a table."""
+    """Choose all tables, or only `papers`, each a paper or a table."""
     tables = read_tables()
     names = sorted({name.partition("/")[0] for name in tables})
     for paper in papers:
@@ -187,11 +187,11 @@ def read_results(files: Sequence[PathLike], papers: Sequence[str] = ()) -> list[
             if (result := judged.get((name, scale))) is not None:
                 results.append({"state": "cannot show" if result["cannot_show"] else "judged", **result})
                 continue
-            state, why = "no runs", f"The files have no run of it at {scale} scale."
+            state, why = "no runs", f"The records contain no run of it at {scale} scale."
             if settings.nothing:
                 state, why = "not run", settings.nothing
             elif reads_models(table):
-                state, why = "needs models", "It looks into models, which records do not have."
+                state, why = "needs models", "It needs the models themselves, which records do not contain."
             about = {"paper": name.partition("/")[0], "table": name, "scale": scale, "why": why}
             about |= table.model_dump(include={"title", "source", "says", "notes"})
             results.append({"state": state, **about, "unjudged": [claim.says for claim in table.claims]})

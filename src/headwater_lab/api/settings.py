@@ -1,4 +1,4 @@
-"""Options of functions that are commands too. Importing this imports no torch."""
+"""Options that functions and commands share. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class PlanSettings(TypedDict, total=False):
     context: Tokens per row; repeatable (in Python, a number or a list). Default: the first model's own.
     batch: Rows per batch and device, or sequences to generate at a time. Default: the first recipe's, or 1.
     tokens: Training budget in tokens, e.g. 300B or 2e10. Default: the first recipe's.
-    images: The same in images, for image models, e.g. 384M.
+    images: Training budget in images, for image models, e.g. 384M.
     hardware: A device, e.g. H100, or this to measure the current machine.
     devices: Number of training devices. Default: the first recipe's, or 1.
     mfu: Assumed share of the peak that training reaches. Default: 0.4.

@@ -26,7 +26,7 @@ from headwater_lab.util.model_kinds import AnyModel
 class Run(Result):
     """A run: its folder, its record (docs/reference/records.md), and the folder of its model.
 
-    That is the stage's folder if only one was trained.
+    If only one stage was trained, that is the stage's folder.
     """
 
     folder: Path

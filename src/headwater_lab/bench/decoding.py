@@ -1,4 +1,5 @@
-"""Time to the first token and for each after it: mechanisms against the model without them, that against Llama."""
+"""Time to the first token and per later token: mechanisms against the model without them, and that model against
+Llama."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def bench_decode(
     124M, with a separate output head.
 
     Both times include the preparation of a long generation (`kernels.linear`). Llama and vanilla have the same
-    weights, and a second copy of vanilla is timed too: the place of its weights in memory can make a model 5 % slower
-    or faster.
+    weights, and a second copy of vanilla is timed too: the position of its weights in memory can make a model 5 %
+    slower or faster.
     """
     bandwidth, dtype = read_bandwidth(device), precision.weights
     models = with_llama({VANILLA: {}, **mechanisms, AGAIN: {}}, shape, shape.context + shape.tokens, LLAMA)
@@ -77,8 +78,8 @@ def bench_decode(
         f"{shape}, precision {precision}; {describe_device(device)}; memory read at {bandwidth / 1e9:.1f} GB/s",
         rows,
         describe_ratios(LLAMA, torch.equal(vanilla[-1].tokens, runs[LLAMA][-1].tokens))
-        + f"\n{AGAIN}: a second copy, which shows how much the place in memory does. bandwidth: weights and cache read "
-        "per second, as a share of the memory bandwidth.",
+        + f"\n{AGAIN}: a second copy, which shows the effect of the position in memory. bandwidth: weights and cache "
+        "read per second, as a share of the memory bandwidth.",
     )
 
 
@@ -97,7 +98,7 @@ def with_llama(
 
 
 def describe_ratios(llama: str, same_tokens: bool) -> str:
-    """Explain the ratios of a benchmark that begins with a Llama, and say whether vanilla gave the same tokens."""
+    """Explain the ratios of a benchmark that begins with a Llama, and whether vanilla gave the same tokens."""
     return (
         f"ratio: time over {VANILLA}'s, and {VANILLA}'s over that of {llama}; median over the turns.\n"
         f"{VANILLA}: {'the same' if same_tokens else 'not the same'} tokens as {llama}."

@@ -1,4 +1,4 @@
-"""Sizes and results of benchmarks, for functions and commands. Importing this imports no torch."""
+"""Sizes and results of benchmarks, for functions and commands. Importing this does not import torch."""
 
 from __future__ import annotations
 

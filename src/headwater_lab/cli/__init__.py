@@ -40,7 +40,7 @@ def set_options(
 
 
 def explain_encoding(error: UnicodeEncodeError) -> str:
-    """Say what to do about a text that cannot be written, often a path."""
+    """Explain what to do about a text that cannot be written, often a path."""
     text = ascii(error.object)
     if any("\ud800" <= letter <= "\udfff" for letter in error.object[error.start : error.end]):
         return f"{text} is not valid text: it has bytes that are not UTF-8, or half of a surrogate pair; rename it."
@@ -51,7 +51,7 @@ def explain_encoding(error: UnicodeEncodeError) -> str:
 
 
 def main() -> None:
-    """Entry point: run a command, turn errors that the user can fix into one sentence."""
+    """Run a command, and turn errors that the user can fix into one sentence."""
     try:
         sys.exit(typer.main.get_command(app)(standalone_mode=False))
     except UsageError as error:
@@ -69,7 +69,7 @@ def main() -> None:
         _end(2, literal(str(error)))
     except (MemoryError, RuntimeError) as error:
         if "start new thread" in str(error):
-            _end(2, "No more threads can be started here; raise the limit (ulimit -u), or use fewer workers.")
+            _end(2, "No more threads can be started; raise the limit (ulimit -u), or use fewer workers.")
         if not isinstance(error, MemoryError) and "allocate" not in str(error) and "out of memory" not in str(error):
             raise
         _end(2, f"Not enough memory: {first_line(error)}")

@@ -78,11 +78,11 @@ def bench_mechanisms(
 
 
 def _device_of(device: str, memory: bool) -> str:
-    """Find the device of training steps. Raises `HeadwaterError` for another than the CPU with --memory."""
+    """Find the device of training steps. Raises `HeadwaterError` for any device except the CPU with --memory."""
     if not memory:
         return device_of(device)
     if device not in ("auto", "cpu"):
-        raise HeadwaterError("--memory is measured on the CPU, and is the same elsewhere; leave out --device.")
+        raise HeadwaterError("--memory is measured on the CPU, and is the same on every device; leave out --device.")
     return "cpu"
 
 
@@ -94,7 +94,7 @@ def bench_decode(
     precision: TruePrecision = "32-true",
     device: DeviceName = "auto",
 ) -> None:
-    """Time the first token and each after it: transformers' Llama, headwater without mechanisms, and with each."""
+    """Time the first token and later ones: transformers' Llama, headwater without mechanisms, and with each."""
     from headwater.util.precision import Precision
     from headwater_lab.bench import decoding
 
@@ -159,7 +159,7 @@ def bench_gpu(
 
 @command(bench, "bench prices demo/language --out runs/prices", trusts=True)
 def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath | None = None) -> None:
-    """Measure what the arms of a comparison cost, against its baseline: training, and generation.
+    """Measure the cost of a comparison's arms relative to its baseline, in training and generation.
 
     Nothing needs to be trained first.
 
@@ -195,7 +195,7 @@ def bench_verdicts(
     """Measure how often `compare` is wrong: false alarms between identical arms, and missed differences.
 
     folder: A comparison's folder, with many seeds of at least one arm; default: simulated results.
-    arms: Arms besides the baseline in each comparison.
+    arms: Arms in each comparison, without the baseline.
     seeds: Seeds per arm, and the maximum of comparisons until decided.
     comparisons: Comparisons to resample or to simulate.
     """

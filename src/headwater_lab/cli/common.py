@@ -124,8 +124,8 @@ def new_folder(folder: Path | None, source: str | Path, suffix: str, may_exist: 
 def check_writable(target: Path, folder: bool = False) -> None:
     """Raise `HeadwaterError` if a file or folder cannot be written, before there is work to lose.
 
-    An existing folder gets additional files. A file's folder must exist; a folder's parents are created. Whether a file
-    is replaced, `outputs.check_replaceable` says.
+    An existing folder gets additional files. A file's folder must exist; a folder's parents are created.
+    `outputs.check_replaceable` decides whether a file is replaced.
     """
     problem = f"{str(target)!r} cannot be written"
     parent = target if folder else target.absolute().parent
@@ -146,4 +146,4 @@ def check_writable(target: Path, folder: bool = False) -> None:
         with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
-        raise HeadwaterError(f"{problem} in {str(above)!r}: {error.strerror}; choose another place.") from error
+        raise HeadwaterError(f"{problem} in {str(above)!r}: {error.strerror}; choose another folder.") from error

@@ -23,17 +23,17 @@ def convert_model(
     plan: bool = False,
     out: FolderPath | None = None,
 ) -> None:
-    """Make the cache of a trained model smaller: layers share, or there are fewer heads. Heal and measure it.
+    """Make the cache of a trained model smaller by sharing between layers or fewer heads; heal and measure it.
 
     source: A folder, or a name on the Hugging Face hub. It is not changed.
     overrides: Override a field of the recipe that is written: data.context=1024, training.batch_size=16,
         training.learning_rate=1e-4, …
-    mechanism: Mechanism by which layers share: NAME, or "NAME={option: value}"; repeatable.
+    mechanism: Mechanism that lets layers share keys and values: NAME, or "NAME={option: value}"; repeatable.
     num_key_value_heads: Number of key/value heads after pooling (GQA).
     heal: Tokens of healing, e.g. 20M or 1e9.
-    text: Heal and measure on this text (path, folder or glob); default: what the model was trained on.
-    no_anneal: The smaller model from the first step, not gradually.
-    plan: Say what it costs and saves, and stop.
+    text: Heal and measure on this text (path, folder or glob); default: the model's training data.
+    no_anneal: Use the smaller model from the first step instead of gradually.
+    plan: Print what it costs and saves, and stop.
     out: The new folder. Default: next to the source.
     """
     from headwater_lab.api.converting import convert
@@ -42,7 +42,7 @@ def convert_model(
     mechanisms = mechanisms_of(mechanism)
     if not mechanisms and num_key_value_heads is None:
         raise HeadwaterError(
-            "Say how the cache becomes smaller: --mechanism NAME by which layers share, or --num-key-value-heads N."
+            "Choose how to make the cache smaller: --mechanism NAME to let layers share, or --num-key-value-heads N."
         )
     if text is not None:
         local_files(text)  # is an error if there are none, also with --plan

@@ -1,4 +1,4 @@
-"""`headwater doctor`: what a bug report needs to say about the installation and the machine."""
+"""`headwater doctor`: facts about the installation and the machine for a bug report."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def evaluate_models(
 
 
 def _print_models(result: EvaluationResult) -> None:
-    """Print a line for each model, and for each text that it cannot spell."""
+    """Print a line for each model, and for each text that its tokenizer cannot represent."""
     for name, facts in result.models.items():
         size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocab_size']:,}"
         say(f"{name}: {facts['family']}, {size}, documents begin with {facts['begins_with']}")
@@ -96,5 +96,5 @@ def _print_models(result: EvaluationResult) -> None:
             if counts["unknown_tokens"]:
                 say(
                     f"{name} cannot spell {label}: {counts['unknown_tokens']:,} of {counts['tokens']:,} tokens are "
-                    "unknown, so its figures there are optimistic."
+                    "unknown, so its figures on that text are too optimistic."
                 )

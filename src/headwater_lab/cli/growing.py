@@ -19,7 +19,7 @@ def grow_model(checkpoint: str, fields: Sequence[str] = (), *, out: Out = None) 
     """Make a trained model deeper or wider, or add parameter tokens, by default without changing its function.
 
     checkpoint: A checkpoint's or a run's folder, or a Hugging Face model: its folder, or its name on the hub.
-    fields: What to grow, as `grow:` in a recipe has it: num_hidden_layers=16, hidden_size=512, ffn_pairs=1024,
+    fields: What to grow, as under `grow:` in a recipe: num_hidden_layers=16, hidden_size=512, ffn_pairs=1024,
         method=lemon, …
     """
     from headwater_lab.api.growing import grow

@@ -26,7 +26,7 @@ def inspect_models(
     """Look inside trained models, side by side: scalars, attention, induction, skip heads.
 
     checkpoints: Checkpoints' folders, or runs' (their newest); several are shown side by side.
-    text: Text to read; default: the model's training data, of which image models read held-out images.
+    text: Text to read; default: the model's training data; image models read held-out images.
     rows: Rows to read from the text, default 16; or how many held-out images, default 64.
     context: Tokens per row; default: the data's, or at most 256 for a text.
     scalars: Read no text and no images; show only the learned scalars.

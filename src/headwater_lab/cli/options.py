@@ -1,4 +1,4 @@
-"""Commands from functions: options from signatures and docstrings, and refusals of options that nothing would read."""
+"""Commands from functions: options from signatures and docstrings, and errors for options that have no effect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headwater_lab.cli.common import quiet
 
 @dataclass(frozen=True)
 class Values:
-    """What an annotation says about the values of an option or argument, in Typer's words."""
+    """The constraints on an option's or argument's values in its annotation, in Typer's terms."""
 
     min: float | None = None
     max: float | None = None
@@ -93,8 +93,8 @@ def command(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a function that becomes a command, under a heading of --help or in a group.
 
-    example: begins with the command's name. trusts: the command has the option --trust; default: outside groups. shown:
-    Typer's settings.
+    example: begins with the command's name. trusts: the command has the option --trust; default: except in groups.
+    shown: Typer's settings.
     """
     if isinstance(parent, str):
         group, name, trusts = app, example.split()[0], trusts is not False
@@ -111,11 +111,11 @@ def command(
 
 
 def _declare(function: Callable[..., Any], trusts: bool) -> tuple[str, Callable[..., None]]:
-    """Make a command's help, and the function as Typer takes it.
+    """Make a command's help, and the function for Typer.
 
     Keyword-only parameters become options of the same name, as do the fields of one that is a dataclass of integers,
     and of a TypedDict of further ones; the others become arguments. Lines `name: text` at the end of a docstring are
-    their help, and what stands before them is the command's.
+    their help, and the text before them is the command's help.
     """
     signature = inspect.signature(function, eval_str=True)
     types = {name: parameter.annotation for name, parameter in signature.parameters.items()}
@@ -174,7 +174,7 @@ def _declared_values(parameter: inspect.Parameter, texts: dict[str, str]) -> ins
 
 
 def _type_and_values(annotation: Any) -> tuple[Any, Values]:
-    """Find a parameter's type as Typer knows it, and what its annotation says about the values."""
+    """Find a parameter's type for Typer, and the constraints on its values in the annotation."""
     arguments = get_args(annotation)
     if get_origin(annotation) is Annotated:
         return _type_and_values(arguments[0])[0], arguments[1]
@@ -198,14 +198,14 @@ def entered(*options: str) -> list[str]:
 
 
 def refuse(where: str, *options: str, overrides: Sequence[str] = ()) -> None:
-    """Raise `HeadwaterError` if options, or overrides of a recipe, are given that nothing reads."""
+    """Raise `HeadwaterError` for options, or overrides of a recipe, that have no effect."""
     if unread := [*overrides, *entered(*options)]:
         has, them = ("has", "it") if len(unread) == 1 else ("have", "them")
         raise HeadwaterError(f"{' and '.join(unread)} {has} no effect {where}; leave {them} out.")
 
 
 def need(readers: str, *options: str) -> None:
-    """Raise `HeadwaterError` if options are on the command line without one that reads them.
+    """Raise `HeadwaterError` if options are on the command line without the option that they belong to.
 
     readers: such as "--tasks or --task-files".
     """
@@ -214,7 +214,7 @@ def need(readers: str, *options: str) -> None:
 
 
 def exclude(option: str, *options: str) -> None:
-    """Raise `HeadwaterError` if an option and any of the others are on the command line."""
+    """Raise `HeadwaterError` if an option is on the command line together with any of the others."""
     if entered(option):
         refuse(f"with {option}", *options)
 

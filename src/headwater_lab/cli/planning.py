@@ -1,4 +1,4 @@
-"""`headwater plan`, `init`: what can be known before training."""
+"""`headwater plan`, `init`: estimates before training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plan_models(
 
 @command(LOOK, "init tokenformer-124m num_hidden_layers=2")
 def show_initialization(configs: Sequence[str], *, vocab_size: VocabSize | None = None, json: AsJson = False) -> None:
-    """Build models and show what each sub-layer writes at initialization, compared with the residual stream.
+    """Build models and show the output of each sub-layer at initialization, relative to the residual stream.
 
     configs: Presets, recipes (one model per arm), config.json files or checkpoints; field=value changes all.
     """

@@ -1,4 +1,4 @@
-"""Progress of long commands: bars on a terminal, plain lines in a file or a pipe."""
+"""Progress of long commands: bars on a terminal, plain lines in files and pipes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LINE_SECONDS = 10.0
 
 
 class ProgressReport(Progress, Observer):
-    """Prints results on stdout; notices and progress on stderr: bars on a terminal; elsewhere plain lines, such as in a
-    job's log.
+    """Prints results on stdout, and notices and progress on stderr: bars on a terminal, plain lines elsewhere, such as
+    in a job's log.
 
-    A line has the task's name, what is done of how much, `info` (for example the loss) and the time left. It is never
+    A line has the task's name, the work done and in total, `info` (for example the loss) and the time left. It is never
     cut to the width of a terminal.
     """
 
@@ -54,7 +54,7 @@ class ProgressReport(Progress, Observer):
         tell(line)
 
     def show(self, name: str, done: int, total: int | None = None, **changes: Any) -> None:
-        """Update the task of this name, which begins with the first update, as does what is displayed."""
+        """Update the task of this name; the first update creates and displays it."""
         title, unit = changes.pop("title", name), changes.pop("unit", "")
         if name not in self.tasks_by_name:
             self.tasks_by_name[name] = self.add_task(title, total=total, unit=unit, info="")

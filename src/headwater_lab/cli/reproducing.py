@@ -34,8 +34,8 @@ def reproduce_table(
     """Train the models behind a paper's table or figure, and judge its claims. Run it again to resume.
 
     arguments: A table, PAPER/TABLE, and dotted.key=value overrides of its recipes.
-    scale: cpu: minutes to an hour and a half on two cores; gpu: up to a day on one; paper: its own.
-    list: List all tables, or those of one paper, with the time that they take.
+    scale: cpu: minutes to an hour and a half on two cores; gpu: up to a day on one GPU; paper: the paper's own.
+    list: List all tables, or one paper's, with the time that they take.
     out: Output folder for runs and pages.
     task_files: Task files to use first, as in evaluate.
     records: Judge the named tables, or all, by the finished runs in this file; train nothing.
@@ -89,7 +89,7 @@ def reproduce_table(
 
 
 def _check_table(name: str, scale: ScaleOption, refuse_training: Callable[..., None]) -> bool:
-    """Check whether a table is run at this scale, and say why not. Refuses options that it does not read."""
+    """Check whether a table is run at this scale, and print the reason if not. Refuses options that have no effect."""
     from headwater_lab.papers.table import SCALES, find_table
 
     table = find_table(name)

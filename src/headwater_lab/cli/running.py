@@ -69,7 +69,7 @@ def generate_text(
     need("--jsonl", "--batch-size")
     _check_sampling(temperature, stop)
     if compile and cache == "dynamic":
-        raise HeadwaterError("--compile needs --cache static: with a growing cache every token has another shape.")
+        raise HeadwaterError("--compile needs --cache static: with a growing cache, shapes change with every token.")
     if jsonl is not None:
         rows = read_prompts(jsonl)
     else:
@@ -130,9 +130,9 @@ def serve_model(
 
     Requests use the model name given here. With --engine vllm, vLLM's server receives all other options.
 
-    engine: What continues the texts: transformers' generate, or vLLM with the smaller cache (docs/serving.md).
+    engine: Program that generates the text: transformers' generate, or vLLM with the smaller cache (docs/serving.md).
     host: The address to listen on; default: this machine only.
-    port: The port to listen on; 0 takes any that is free.
+    port: The port to listen on; 0 chooses a free one.
     dtype: The dtype to compute in, such as bfloat16; auto: as in the checkpoint.
     """
     from importlib.util import find_spec
@@ -157,7 +157,7 @@ def serve_model(
     if options:
         raise HeadwaterError(f"There is no option {options[0]} with --engine transformers; leave it out, or use vllm.")
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise HeadwaterError(f"--dtype {dtype} is no dtype of PyTorch; use auto, float32 or bfloat16.")
+        raise HeadwaterError(f"--dtype {dtype} is not a PyTorch dtype; use auto, float32 or bfloat16.")
     source = _find_text_checkpoint(checkpoint)
     from headwater_lab.serving.server import serve_checkpoint
 

@@ -139,12 +139,12 @@ def _describe_results(results: dict[str, list[Verified]]) -> Iterator[Table | st
 
 
 def _describe_way(way: Verified) -> str:
-    """Say where a way differs, or why it does not run."""
+    """Describe where a way differs, or why it does not run."""
     if way.ok is None:
         return way.why or "does not apply"
     error = way.rounded if way.error is None or way.only_rounded else way.error
     if way.only_rounded:
-        return f"the same in fp64, but {error:.0e} off in fp32: rounding decides, as in a model that is ill-conditioned"
+        return f"the same in fp64, but {error:.0e} off in fp32: a rounding error, as in an ill-conditioned model"
     if way.parting is None:
         return f"{error:.0e} off"
     layer = f", first in {way.parting.layer}" if way.parting.layer else ""

@@ -1,4 +1,5 @@
-"""Arms that match the baseline: equal tokens or FLOPs by steps, equal parameters by the width of the feed-forward."""
+"""Arms that match the baseline: equal tokens or FLOPs through steps, equal parameters through the feed-forward's
+width."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ TOLERANCE = 0.01
 
 
 def match_arms(recipe: Recipe) -> Recipe:
-    """Change the arms so that they cost the same as the baseline, as `compare.match` says, which is then null.
+    """Change the arms to cost the same as the baseline by `compare.match`, which is then null.
 
     tokens: the number of steps. flops: the number of steps, of training FLOPs as `headwater plan` counts them.
     parameters: the width of the feed-forward, or the pairs of what replaces it; to within 1 %.
-    Warm-ups do not change. Raises `HeadwaterError` if an arm cannot be made to fit.
+    Warm-ups do not change. Raises `HeadwaterError` if an arm cannot match.
     """
     section = recipe.compare
     if section is None or section.match is None:

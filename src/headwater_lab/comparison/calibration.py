@@ -1,6 +1,6 @@
-"""Error rates of the verdicts of a comparison, measured by dealing out saved trials, or by simulation.
+"""Error rates of the verdicts of a comparison, measured by resampling saved trials, or by simulation.
 
-All arms of a measured comparison are one model, so every difference that the tests find is a false alarm. Then a
+All arms of a measured comparison are the same model, so every difference that the tests find is a false alarm. Then a
 difference is added to the first arm; the share of comparisons that find it is the power. Arms are paired with the
 baseline at random, so pairing gains nothing.
 """
@@ -55,8 +55,8 @@ class Rate:
 class Calibration:
     """The results of comparisons with a fixed number of seeds, or until decided.
 
-    false_alarms: comparisons in which any arm was called better or worse. power: those in which the first arm was
-    called so in the right direction, with the planted difference. seeds: the mean until then, or until the maximum.
+    false_alarms: comparisons in which any arm was called better or worse. power: comparisons in which the first
+    arm, with the planted difference, was judged correctly. seeds: their mean number up to the decision or the maximum.
     """
 
     false_alarms: Rate
@@ -90,7 +90,7 @@ def read_results(folder: Path) -> tuple[str, list[float]]:
 
 
 def make_dealer(results: Sequence[float]) -> Sampler:
-    """Make a sampler that deals these results to arms, each at most once in a comparison.
+    """Make a sampler that assigns these results to arms, each at most once in a comparison.
 
     It raises `HeadwaterError` if there are too few.
     """

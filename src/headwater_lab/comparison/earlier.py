@@ -1,4 +1,4 @@
-"""Runs from before a comparison begins: a table must not mix the results of several questions.
+"""Runs that exist before a comparison begins: a table must not mix the results of different experiments.
 
 Other settings, arms or plans need another folder. Baseline, threshold, budgets and title may change, for all runs.
 """
@@ -31,7 +31,7 @@ EarlierRuns = Sequence[tuple[RunRecord, Path]]
 def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared: bool) -> list[tuple[RunRecord, Path]]:
     """Find the runs of the recipe's comparison below `out`, and their folders, without those that tune learning rates.
 
-    shared: only those in the folders of `trials`. Unreadable records are left to training.
+    shared: only those in the folders of `trials`. Training reports unreadable records.
     """
     folders = [trial.folder for trial in trials] if shared else [path.parent for path in list_records(out)]
     runs = []
@@ -49,8 +49,8 @@ def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared
 def check_earlier_runs(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
     """Raise `HeadwaterError` if any run does not belong in the recipe's comparison.
 
-    It has an arm or a size that the recipe does not have, is in another folder, or was trained for another plan, whose
-    error rate a change would break. Runs of a comparison with fixed seeds become part of the plan.
+    Such a run has an arm or a size that the recipe lacks, is in another folder, or was trained under another plan,
+    whose error rate a change would invalidate. Runs of a comparison with fixed seeds become part of the plan.
     """
     section = recipe.compare
     assert section is not None
@@ -82,9 +82,9 @@ def check_earlier_runs(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
 
 
 def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns, out: Path) -> None:
-    """Raise `HeadwaterError` if any run has other settings than the recipe now has for its arm and seed.
+    """Raise `HeadwaterError` if the settings of any run differ from the recipe's for its arm and seed.
 
-    rates: the tuned learning rates of some arms; others' are read from the runs that tuned them.
+    rates: the tuned learning rates of some arms; those for other arms are read from their tuning runs.
     """
     section = recipe.compare
     assert section is not None
@@ -106,7 +106,7 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns
         if has_ended and evaluate_every != expected.reporting.evaluate_every:
             raise HeadwaterError(
                 f"{str(folder)!r} was evaluated with reporting.evaluate_every={json.dumps(evaluate_every)}, and the "
-                f"recipe now has {json.dumps(expected.reporting.evaluate_every)}, on which depends when an arm reaches "
+                f"recipe now has {json.dumps(expected.reporting.evaluate_every)}, which determines when an arm reaches "
                 "compare.threshold; set it back, or choose another --out."
             )
 
@@ -121,7 +121,7 @@ def adopt_experiment(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
 
 
 def find_conflict(runs: EarlierRuns) -> str:
-    """Say why runs of one comparison, at one size, cannot be in one table; "" if they can."""
+    """Explain why runs of one comparison, at one size, cannot be in one table; "" if they can."""
     folders: dict[tuple[str, int], Path] = {}
     settings: dict[str, tuple[dict[str, Any], Path]] = {}
     reference: tuple[Experiment, Path] | None = None

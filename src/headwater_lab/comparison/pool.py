@@ -1,4 +1,4 @@
-"""Trials side by side in worker processes: finished ones are not repeated, interrupted ones resume."""
+"""Trials in parallel worker processes: finished ones are not repeated, interrupted ones resume."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OnChange = Callable[[Job, int, str], None]
 class Outcome:
     """The outcome of a trial or one of its jobs: a record, or the reason there is none.
 
-    A run that diverged has both, since that is a result.
+    A run that diverged has both, because divergence is a result.
     """
 
     label: str
@@ -134,7 +134,7 @@ SAVING = 60.0
 
 
 class _Pool:
-    """Workers by number, which determines the GPU: the replacement of a dead one gets the same."""
+    """Workers by number, which determines the GPU: a replacement gets the number of the dead worker."""
 
     STARTS = 3  # consecutive workers that end before they are ready
 
@@ -266,7 +266,7 @@ def _read_outcome(job: Job, worker: Worker, answer: Answer) -> Outcome:
 
 
 def _read_step(job: Job) -> int:
-    """Read the steps done so far from the last whole line of the run's log."""
+    """Read the number of finished steps from the last complete line of the run's log."""
     try:
         lines = read_bytes(job.folder / METRICS).splitlines()
         return int(lines[-1].split(b'"step":')[1].split(b",")[0]) if lines else 0

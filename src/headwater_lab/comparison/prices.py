@@ -1,7 +1,7 @@
-"""Cost of each arm of a comparison: counted, and timed against the baseline on this machine, in turns.
+"""Cost of each arm of a comparison: counted, and timed against the baseline on this machine in alternation.
 
-The figures are in prices.json beside the runs (`Prices`). All are measured again if an arm, the device or a version has
-changed.
+The figures are in prices.json next to the runs (`Prices`). All are measured again if an arm, the device or a version
+has changed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TimeRatio(BaseModel):
     ratio: float
     """Median over the turns of this time divided by the baseline's."""
     quartiles: tuple[float, float]
-    """Of the turns' ratios."""
+    """Quartiles of the turns' ratios."""
 
 
 class ArmPrice(BaseModel):
@@ -57,9 +57,9 @@ class ArmPrice(BaseModel):
     cache: int
     """Bytes that a token adds to the cache, in fp32."""
     training: TimeRatio
-    """Of training, per token or image."""
+    """Time of training, per token or image."""
     decoding: TimeRatio | None
-    """Of generation with a nearly full cache, per token; null for images."""
+    """Time of generation with a nearly full cache, per token; null for images."""
 
 
 class Prices(BaseModel, extra="forbid"):
@@ -78,7 +78,7 @@ class Prices(BaseModel, extra="forbid"):
     arms: dict[str, ArmPrice] = {}
 
     def fit(self, arms: Mapping[str, Recipe], baseline: str) -> bool:
-        """Whether these are the prices of `arms`, and perhaps of others, against this baseline."""
+        """Whether these prices include `arms`, measured against this baseline."""
         return self.baseline == baseline and self.settings.items() >= find_identities(arms).items()
 
 

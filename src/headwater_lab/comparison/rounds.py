@@ -1,4 +1,4 @@
-"""Seeds in rounds, until every arm is decided: arms that are decided stop, and the baseline with the last of them."""
+"""Seeds in rounds until every arm is decided: decided arms stop, and the baseline stops with the last of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def run_sequentially(
     workers: int | None = None,
     on_change: OnChange | None = None,
 ) -> list[Outcome]:
-    """Train the first seeds of all arms, then one seed after the other of those that are undecided, at every size.
+    """Train the first seeds of all arms, then further seeds of the undecided ones, one at a time, at every size.
 
     trials: of all seeds of the plan. With many workers, several seeds are trained at a time; those beyond an arm's
-    decision do not count, so the decisions depend only on the results in the plan's order. Arms that are not tested,
-    the baseline with other budgets, have its seeds. A failed trial ends the comparison after its
-    round, since its seed cannot be left out. Raises `HeadwaterError` once runs with the same settings had other data.
+    decision do not count, so the decisions depend only on the results in the plan's order. Arms that are not tested
+    (the baseline with other budgets) use the baseline's seeds. A failed trial ends the comparison after its
+    round, since its seed cannot be left out. Raises `HeadwaterError` if runs with the same settings had different data.
     """
     rounds = _Rounds(trials, plan, baseline)
     outcomes: list[Outcome] = []
@@ -40,7 +40,7 @@ def run_sequentially(
 
 
 class _Rounds:
-    """The trials of each round: seeds of the undecided arms, and at their sizes of the arms that are not tested."""
+    """The trials of each round: seeds of the undecided arms and, at their sizes, of the untested arms."""
 
     def __init__(self, trials: list[Trial], plan: SeedPlan, baseline: str) -> None:
         self.plan, self.baseline = plan, baseline
@@ -52,7 +52,7 @@ class _Rounds:
 
     @property
     def trials_per_seed(self) -> int:
-        """Runs of one more seed, if the baseline alone is not tested."""
+        """Runs per further seed, if only the baseline is not tested."""
         return len(self.undecided) + len({size for _, size in self.undecided})
 
     def take_trials(self, count: int) -> list[Trial]:

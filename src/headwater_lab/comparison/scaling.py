@@ -1,4 +1,4 @@
-"""Loss against size: scaling laws fitted to saved trials, and which size of the baseline equals an arm.
+"""Loss against size: scaling laws fitted to saved trials, and the size of the baseline that equals an arm.
 
     L(N) = E + A / N^a        (Hoffmann et al., arXiv 2203.15556, eq. 2, one of its two terms)
 
@@ -52,12 +52,12 @@ class Law:
 
 @dataclass(frozen=True)
 class Equal:
-    """At one size: how much more of N the baseline needs, by its own law, to have the arm's loss; 0.1 is 10 % more.
+    """The additional N that the baseline needs, by its own law, to reach an arm's loss at one size; 0.1 is 10 % more.
 
     More than the arm's N, or if N is tokens, than the baseline's at this size. These differ where arms cost the same
     time, or FLOPs; as the baseline's tokens go with its time, `more` is then also how much longer it has to train.
-    more: its error is that of log(1 + more).
-    inside: whether that N is within the sizes that were trained; else it is an extrapolation.
+    more: its error is the error of log(1 + more).
+    inside: whether that N is within the trained sizes; otherwise it is extrapolated.
     """
 
     arm: str
@@ -79,7 +79,7 @@ class Scaling:
     """What the models were trained on, tokens or images."""
 
     def sentences(self) -> list[str]:
-        """Say which size of the baseline equals each arm: "equals a baseline with x % more parameters"."""
+        """Describe the size of the baseline that equals each arm: "equals a baseline with x % more parameters"."""
         unit = "parameters (embeddings aside)" if self.axis == "parameters" else f"training {self.unit}"
         return [f"{equal.arm}, {equal.size}: {self._describe(equal, unit)}." for equal in self.equals]
 
@@ -88,7 +88,7 @@ class Scaling:
         if math.isnan(estimate.value):
             return f"the losses of {self.baseline} do not fall with its size"
         if not math.isfinite(estimate.value):
-            return f"no {self.baseline} of any size has its loss, by the fitted law"
+            return f"no {self.baseline} of any size reaches its loss, by the fitted law"
         percent = f"{abs(estimate.value):.1%} {'more' if estimate.value >= 0 else 'fewer'}"
         interval = "" if estimate.interval is None else " [{:+.1%}, {:+.1%}]".format(*estimate.interval)
         extrapolated = "" if equal.inside else "; beyond the sizes trained"
@@ -103,10 +103,10 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
     the logarithm), with Student's t for that number of seeds. They cover the seeds, not the law's form: with as many
     sizes as constants it passes through all points.
 
-    Sizes are those of the baseline; arms that lack one are left out, and so are seeds that not all arms have at all
-    sizes. None if there are fewer sizes than constants, or no seed is left.
+    Sizes are the baseline's; arms that lack one are left out, and so are seeds that are missing for any arm or
+    size. None if there are fewer sizes than constants, or no seed is left.
 
-    What is fitted is the loss in nats a token; bits per byte where the arms differ in their tokenizers.
+    Laws are fitted to the loss in nats per token, or to bits per byte where tokenizers differ.
 
     Raises `HeadwaterError` where too few sizes differ in parameters or tokens, or runs have no loss.
     """
@@ -123,7 +123,7 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
     base = arms.index(baseline)
     if (distinct := len(set(n.mean(2)[base]))) < LEAST_SIZES:
         raise HeadwaterError(
-            f"A law needs {LEAST_SIZES} sizes with different {axis}, and these have {distinct}; add one."
+            f"A law needs {LEAST_SIZES} sizes with different {axis}, but these have {distinct}; add one."
         )
     fits = _fit_samples(base, n, n if axis == "parameters" else np.broadcast_to(n[base], n.shape), losses)
     laws = fits[0].describe_laws(arms)
@@ -202,7 +202,7 @@ def _estimate_equals(arms: Sequence[str], sizes: Sequence[str], base: int, fits:
 
 
 def _jackknife(values: np.ndarray) -> Estimate:
-    """Estimate a positive number, by its logarithm. values: by all seeds, then with each of them left out."""
+    """Estimate a positive number, by its logarithm. values: from all seeds, then with each seed left out."""
     with np.errstate(divide="ignore", over="ignore"):
         center, *again = np.log(values)
         result = float(np.exp(center))
@@ -258,7 +258,7 @@ def invert_law(law: np.ndarray, loss: float) -> float:
 
 
 def _choose_metric(records: Sequence[RunRecord]) -> str:
-    """Choose nats per token if all have the same tokens, else their metric. There are no laws of accuracy."""
+    """Choose nats per token if all have the same tokens, otherwise their metric. Accuracy has no scaling laws."""
     record = records[0]
     loss = "".join(["loss", *record.metric.partition("/")[1:]])  # of the deciding domain, if there is one
     if same_tokens(records) and all(loss in run.held_out[-1].metrics for run in records):

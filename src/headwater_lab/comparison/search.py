@@ -26,8 +26,8 @@ def find_candidates(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Find the arms that combine mechanisms, vanilla first, and the reasons against invalid combinations.
 
-    mechanisms: name -> options; default: all with their default options, alone and in pairs, since the combinations of
-        all are thousands. The recipe's own mechanisms are ignored. They act in the registry's order.
+    mechanisms: name -> options; default: all with their default options, alone and in pairs, because all combinations
+        would be thousands. The recipe's own mechanisms are ignored. They act in the registry's order.
 
     Raises `HeadwaterError` for a recipe with `stages` or `start`.
     """
@@ -62,7 +62,7 @@ def _combine(mechanisms: Mapping[str, dict[str, Any]] | None) -> Iterator[dict[s
 def make_search(recipe: Recipe, arms: dict[str, dict[str, Any]]) -> Recipe:
     """Make the comparison that chooses among the arms.
 
-    Of the recipe's own comparison it has the learning rates and `match`, by default equal parameters. Raises
+    It keeps the learning rates and `match` (default: equal parameters) of the recipe's own comparison. Raises
     `HeadwaterError` if there is nothing to choose.
     """
     names = [arm for arm in arms if arm != VANILLA]

@@ -1,6 +1,6 @@
 """Looks at paired differences after every seed: repeated confidence intervals, which hold at all looks together.
 
-With each look, a t interval of fixed level would have another chance to be wrong. Repeated confidence intervals
+A t interval of fixed level would have another chance to be wrong at each look. Repeated confidence intervals
 (Jennison and Turnbull 2000, chapter 9) contain the true mean at all looks at once with probability 1 - level:
 
     from d - c·s/√n·w(-g) to d + c·s/√n·w(g),    w(g) = 1 + max(0, g)·c/√n
@@ -51,7 +51,8 @@ class SeedLook:
 
 
 class Chain:
-    """|W| after some normal differences of mean 0, for samples that have crossed no boundary: cells and their masses.
+    """The distribution of |W| after some normal differences of mean 0, for samples that have crossed no boundary, in
+    cells.
 
     |W| = √n·sin(a), t = √(n - 1)·tan(a); the cells have equal width in a. first: differences at the first look.
     """
@@ -170,16 +171,16 @@ def is_inside(interval: tuple[float, float], margin: float) -> bool:
 
 
 def is_decisive(interval: tuple[float, float] | None, margin: float) -> bool:
-    """Whether an arm needs no further seed: it differs from 0, or by less than the margin."""
+    """Whether an arm needs no further seed: its difference is not 0, or is less than the margin."""
     return interval is not None and (interval[0] > 0 or interval[1] < 0 or is_inside(interval, margin))
 
 
 @dataclass(frozen=True)
 class Standing:
-    """An arm after its seeds so far: a function of their results in the plan's order up to its decision.
+    """The state of an arm: a function of its results in the plan's order up to its decision.
 
-    seeds: those that count, with and without a difference. decided: it needs no further seed. diverged: because the
-        last of its runs has diverged.
+    seeds: those that count, with and without a difference. decided: it needs no further seed. diverged: because its
+        last run diverged.
     """
 
     seeds: list[int]
@@ -190,9 +191,9 @@ class Standing:
 
 
 def find_standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping[int, float | None]) -> Standing:
-    """Find where an arm stands. arm, base: results by seed; None for a run that diverged.
+    """Find the state of an arm. arm, base: results by seed; None for a run that diverged.
 
-    The first seed that either lacks ends the sample, whatever comes later, since leaving out a seed could change the
+    The first seed that either lacks ends the sample, because leaving out a seed could change the
     decision. A seed in which the baseline diverged has no difference. Results that change from seed to seed and are
     always the baseline's come from the same model; an accuracy of 1 in every seed may hide rare failures.
     """
@@ -220,8 +221,8 @@ def find_standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping
 def skewed_error(plan: SeedPlan) -> float | None:
     """The share of wrong verdicts on one arm whose differences are strongly skewed, if it is above `LEVEL`.
 
-    Measured with exponential and log-normal differences, rounded up (docs/compare.md). With 30 or more seeds at most,
-    most of the level is spent where there are enough of them.
+    Measured with exponential and log-normal differences, rounded up (docs/compare.md). With a maximum of 30 or more
+    seeds, most of the level is spent where there are enough seeds.
     """
     if len(plan.seeds) >= 30:
         return None

@@ -1,4 +1,4 @@
-"""Statistics of saved trials: paired differences, tests corrected for the number of arms, seeds still needed."""
+"""Statistics of saved trials: paired differences, tests corrected for the number of arms, and further seeds needed."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ Verdict = Literal["", "better", "worse", "equivalent", "inconclusive", "identica
 class Paired:
     """The mean of a sample of paired differences, tested.
 
-    p: of a two-sided paired t test, by itself; None with fewer than two pairs. If all differences are one number, apart
+    p: of a two-sided paired t test, uncorrected; None with fewer than two pairs. If all differences are one number,
+    apart
         from rounding, p is the sign test's, 2^(1-n), and 1 if that number is 0.
     level: the level at which Holm's procedure tests this difference, among those it was tested with.
     interval: of confidence 1 - level; it excludes 0 exactly where the procedure finds a difference. None if unbounded.
     more: pairs still needed to find such a difference with a probability of 80 %; None where it is found, where their
         number is unknown, and where it is above 10 000.
     detectable: the difference that as many pairs would find with that probability; None without a spread.
-    looks, margin: of a comparison that adds seeds until it is decided; `interval` is then that of the last look, `p`
+    looks, margin: of a comparison that adds seeds until it is decided; `interval` is then the last look's, `p`
         and `detectable` are None, and `more` counts seeds until any verdict.
     """
 
@@ -68,7 +69,7 @@ class Paired:
 def holm_tests(samples: Sequence[Sequence[float]]) -> list[Paired | None]:
     """Test several samples of paired differences, with Holm's correction for their number; None for empty ones.
 
-    If no models differ, one or more differences are found in at most `LEVEL` of all cases (for normal differences).
+    If no models differ, one or more differences are found in at most `LEVEL` of cases (for normal differences).
     """
     tests = [_find_p(sample) for sample in samples]
     levels = holm_levels(tests)
@@ -175,9 +176,9 @@ def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None
 
 
 class Reached(NamedTuple):
-    """The first evaluation at which a run reached a threshold, and what it had cost by then, with all before it.
+    """The first evaluation at which a run reached a threshold, and the total cost up to that point.
 
-    seconds: a stage's wall-clock counts in proportion to its tokens; that of a checkpoint is unknown, and left out.
+    seconds: a stage's wall-clock time counts in proportion to its tokens; a checkpoint's is unknown and left out.
     """
 
     step: int
@@ -193,8 +194,8 @@ class Summary:
         that cannot be averaged, including those whose last result is not finite.
     paired: None for the baseline, and where no seed is finished in both.
     reached: where each finished run reached the threshold; None for one that never did. cheaper: the logarithms of the
-        FLOPs up to there over the baseline's, of the seeds in which both reached it.
-    learning_rate: None where runs differ in it.
+        FLOPs up to that point over the baseline's, for seeds in which both reached it.
+    learning_rate: None if runs differ in it.
     """
 
     arm: str
@@ -308,10 +309,10 @@ def _summarize_arm(arm: str, runs: Sequence[RunRecord], finished: Mapping[int, R
 
 
 def judge_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None) -> dict[str, Paired | None]:
-    """Test another quantity than the one compared, by arm.
+    """Test a quantity other than the compared one, by arm.
 
     With a plan, the number of seeds depends on the results: the interval is then the repeated one of the last look,
-    which holds wherever one stops; None below the plan's first look.
+    which holds at any stopping point; None before the plan's first look.
     """
     if plan is None:
         return dict(zip(samples, holm_tests(list(samples.values())), strict=True))
@@ -350,7 +351,7 @@ def choose_decisive(records: Sequence[RunRecord], baseline: str) -> list[RunReco
 
 
 def find_standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> dict[str, Standing]:
-    """Find where each arm that is tested against the baseline stands."""
+    """Find the state of each arm that is tested against the baseline."""
     results = {
         arm: {
             run.seed: None if has_diverged(run) else run.result

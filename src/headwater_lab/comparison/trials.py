@@ -1,4 +1,4 @@
-"""Trials of a comparison: an arm with a seed is a trial, and a trial is one job, or one for each of its stages."""
+"""Trials of a comparison: an arm with a seed is a trial, which is one job, or one job per stage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Trial:
-    """One arm with one seed (at one size, if there are several; at one learning rate, while that is being tuned)."""
+    """One arm with one seed (at one size, if there are several; at one learning rate during tuning)."""
 
     experiment: Experiment
     recipe: Recipe
@@ -139,7 +139,7 @@ def make_plan(section: Compare) -> SeedPlan | None:
 
 
 def describe_runs(recipe: Recipe, arms: int | None = None) -> str:
-    """Say how many runs a comparison until decided takes, tuning aside; "" for one with fixed seeds.
+    """Describe how many runs a comparison until decided takes, without tuning; "" for one with fixed seeds.
 
     arms: how many arms at a size; default: all.
     """
@@ -154,7 +154,7 @@ def describe_runs(recipe: Recipe, arms: int | None = None) -> str:
 
 
 def make_tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Path) -> Trial:
-    """Make the trial of a learning rate, in a separate folder next to those of the comparison."""
+    """Make the trial of a learning rate, in a separate folder next to the comparison's."""
     trial = make_trial(recipe, arm, seed, out, next(iter(recipe.compare.sizes), None) if recipe.compare else None)
     return Trial(
         experiment=trial.experiment.model_copy(update={"phase": "tuning", "seed_plan": None}),

@@ -49,9 +49,9 @@ def find_tuned_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
 def choose_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Choose the learning rate of each arm: the best mean of the deciding metric over the tuning seeds.
 
-    With a number as `compare.threshold` it is the one with the fewest steps to get there, on average; a run that never
-    does counts with all of its steps, and the metric decides among equals. A rate at which a run diverged ranks last;
-    on a tie, the smaller one wins. Raises `HeadwaterError` if an arm diverged at all of them, or a trial failed.
+    With a number as `compare.threshold`, the rate with the fewest steps to the threshold on average is best; a run that
+    never reaches it counts with all of its steps, and the metric breaks ties. A rate at which a run diverged ranks
+    last; on a tie, the smaller one wins. Raises `HeadwaterError` if an arm diverged at all of them, or a trial failed.
     """
     scores: dict[str, dict[float, list[tuple[float, float]]]] = {}
     for trial, outcome in zip(trials, outcomes, strict=True):
@@ -82,7 +82,7 @@ def _steps_needed(record: RunRecord, threshold: float | str | None) -> int:
 
 
 def find_score(record: RunRecord) -> float:
-    """Find the deciding metric at the end, with the sign with which more is better; `WORST` if diverged."""
+    """Find the deciding metric at the end, signed so that more is better; `WORST` if diverged."""
     result = record.result
     if record.status == "diverged" or result is None or not math.isfinite(result):
         return WORST

@@ -1,4 +1,4 @@
-"""Worth of a result: the compute for which the baseline would have reached it."""
+"""Worth of a result: the compute that the baseline would need to reach it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from headwater_lab.training.records import RunRecord
 class Worth:
     """The worth of an arm's results, seed by seed.
 
-    flops: its own, all stages and the checkpoint that it began with included; the mean over seeds.
-    factor: the logarithms of the worth over these; None where no seed has a curve of the baseline.
-    below, above: how many seeds end worse than the smallest budget of the baseline, or better than its largest. They
-        count as if at that budget, so the factor is then only a bound.
+    flops: the arm's own, including all stages and the checkpoint that it began with; the mean over
+    seeds. factor: the logarithms of the worth over these; None where no seed has a curve of the
+    baseline. below, above: how many seeds end worse than the baseline's smallest budget, or better than its largest.
+        They count as if at that budget, so the factor is then only a bound.
     """
 
     arm: str

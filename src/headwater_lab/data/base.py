@@ -1,4 +1,4 @@
-"""The interface between training and any kind of data."""
+"""The interface between training and all kinds of data."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Data(Protocol):
         ...
 
     def rows(self, seed: int, start: int, count: int) -> list[str]:
-        """The numbers of `count` rows from `start` on, with the stream's name if there are several."""
+        """Return the numbers of `count` rows from `start` on, with the stream's name if there are several."""
         ...
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:

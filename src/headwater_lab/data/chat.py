@@ -1,8 +1,8 @@
-"""Conversations, from a column of messages: rendered by the tokenizer's chat template, trained on in the answers alone.
+"""Conversations, from a column of messages: rendered by the tokenizer's chat template; only the answers are trained on.
 
-An answer is what the model writes itself: the content of an assistant's message and the token that ends it. Its borders
-are those that the template marks ({% generation %} … {% endgeneration %}), else what a message adds to the conversation
-before it, with the template's generation prompt.
+An answer is what the model writes itself: the content of an assistant's message and the token that ends it. Its
+boundaries are those that the template marks ({% generation %} … {% endgeneration %}), else what a message adds to the
+conversation before it, with the template's generation prompt.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _RENDERING = threading.Lock()
 
 ChatMessage = dict[str, Any]
 Span = tuple[int, int]
-"""The first character, and that behind the last."""
+"""The first character, and the one after the last."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The token ids of a document. counts: which of them are trained on, bool; None: all. bytes: of text, in UTF-8,
-    that those stand for.
+    """The token ids of a document. counts: which of them are trained on, bool; None: all. bytes: UTF-8 bytes of their
+    text.
     """
 
     ids: np.ndarray
@@ -91,7 +91,7 @@ def _parse_list(value: Any) -> Any:
 
 
 def _read_message(message: dict[Any, Any]) -> ChatMessage:
-    """A message with a role and a content in text, None if it has none. Raises `ValueError`."""
+    """Return a message with its role and its content as text, None without content. Raises `ValueError`."""
     fields = {str(name): value for name, value in message.items() if value is not None}
     role = fields.pop("role", None) or ROLES.get(str(speaker := fields.pop("from", None)), speaker)
     if not isinstance(role, str):
@@ -107,7 +107,7 @@ def _read_message(message: dict[Any, Any]) -> ChatMessage:
 
 
 def _read_text_part(item: Any) -> str:
-    """The text of one part of a content. Raises `ValueError`."""
+    """Return the text of one part of a content. Raises `ValueError`."""
     if isinstance(item, str):
         return item
     if isinstance(item, dict) and isinstance(item.get("text"), str) and item.get("type", "text") == "text":
@@ -117,12 +117,12 @@ def _read_text_part(item: Any) -> str:
 
 
 def read_contents(conversation: str) -> str:
-    """The contents of a conversation in JSON, a line for each message."""
+    """Return the contents of a conversation in JSON, a line for each message."""
     return "\n".join(message["content"] for message in json.loads(conversation))
 
 
 def copy_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """A copy of what a fast tokenizer encodes with, which neither cuts nor pads."""
+    """Copy the backend of a fast tokenizer, without truncation and padding."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
@@ -130,16 +130,16 @@ def copy_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 class ChatEncoder:
-    """An encoder from conversations to token ids, as the chat template renders them, in any number of threads.
+    """An encoder from conversations, rendered by the chat template, to token ids, for any number of threads.
 
-    Raises `HeadwaterError` if the tokenizer has no template, or none that tells where answers begin.
+    Raises `HeadwaterError` if the tokenizer has no template, or one that does not show where answers begin.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, dtype: np.dtype) -> None:
         self.tokenizer, self.dtype = tokenizer, dtype
         if not tokenizer.chat_template:
             raise HeadwaterError(
-                "The text holds conversations, and the tokenizer has no chat template to write them with; set "
+                "The text contains conversations, but the tokenizer has no chat template to write them with; set "
                 "tokenizer.chat_template and save it to a folder with save_pretrained, or put a chat_template.jinja "
                 "next to its tokenizer.json."
             )
@@ -231,7 +231,7 @@ class ChatEncoder:
             yield start, len(answered)
 
     def include_end(self, text: str, start: int, stop: int) -> Span:
-        """Extend an answer to the token that ends it, but not to the template's white space behind that."""
+        """Extend an answer to the token that ends it, but not to the template's white space after it."""
         *_, end = (0, *(match.end() for match in self.marks.finditer(text, start, stop)))
         if end and not text[end:stop].strip():
             return start, end
@@ -241,7 +241,7 @@ class ChatEncoder:
     def encode_stretches(self, text: str, spans: list[Span]) -> list[tuple[list[int], bool, int]]:
         """Return (ids, whether they are of an answer, the bytes of its special tokens) for each stretch of a text.
 
-        Where a token would reach over a border, the stretches are tokenized apart, as they are when a model answers.
+        Where a token would cross a boundary, the stretches are tokenized separately, as when a model answers.
         """
         borders = [0, *(border for span in spans for border in span), len(text)]
         encoding = self.backend.encode(text, add_special_tokens=False)

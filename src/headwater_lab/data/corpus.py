@@ -1,7 +1,7 @@
-"""Documents and where they come from: files, folders, globs, Hugging Face datasets, the standard library.
+"""Documents and their sources: files, folders, globs, Hugging Face datasets, the standard library.
 
-A document has an id and a text. Which documents are held out is decided by a hash, never by position: of the file's
-relative path where a document is a file, of the text where it is a row of a table or a piece of a long file.
+A document has an id and a text. Which documents are held out is decided by a hash, never by position: a hash of the
+file's relative path if a document is a file, of the text if it is a row of a table or a piece of a long file.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Document:
 def check_column_is_read(column: str, sources: Iterable[str], option: str) -> None:
     """Raise `HeadwaterError` for a column other than the default if none of the sources is a table.
 
-    option: that names it.
+    option: its name.
     """
     sources = list(sources)
     if column != DEFAULT and sources and not any("tables" in kinds_in(source) for source in sources):
@@ -79,7 +79,7 @@ def check_column_is_read(column: str, sources: Iterable[str], option: str) -> No
 
 
 def kinds_in(source: str) -> set[str]:
-    """List which a source has: tables, text files, datasets on the hub (whose rows are tables)."""
+    """List the kinds of content in a source: tables, text files, datasets on the hub (whose rows are tables)."""
     if source in GENERATED:
         return {"text files"}
     if (local := local_files(source)) is None:
@@ -88,23 +88,23 @@ def kinds_in(source: str) -> set[str]:
 
 
 def no_text(source: str, skipped: list[str]) -> HeadwaterError:
-    """The error for a source without documents. skipped: the names of its files that are not text."""
+    """Make the error for a source without documents. skipped: the names of its files that are not text."""
     tail = f": none of its {len(skipped)} files is UTF-8 text" if skipped else ", or only empty documents"
     return HeadwaterError(f"There is no text in {source!r}{tail}; name a file or folder with text.")
 
 
 def too_short(source: str, content: str) -> HeadwaterError:
-    """The error for a source with less than two texts. content: what it is."""
+    """Make the error for a source with fewer than two texts. content: its description."""
     return HeadwaterError(f"{source!r} is {content}, too short to hold out part of it; use more text.")
 
 
 def name_in(file: Path, root: Path) -> str:
-    """A file's name in records: its path below `root`."""
+    """Return a file's name in records: its path below `root`."""
     return escape_name(file.relative_to(root).as_posix())
 
 
 def row_document(value: Any, column: str, where: str, name: str, row: int, domain: str | None = None) -> Document:
-    """A row's document, without text if the row has none. Raises `HeadwaterError` if the value is no text."""
+    """Make a row's document, without text if the row has none. Raises `HeadwaterError` if the value is not text."""
     text, is_chat = content_of(value, column, where, row) or ("", False)
     text = text.removeprefix(MARK)
     encode_text(text, name := f"{name}:{row}")
@@ -112,7 +112,7 @@ def row_document(value: Any, column: str, where: str, name: str, row: int, domai
 
 
 def _stdlib_files(root: Path) -> list[Path]:
-    """The standard library's own sources: no installed packages, no tests, no generated tables."""
+    """List the standard library's own sources: no installed packages, no tests, no generated tables."""
     unwanted = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"}
 
     def is_wanted(file: Path) -> bool:
@@ -137,7 +137,7 @@ def read_topics() -> Iterator[Document]:
 
 
 def read_docstrings() -> Iterator[Document]:
-    """English: the standard library's docstrings, a document for each file, and the language reference."""
+    """Read English text: the standard library's docstrings, a document for each file, and the language reference."""
     root = Path(sysconfig.get_path("stdlib"))
     described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for file in _stdlib_files(root):
@@ -155,7 +155,7 @@ GENERATED = {TOPICS: read_topics, DOCS: read_docstrings}
 
 
 def local_files(source: str) -> tuple[Path, list[Path]] | None:
-    """The folder that names are relative to, and the files; None if `source` looks like a dataset's name.
+    """List the folder that names are relative to, and the files; None if `source` looks like a dataset's name.
 
     Raises `HeadwaterError` if there are none, and for a link out of the folder that the user does not trust.
     """
@@ -187,7 +187,7 @@ def local_files(source: str) -> tuple[Path, list[Path]] | None:
 
 
 def _walk_folder(folder: Path) -> list[Path]:
-    """All regular files below a folder, sorted. Links to folders are not followed: they may form loops."""
+    """List all regular files below a folder, sorted. Links to folders are not followed: they may form loops."""
 
     def refuse(error: OSError) -> None:
         raise HeadwaterError(f"The folder {error.filename!r} cannot be read: {error.strerror}.") from error
@@ -201,7 +201,7 @@ def _is_hidden(relative: Path) -> bool:
 
 
 def _match_files(root: Path, pattern: tuple[str, ...]) -> list[Path]:
-    """The regular files below `root` that match a shell pattern. `**` does not follow links either."""
+    """List the regular files below `root` that match a shell pattern. `**` does not follow links either."""
     cut = pattern.index("**") if "**" in pattern else len(pattern)
     names = glob.glob(str(Path(*pattern[:cut])), root_dir=root) if cut else [""]
     paths = [root / name for name in names]
@@ -240,7 +240,7 @@ def load_hub_rows(source: str, config: str | None = None, split: str | None = No
 
 
 def cut_documents(documents: Iterable[Document]) -> list[Document]:
-    """Cut the documents of a small corpus so that some can be held out; into shorter pieces if there were just one."""
+    """Cut the documents of a small corpus so that some can be held out, more finely if there would be only one."""
     documents = list(documents)
     result = [piece for document in documents for piece in cut_document(document)]
     if len(result) == 1:
@@ -272,7 +272,8 @@ def cut_text(contents: Iterable[str], size: int | None = None) -> Iterator[str]:
 
 
 def piece_end(text: str, start: int, ended: bool, size: int | None) -> int:
-    """Find where the piece that begins at `start` ends: after a line end, else a space, else at its longest.
+    """Find where the piece that begins at `start` ends: after a line end, otherwise a space, otherwise at the maximum
+    length.
 
     ended: whether this is all of the text; if not, -1 if more of it is needed to decide.
     """

@@ -1,4 +1,4 @@
-"""Hugging Face datasets in a folder: what their own files may name."""
+"""Hugging Face datasets in a folder: checks of the paths in their files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_card(folder: Path) -> None:
 
 
 def download_folders(name: str) -> list[Path]:
-    """The folders that the files of a dataset on the hub are downloaded and unpacked to."""
+    """List the folders to which a dataset on the hub is downloaded and unpacked."""
     from datasets import config
 
     hub = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="dataset")
@@ -47,7 +47,7 @@ def _check_inside(name: str, file: Path) -> None:
 
 
 def _list_strings(content: Any) -> Iterator[str]:
-    """All texts in a value."""
+    """List all texts in a value."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, dict | list):

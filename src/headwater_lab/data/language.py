@@ -56,7 +56,7 @@ class LanguageData:
 
     streams: token streams by name, with their weights; each document starts with the tokenizer's separator.
     held_out: documents to evaluate on, by the name of their stream, or of their domain.
-    domains: whether these are domains, each of which is measured by itself; the overall result is their plain mean.
+    domains: whether these are domains, which are measured separately; the overall result is their plain mean.
     """
 
     lower_is_better = True
@@ -102,7 +102,7 @@ class LanguageData:
         }
 
     def _unread_limit(self, settings: LanguageSettings, held_out: Mapping[str, Sequence[Document]]) -> list[str]:
-        """A notice if the settings name a limit of the held-out text that is above all of it."""
+        """Make a notice if the settings' limit of the held-out text exceeds its size."""
         limit = settings.held_out_bytes
         if limit in (None, LanguageSettings.model_fields["held_out_bytes"].default):
             return []
@@ -130,7 +130,7 @@ class LanguageData:
     def cut_excerpt(self, document: Document, limit: int) -> Encoded:
         """Cut `limit` bytes out of a document, between characters, at a position set by its hash; a whole chat.
 
-        Not from the beginning, because files begin alike, with licenses and imports.
+        Not from the beginning, because many files begin alike, with licenses and imports.
         """
         if document.is_chat:
             return self.encoder.encode_documents([document])[0]
@@ -226,7 +226,7 @@ def choose_limits(documents: Sequence[Document], budget: int | None) -> list[int
 
 
 def share_budget(sizes: Sequence[int], budget: int | None) -> list[int]:
-    """Divide a budget of bytes into equal shares; what short ones do not use goes to the others."""
+    """Divide a budget of bytes into equal shares; the unused part of short ones goes to the others."""
     budget_left = sum(sizes) if budget is None else min(budget, sum(sizes))
     limits = [0] * len(sizes)
     for rank, index in enumerate(sorted(range(len(sizes)), key=lambda i: sizes[i])):

@@ -166,7 +166,7 @@ def moved_document(stream: Stream, share: float, encoder: Encoder) -> float | No
     if example is None:
         raise no_text(source, stream.skipped)
     if len(counts) < 2:
-        content = f"one document of {len(example.data)} bytes" if counts.total() == 1 else "one text, again and again"
+        content = f"one document of {len(example.data)} bytes" if counts.total() == 1 else "one text, repeated"
         raise too_short(source, content)
     rarest = min(counts.values())
     return min((value for value in counts if counts[value] == rarest), key=lambda fraction: abs(fraction - share))

@@ -133,7 +133,7 @@ def _tools_column(column: str) -> str:
 
 
 def _read_conversation(value: Any) -> Any:
-    """The value of a column `messages`; `MISSING` for text that is no JSON."""
+    """Read the value of a column `messages`; `MISSING` for text that is not JSON."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -22,7 +22,7 @@ def write_sealed(file: Path, values: dict[str, Any]) -> None:
 
 
 def read_sealed(file: Path) -> dict[str, Any] | None:
-    """The values of a sealed file, without the seal; None if there is no such file.
+    """Read the values of a sealed file, without the seal; None if there is no such file.
 
     Raises `HeadwaterError` if the file is damaged or cannot be read.
     """
@@ -47,7 +47,7 @@ def read_sealed(file: Path) -> dict[str, Any] | None:
 
 
 def describe_damage(file: Path) -> HeadwaterError:
-    """The error for a file of a prepared folder that has changed."""
+    """Make the error for a file of a prepared folder that has changed."""
     return HeadwaterError(
         f"{str(file)!r} has changed since it was written; copy it again, or prepare the folder again."
     )

@@ -81,11 +81,11 @@ class SplitFacts(Facts):
 
     documents: ShardCount
     bytes: ShardCount
-    """Of text, in UTF-8; of conversations, of their answers."""
+    """UTF-8 bytes of text; for conversations, of their answers."""
     tokens: ShardCount
     """With one separator per document."""
     answer_tokens: ShardCount | None = None
-    """Of conversations: those that are trained on."""
+    """For conversations, the tokens that are trained on."""
     shards: list[ShardFacts]
 
     @property
@@ -107,11 +107,11 @@ class TokenizerFacts(Facts):
 
     name: str
     sha256: Digest
-    """Of its tokenizer.json."""
+    """SHA-256 of its tokenizer.json."""
     vocab_size: Annotated[int, Field(ge=1)]
     """One more than its largest id, including added tokens."""
     files: dict[FileName, Digest]
-    """The SHA-256 of every file of the copy."""
+    """The SHA-256 of every copied file."""
 
 
 class Skipped(Facts):
@@ -132,7 +132,7 @@ class EvaluationFacts(Facts):
 
     documents: ShardCount
     bytes: ShardCount
-    """Of text, in UTF-8."""
+    """UTF-8 bytes of text."""
     sha256: Digest
 
 
@@ -151,11 +151,11 @@ class Manifest(Facts):
     separator: ShardCount
     """The token before each document."""
     dtype: Literal["uint16", "uint32"]
-    """Of the token files, little-endian."""
+    """Data type of the token files, little-endian."""
     sha256: str
-    """Of the documents' names and texts, as in the record of a run on the same source."""
+    """Hash of the documents' names and texts, as in the record of a run on the same source."""
     skipped: Skipped
-    """In the whole source, whatever the domain."""
+    """Counts for the whole source, whatever the domain."""
     train: SplitFacts
     held_out: SplitFacts
     evaluation: EvaluationFacts
@@ -182,7 +182,7 @@ class Manifest(Facts):
 
     @property
     def shard_files(self) -> Iterator[tuple[str, int, Digest]]:
-        """(name, bytes, SHA-256) of each file with tokens."""
+        """List (name, bytes, SHA-256) of each file with tokens."""
         for shard in (*self.train.shards, *self.held_out.shards):
             yield from shard.list_files(self.numpy_dtype.itemsize)
 
@@ -198,7 +198,8 @@ class Shards:
         self._open: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream, in the folder's dtype; a view of the file if one shard has them all.
+        """Read the tokens [start, stop) of the stream, in the folder's dtype; a view of the file if one shard has them
+        all.
 
         Raises `HeadwaterError` for a token beyond the vocabulary: a model would read past the end of its embedding.
         """
@@ -275,7 +276,7 @@ class Prepared:
     held_out: Shards
 
     def read_evaluation(self) -> list[Document]:
-        """The documents kept as text for evaluation, sorted by id. Raises `HeadwaterError` if they were changed."""
+        """Read the documents kept as text for evaluation, sorted by id. Raises `HeadwaterError` if they changed."""
         file = self.folder / EVALUATION
         try:
             data = read_bytes(file)
@@ -298,7 +299,7 @@ class Prepared:
 
 
 def _read_document(row: dict[str, Any]) -> Document:
-    """The document in a line of evaluation.jsonl."""
+    """Read the document in a line of evaluation.jsonl."""
     if "messages" in row:
         return Document(row["id"], json.dumps(row["messages"], ensure_ascii=False), key=row["id"], is_chat=True)
     return Document(row["id"], row["text"], key=row["id"])
@@ -314,7 +315,7 @@ def open_all(folder: Path) -> list[Prepared]:
 
 
 def prepared_folder(path: Path) -> Path | None:
-    """Find the folder of prepared data, or of all its domains, that a path names, or whose manifest."""
+    """Find the folder of prepared data, or of all its domains, from its path or the path of its manifest."""
     folder = path.parent if path.name in (MANIFEST, DOMAINS) else path
     with suppress(HeadwaterError):  # another program's file of this name
         if any(read_sealed(folder / name) is not None for name in (MANIFEST, DOMAINS)):
@@ -411,7 +412,7 @@ def _find_changed(folder: Path, sums: Mapping[str, str]) -> Iterator[str]:
 
 
 def _changed_tokenizer(folder: Path, facts: TokenizerFacts) -> Iterator[str]:
-    """Files of the tokenizer that were changed or added; an added one would be read too."""
+    """List tokenizer files that were changed or added; an added one would be read too."""
     sums = {f"{TOKENIZER}/{name}": digest for name, digest in facts.files.items()}
     yield from _find_changed(folder, sums)
     files = {f"{TOKENIZER}/{file.relative_to(folder / TOKENIZER).as_posix()}" for file in tokenizer_files(folder)}
@@ -419,5 +420,5 @@ def _changed_tokenizer(folder: Path, facts: TokenizerFacts) -> Iterator[str]:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a prepared folder's tokenizer, without hidden ones."""
+    """List the files of a prepared folder's tokenizer, without hidden ones."""
     return sorted(file for file in (folder / TOKENIZER).rglob("[!.]*") if not file.is_dir())

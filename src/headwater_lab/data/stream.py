@@ -1,4 +1,4 @@
-"""From a source to documents, one after another: in bounded memory for a corpus on disk, or all of them.
+"""Documents of a source: one after another in bounded memory for a corpus on disk, or all of them.
 
 Files and shards are read in order.
 """
@@ -53,7 +53,7 @@ FEW_BYTES = 2**26
 
 @dataclass(frozen=True)
 class TextSource:
-    """What to read, and how to split it into documents."""
+    """A source, and how to split it into documents."""
 
     source: str
     """A file, folder or glob of text, JSONL, CSV or parquet files, compressed or not; a Hugging Face dataset ("name",
@@ -74,7 +74,7 @@ class TextSource:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in a fixed order, and what a record keeps about them."""
+    """Documents in a fixed order, and the facts about them in a record."""
 
     documents: list[Document]
     facts: dict[str, Any]
@@ -140,7 +140,7 @@ class Stream:
 
     @property
     def fingerprint(self) -> list[Any]:
-        """Names, sizes and times of the files, or the dataset's shards, which must not change in between."""
+        """Return names, sizes and times of the files, or the dataset's shards, which must not change meanwhile."""
         if self.shards is not None:
             return [len(self.shards)]
         try:
@@ -174,7 +174,7 @@ class Stream:
         yield from cut_documents(first_documents)
 
     def iterate_documents(self, cuts_texts: bool = False) -> Iterator[Document]:
-        """The documents in file order, uncut. cuts_texts: text files in pieces."""
+        """Yield the documents in file order, uncut. cuts_texts: cut text files into pieces."""
         self.empty, self.none, self.skipped = 0, 0, []
         if self.generate:
             yield from self.generate()
@@ -223,7 +223,7 @@ class Stream:
         return next(numbers)
 
     def _read_text(self, text: IO[str], name: str, in_pieces: bool) -> Iterator[Document]:
-        """The documents of a text file: the text between two marks, pieces of it, or the whole file."""
+        """Yield the documents of a text file: the text between two marks, pieces of it, or the whole file."""
         contents: Iterable[str]
         chunks = iter(partial(text.read, CHUNK), "")
         if self.marked:

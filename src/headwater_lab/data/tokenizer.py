@@ -34,7 +34,7 @@ LONGEST = 2 * PART
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A plain Hugging Face tokenizer whose token i is byte i of the text in UTF-8; 256 is the end of text."""
+    """Make a plain Hugging Face tokenizer whose token i is byte i of the UTF-8 text; 256 is the end of text."""
     # ByteLevel writes byte b as a printable stand-in character; the same table orders the vocabulary.
     vocab = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=dict(sorted(vocab.items(), key=itemgetter(1))), merges=[]))
@@ -46,8 +46,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train byte-level BPE with GPT-2's way of splitting text into words; token 0 is the end of text.
 
-    Decoding restores every text exactly. Raises `HeadwaterError` below 257 tokens, which are all bytes and the end of
-    text, and above `LARGEST_VOCABULARY`.
+    Decoding restores every text exactly. Raises `HeadwaterError` below 257 tokens (all bytes and the end of text) and
+    above `LARGEST_VOCABULARY`.
     vocab_size: tokens, including the end of text; fewer if the texts have too few pairs to merge.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -89,7 +89,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer from a folder, a tokenizer.json or the hub; none of its code runs.
+    """Read the tokenizer from a folder, a tokenizer.json or the hub, without running its code.
 
     Raises `HeadwaterError` for any problem with its files.
     """
@@ -106,14 +106,14 @@ def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 
 def local_size(name: str | None) -> int | None:
-    """The vocabulary of a tokenizer as `load_tokenizer` takes it, if it is on this machine; else None."""
+    """Find the vocabulary of a tokenizer named as for `load_tokenizer`, if it is on this machine; otherwise None."""
     if name is None or (name != "bytes" and not local_path(name).exists()):
         return None
     return vocabulary_size(load_tokenizer(name))
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest id. For vocabularies with holes, `len(tokenizer)` is too small."""
+    """Return one more than the largest id. For vocabularies with holes, `len(tokenizer)` is too small."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
@@ -137,7 +137,7 @@ def _one_sentence(problem: str) -> Iterator[None]:
 
 
 def separator_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token before each document, which also ends the previous one."""
+    """Find the token before each document, which also ends the previous one."""
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
 
 
@@ -167,7 +167,7 @@ def _encode_timed(encode: Callable[[Sequence[str]], Sequence[Ids]], texts: Seque
 
 
 def encode_plainly(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each text, without special tokens around it. Raises `HeadwaterError` as `encode_in_time`."""
+    """Encode each text, without special tokens around it. Raises `HeadwaterError` as `encode_in_time` does."""
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
@@ -179,7 +179,7 @@ def encode_plainly(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
 class Encoder:
     """An encoder from texts to token ids, for any number of threads.
 
-    Text that spells a special token is plain text: otherwise it would start a new document.
+    Text that looks like a special token is plain text: otherwise it would start a new document.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -236,7 +236,7 @@ def _cut_parts(text: str) -> list[str]:
 def part_end(text: str, start: int) -> int:
     """Find where to cut a document so that byte-level BPE gives the same tokens: at a line end between two full lines.
 
-    Else the first line end from PART characters on, else the first space, else after LONGEST characters.
+    Otherwise at the first line end from PART characters on, or the first space, or after LONGEST characters.
     """
     if match := re.compile(r"(?<=\S)\n(?=\S)").search(text, start + PART, start + LONGEST):
         return match.end()

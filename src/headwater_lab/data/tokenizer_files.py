@@ -28,7 +28,7 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<end_of_turn>", 
 
 
 def local_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder or a tokenizer.json; no code of it runs. Can raise anything for damaged files."""
+    """Load the tokenizer in a folder or a tokenizer.json, without running its code. Can raise anything if damaged."""
     described = ("tokenizer_config.json", "special_tokens_map.json")
     is_bare = path.is_file() or not any(os.path.lexists(path / name) for name in described)
     is_bare = is_bare and (path.is_file() or (path / "tokenizer.json").is_file())
@@ -41,7 +41,7 @@ def local_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def bare_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in a tokenizer.json, or in a folder with one, with the end of text that its special tokens name.
+    """Load the tokenizer in a tokenizer.json, or in a folder with one, with the end of text among its special tokens.
 
     A chat_template.jinja next to it is its chat template. Raises `HeadwaterError` if it cannot be read, and if several
     of its tokens could end a text.
@@ -70,7 +70,7 @@ def bare_tokenizer(path: Path) -> PreTrainedTokenizerFast:
 
 
 def find_tokenizer(folder: Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder; None if there is none.
+    """Load the tokenizer of a folder; None if there is none.
 
     vocab_size: the number of tokens that the model knows. Raises `HeadwaterError` if the tokenizer cannot be read,
     needs its own code, or produces tokens that the model does not know.
@@ -92,7 +92,7 @@ def find_tokenizer(folder: Path, vocab_size: int | None = None) -> PreTrainedTok
 
 
 def open_tokenizer(source: Path | str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, of a tokenizer.json, or of a name on the hub, once it has encoded a sentence.
+    """Load the tokenizer of a folder, of a tokenizer.json, or of a name on the hub, and test it on a sentence.
 
     Raises `HeadwaterError` for a folder with irregular files, or one that takes too long. Any other problem
     raises what the libraries raise: see `reading`.
@@ -116,7 +116,7 @@ def open_tokenizer(source: Path | str) -> PreTrainedTokenizerBase:
 
 
 def _check_names(file: Path) -> None:
-    """Raise `HeadwaterError` if a tokenizer's config says that it is in a file of another folder."""
+    """Raise `HeadwaterError` if a tokenizer's config refers to a file in another folder."""
     if not file.exists():
         return
     names: Any = read_object(file).get("fast_tokenizer_files")

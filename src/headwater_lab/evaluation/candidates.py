@@ -33,8 +33,8 @@ class Candidate:
 
     begin: the token before each document: headwater's separator for models trained by headwater, otherwise the
     tokenizer's begin-of-text token, or else its end-of-text token.
-    is_headwater: whether it is a headwater checkpoint. adds_begin: whether its tokenizer decides what a prompt begins
-        with.
+    is_headwater: whether it is a headwater checkpoint. adds_begin: whether its tokenizer decides how a prompt
+        begins.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Candidate:
 
     @property
     def longest(self) -> int:
-        """Tokens it takes at a time by its config."""
+        """The number of tokens that it takes at a time, by its config."""
         lengths = (getattr(self.config, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
         return next((length for length in lengths if length), CONTEXT)
 
@@ -91,7 +91,7 @@ class Candidate:
         return model.to(device, None if dtype == "auto" else getattr(torch, dtype)).eval()
 
     def _load_foreign(self) -> PreTrainedModel:
-        """Load a model that is not headwater's, with transformers."""
+        """Load a model from outside headwater with transformers."""
         if (folder := Path(self.source)).is_dir():  # all files of its index are present
             files = weight_files(folder, pickled=True)
             check_size(self.skeleton, 2 * sum(file.stat().st_size for file in files), folder)  # of 4 bits or more
@@ -162,7 +162,7 @@ def unique_names(sources: Sequence[str]) -> list[str]:
 
 
 def same_tokenizer(candidate: Candidate, reference: Candidate) -> bool:
-    """Whether two models cut a text into the same tokens."""
+    """Whether two models split text into the same tokens."""
     a, b = candidate.tokenizer, reference.tokenizer
     return (
         candidate.begin == reference.begin

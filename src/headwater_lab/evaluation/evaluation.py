@@ -48,7 +48,8 @@ class ScoreRow:
 
 @dataclass
 class EvaluationResult:
-    """Facts of each model and text, the figures, lm-eval's versions and hashes of tasks, and what makes them again."""
+    """Facts about each model and text, the figures, lm-eval's task versions and hashes, and the command that
+    reproduces them."""
 
     models: dict[str, dict[str, Any]]
     rows: list[ScoreRow]
@@ -98,11 +99,12 @@ def evaluate(
     models: headwater checkpoints or runs, folders or hub names of Hugging Face causal language models.
     tasks: lm-eval's names, `name@shots`, or one of `tasks.GROUPS`; default: all of `task_files`.
     shots: few-shot examples, for tasks that do not set them. limit: items of a task, and documents of a text.
-    text: files, folders, globs of text, JSONL, CSV or parquet, or datasets of the hub. text_column: that of tables.
-    context: tokens a model sees at a time; default for texts the most that all take, up to 2048, and for tasks each
+    text: files, folders, globs of text, JSONL, CSV or parquet, or datasets of the hub. text_column: the column of
+    tables. context: tokens that a model sees at a time; default for texts the most that all take, up to 2048, and for
+    tasks each
         model's own. stride: tokens that each window adds, default context // 2.
     on_windows: called with (text, windows done, of how many) after each batch of a text.
-    Raises `HeadwaterError` for anything that is not there or does not fit together, before any model has run.
+    Raises `HeadwaterError` for anything that is missing or inconsistent, before any model runs.
     """
     if not models:
         raise HeadwaterError("Name at least one checkpoint or model to evaluate.")
@@ -157,7 +159,7 @@ def _read_versions(of_tasks: bool) -> dict[str, str]:
 
 
 def _choose_window(candidates: Sequence[Candidate], context: int | None, stride: int | None) -> tuple[int, int]:
-    """Choose the tokens of a window, and between the beginnings of two. Raises `HeadwaterError` if they do not fit."""
+    """Choose the length and stride of windows in tokens. Raises `HeadwaterError` if they do not fit."""
     for candidate in candidates:
         if context is not None and candidate.positions is not None and context > candidate.positions:
             raise HeadwaterError(
@@ -183,7 +185,7 @@ class _TextScorer:
     on_windows: Callable[[str, int, int], None]
 
     def score_model(self, candidate: Candidate, model: PreTrainedModel, facts: dict[str, Any]) -> Iterator[Score]:
-        """Yield a model's scores by text and measure. Adds what it read of each text to its facts."""
+        """Yield a model's scores by text and measure. Adds its token counts for each text to its facts."""
         for content in self.contents:
             ids = Encoder(candidate.tokenizer)([document.text for document in content.documents])
             likelihoods = texts.sum_log_likelihoods(
@@ -210,7 +212,7 @@ class _TextScorer:
 
 
 def choose_measures(candidates: Sequence[Candidate]) -> list[str]:
-    """Choose the measures by which models can be compared on text: per token, they need one tokenizer."""
+    """Choose the measures by which models can be compared on text: measures per token need the same tokenizer."""
     alike = all(same_tokenizer(candidates[0], candidate) for candidate in candidates[1:])
     return list(MEASURES) if alike else ["bits-per-byte"]
 

@@ -46,12 +46,12 @@ class Items:
 
     @property
     def of_ratio(self) -> np.ndarray:
-        """How much each item moves the ratio, times n; [n]."""
+        """Compute each item's influence on the ratio, times n; [n]."""
         return (self.values - self.ratio * self.weights) / self.weights.mean()
 
     @property
     def influences(self) -> np.ndarray:
-        """How much each item moves the figure, times n; [n]."""
+        """Compute each item's influence on the figure, times n; [n]."""
         return FORMS[self.form][1](self.ratio) * self.of_ratio
 
     @property

@@ -57,7 +57,7 @@ FORMS = {"mean": "mean", "perplexity": "perplexity", "weighted_perplexity": "per
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """A task or group of lm-eval's. shots: None for its own number; metrics: those to show, None for all."""
+    """A task or task group of lm-eval. shots: None for its own number; metrics: those to show, None for all."""
 
     name: str
     shots: int | None
@@ -68,7 +68,7 @@ class TaskRequest:
 class Score:
     """One figure of one model. items: the scores behind it; None for a figure that is not a ratio of sums.
 
-    task: or the text, which has neither shots nor facts.
+    task: the task, or the text, which has neither shots nor facts.
     """
 
     task: str
@@ -82,7 +82,7 @@ class Score:
 
 
 def parse_tasks(name: str, shots: int | None = None) -> list[TaskRequest]:
-    """Parse a name as the command line takes it, `name[@shots]`, or one of `GROUPS`."""
+    """Parse a name from the command line, `name[@shots]`, or one of `GROUPS`."""
     requests = []
     for member in GROUPS.get(name, (name,)):
         task_shots, _, metrics = member.partition(":") if name in GROUPS else (member, "", "")
@@ -98,7 +98,7 @@ def parse_tasks(name: str, shots: int | None = None) -> list[TaskRequest]:
 class Tasks:
     """Load the requested tasks. Raises `HeadwaterError` for missing names, files and data.
 
-    files: a folder of local task files, or one of them; data files named in them are looked for from that folder.
+    files: a folder of local task files, or one of them; paths of data files in them are relative to that folder.
     """
 
     def __init__(self, names: Sequence[str], files: Path | None = None, shots: int | None = None) -> None:
@@ -189,7 +189,7 @@ class Tasks:
 
 
 class TaskResult:
-    """What lm-eval measured for a task, or for a group of tasks: one row of its table, and the items behind it."""
+    """lm-eval's results for a task or a group of tasks: one row of its table, and the items behind it."""
 
     def __init__(self, name: str, tasks: dict[str, Any], results: dict[str, Any], is_group: bool) -> None:
         self.name, self.results = name, results

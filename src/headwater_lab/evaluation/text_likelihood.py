@@ -1,9 +1,9 @@
 """Measure how well a model predicts documents: sliding windows, each token scored once.
 
 A document is [begin, t_1, …, t_n], where `begin` is the start token; t_1 … t_n are all scored, and
-nothing is shared between documents. A window is `context` tokens of input. The first scores all its targets, each
-next one the `stride` targets that follow, with at least context − stride tokens before each; the last is as long as
-the others, and so overlaps more.
+nothing is shared between documents. A window is `context` tokens of input. The first scores all its targets, and
+each later one the next `stride` targets, with at least context − stride tokens before each; the last is as long as
+the others, so it overlaps more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headwater_lab.data.stream import read_documents
 
 @dataclass(frozen=True)
 class Text:
-    """Documents to evaluate on. bytes: of each in UTF-8. skipped: files that are not UTF-8 text."""
+    """Documents to evaluate on. bytes: UTF-8 bytes of each. skipped: files that are not UTF-8 text."""
 
     name: str
     documents: list[Document]
@@ -50,7 +50,7 @@ def read_text(source: str, limit: int | None = None, column: str = "text") -> Te
 
 
 def list_windows(targets: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """List (start, end, scored): tokens start … end−1 of a document go in, and the last `scored` predictions count."""
+    """List (start, end, scored): tokens start … end−1 of a document are read, the last `scored` predictions count."""
     done = 0
     while done < targets:
         end = min(done + (stride if done else context), targets)
@@ -71,7 +71,7 @@ def sum_log_likelihoods(
 ) -> np.ndarray:
     """Sum the log-likelihood of each document in nats (negative), in fp64; documents: token ids without `begin`.
 
-    on_batch: called with how many windows are done, and of how many. Raises `HeadwaterError` for ids that the model
+    on_batch: called with the numbers of finished and of all windows. Raises `HeadwaterError` for ids that the model
     does not have.
     """
     rows = [np.concatenate(([begin], ids)).astype(np.int64) for ids in documents]

@@ -1,4 +1,4 @@
-"""The inspection of one checkpoint, as a dataclass and as JSON."""
+"""Inspection of one checkpoint, as a dataclass and as JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InspectedText:
 
 @dataclass(frozen=True)
 class InspectedImages:
-    """The images that were looked at: their number, rows and columns of patches, and tokens of each."""
+    """The inspected images: their number, rows and columns of patches, and tokens of each."""
 
     number: int
     patches: tuple[int, int]
@@ -93,16 +93,16 @@ def inspect_model(
 ) -> Inspection:
     """Look inside a trained model without changing it.
 
-    text: a file to read; default: the model's latest training data, of which models of images read held-out images.
+    text: a file to read; default: the model's latest training data, or for image models its held-out images.
     rows: rows of the text, default 16; or the number of images, default 64. context: tokens per row; default: the
     data's, or at most 256 for a text. scalars_only: read neither text nor images, only the scalars.
-    Raises `HeadwaterError` if there is nothing to read, too little, or nothing that the model reads.
+    Raises `HeadwaterError` if there is nothing to read, too little, or data that the model cannot read.
     """
     model = trained.model
     config = model.config
     if is_of_images(config) and (text or context is not None):
         option = "--text" if text else "--context"
-        raise HeadwaterError(f"{trained.source!r} is a model of images, and {option} is for text; leave it out.")
+        raise HeadwaterError(f"{trained.source!r} is an image model, and {option} is for text; leave it out.")
     facts: dict[str, Any] = dict(
         name=name,
         source=trained.source,
@@ -131,16 +131,15 @@ def inspect_model(
 
 
 def check_alike(inspections: Sequence[Inspection]) -> None:
-    """Raise `HeadwaterError` if some have read text and others images, which measure different things."""
+    """Raise `HeadwaterError` if some have read text and others images, whose measurements differ."""
     if any(inspection.text for inspection in inspections) and any(inspection.images for inspection in inspections):
         raise HeadwaterError(
-            "Models of text and models of images are measured on different things; inspect them separately, or pass "
-            "--scalars."
+            "Text models and image models are measured on different data; inspect them separately, or pass --scalars."
         )
 
 
 def to_json(inspections: Sequence[Inspection]) -> dict[str, Any]:
-    """The content of inspect.json."""
+    """Return the content of inspect.json."""
     models = [
         asdict(inspection) | ({} if inspection.read is None else {"skip_use": inspection.skip_use})
         for inspection in inspections

@@ -1,4 +1,4 @@
-"""Inspections as pictures: models side by side, with the same axes and the same colors for the same numbers."""
+"""Pictures of inspections: models side by side, with shared axes and color scales."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Grid:
 
 @default_style()
 def draw_pictures(inspections: Sequence[Inspection], folder: Path) -> list[Path]:
-    """Write inspect-*.png into a folder, for those with data."""
+    """Write inspect-*.png into a folder, for the pictures with data."""
     figures = {"scalars": scalars_picture(inspections), "heads": heads_picture(inspections)}
     return [save_figure(figure, folder / f"inspect-{name}.png", 130) for name, figure in figures.items() if figure]
 
@@ -85,7 +85,7 @@ def heads_picture(inspections: Sequence[Inspection]) -> Figure | None:
 
 
 def draw_heatmaps(inspections: Sequence[Inspection], grids: Sequence[Grid]) -> Figure | None:
-    """One column per model. All heatmaps share one color scale and the axes of the largest model."""
+    """Draw one column per model. All heatmaps share one color scale and the axes of the largest model."""
     models = [m for m in range(len(inspections)) if any(grid.values[m] is not None for grid in grids)]
     if not models:
         return None
@@ -133,7 +133,7 @@ def _draw_heatmap(
 
 
 def _find_scale(grids: Sequence[Grid]) -> tuple[float, float]:
-    """From zero (symmetric if any value is negative) to the largest value, at least one."""
+    """Find the color scale: from zero (symmetric if any value is negative) to the largest value, at least one."""
     values = np.concatenate([value.ravel() for grid in grids for value in grid.values if value is not None])
     high = max(1.0, float(np.nanmax(np.abs(values))))
     return (-high if np.nanmin(values) < 0 else 0.0), high

@@ -29,7 +29,7 @@ WEIGHTS = 2**26
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows of equal length, or images: the model's inputs, and the tokens that it makes of each."""
+    """Rows of equal length, or images: the model's inputs, and the number of tokens of each."""
 
     inputs: dict[str, Tensor]
     length: int
@@ -39,7 +39,7 @@ class Sample:
         return len(next(iter(self.inputs.values())))
 
     def iterate_batches(self, model: AnyModel) -> Iterator[dict[str, Tensor]]:
-        """Yield the inputs, as many rows at a time as the attention weights of one layer fit in memory."""
+        """Yield the inputs in batches for which the attention weights of one layer fit in memory."""
         heads = max(layer_config(model.config, layer).num_attention_heads for layer in model.config.kinds.values())
         size = max(1, WEIGHTS // (heads * self.length**2))
         for start in range(0, self.rows, size):
@@ -71,7 +71,7 @@ def sample_tokens(trained: Trained, text: Path | None, rows: int | None, context
 
 
 def sample_images(trained: Trained, count: int | None) -> tuple[Sample, tuple[int, int]]:
-    """Held-out images of the data the model was trained on, always the same, and their rows and columns of patches.
+    """Return held-out images of the model's training data, always the same, and their rows and columns of patches.
 
     Raises `HeadwaterError` if there is nothing to read.
     """
@@ -93,7 +93,7 @@ def sample_images(trained: Trained, count: int | None) -> tuple[Sample, tuple[in
 
 
 def repeat_random_tokens(model: HeadwaterForCausalLM) -> tuple[Sample, int]:
-    """Rows of different random tokens, repeated once, and the length of the repetition."""
+    """Return rows of different random tokens, repeated once, and the length of the repetition."""
     config = model.config
     period = min(PERIOD, config.max_position_embeddings // 2, config.vocab_size)
     if period < 1:

@@ -20,9 +20,9 @@ from headwater_lab.util.model_kinds import AnyModel
 class Scalars:
     """The numbers of one symbol in one layer.
 
-    place: the linear layer they belong to ("q_proj", …, "mlp"), or "" if it is the whole layer.
-    by: "kv head", "query head", "layer" (whose part of a sum they weigh; -1: the embedding), or "" for one number.
-    at: the indices of these.
+    place: the linear layer they belong to ("q_proj", …, "mlp"), or "" for the whole layer.
+    by: "kv head", "query head", "layer" (the layer whose summand they weigh; -1: the embedding), or "" for one
+    number. at: indices of these heads or layers.
     """
 
     layer: int
@@ -35,16 +35,17 @@ class Scalars:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The mechanism, symbol and place, which share a section or picture."""
+        """The mechanism, symbol and place, which identify a section or picture."""
         return self.mechanism, self.symbol, self.place
 
 
 @dataclass(frozen=True)
 class Census:
-    """Key/value heads by which token's key and which token's value weighs more, KV shifting's Table 4.
+    """Key/value heads, counted by the token whose key weighs more and the token whose value weighs more, as in KV
+    shifting's Table 4.
 
     current_key: α1 > α2; previous_key: otherwise; current_value: β1 > β2; previous_value: otherwise. With longer
-    windows the current token's weight is compared with the largest of the others. heads: those with both shifted.
+    windows the current token's weight is compared with the largest of the others. heads: heads with both shifted.
     """
 
     heads: int
@@ -68,7 +69,7 @@ def find_mechanisms(block: Block) -> Iterator[tuple[str, Mechanism]]:
 
 @torch.no_grad()
 def collect_scalars(model: AnyModel) -> list[Scalars]:
-    """All scalars of a model, layer by layer."""
+    """Collect all scalars of a model, layer by layer."""
     # For tables read by token id, the first token's.
     shared = model.model.shared_tensors(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return [
@@ -84,7 +85,7 @@ def collect_scalars(model: AnyModel) -> list[Scalars]:
 
 @torch.no_grad()
 def compose_windows(block: Block, tensor: str) -> Tensor | None:
-    """Weights with which a layer mixes keys ("k") or values ("v") over tokens, [window, its heads]; None without."""
+    """Find the weights that mix a layer's keys ("k") or values ("v") over tokens, [window, its heads]; None without."""
     composed: Tensor | None = None
     for _, module in find_mechanisms(block):
         show: Any = getattr(module, "show_windows", None)
@@ -108,7 +109,7 @@ def take_census(model: AnyModel) -> Census | None:
 
 
 def _by_head(block: Block, tensor: str) -> dict[int, bool]:
-    """Key/value head -> whether the current token weighs more than any before."""
+    """Map each key/value head to whether the current token weighs more than all before it."""
     window = compose_windows(block, tensor)
     if window is None:
         return {}
@@ -117,7 +118,7 @@ def _by_head(block: Block, tensor: str) -> dict[int, bool]:
 
 
 def value_taps(model: AnyModel) -> list[Tensor]:
-    """For each layer, the taps [window, H] of the values its query heads attend to, from any layer."""
+    """Find for each layer the taps [window, H] of the values its query heads attend to, from any layer."""
     blocks = list_blocks(model)
     windows = [compose_windows(block, "v") for block in blocks]
     result = []

@@ -1,7 +1,7 @@
 """Measures of attention weights and hidden states. Pure functions of tensors.
 
-Weights a [B, H, T, S] are attention's, T = S; taps [window, H] say with which weights a head's values were mixed with
-those of earlier tokens, V'_s = Σ_i taps[i]·V_{s-i}.
+Weights a [B, H, T, S] are attention's, T = S; taps [window, H] are the weights with which a head's values were mixed
+over earlier tokens, V'_s = Σ_i taps[i]·V_{s-i}.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def effective_weights(a: Tensor, taps: Tensor, since: Tensor) -> Tensor:
         e_{t,j} = Σ_i taps[i]·a_{t,j+i}
 
     They need not add up to 1, and may be negative if a tap is.
-    since: [B, S], how many tokens of its document come before each; a tap that reaches further back reads zero.
+    since: [B, S], the number of earlier tokens of its document; a tap that reaches further back reads zero.
     """
     taps = taps.to(a)
     result = a * taps[0, :, None, None]
@@ -42,7 +42,7 @@ def effective_weights(a: Tensor, taps: Tensor, since: Tensor) -> Tensor:
 
 
 def compose_taps(taps: Tensor, later_taps: Tensor) -> Tensor:
-    """The combined taps of two successive windows: [m, H], [n, H] -> [m + n - 1, H]."""
+    """Combine the taps of two successive windows: [m, H], [n, H] -> [m + n - 1, H]."""
     result = taps.new_zeros(len(taps) + len(later_taps) - 1, taps.shape[1])
     for back, tap in enumerate(taps):
         result[back : back + len(later_taps)] += tap * later_taps
@@ -50,9 +50,9 @@ def compose_taps(taps: Tensor, later_taps: Tensor) -> Tensor:
 
 
 def previous_attention(a: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to the previous token, summed over the tokens that have one, and their number: [H], [].
+    """Sum attention to the previous token over the tokens that have one, and count them: [H], [].
 
-    since: [B, T], how many tokens of its document come before each.
+    since: [B, T], the number of earlier tokens of its document.
     """
     has = since[:, 1:] >= 1
     return (a.diagonal(offset=-1, dim1=-2, dim2=-1) * has[:, None]).sum((0, 2), dtype=torch.float64), has.sum()

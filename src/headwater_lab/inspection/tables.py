@@ -42,7 +42,7 @@ def build_tables(inspections: Sequence[Inspection]) -> list[Table]:
 
 
 def write_numbers(values: Sequence[float | None] | float | None) -> str:
-    """One number, several numbers, or the range of many."""
+    """Write one number, several numbers, or the range of many."""
     if values is None:
         return ""
     if isinstance(values, float):
@@ -90,7 +90,7 @@ def _census_rows(inspections: Sequence[Inspection]) -> dict[str, list[str]]:
 
 
 def read_measure(inspection: Inspection, label: str) -> Any:
-    """The values of a measure by layer; None if it was not measured."""
+    """Read the values of a measure by layer; None if it was not measured."""
     record, _, field = MEASURES[label].partition(".")
     return getattr(getattr(inspection, record), field, None)
 
@@ -114,7 +114,7 @@ def read_table(inspections: Sequence[Inspection]) -> Table:
 
 
 def _layer_rows(inspections: Sequence[Inspection], columns: Sequence[Sequence[Any]]) -> dict[str, list[str]]:
-    """The cells of each layer, and of the last one's output. columns: by model, the values of its layers."""
+    """Make the cells of each layer, and of the last one's output. columns: by model, the values of its layers."""
     models = list(zip(columns, (model.layers for model in inspections), strict=True))
     rows = {}
     for layer in range(max(depth for _, depth in models)):

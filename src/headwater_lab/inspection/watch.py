@@ -32,7 +32,7 @@ PerHead = list[list[float]]  # [layers][query heads]
 class Read:
     """Measurements over the sample; docs/inspect.md defines them.
 
-    hidden: [layers + 1], at each block's input and the last one's output. values: [layers], None if a layer projects
+    hidden: [layers + 1], at each block's input and the last block's output. values: [layers], None if a layer projects
     none. first_token: None for images without a class token. beside: None if no layer has learned pairs.
     """
 
@@ -135,9 +135,9 @@ def _run_model(model: AnyModel, batch: dict[str, Tensor]) -> None:
 class Sight(NamedTuple):
     """The tokens that each token of a batch sees, [B, T] each.
 
-    visible: how many tokens. start: the slot of the first one. since: how many tokens of its document come before it,
-    which limits what mechanisms read. It differs from `visible - 1` in rows in which attention crosses from one
-    document to the next. For images, `since` counts patches in raster order.
+    visible: their number. start: the slot of the first one. since: the number of earlier tokens of its document,
+    which limits mechanisms. It differs from `visible - 1` in rows whose attention crosses document
+    boundaries. For images, `since` counts patches in raster order.
     """
 
     visible: Tensor

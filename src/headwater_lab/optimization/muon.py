@@ -1,4 +1,4 @@
-"""Muon, which takes all matrices of one shape together."""
+"""Muon, batched over all matrices of one shape."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Muon(torch.optim.Optimizer):
     all matrices of one shape are one batched product, and under FSDP2 each process orthogonalizes a share of them,
     unsharded, and sends the rows back to their owners.
 
-    Its state is that of `torch.optim.Muon`: "momentum_buffer" for each parameter. Like a fused optimizer it changes
-    nothing if `found_inf`, 0-d, is 1.
+    Its state is the same as in `torch.optim.Muon`: "momentum_buffer" for each parameter. Like a fused optimizer it
+    changes nothing if `found_inf`, 0-d, is 1.
     """
 
     # How GradScaler and our loop tell that an optimizer can skip a step on the device.
@@ -43,7 +43,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, params: Sequence[dict[str, Any]], lr: float = 1e-3, momentum: float = 0.95, weight_decay: float = 0.1
     ) -> None:
-        """params: groups of two-dimensional parameters. Raises `HeadwaterError` for others."""
+        """Take `params`, groups of two-dimensional parameters. Raises `HeadwaterError` for others."""
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             if parameter.ndim != 2:
@@ -51,7 +51,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step; closure: recomputes the loss and its gradients."""
+        """Take one step; closure: recomputes the loss and its gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

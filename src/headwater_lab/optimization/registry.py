@@ -1,4 +1,4 @@
-"""The values of `training.optimizer` and `training.schedule`, and which fields of `training:` each of them reads."""
+"""The values of `training.optimizer` and `training.schedule`, and the fields of `training:` that each of them reads."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def register_schedule(fraction: F) -> F:
 
 
 def fields_read(thing: Any) -> list[str]:
-    """The fields of `training:` that an optimizer or a schedule reads: a function's keyword-only parameters.
+    """List the fields of `training:` that an optimizer or a schedule reads: a function's keyword-only parameters.
 
-    A class like those of torch.optim takes its own arguments, `optimizer_options`, besides the learning rate.
+    A class like those of torch.optim takes the learning rate and its own arguments, `optimizer_options`.
     """
     if isinstance(thing, type):
         return ["learning_rate", "optimizer_options"]
@@ -45,11 +45,11 @@ def fields_read(thing: Any) -> list[str]:
 
 
 def values_read(thing: Any, training: Settings) -> dict[str, Any]:
-    """The values of these fields. Raises `HeadwaterError` for a parameter that is no field."""
+    """Read the values of these fields. Raises `HeadwaterError` for a parameter that is not a field."""
     names, fields = fields_read(thing), type(training).model_fields
     for name in names:
         if name not in fields:
             raise HeadwaterError(
-                f"{thing.__name__!r} takes {name!r}, which is no field of training; {nearest(name, fields)}"
+                f"{thing.__name__!r} takes {name!r}, which is not a field of training; {nearest(name, fields)}"
             )
     return {name: getattr(training, name) for name in names}

@@ -1,4 +1,4 @@
-"""How the learning rate goes after the warm-up."""
+"""Learning-rate schedules after the warm-up."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 
 
 def local_shard(parameter: Tensor) -> Tensor:
-    """This process's shard of a parameter."""
+    """Return this process's shard of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def list_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The gradients of the parameters that have one."""
+    """List the gradients of the parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]

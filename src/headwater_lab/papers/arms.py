@@ -54,19 +54,19 @@ class SizedArm:
         return self.recipe.training.devices * self.recipe.training.nodes
 
     def folder(self, seed: int, out: Path) -> Path:
-        """The folder of one seed's run of a comparison, as `make_trial` names it."""
+        """Return the folder of one seed's run of a comparison, as `make_trial` names it."""
         size = [make_slug(self.size)] if self.size is not None else []
         return out.joinpath(self.recipe.name, *size, f"{make_slug(self.arm)}-{seed}")
 
     def run(self, seed: int, out: Path) -> tuple[Recipe, Path]:
-        """The settings of one seed's run, and its folder below `out`."""
+        """Return the settings of one seed's run, and its folder below `out`."""
         if self.recipe.compare:
             trial = make_trial(self.recipe, self.arm, seed, out, self.size)
             return trial.recipe, trial.folder
         return list_stages(self.recipe, out / self.recipe.name)[self.recipe.stage_names.index(self.arm)]
 
     def command(self, seed: int, out: Path, overrides: Sequence[str]) -> str:
-        """The command that trains one seed's run in its folder, on the recipe's number of devices."""
+        """Return the command that trains one seed's run in its folder, on the recipe's number of devices."""
         nodes, devices = self.recipe.training.nodes, self.recipe.training.devices
         start = [] if self.devices == 1 else ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={devices}", "-m"]
         words = [*start, "headwater", "train", str(self.path), *overrides]
@@ -94,7 +94,7 @@ class FinishedRun:
 
 
 def list_law_arms(arm: SizedArm) -> list[SizedArm]:
-    """List what a law over sizes is fitted to: an arm of a comparison and its baseline, at every size."""
+    """List the arms to which a law over sizes is fitted: an arm of a comparison and its baseline, at every size."""
     section = arm.recipe.compare
     assert section is not None
     return [replace(arm, arm=name, size=size) for name in (arm.arm, section.baseline) for size in section.sizes]

@@ -1,4 +1,5 @@
-"""Verdicts on a paper's claims: each is judged by an interval, and all of a table are corrected together by Holm.
+"""Verdicts on a paper's claims: each is judged by an interval, and all claims of a table are corrected together by
+Holm.
 
 Every claim is reduced to one number and a region: the number is estimated with an interval, and the claim
 
@@ -9,21 +10,21 @@ Every claim is reduced to one number and a region: the number is estimated with 
     better, sooner, larger   mean paired difference over the seeds, region (0, ∞), Student's t
     alike                    the same, region [-margin, margin]
     no better                the same, region (-∞, margin]
-    than                     the three above of a difference less another: (a1 - b1) - (a2 - b2), each seed's of
+    than                     the three above for a difference of two differences: (a1 - b1) - (a2 - b2), each seed's of
                              its four runs, so that what they share cancels; Student's t
     gains                    log of the size of the baseline that equals the arm, region (log(1 + more), ∞), jackknife
     loses                    the same, region (-∞, -log(1 + more))
     reaches, never, …        share of the seeds, region (1/2, 1], the binomial (Clopper and Pearson)
 
-Where all differences are one number, 0 too, Student's t has no spread to go by: the interval is that number where so
-many seeds of one sign are beyond chance (sign test), and there is none otherwise. Parameters, tokens and FLOPs are
-counted, and no chance is in them: no test is made, and the interval is what the seeds have.
+Where all differences are the same number (or 0), Student's t has no spread: the interval is that number if so
+many seeds of one sign are beyond chance (sign test), and otherwise there is none. Parameters, tokens and FLOPs
+are counted without chance: no test is made, and the interval covers the seeds' values.
 
-Where a run has diverged, the mean is meaningless: only the runs that happened not to diverge remain. "better" then is
-the share of the seeds in which the arm is better, among those in which one is: one that diverged is worse than one that
-did not. The other claims about means are inconclusive.
+Where a run has diverged, the mean is meaningless, because only the other runs remain. "better" is then
+judged by the share of seeds in which the arm is better, among those in which either arm is: one that diverged is worse
+than one that did not. The other claims about means are inconclusive.
 
-Holm's procedure knows a table alone.
+Holm's procedure covers one table.
 """
 
 from __future__ import annotations
@@ -71,12 +72,13 @@ LUCKY = "a run diverged, and the mean of the others is meaningless"
 
 @dataclass(frozen=True)
 class Evidence:
-    """A number that a claim is about; without an estimate, `why` says why there is none.
+    """The number that a claim is about; without an estimate, `why` is the reason.
 
     label: the number in words; region: where it must lie for the claim to replicate; size: its number of seeds.
-    p: the smallest level at which the interval lies on one side of the borders; None: it never does.
+    p: the smallest level at which the interval lies on one side of the borders; None if there is none.
     interval: of confidence 1 - level; None if unbounded. count_missing: seeds still needed to settle it.
-    why: why it is inconclusive, if that is clear before any test. counted: the number is exact, as parameters are.
+    why: why it is inconclusive, if that is clear before any test. counted: the number is exact, such as a number of
+    parameters.
     """
 
     why: str = ""
@@ -119,7 +121,7 @@ def mean_evidence(
 
 
 def share_evidence(count: int, size: int, label: str = "") -> Evidence:
-    """Estimate the share of seeds that did as claimed, `count` of `size`."""
+    """Estimate the share of seeds that agree with the claim, `count` of `size`."""
     test = stats.binomtest(count, size)
 
     def interval(level: float) -> Interval:
@@ -159,7 +161,7 @@ def _p_of_t(mean: float, error: float, freedom: int, region: Interval) -> float:
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim and what our runs say about it, or what was computed.
+    """A claim and its evidence from our runs, or from computation.
 
     why: why it is inconclusive, or another remark; the evidence itself where nothing is estimated.
     what, kind: what was estimated: a mean difference, a share of the seeds, or how much more of the baseline's size.
@@ -167,8 +169,8 @@ class Judged:
         claim among those of its table. p: uncorrected. seeds: its number of seeds.
     more: seeds still needed to settle it with a probability of 80 %, if mean and spread stay the same; None if it is
         settled, needs more than 10 000, or has no mean.
-    counted: an arithmetical identity, such as the FLOPs of one arm under another's: counted or computed, not measured.
-    arms: those that the claim names.
+    counted: an arithmetical identity, such as the FLOPs of one arm compared with another's: counted or computed, not
+    measured. arms: the arms that the claim names.
     """
 
     says: str
@@ -198,7 +200,7 @@ def judge_claims(claims: Sequence[Claim], runs: Runs) -> list[Judged]:
 
 
 def _find_gaps(claim: Claim, runs: Runs) -> str:
-    """Name the seeds that a claim's arms lack, since a failed run may be the one that matters; "" if none, or all."""
+    """Name the seeds that a claim's arms lack, because a failed run may be decisive; "" if none, or all."""
     gaps = []
     for name in dict.fromkeys(list_claimed_arms(claim)):
         sized_arm, runs_by_seed = runs.arms[name], runs.find_seeds(name)
@@ -260,7 +262,7 @@ def _bounded_expm1(log: float) -> float:
 def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
     """Judge an interval by a region.
 
-    The region's borders belong to it if it has two (alike), and not if it is open to one side (more than).
+    A region with two borders (alike) includes them, and one that is open to one side (more than) does not.
     """
     if interval is None:
         return "inconclusive"
@@ -273,7 +275,7 @@ def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
 
 
 def _find_evidence(claim: Claim, runs: Runs) -> Evidence:
-    """Find what the runs say about a claim, if its arms have all seeds."""
+    """Find the evidence for a claim, if its arms have all seeds."""
     if why := _find_gaps(claim, runs):
         return Evidence(why)
     for name in list_claimed_arms(claim):

@@ -170,7 +170,7 @@ def _count_flops(configs: Mapping[str, HeadwaterConfig]) -> np.ndarray:
 
 
 def compute_kv_shifting_dynamics() -> Computed:
-    """Follow the flow of theorem 3's loss in the plane of figure 2, from starts in [0, 1]²."""
+    """Follow the flow of theorem 3's loss in the plane of figure 2, from starting points in [0, 1]²."""
     rows, speeds, returned, arrived = [], [], [], []
     for length in theory.LENGTHS:
         axis = torch.linspace(0, 1, 41, dtype=torch.float64)

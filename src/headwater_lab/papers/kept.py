@@ -1,7 +1,7 @@
-"""Finished runs in one file, by which a table's verdicts can be checked without training them again.
+"""Finished runs in one file, from which a table's verdicts can be checked without training.
 
 A line is a run as JSON: `run`, its folder below the output folder, and `record`, its record.json
-(docs/reference/records.md) without the losses of single documents. There are no weights in it.
+(docs/reference/records.md) without the losses of single documents. It contains no weights.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read_runs(file: Path) -> list[KeptRun]:
 def judge_recorded(names: Iterable[str], scale: ScaleName, runs: Sequence[KeptRun]) -> Iterator[Reproduction]:
     """Judge each of these tables that has finished runs among `runs`, without training.
 
-    Tables that look into models are left out.
+    Tables that need the models themselves are left out.
     """
     with TemporaryDirectory() as folder:
         for name in names:
@@ -99,16 +99,16 @@ def judge_recorded(names: Iterable[str], scale: ScaleName, runs: Sequence[KeptRu
 
 
 def restore_runs(file: Path, work: Work, tell: Tell) -> None:
-    """Write the records in `file` of a table's comparisons into their runs' folders, where no run is yet.
+    """Write the records of a table's comparisons in `file` into their runs' folders, if these have no run yet.
 
-    Left out are runs with other settings than the recipe's. Raises `HeadwaterError` for a damaged file.
+    Runs whose settings differ from the recipe's are left out. Raises `HeadwaterError` for a damaged file.
     """
     if not file.exists():
         tell(f"There is no {str(file)!r} yet; finished runs will be added to it.")
         return
     runs = read_runs(file)
     if reads_models(work.table):
-        tell(f"{work.name} looks into models, which are not in {str(file)!r}, so its runs are trained here.")
+        tell(f"{work.name} needs the models themselves, which are not in {str(file)!r}, so its runs are trained here.")
         return
     restored, outdated = _write_records(runs, work)
     if restored:
@@ -121,7 +121,7 @@ def restore_runs(file: Path, work: Work, tell: Tell) -> None:
 def _write_records(runs: Sequence[KeptRun], work: Work) -> tuple[list[RunRecord], int]:
     """Write the records that belong to a table.
 
-    Returns them, and the number of runs with other settings than the recipe has now.
+    Returns them, and the number of runs whose settings differ from the recipe's.
     """
     recipes = {work.trials / recipe.name: recipe for recipe in _list_comparisons(work)}
     restored, outdated = [], 0
@@ -142,7 +142,7 @@ def _write_records(runs: Sequence[KeptRun], work: Work) -> tuple[list[RunRecord]
 
 
 def keep_runs(file: Path, work: Work, tell: Tell) -> None:
-    """Add the finished and diverged runs of a table's comparisons to `file`, sorted; it may not exist yet.
+    """Add the finished and diverged runs of a table's comparisons to `file`, sorted; the file may not exist yet.
 
     A line is replaced only if the recipe has other settings, or another tuned learning rate, now. Runs on other data
     than the file's are not added.
@@ -200,7 +200,7 @@ def check_restored(work: Work) -> None:
 
 
 def _find_trial(record: RunRecord, recipe: Recipe, folder: Path, trials: Path) -> Trial | None:
-    """Find the trial of a recipe's comparison whose run this is; None if its settings are not the recipe's."""
+    """Find the trial of a recipe's comparison that this run belongs to; None if its settings are not the recipe's."""
     experiment, section = record.experiment, recipe.compare
     if experiment is None or section is None or experiment.arm not in section.arms:
         return None
@@ -220,7 +220,7 @@ def _dump_settings(record: RunRecord) -> str:
 
 
 def _list_comparisons(work: Work) -> list[Recipe]:
-    """List a table's comparisons, except those whose runs start from checkpoints, which a record does not have."""
+    """List a table's comparisons, except those whose runs start from checkpoints, which records do not contain."""
     return [
         recipe
         for recipe, only in work.list_comparisons()

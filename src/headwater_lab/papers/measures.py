@@ -49,7 +49,7 @@ ROWS = 16
 
 @dataclass
 class Runs:
-    """The runs of a table: where they are, and what has been read from them.
+    """The runs of a table: their folders, and what has been read from them.
 
     unlearned: from a claim of divergence, the result of a model that has learned nothing.
     """
@@ -88,7 +88,7 @@ class Runs:
         }
 
     def measure_run(self, measure: Measure, run: FinishedRun) -> float:
-        """Measure a run. Raises `HeadwaterError` if it has no such measure, or no checkpoint any more."""
+        """Measure a run. Raises `HeadwaterError` if it has no such measure, or its checkpoint is gone."""
         kind, _, argument = measure.partition(":")
         if kind == "task":
             return self._find_task(run, argument)
@@ -118,7 +118,7 @@ class Runs:
         return {seed: steps_to(run.record, arm.threshold) for seed, run in self.find_seeds(name).items()}
 
     def find_lost(self, name: str, unlearned: float) -> dict[int, bool]:
-        """Tell by seed whether a run diverged, or ended no better than a model that has learned nothing."""
+        """Find by seed whether a run diverged, or ended no better than a model that has learned nothing."""
 
         def is_lost(record: RunRecord) -> bool:
             if has_diverged(record) or record.result is None:
@@ -133,7 +133,7 @@ class Runs:
         return next((c.unlearned for c in self.table.claims if c.test in ("diverges", "stays")), math.inf)
 
     def find_equal(self, name: str) -> tuple[Equal, Axis] | str:
-        """Find the baseline that by the fitted law equals an arm at a size, "ARM @ SIZE"; or why there is none."""
+        """Find the baseline that equals an arm at a size, "ARM @ SIZE", by the fitted law, or why there is none."""
         arm = self.arms[name]
         assert arm is not None
         members = {member.name.partition(": ")[2]: member for member in list_law_arms(arm)}
@@ -154,7 +154,7 @@ class Runs:
         return equals[0], law.axis
 
     def _find_task(self, run: FinishedRun, argument: str) -> float:
-        """Find a figure of lm-evaluation-harness, which is stored with the run, so that it is evaluated once."""
+        """Find a figure of lm-evaluation-harness, which is stored with the run, so that it is evaluated only once."""
         name, _, metric = argument.rpartition(":")
         figures = self._evaluate_tasks(run, name)
         if metric != "mean":
@@ -166,7 +166,7 @@ class Runs:
 
     @functools.cached_property
     def _task_digest(self) -> str:
-        """A checksum of the folder of task files."""
+        """Compute a checksum of the folder of task files."""
         assert self.task_files is not None
         digest = hashlib.sha256()
         for path in sorted(path for path in self.task_files.rglob("*") if path.is_file()):
@@ -249,7 +249,7 @@ def tasks_of(table: PaperTable) -> list[str]:
 
 
 def find_incomparable(table: PaperTable, measure: Measure) -> list[str]:
-    """List the columns not measured as in the paper that `measure` is, or averages."""
+    """List the columns of `measure`, itself or averaged, that are not measured as in the paper."""
     name, _, metric = measure.removeprefix("task:").rpartition(":")
     over = {measure}
     if measure.startswith("task:") and metric == "mean":

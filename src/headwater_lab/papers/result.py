@@ -56,8 +56,8 @@ class Ours:
 class Reproduction:
     """A table with the paper's figures and ours, and the verdicts on its claims.
 
-    columns, rows: names as in the paper. cells: (the paper's, ours). work: None for a computed table, which has exact
-    claims and may have a figure. machines: what its runs were trained on.
+    columns, rows: names as in the paper. cells: (the paper's figure, ours). work: None for a computed table, which has
+    exact claims and may have a figure. machines: those that trained its runs.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Reproduction:
 
     @property
     def answer(self) -> str:
-        """A sentence on how many claims replicate, or why none can be judged."""
+        """A sentence on how many claims replicate, or the reason why none can be judged."""
         if self.work is not None and self.work.cannot_show:
             return f"Models of this size cannot show it, so no claim is judged: {self.work.cannot_show}"
         scale = "" if self.work is None else f" at {self.work.scale} scale"
@@ -130,7 +130,7 @@ def write_paper_figure(cell: TableCell, column: Column) -> str:
 
 
 def measure_cell(cell: TableCell, column: Column, runs: Runs) -> Ours:
-    """Measure the cell's arm over its seeds; if it is not the paper's measure, the text is only a remark."""
+    """Measure the cell's arm over its seeds; if its measure is not the paper's, the text is only a remark."""
     if cell.arm is None or not runs.find_seeds(cell.arm):
         return Ours()
     measure = cell.measure or column.measure

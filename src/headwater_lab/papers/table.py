@@ -1,4 +1,4 @@
-"""A table or figure of a paper as data: its figures, the recipes that train it at each scale, and its claims.
+"""A table or figure of a paper as data: its figures, its recipes at each scale, and its claims.
 
 papers/tables/PAPER/TABLE.yaml, read into `PaperTable`.
 """
@@ -64,7 +64,7 @@ class TableCell(Settings):
     arm: ReferenceText | None = None
     """The arm whose measure is shown; null if there is none."""
     minus: ReferenceText | None = None
-    """Minus that of this arm."""
+    """The arm whose measure is subtracted."""
     over: ReferenceText | None = None
     """The increase over this arm, as a share of it."""
     measure: Measure | None = None
@@ -77,7 +77,7 @@ class Row(Settings):
 
 
 class Than(Settings):
-    """The pair that a pair's difference is compared with; missing fields are the claim's."""
+    """The second pair of a difference of differences; missing fields are the claim's."""
 
     arm: ReferenceText | None = None
     against: ReferenceText | None = None
@@ -96,7 +96,7 @@ class Pair(Settings):
 
     @property
     def pairs(self) -> list[tuple[ReferenceText, ReferenceText, Measure]]:
-        """(arm, against, measure) of the claim, and of what its difference is compared with."""
+        """List (arm, against, measure) of the claim, and of its second pair."""
         return [
             (pair.arm or self.arm, pair.against or self.against, pair.measure or self.measure)
             for pair in (self, self.than)
@@ -113,13 +113,14 @@ class Pair(Settings):
 
 
 class Better(Pair):
-    """`arm` is better than `against`: seed by seed, in `measure`. With `than`: by more than the other pair's is."""
+    """`arm` is better than `against`: seed by seed, in `measure`. With `than`: by more than in the other pair."""
 
     test: Literal["better"]
 
 
 class Alike(Pair):
-    """`arm` differs from `against` by no more than `margin`. With `than`: by what the other pair does, to `margin`."""
+    """`arm` differs from `against` by no more than `margin`. With `than`: the same as in the other pair, up to
+    `margin`."""
 
     test: Literal["alike"]
     margin: float = Field(gt=0)
@@ -165,8 +166,8 @@ class Diverges(Settings):
 class Gains(Settings):
     """A claim by the law fitted over sizes.
 
-    gains: `arm` equals a baseline with more than `more` more of what they differ in. loses: it takes itself more than
-    `more` more of that than the baseline that it equals.
+    gains: `arm` equals a baseline with more than `more` more of the size. loses: `arm` itself needs more than `more`
+    more of it than the baseline that it equals.
     """
 
     test: Literal["gains", "loses"]
@@ -177,7 +178,7 @@ class Gains(Settings):
 
 
 class Ordered(Settings):
-    """`measure` of `first` is larger than that of `second` within the same runs of `arm`, seed by seed."""
+    """`measure` is larger for `first` than for `second` within the same runs of `arm`, seed by seed."""
 
     test: Literal["larger"]
     says: str
@@ -199,7 +200,7 @@ class Scale(Settings):
     overrides: list[str] = []
     """dotted.key=value, applied to each of them."""
     arms: dict[str, ReferenceText | None] = {}
-    """The table's name of an arm (all of it: with " @ SIZE") -> its name in these recipes, where it is another; null:
+    """The table's name of an arm (in full, with " @ SIZE") -> its name in these recipes, if it differs; null:
     not trained at this scale, so that its cells stay empty and claims about it untested."""
     setting: str = ""
     """How the setting differs from the paper's, in one or two sentences."""
@@ -223,7 +224,7 @@ class Scale(Settings):
 
 
 class PaperTable(Settings):
-    """A table as its file has it."""
+    """A table as in its file."""
 
     title: str
     source: str

@@ -29,7 +29,7 @@ def train_table(work: Work, workers: int | None, comparing: Comparing, training:
     outcomes = []
     for arm in work.trained_arms if reads_models(work.table) else []:
         for run in finished_runs(arm, work.trials).values():
-            if run.is_restored:  # its model is asked for, and not there
+            if run.is_restored:  # its model is needed, and missing
                 (run.folder / RECORD).unlink()
                 (run.folder / RESTORED).unlink()
     missing = {arm.recipe.name for arm, _ in work.list_missing()}

@@ -1,4 +1,4 @@
-"""The work that a table takes at a scale: its runs, their folders, and which are missing."""
+"""The work for a table at a scale: its runs, their folders, and the missing ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from headwater_lab.recipe.recipe_files import load_recipe, recipes_folder
 
 @dataclass(frozen=True)
 class Work:
-    """A table at a scale. overrides: the table's, then the user's. arms: where its cells and claims find each arm."""
+    """A table at a scale. overrides: the table's, then the user's. arms: the recipes and sizes of each arm in its
+    cells and claims."""
 
     name: str
     table: PaperTable
@@ -49,7 +50,7 @@ class Work:
 
     @property
     def settings(self) -> Scale:
-        """What the table trains at this scale."""
+        """The table's settings at this scale."""
         return self.table.scales[self.scale]
 
     @property
@@ -71,7 +72,7 @@ class Work:
 
     @property
     def cannot_show(self) -> str:
-        """Why its runs cannot show what the paper claims; "" if they may, or if overrides change the runs."""
+        """The reason why its runs cannot show the paper's claims; "" if they may, or if overrides change the runs."""
         changed = any(not override.startswith(ASIDE) for override in self.user_overrides)
         return "" if changed else self.settings.cannot_show
 
@@ -88,11 +89,11 @@ class Work:
 
     @property
     def runs(self) -> int:
-        """How many runs the table takes."""
+        """The number of runs for the table."""
         return sum(len(arm.seeds) for arm in self.trained_arms)
 
     def list_missing(self) -> list[tuple[SizedArm, int]]:
-        """List the missing runs, and those without a model if the table looks into models."""
+        """List the missing runs, and runs without a model if the table needs the models."""
         inside, missing = reads_models(self.table), []
         for arm in self.trained_arms:
             seeds = {seed for seed, run in finished_runs(arm, self.trials).items() if not (inside and run.is_restored)}
@@ -100,7 +101,7 @@ class Work:
         return missing
 
     def list_commands(self) -> list[str]:
-        """List commands for the missing runs of recipes for several devices, which are not trained from here."""
+        """List commands for the missing runs of recipes for several devices, which this process cannot train."""
         return [arm.command(seed, self.trials, self.overrides) for arm, seed in self.list_missing() if arm.devices > 1]
 
     def check_tasks(self, task_files: Path | None) -> None:

@@ -1,1 +1,1 @@
-"""Recipes: what a YAML file says, its overrides, and the recipes that are shipped."""
+"""Recipes: YAML files, overrides, and the shipped recipes."""

@@ -26,14 +26,14 @@ class Compare(Settings):
     workers: Count | None = None
     """Trials at a time; default: one per GPU, or one per CPU core."""
     threshold: float | Literal["baseline"] | None = None
-    """Report the first step at which the deciding measure reaches this value, and what it cost up to there; baseline:
-    the value with which the baseline ends, seed by seed."""
+    """Report the first step at which the deciding measure reaches this value, and the cost up to that step; baseline:
+    the baseline's final value, seed by seed."""
     budget_arms: list[str] = []
-    """Arms that are the baseline with other budgets. Report what every other arm's result is worth: the FLOPs for which
-    the baseline would have had it (docs/compare.md)."""
+    """Arms that are the baseline with other budgets. Report what every other arm's result is worth: the FLOPs that the
+    baseline would need for it (docs/compare.md)."""
     match: Literal["tokens", "parameters", "flops"] | None = None
-    """Make every arm cost the same as the baseline, through its steps (tokens, flops), or the width of its feed-forward
-    or the pairs that replace it (parameters, within 1 %); null leaves arms as written."""
+    """Make every arm cost the same as the baseline by adjusting its steps (tokens, flops), or the width of its
+    feed-forward or the pairs that replace it (parameters, within 1 %); null leaves arms as written."""
     costs: bool = False
     """Measure after the runs what each arm costs: times of training and of generation (docs/compare.md)."""
     learning_rates: list[Annotated[float, Field(gt=0)]] = []
@@ -51,7 +51,7 @@ class Compare(Settings):
     min_seeds: Annotated[int, Field(ge=2, le=1000), IF_SEQUENTIAL] = 6
     """Seeds before the first look, for `sequential`."""
     max_seeds: Annotated[int, Field(ge=2, le=1000), IF_SEQUENTIAL] = 30
-    """Seeds at which an undecided arm is inconclusive, for `sequential`. Those after the listed ones count on from the
+    """Seeds at which an undecided arm is inconclusive, for `sequential`. Seeds after the listed ones continue from the
     largest."""
 
     @field_validator("sizes", mode="before")
@@ -61,7 +61,7 @@ class Compare(Settings):
 
     @property
     def all_seeds(self) -> list[int]:
-        """The seeds that may be trained, in the order in which they are."""
+        """The seeds that may be trained, in their order."""
         if not self.sequential:
             return self.seeds
         further = itertools.count(max(self.seeds) + 1)

@@ -1,4 +1,4 @@
-"""Sentences for what pydantic finds wrong, with each field's full name and the nearest right one."""
+"""Sentences for pydantic's errors, with each field's full name and the nearest valid one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build_refusal(where: str, problems: Sequence[str]) -> HeadwaterError:
 
 
 def describe_unknown_field(name: str, where: str, fields: Iterable[str], sections: Sections) -> str:
-    """Write the sentence for a name that is none of a section's fields."""
+    """Write the sentence for a name that is not a field of a section."""
     fields = sorted(fields)
     section, field = SYNONYMS.get(name, ("", ""))
     if not field and not get_close_matches(name, fields, n=1, cutoff=0.8):
@@ -58,7 +58,7 @@ def list_problems(error: ValidationError, section: Any, data: type[DataSettings]
 
 
 def _find_field(section: Any, data: type[DataSettings], location: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
-    """Find the innermost section of a location, and the location of its field, without what is inside its value."""
+    """Find the innermost section of a location, and the location of its field, without positions inside its value."""
     owner = section
     for depth, name in enumerate(location, 1):
         if name.isdigit():  # in a list of sections
@@ -94,7 +94,7 @@ def _describe_problem(detail: Any, owner: Any, location: Sequence[str], sections
 
 
 def find_untrusted(error: ValueError) -> NotTrusted | None:
-    """Find the refusal of an outside name: the error itself, or one of those that pydantic has gathered."""
+    """Find the refusal of an external name: the error itself, or one of those that pydantic has gathered."""
     details = error.errors() if isinstance(error, ValidationError) else []
     causes = [error, *(detail.get("ctx", {}).get("error") for detail in details)]
     return next((cause for cause in causes if isinstance(cause, NotTrusted)), None)

@@ -1,4 +1,4 @@
-"""`model:` of a recipe: fields of a config, which the data complete."""
+"""`model:` of a recipe: fields of a config, completed by the data."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def image_config(model: dict[str, Any], seed: int, settings: ImageSettings, data
 
 
 def _name_labels(fields: dict[str, Any], classes: list[str]) -> dict[str, Any]:
-    """Name the classes for the config; those that the data do not have, as transformers names them."""
+    """Name the classes for the config; classes that the data lack get transformers' names."""
     count = fields.get("num_labels", len(classes))
     if not isinstance(count, int) or "id2label" in fields:
         return {}

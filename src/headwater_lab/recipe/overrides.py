@@ -1,7 +1,8 @@
-"""Parse what users write into plain values: YAML files and "dotted.key=value" overrides.
+"""Parse users' text into plain values: YAML files and "dotted.key=value" overrides.
 
-YAML often means something other than it seems: keys given twice, `010` that is 8, `no` that is false, dates,
-tags, aliases that expand without end. Here text follows YAML 1.2's core schema, or raises an error.
+YAML often differs from what it seems to say: keys given twice, `010` that is 8, `no` that is false, dates,
+tags, aliases that expand without end. This module follows YAML 1.2's core schema, and raises an error for everything
+else.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def read_text(path: str | Path, kind: str = "file", most: int = MOST_BYTES) -> s
 
 
 def read_yaml(text: str, where: str, single: bool = False) -> Any:
-    """Read the value of a YAML text. Raises `HeadwaterError` that begins with `where`, and says the line.
+    """Read the value of a YAML text. Raises `HeadwaterError` that begins with `where` and names the line.
 
     single: the text is a single value, so a comment is an error instead of being skipped.
     """
@@ -183,7 +184,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def merge_values(values: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """Put `change` over `values`: sections field by field, all else whole."""
+    """Merge `change` into `values`: sections field by field, other values as a whole."""
     return dict(values) | {
         key: merge_values(values[key], new) if isinstance(new, dict) and isinstance(values.get(key), dict) else new
         for key, new in change.items()
@@ -191,7 +192,7 @@ def merge_values(values: Mapping[str, Any], change: Mapping[str, Any]) -> dict[s
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[tuple[str, Sequence[Any], Any]]) -> dict[str, Any]:
-    """Apply overrides, each (its text, the names in its key, its value), of which the last counts.
+    """Apply overrides, each (its text, the names in its key, its value); the last one wins.
 
     Raises `HeadwaterError` for a key that passes through anything but sections, and for one that changes nothing.
     """

@@ -1,4 +1,4 @@
-"""Recipes: one YAML file says what to train, on what, how, and what to compare."""
+"""Recipes: one YAML file defines the model, data, training and comparison."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Recipe(Settings):
 
     @property
     def known_size(self) -> int | None:
-        """The vocabulary, or the number of classes, as far as the recipe tells without its data."""
+        """The vocabulary size or the number of classes, if the recipe determines it without its data."""
         if not isinstance(self.data, ImageSettings):
             return self.model.get("vocab_size") or getattr(self.data, "vocab_size", None)
         base = self.model.get("base")
@@ -112,7 +112,7 @@ class Recipe(Settings):
 
     @property
     def has_mechanisms(self) -> bool:
-        """Whether the model has mechanisms, as far as the recipe tells: a checkpoint's may."""
+        """Whether the model may have mechanisms, as far as the recipe shows: a checkpoint may."""
         base = self.model.get("base")
         of_base = preset(base).mechanisms if base in PRESETS else None
         return self.start is not None or bool(self.model.get("mechanisms", of_base))
@@ -134,9 +134,9 @@ class Recipe(Settings):
         return text_config(self.model, self.seed, data)
 
     def chain(self, folder: Callable[[str, Recipe], Path]) -> list[tuple[Recipe, Path]]:
-        """The runs of a recipe with stages, in order: plain recipes, each with its folder.
+        """List the runs of a recipe with stages, in order: plain recipes, each with its folder.
 
-        folder: where a run goes, by its stage's name ("start" for the first) and its recipe.
+        folder: the folder of a run, by its stage's name ("start" for the first) and its recipe.
         """
         plain = self.model_copy(update={"stages": [], "compare": None})
         runs = [(plain, folder("start", plain))]
@@ -160,7 +160,7 @@ class Recipe(Settings):
 
     @property
     def unit(self) -> Literal["tokens", "images"]:
-        """What the model's training counts: tokens or images."""
+        """The unit of the model's training: tokens or images."""
         return "images" if isinstance(self.data, ImageSettings) else "tokens"
 
     @property
@@ -185,13 +185,13 @@ class Recipe(Settings):
         for stage, previous, run in zip(self.stages, runs, runs[1:], strict=False):
             stage.check_state(previous.training.optimizer, run.training.optimizer, frozen)
             frozen = frozen if stage.grow is None else stage.grow.freeze
-        _check_one_metric(runs, "Stages are put on record")
+        _check_one_metric(runs, "Stages are compared")
         if self.start is None and self.stages:  # else the model is a checkpoint's
             # This does not read the data, whose vocabulary does not matter here.
             self.configs(self.config_for(DataShape(self.known_size or 1, self.row_length)))
 
     def arm(self, name: str, seed: int, size: str | None = None) -> Recipe:
-        """The recipe of one trial of `compare`: the size's changes, then the arm's, then the arm's at that size."""
+        """Make the recipe of one trial of `compare`: the size's changes, the arm's, then the arm's at that size."""
         assert self.compare is not None
         values = self.model_dump(mode="json", exclude={"compare"})
         of_size = dict(self.compare.sizes[size]) if size is not None else {}
@@ -219,10 +219,10 @@ class Recipe(Settings):
 
     @property
     def identity(self) -> str:
-        """A version and the SHA-256 of what decides the result. Runs of equal identity are the same run.
+        """Return a version and the SHA-256 of all fields that decide the result. Equal identities mean the same run.
 
-        Fields at their defaults do not enter it, nor does the folder of a previous stage's checkpoint, whose own
-        identity does.
+        Fields at their defaults are left out, and a previous stage's checkpoint counts by its identity, not its
+        folder.
         """
         content = self.model_dump(mode="json", exclude=NOT_DECISIVE, exclude_defaults=True)
         content["data"]["kind"] = self.data.kind
@@ -266,7 +266,7 @@ def list_sections(data: type[DataSettings]) -> Sections:
 def parse(values: Any, where: str) -> Recipe:
     """Check plain values, which may be a file's, against the fields of a recipe.
 
-    Raises `HeadwaterError`, with a line for each wrong field, and for outside names that the user does not trust.
+    Raises `HeadwaterError`, with a line for each wrong field, and for external names that the user does not trust.
     """
     if not isinstance(values, dict):
         raise HeadwaterError(f"{where}: a recipe is a mapping of sections (data, model, training, …).")

@@ -21,14 +21,14 @@ from headwater_lab.recipe.unread import find_unread, list_chains
 
 
 def recipes_folder() -> Path:
-    """The folder of the shipped recipes: in the installed package, or at the root of a checkout."""
+    """Find the folder of the shipped recipes: in the installed package, or at the root of a checkout."""
     package = package_folder(__name__)
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parents[1] / "recipes"
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The shipped recipes by name: the path below their folder, without .yaml."""
+    """List the shipped recipes by name: the path below their folder, without .yaml."""
     folder = recipes_folder()
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
 
@@ -61,7 +61,7 @@ def find_recipe(argument: str | Path) -> Path:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file that the user names, whose outside names are trusted from then on.
+    """Read a recipe file that the user names, and trust the external names in it from then on.
 
     overrides: "dotted.key=value"; values are YAML. Raises `HeadwaterError`.
     """
@@ -88,9 +88,9 @@ def read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path, overrides: Sequ
 
 
 def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) -> Recipe:
-    """Make a recipe from plain values, which may be a file's, and the user's overrides, of which the last counts.
+    """Make a recipe from plain values, which may be a file's, and the user's overrides; the last one wins.
 
-    Raises `HeadwaterError`, also for a field of either that no run reads. A field of the values may be for a run
+    Raises `HeadwaterError`, also for a field of either that no run reads. A field of the values may apply only
     without the overrides.
     """
     stages = values.get("stages")
@@ -121,7 +121,7 @@ def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) 
 
 
 def _number_stage(text: str, names: Sequence[str], stages: Mapping[int, Any]) -> list[Any]:
-    """Put the stage's number in place of its name, or number as text, in the key of an override of its fields."""
+    """Replace a stage's name, or its number as text, by its number in the key of an override of its fields."""
     titles = {i: str(stage.get("name")) if isinstance(stage, dict) else "" for i, stage in stages.items()}
     path = ".".join(names[1:])  # a stage's name may have dots, too
     for number, title in [*titles.items(), *((i, str(i)) for i in stages)]:
@@ -132,7 +132,7 @@ def _number_stage(text: str, names: Sequence[str], stages: Mapping[int, Any]) ->
 
 
 def _drop_other_kind(values: dict[str, Any], said: Collection[str]) -> dict[str, Any]:
-    """Drop from `data:` what its new kind does not take. said: fields that stay anyway."""
+    """Drop fields from `data:` that its new kind does not have. said: fields to keep anyway."""
     try:
         find_data_class(values).model_validate(values)
     except ValidationError as error:

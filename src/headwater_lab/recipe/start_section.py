@@ -62,11 +62,11 @@ class CacheConversion(Settings):
     num_key_value_heads: Count | None = None
     """Fewer key/value heads: each is the mean of a group of the model's."""
     align: bool = True
-    """First turn keys and values so that those to be shared or pooled are as alike as they can be, which keeps the
+    """First rotate keys and values so that those to be shared or pooled are as similar as possible, which keeps the
     function (docs/convert.md)."""
     anneal: bool = False
-    """The model's own keys and values go over to the shared ones in the steps of this run; a stage with
-    `finish_conversion: true` then leaves out what no head attends to. false: the model is the smaller one from the
+    """The model's own keys and values are gradually replaced by the shared ones during this run; a stage with
+    `finish_conversion: true` then removes what no head attends to. false: the model is the smaller one from the
     first step."""
 
     @model_validator(mode="after")
@@ -77,7 +77,7 @@ class CacheConversion(Settings):
 
 
 class Change(Settings):
-    """How to change a trained model before training continues: one of these, or nothing."""
+    """A change to a trained model before training continues: one of these, or none."""
 
     grow: Growth | None = None
     """Make it larger."""
@@ -104,7 +104,7 @@ class Change(Settings):
 
 class Start(Change):
     """`start:` the trained model that a run starts from, under the recipe's own schedule. The model is then the
-    checkpoint's: of `model:` only the dropouts apply. If it was last trained on the same data with the same seed,
+    checkpoint's: of `model:` only the dropout fields apply. If it was last trained on the same data with the same seed,
     training continues after the rows it has seen. A tokenizer may add tokens to the checkpoint's."""
 
     checkpoint: str
@@ -149,7 +149,7 @@ class TrainingStage(Change):
 
 
 def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
-    """Plan the config of a changed model. Raises `HeadwaterError` as the change does."""
+    """Plan the config of a changed model. Raises the same `HeadwaterError` as the change."""
     if change.grow is not None:
         return grown_config(config, **change.grow.model_dump())
     if change.finish_conversion:

@@ -1,6 +1,6 @@
-"""What other programs call the fields of a recipe: nanoGPT, litgpt, transformers, Hugging Face's Trainer, torchtitan.
+"""Other programs' names for the fields of a recipe: nanoGPT, litgpt, transformers, Hugging Face's Trainer, torchtitan.
 
-The names are for hints alone; a recipe has one name for each field.
+They are used only in hints; a recipe has one name for each field.
 """
 
 # Section -> field, or several -> the names elsewhere. "" is the top level.

@@ -31,7 +31,7 @@ WITHIN_THE_RUN = ReadIf(
 
 
 def _known_in(registry: Registry) -> AfterValidator:
-    """A name in `registry`; outside objects are imported, so that a wrong name fails at once."""
+    """Require a name in `registry`; external objects are imported, so that a wrong name fails immediately."""
 
     def check(name: str) -> str:
         if name not in registry.built_in:
@@ -64,10 +64,10 @@ class Training(Settings):
     gradient_accumulation_steps: Count = 1
     """Forward passes per step; the loss is the mean over all their tokens."""
     optimizer: Annotated[str, _known_in(OPTIMIZERS)] = "adamw"
-    """adamw; muon: Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest; or one
-    from outside, e.g. torch.optim:SGD (docs/extending.md)."""
+    """adamw; muon: Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest; or an
+    external one, e.g. torch.optim:SGD (docs/extending.md)."""
     optimizer_options: Annotated[dict[str, Any], BY_OPTIMIZER] = {}
-    """Arguments of an outside optimizer, besides learning rate and weight decay."""
+    """Arguments of an external optimizer, except learning rate and weight decay."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     scalar_learning_rate_multiplier: Annotated[float, OF_MECHANISMS] = Field(default=1.0, gt=0, le=1e6)
@@ -77,7 +77,7 @@ class Training(Settings):
     """Mechanisms whose parameters are trained; all others stay as they are. null: train everything. FLOPs
     are counted as if all were trained."""
     schedule: Annotated[str, _known_in(SCHEDULES)] = "cosine"
-    """After the warm-up: cosine, a half cosine to `min_learning_rate_ratio`; constant; or one from outside
+    """After the warm-up: cosine, a half cosine to `min_learning_rate_ratio`; constant; or an external one
     (docs/extending.md)."""
     warmup_steps: int = Field(default=50, ge=0, le=2**31 - 1)
     """Steps of linear warm-up from zero; in a shorter run, the rate ends below its peak."""
@@ -158,7 +158,7 @@ class Reporting(Settings):
     save_every: Annotated[Count | None, WITHIN_THE_RUN] = 200
     """Steps between checkpoints; null saves only at the end."""
     keep_checkpoints: Count = 2
-    """Number of newest checkpoints to keep, besides the one with the best held-out result."""
+    """Number of newest checkpoints to keep, in addition to the one with the best held-out result."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
     wandb: str | None = None

@@ -1,4 +1,4 @@
-"""Fields and overrides that the user sets and no run reads."""
+"""Fields and overrides that no run reads."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def list_chains(recipe: Recipe) -> Chains:
 
 
 def find_unread(recipe: Recipe, chains: Chains, values: Mapping[str, Any]) -> list[str]:
-    """Write a sentence for each of these values that none of the recipe's runs reads, and that is not its default.
+    """Write a sentence for each of these values that no run of the recipe reads, unless it is the default.
 
-    What an arm or a stage inherits may be for others: a field that the recipe sets counts for all runs, one that an arm
-    or a stage sets for its own.
+    A field that the recipe sets must be read by one of all runs, and a field that an arm or a stage sets by one of its
+    own.
     """
     return [
         f"{prefix}{'.'.join(path)} has no effect {condition.otherwise.format(runs[0])}; leave it out"
@@ -37,7 +37,7 @@ def find_unread(recipe: Recipe, chains: Chains, values: Mapping[str, Any]) -> li
 def _list_sections(
     recipe: Recipe, chains: Chains, values: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], Sequence[Recipe]]]:
-    """Yield sections of the values: the prefix of their fields, their values, the runs that they are for."""
+    """Yield sections of the values: the prefix of their fields, their values, and the runs they apply to."""
     sections, compare = dict(values), dict(_read_mapping(values.get("compare")))
     stages, arms, sizes = sections.pop("stages", None), compare.pop("arms", None), compare.pop("sizes", None)
     yield "", {"compare": compare}, [recipe]
@@ -55,7 +55,7 @@ def _list_sections(
 
 
 def _read_mapping(value: Any) -> Mapping[Any, Any]:
-    """Return a mapping among the values; an override may have replaced one by something else."""
+    """Return a mapping among the values, which an override may have replaced by something else."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -80,7 +80,7 @@ def _find_conditions(
 
 
 def find_overruled(recipe: Recipe, runs: Iterable[Recipe], overrides: Sequence[str]) -> list[str]:
-    """Find the keys of overrides whose values none of the runs of a recipe's comparison has."""
+    """Find the keys of overrides whose values no run of a recipe's comparison has."""
     by_run = [run.model_dump(mode="json") for run in runs]
     values = recipe.model_dump(mode="json", exclude={"name": True, "title": True, "compare": True})
     overruled = []

@@ -1,4 +1,4 @@
-"""Saved records as comparisons: which runs belong together, and which of them count."""
+"""Comparisons read from saved records: which runs belong together, and which of them count."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Comparison:
     records: finished and diverged runs that count. The baseline's come first, then the other
         arms', the best last, except for those without a mean.
     tuning: the trials of learning rates, of all sizes; failed: runs that need attention; unfinished: runs that are
-        running or were interrupted. beyond: how many finished runs came after their arm was decided.
-    folders: of a finished run, by (arm, seed).
+        running or were interrupted. beyond: the number of runs that finished after their arm was
+    decided. folders: of finished runs, by (arm, seed).
     """
 
     name: str
@@ -53,12 +53,12 @@ class Comparison:
 
     @cached_property
     def worths(self) -> list[Worth]:
-        """The worth of each arm's result in training of the baseline; empty without `budgets`."""
+        """The training of the baseline that each arm's result is worth; empty without `budgets`."""
         return measure_worth(self.records, self.baseline, self.budgets) if self.budgets else []
 
     @property
     def changed_data(self) -> str:
-        """A sentence if its runs had different data; "" if not."""
+        """A sentence if its runs had different data; otherwise ""."""
         return changed_data(self.records)
 
     @property
@@ -184,7 +184,7 @@ def _make_comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRec
 
 
 def _sort_records(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
-    """The baseline's first, then the other arms', the best last, except for those without a mean."""
+    """Sort the baseline's first, then the other arms', the best last, except for those without a mean."""
     means = {summary.arm: summary.mean for summary in summarize_arms(records, baseline)}
     sign = 1 if records[0].lower_is_better else -1
 
@@ -201,7 +201,7 @@ def _find_key(record: RunRecord) -> tuple[str, int]:
 
 
 def group_by_experiment(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
-    """Comparisons grouped by name: the sizes of each."""
+    """Group comparisons by name: the sizes of each."""
     by_name: dict[str, list[Comparison]] = {}
     for comparison in comparisons:
         by_name.setdefault(comparison.name, []).append(comparison)

@@ -21,7 +21,7 @@ DENSE = 8
 class Curve:
     """One run, or the mean of several. NaN where a loss was not finite.
 
-    tokens, flops: including those of the model it started from.
+    tokens, flops: including the starting model's.
     """
 
     steps: list[int]
@@ -36,7 +36,7 @@ ArmCurves = tuple[list[Curve], Curve]
 
 @dataclass(frozen=True)
 class Curves:
-    """The curves of one kind, by arm. label: of their axis."""
+    """The curves of one kind, by arm. label: the label of their axis."""
 
     kind: What
     label: str
@@ -44,7 +44,7 @@ class Curves:
 
 
 def make_arm_curves(comparison: Comparison) -> Curves:
-    """The held-out curves if they are dense enough, else the training losses, if these can be compared."""
+    """Make the held-out curves if they are dense enough, otherwise those of training losses if comparable."""
     finished = [record for arm in comparison.arms for record in comparison.finished(arm)]
     # Losses per different tokens share no axis.
     trained = same_tokens(comparison.records) and all(record.curve for record in finished)

@@ -33,7 +33,8 @@ PageCell = str | tuple[str, str]
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table of the page. rows: the first cell of each is its heading. text: words, not numbers, so left-aligned."""
+    """A table of the page. rows: the first cell of each is its heading. text: it contains words, and is
+    left-aligned."""
 
     caption: str
     columns: Sequence[str]
@@ -105,7 +106,7 @@ def write_report(
 
 
 def _name_file(comparison: Comparison) -> str:
-    """The name of a comparison in file names; an experiment's own name is kept if it is a valid file name."""
+    """Name a comparison in file names; an experiment's own name is kept if it is a valid file name."""
     return file_name(comparison.name if comparison.size is None else f"{comparison.name}-{_make_id(comparison.size)}")
 
 
@@ -132,7 +133,7 @@ def render_page(stories: Sequence[Story], head: Head | None = None) -> str:
 
 
 def tell_story(sizes: Sequence[Comparison], curves: Mapping[str, Picture] | None = None) -> Story:
-    """Collect everything about one experiment, at one or more sizes. curves: pictures already drawn, by file name."""
+    """Collect everything about one experiment, at one or more sizes. curves: existing pictures, by file name."""
     comparison = sizes[0]
     name = _make_id(comparison.name)
     several = len(sizes) > 1
@@ -189,7 +190,7 @@ def results_table(comparison: Comparison) -> PageTable:
 
 
 def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
-    """The learning rates tried, with a note if a chosen one is at the edge and may not be the best."""
+    """Make the table of learning rates, with a note if a chosen one is at the edge and may not be the best."""
     comparison = sizes[0]
     trials: dict[str, dict[float, list[RunRecord]]] = {}
     for record in comparison.tuning:
@@ -228,7 +229,7 @@ def _rate_cell(records: Sequence[RunRecord], chosen: bool) -> PageCell:
 
 
 def prices_part(comparison: Comparison, name: str, title: str) -> Section | None:
-    """Gains against what they cost; None if that was not measured."""
+    """Make the part on gains and their costs; None if costs were not measured."""
     prices = find_prices(comparison)
     if isinstance(prices, str):
         return Section(name, title, [prices]) if prices else None
@@ -237,7 +238,7 @@ def prices_part(comparison: Comparison, name: str, title: str) -> Section | None
 
 
 def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
-    """Laws of loss against size, if there are three or more sizes."""
+    """Make the part on loss against size, if there are three or more sizes."""
     if len(sizes) < 3:
         return None
     records = [record for size in sizes for record in size.records]
@@ -262,7 +263,7 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
 
 
 def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
-    """The baseline's recipe, and the command that trains it."""
+    """Show the baseline's recipe, and the command that trains it."""
     record = _baseline_record(sizes[0])
     file = f"{_make_id(sizes[0].name)}.yaml"
     text = (
@@ -278,7 +279,7 @@ def _baseline_record(comparison: Comparison) -> RunRecord:
 
 
 def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
-    """The changes of each arm and each size."""
+    """List the changes of each arm and each size."""
     tables = [table for comparison in sizes if (table := _arm_changes(comparison)).rows]
     if len(sizes) > 1:
         tables.append(_size_changes(sizes))
@@ -311,7 +312,7 @@ def data_table(comparison: Comparison) -> PageTable:
 
 
 def machines_table(sizes: Sequence[Comparison]) -> PageTable:
-    """The environment of the runs; one column per environment."""
+    """Make the table of the runs' environments, one column each."""
     records = sorted((r for size in sizes for r in size.records), key=lambda r: r.environment.model_dump_json())
     environments = [(key, list(runs)) for key, runs in groupby(records, key=lambda r: r.environment)]
     facts = [environment.model_dump() for environment, _ in environments]
@@ -326,7 +327,7 @@ def machines_table(sizes: Sequence[Comparison]) -> PageTable:
 
 
 def list_warnings(sizes: Sequence[Comparison]) -> list[str]:
-    """Warnings: skipped steps, failures, unfinished runs."""
+    """List warnings: skipped steps, failures, unfinished runs."""
     warnings = [size.changed_data for size in sizes if size.changed_data]
     for size in sizes:
         messages: dict[tuple[int, str], list[str]] = {}

@@ -46,7 +46,7 @@ def encode_png(figure: Figure) -> str:
 
 @default_style()
 def curves_picture(comparison: Comparison) -> Picture:
-    """Every run as a thin line, every arm's mean as a thick one: against tokens, and FLOPs if their cost differs."""
+    """Draw runs as thin lines and arms' means as thick ones: against tokens, and FLOPs if their cost differs."""
     axis = ["tokens", "flops"] if differ_in_cost(comparison.records) else ["tokens"]
     figure = Figure(figsize=(WIDTH, 3.9 * len(axis)), layout="constrained")
     curves = make_arm_curves(comparison)
@@ -86,7 +86,7 @@ def _describe_course(arm: str, mean: Curve) -> str:
 
 @default_style()
 def differences_picture(comparison: Comparison) -> Picture | None:
-    """Paired differences from the baseline with their intervals; None if there are none."""
+    """Draw paired differences from the baseline with their intervals; None if there are none."""
     tests = [(s.arm, s.paired, s.interval, write_verdict(s, comparison)) for s in comparison.summaries if s.paired]
     if not tests:
         return None
@@ -123,7 +123,7 @@ def differences_picture(comparison: Comparison) -> Picture | None:
 
 @default_style()
 def scaling_picture(scaling: Scaling, title: str, arms: Sequence[str]) -> Picture:
-    """Loss against size, and the fitted laws."""
+    """Draw loss against size, and the fitted laws."""
     look = choose_styles(arms, scaling.baseline)
     figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
     axes = figure.subplots()

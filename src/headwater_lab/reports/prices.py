@@ -1,4 +1,4 @@
-"""What arms cost and what they gain, from the figures that `headwater_lab.comparison.prices` measures."""
+"""Costs and gains of arms, from the figures that `headwater_lab.comparison.prices` measures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headwater_lab.util.terminal import Table, lined
 
 
 def find_prices(comparison: Comparison) -> Prices | str:
-    """The measured prices of a comparison's arms; else a sentence if there are others, or ""."""
+    """Find the measured prices of a comparison's arms; otherwise a sentence if there are others, or ""."""
     folders = {folder.parent for folder in comparison.folders.values()}
     prices = read_prices(folders.pop()) if len(folders) == 1 else None
     if prices is None:
@@ -21,7 +21,7 @@ def find_prices(comparison: Comparison) -> Prices | str:
 
 
 def where_measured(prices: Prices) -> str:
-    """The device and the versions of the times."""
+    """Describe the device and the versions of the timings."""
     threads = f", {prices.threads} thread{'s' if prices.threads > 1 else ''}" if prices.device == "cpu" else ""
     low, high = prices.arms[prices.baseline].training.quartiles
     return (
@@ -39,7 +39,7 @@ def prices_table(comparison: Comparison, prices: Prices) -> tuple[list[str], lis
 
 
 def prices_by_arm(prices: Prices, *, of_images: bool = False) -> tuple[list[str], dict[str, list[str]]]:
-    """Names of the prices, and each arm's. A time is a ratio to the baseline's, with quartiles; the baseline has 1."""
+    """Return the prices' names, and each arm's. Times are ratios to the baseline's, with quartiles; its own are 1."""
     unit = "image" if of_images else "token"
     names = ["parameters", f"FLOPs/{unit}", f"training time/{unit}"]
     names += [] if of_images else ["cache B/token", "decoding time/token"]
@@ -56,7 +56,7 @@ def _write_ratio(time: TimeRatio | None) -> str:
 
 
 def terminal_prices(prices: Prices) -> Table:
-    """The prices for a terminal, without differences and quartiles, which the page has."""
+    """Make the table of prices for a terminal, without the page's differences and quartiles."""
     names, rows = prices_by_arm(prices, of_images=all(price.decoding is None for price in prices.arms.values()))
     cells = [[arm, *(cell.partition(" [")[0] for cell in row)] for arm, row in rows.items()]
     return lined("", *names, rows=cells, fold=True, caption=f"What each arm costs. {where_measured(prices)}")

@@ -14,7 +14,7 @@ LINES = ("-", "--", ":", "-.", (0, (10, 3)))
 
 @dataclass(frozen=True)
 class Style:
-    """How one arm is drawn, in matplotlib's words."""
+    """The style of one arm, in matplotlib's terms."""
 
     color: str
     marker: str = "o"

@@ -23,7 +23,7 @@ SKEWED = "up to {:.0%} of verdicts are wrong if differences are strongly skewed,
 
 
 def result_rows(comparison: Comparison) -> list[dict[str, str]]:
-    """A row for each arm: column -> cell, with its name in the column ""."""
+    """Make a row for each arm: column -> cell, with its name in the column ""."""
     shows_seeds = comparison.plan is not None or len({summary.runs for summary in comparison.summaries}) > 1
     rows = []
     for summary in comparison.summaries:
@@ -50,7 +50,7 @@ def result_rows(comparison: Comparison) -> list[dict[str, str]]:
 
 
 def describe_threshold(comparison: Comparison) -> str:
-    """The threshold in words; "" without one."""
+    """Describe the threshold in words; "" without one."""
     threshold = comparison.threshold
     if threshold is None:
         return ""
@@ -58,7 +58,7 @@ def describe_threshold(comparison: Comparison) -> str:
 
 
 def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """List what it cost each arm to reach the threshold: column names and rows; no rows where arms cost alike."""
+    """List each arm's cost of reaching the threshold: column names and rows; no rows where arms cost alike."""
     reach, over = f"seeds that reach {describe_threshold(comparison)}", f"over {comparison.baseline} [95 %]"
     names = ["", reach, "FLOPs, all included", over, "seconds"]
     if comparison.threshold is None or not differ_in_cost(comparison.records):
@@ -84,9 +84,9 @@ def write_factor(cheaper: Paired | None) -> str:
 
 
 COST_NOTE = (
-    "Medians over the seeds that reach it. FLOPs and seconds count all stages; of a checkpoint that a run began with, "
-    "the FLOPs alone. The factor is the geometric mean over seeds that reach it in both, tested as the differences "
-    "are; where seeds are missing it flatters the arm."
+    "Medians over the seeds that reach it. FLOPs and seconds count all stages; for a checkpoint that a run began with, "
+    "only the FLOPs. The factor is the geometric mean over seeds that reach it in both, tested like the differences; "
+    "missing seeds make the arm look better."
 )
 
 
@@ -113,14 +113,14 @@ def _write_worth(worth: Worth) -> str:
 def worth_note(comparison: Comparison) -> str:
     base = comparison.baseline
     return (
-        f"The factor: for how many FLOPs, over the arm's own, {base} has the arm's result; above 1 the arm saves "
-        f"compute. Between {base} and {', '.join(comparison.budgets)}, linear in log FLOPs, seed by seed; beyond them "
-        "it is only a bound. The geometric mean over seeds, tested as the differences are."
+        f"The factor: the FLOPs at which {base} reaches the arm's result, divided by the arm's own; above 1 the arm "
+        f"saves compute. Between {base} and {', '.join(comparison.budgets)}, linear in log FLOPs, seed by seed; beyond "
+        "them it is only a bound. The geometric mean over seeds, tested like the differences."
     )
 
 
 def result_tables(comparison: Comparison) -> list[Table]:
-    """The comparison for a terminal: results, then costs, worths and domains where it has any."""
+    """Make a comparison's tables for a terminal: results, then costs, worths and domains where it has any."""
     further = [
         lined(*names, rows=rows, left=names[:1], fold=True, caption=caption)
         for caption, (names, rows) in further_tables(comparison)
@@ -129,7 +129,7 @@ def result_tables(comparison: Comparison) -> list[Table]:
 
 
 def further_tables(comparison: Comparison) -> list[tuple[str, tuple[list[str], list[list[str]]]]]:
-    """Costs, worths and domains, where a comparison has any: (caption, (column names, rows)) of each."""
+    """Make the tables of costs, worths and domains, if any: (caption, (column names, rows)) of each."""
     tables_of_kinds = [
         (f"What it costs to reach {describe_threshold(comparison)}. {COST_NOTE}", cost_columns(comparison)),
         (f"What each result is worth. {worth_note(comparison)}", worth_columns(comparison)),
@@ -171,7 +171,7 @@ def result_table(comparison: Comparison) -> Table:
 
 
 def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """The deciding kind of metric in every domain, or all metrics of images: column names and rows, if any."""
+    """List the deciding kind of metric in every domain, or all metrics of images: column names and rows, if any."""
     metrics = _list_metrics(comparison)
 
     def values(arm: str, measure: str) -> dict[int, float]:
@@ -189,7 +189,7 @@ def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]
 
 
 def _list_metrics(comparison: Comparison) -> dict[str, str]:
-    """Column -> the metric in it."""
+    """Map each column to its metric."""
     if comparison.trained_on == "images":
         looks = [run.held_out[-1].metrics for arm in comparison.arms for run in comparison.finished(arm)]
         names = {"accuracy": "top-1 accuracy", "loss": f"loss ({name_unit('loss', 'images')})"}
@@ -231,7 +231,7 @@ def describe_test(comparison: Comparison) -> str:
 
 
 def state_answer(comparison: Comparison) -> str:
-    """One sentence: the arm with the largest improvement, or that the comparison is inconclusive.
+    """State in one sentence the arm with the largest improvement, or that the comparison is inconclusive.
 
     Whether that arm also beats the others follows from tests of all pairs (Holm).
     """
@@ -296,7 +296,7 @@ class _Answer:
     def _say_inconclusive(self, widest: Summary) -> str:
         return (
             f"The comparison with {self.base} is inconclusive after {counted(len(self.comparison.seeds))}: the largest "
-            f"difference is that of {widest.arm}, {write_difference(widest)} {self.comparison.unit}."
+            f"difference is {widest.arm}'s, {write_difference(widest)} {self.comparison.unit}."
         )
 
     def _say_undecided(self) -> str:
@@ -340,18 +340,18 @@ def _write_effect(summary: Summary, comparison: Comparison) -> str:
 
 
 def _write_confidence(paired: Paired) -> str:
-    """Write the confidence of one interval: with several arms it exceeds the 95 % of all of them together."""
+    """Write the confidence of one interval: with several arms it exceeds their joint 95 %."""
     return f"{100 * (1 - paired.level):.4g} %"
 
 
 def list_left_out(comparison: Comparison) -> list[str]:
-    """Write a line for each run that is not in the tables, since it failed or has not ended."""
+    """Write a line for each run that is not in the tables because it failed or has not ended."""
     lines = [f"{r.name}: failed, and not in the tables. {r.error or ''}".strip() for r in comparison.failed]
     return lines + [f"{r.name}: {r.status}, not finished, and not in the tables." for r in comparison.unfinished]
 
 
 def state_question(sizes: Sequence[Comparison]) -> str:
-    """One line: the arms, data, budget and number of seeds of a comparison, at one or more sizes."""
+    """State in one line the arms, data, budget and number of seeds of a comparison, at one or more sizes."""
     comparison, records = sizes[0], [of_run for size in sizes for of_run in size.records]
     record = records[0]
     kind = record.recipe.get("data", {}).get("kind")
@@ -403,7 +403,7 @@ def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]
 
 
 def describe_columns(comparison: Comparison) -> str:
-    """Describe the columns of the differences' table, and what bounds the error of the test."""
+    """Describe the columns of the differences' table, and the bound on the test's error."""
     apart = " Each size is tested separately." if comparison.size is not None else ""
     power = "with a probability of 80 %"
     if (plan := comparison.plan) is not None:
@@ -419,6 +419,6 @@ def describe_columns(comparison: Comparison) -> str:
         return "With fewer than two seeds in common with the baseline, nothing is tested."
     return (
         "At most 5 % of tables call any of several identical arms better or worse (Holm). p is uncorrected; if all "
-        f"seeds differ by the same number, it is the sign test's. More seeds: to find such a difference {power}. "
+        f"seeds differ by the same number, p is from the sign test. More seeds: to find such a difference {power}. "
         f"Detectable: the difference that these seeds would find {power}.{apart}"
     )

@@ -1,4 +1,4 @@
 """Models in servers.
 
-`requests` and `stops` are about what a client asks for, `server` answers it. `vllm` starts vLLM's server.
+`requests` and `stops` handle a client's request, and `server` answers it. `vllm` starts vLLM's server.
 """

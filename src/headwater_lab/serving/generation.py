@@ -29,7 +29,7 @@ from headwater_lab.training.checkpoints import check_sums, load_model, newest_ch
 
 
 def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a checkpoint folder, or of the newest checkpoint of a run. Raises `HeadwaterError`."""
+    """Load the model and tokenizer of a checkpoint folder, or of a run's newest checkpoint. Raises `HeadwaterError`."""
     path = newest_checkpoint(path)
     check_sums(path)
     model = load_model(path)
@@ -77,7 +77,7 @@ def continue_prompts(
     temperature: 0 is greedy. top_k: 0 is no limit. stop: a continuation ends before the first
         of these strings.
     stream: print a single prompt, and its continuation as it is generated.
-    decoder: continue with this one's static cache instead of a growing one; the texts are the same.
+    decoder: use its static cache instead of a growing one; the texts are the same.
     """
     _check_texts(prompts, stop)
     start = cast(int, separator_id(tokenizer))  # as `load_for_generation` has checked
@@ -119,7 +119,7 @@ def _check_texts(prompts: Sequence[str], stop: Sequence[str]) -> None:
 
 
 def _check_length(model: HeadwaterForCausalLM, tokens: int, max_new_tokens: int) -> None:
-    """Raise `HeadwaterError` if a prompt of `tokens` and the new ones are more than the model takes."""
+    """Raise `HeadwaterError` if a prompt of `tokens` and the new ones exceed the model's limit."""
     positions = model.config.max_position_embeddings
     most = max(LONGEST, positions)
     if tokens > most:
@@ -134,7 +134,7 @@ def _check_length(model: HeadwaterForCausalLM, tokens: int, max_new_tokens: int)
 def _watch_tokens(
     tokenizer: PreTrainedTokenizerBase, prompts: torch.Tensor, end: int, streamer: _Stream | None, stop: Sequence[str]
 ) -> Callable[[torch.Tensor], bool]:
-    """Make a function that prints each step's tokens, and tells whether every row has ended."""
+    """Make a function that prints each step's tokens, and returns whether every row has ended."""
     if streamer is not None:
         streamer.put(prompts.cpu())
     at_stop = StopStringCriteria(tokenizer, list(stop)) if stop else None

@@ -18,7 +18,7 @@ BATCH = 32
 
 
 def load_for_prediction(path: Path) -> tuple[HeadwaterForImageClassification, BaseImageProcessor]:
-    """Model and image processor of a checkpoint, or of the newest one of a run. Raises `HeadwaterError`."""
+    """Load the model and image processor of a checkpoint, or of a run's newest one. Raises `HeadwaterError`."""
     path = newest_checkpoint(path)
     check_sums(path)
     model = load_model(path)

@@ -25,7 +25,7 @@ def read_prompt(file: Path) -> str:
 def read_prompts(file: Path) -> list[dict[str, Any]]:
     """Read the lines of a JSONL file, each with a "prompt". Its other fields are printed with its completion.
 
-    Raises `HeadwaterError` for a line that is wrong.
+    Raises `HeadwaterError` for an invalid line.
     """
     name, prompts = str(file), []
     for number, line in enumerate(read_prompt(file).split("\n"), 1):

@@ -1,7 +1,7 @@
-"""The fields of requests in the OpenAI form: what each may hold, and what the server cannot do.
+"""The fields of requests in the OpenAI form: their valid values, and those that the server refuses.
 
-A field is honoured or refused by name, never ignored. A field that is listed with a single value is accepted with that
-value alone, because it changes nothing. `null` is the same as leaving a field out.
+A field is honoured or refused by name, never ignored. A field that is listed with a single value is accepted only with
+that value, because it changes nothing. `null` is the same as leaving a field out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_BYTES, MOST_PROMPTS, MOST_STOPS = 2**22, 128, 16
 
 
 class RequestError(HeadwaterError):
-    """A request that the server refuses. field: the one that is wrong. status: the HTTP status."""
+    """A request that the server refuses. field: the wrong field. status: the HTTP status."""
 
     def __init__(self, field: str | None, message: str, status: int = 400) -> None:
         super().__init__(message if field is None else f"{field}: {message}")
@@ -27,7 +27,7 @@ class RequestError(HeadwaterError):
 
 
 def error_body(message: str, field: str | None = None, status: int = 400) -> dict[str, Any]:
-    """Write an error as OpenAI's clients read it."""
+    """Write an error in the form that OpenAI's clients read."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     code = "model_not_found" if field == "model" and status == 404 else None
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}

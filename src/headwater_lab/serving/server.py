@@ -1,4 +1,4 @@
-"""A server for one checkpoint that answers as OpenAI's API says.
+"""A server for one checkpoint that follows OpenAI's API.
 
 Each request is checked field by field, see `requests`, and answered by `generate`, in one thread, one prompt after the
 other.
@@ -74,7 +74,7 @@ def serve_checkpoint(name: str, source: Path, host: str, port: int, device: str,
 
 
 class ModelServer:
-    """A model behind the routes. name: the one that clients call it by."""
+    """A model behind the routes. name: the model's name in requests."""
 
     def __init__(self, name: str, model: HeadwaterForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
         self.name, self.model, self.tokenizer = name, model, tokenizer
@@ -110,18 +110,18 @@ class ModelServer:
         return await self._answer(request, fields, [encode_chat(self.tokenizer, fields)])
 
     async def _read_request(self, request: Request, kind: type[Sampling]) -> dict[str, Any]:
-        """The checked fields of a request. Raises `RequestError`."""
+        """Read the checked fields of a request. Raises `RequestError`."""
         body = b""
         async for chunk in request.stream():  # to its end: a client that is still sending reads no answer
             if len(body) <= MOST_BYTES:
                 body += chunk
         fields = read_fields(kind, read_json(body))
         if fields.get("model", self.name) != self.name:
-            raise RequestError("model", f"this server has {self.name!r} alone, not {fields['model']!r}", 404)
+            raise RequestError("model", f"this server has only {self.name!r}, not {fields['model']!r}", 404)
         return fields
 
     def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
-        """The token ids of a prompt; an empty one begins a document, as in OpenAI's API."""
+        """Encode a prompt as token ids; an empty one begins a document, as in OpenAI's API."""
         ids: list[int] = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
         start = separator_id(self.tokenizer)
         if not ids and start is None:
@@ -183,7 +183,7 @@ async def _answer_failure(request: Request, error: Exception) -> JSONResponse:
 
 
 def _make_choice(fields: dict[str, Any], text: str, finish_reason: str | None = None, index: int = 0) -> dict[str, Any]:
-    """A text of an answer, or the next piece of it in a stream."""
+    """Make a choice of an answer, or the next piece of one in a stream."""
     if "prompt" in fields:
         content: dict[str, Any] = {"text": text}
     else:
@@ -201,12 +201,12 @@ def _make_event(content: dict[str, Any]) -> str:
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> list[int]:
-    """The token ids of a conversation. Raises `RequestError` if the chat template cannot write it, or does not read
+    """Encode a conversation as token ids. Raises `RequestError` if the chat template cannot write it, or does not read
     one of its options.
     """
     template, options = tokenizer.chat_template, fields.get("chat_template_kwargs", {})
     if template is None:
-        raise RequestError("messages", "the model's tokenizer has no chat template; ask /v1/completions instead")
+        raise RequestError("messages", "the model's tokenizer has no chat template; use /v1/completions instead")
     text = template if isinstance(template, str) else json.dumps(template)
     for name in options:
         if name not in text or name in ("messages", "tools", "documents", "add_generation_prompt", "chat_template"):
@@ -220,10 +220,11 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> l
 
 
 class Continuation(StoppingCriteria):
-    """One call of `generate`, as a request's fields ask for. It reads each new token, and ends at a stop text.
+    """One call of `generate` with the options of a request. It reads each new token, and ends at a stop text.
 
-    pass_on: receives the text in pieces, in the thread of `generate`. new_tokens: how many so far.
-    Raises `RequestError` for a prompt that the model cannot read, and for more new tokens than it has positions for.
+    pass_on: receives the text in pieces, in the thread of `generate`. new_tokens: their number so
+    far. Raises `RequestError` for a prompt that the model cannot read, and for more new tokens than it has positions
+    for.
     """
 
     def __init__(
@@ -298,7 +299,7 @@ def _make_config(model: HeadwaterForCausalLM, fields: dict[str, Any]) -> Generat
 
 
 def _choose_length(config: Any, prompt: list[int], fields: dict[str, Any]) -> int:
-    """Choose by how many tokens to continue a prompt. Raises `RequestError` where it does not fit."""
+    """Choose the number of new tokens. Raises `RequestError` if it does not fit."""
     text = next(name for name in TEXTS if name in fields)
     if not prompt:
         raise RequestError(text, "has no tokens")

@@ -1,4 +1,4 @@
-"""Stop texts: where a continuation ends, though they may arrive in parts."""
+"""Stop texts, which end a continuation and may arrive in parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 class UntilStop:
     """Pass a text on in pieces, up to the first of some stop texts.
 
-    stopped: whether a stop text has arrived. What may be the beginning of one is held back until the next piece.
+    stopped: whether a stop text has arrived. A possible beginning of one is held back until the next piece.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ class UntilStop:
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
-    """The beginning of a text, up to the first of the stop texts in it."""
+    """Return the beginning of a text, up to the first of the stop texts in it."""
     return text[: min((start for start in map(text.find, stops) if start >= 0), default=len(text))]
 
 

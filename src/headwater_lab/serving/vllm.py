@@ -1,4 +1,4 @@
-"""vLLM's server with a checkpoint of headwater's."""
+"""vLLM's server with a headwater checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwater_lab.util.machine import available_memory
 
 
 def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
-    """Run `vllm serve`, with the settings of a checkpoint on this machine unless they are given."""
+    """Run `vllm serve`, with the settings of a checkpoint on this machine unless they are set explicitly."""
     config = read_config(source)
     check_servable(config)
     names = {option.partition("=")[0].replace("_", "-") for option in options if option.startswith("-")}
@@ -45,7 +45,7 @@ def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
 
 
 def _count_processes(options: list[str]) -> int:
-    """Count the processes that vLLM is asked for. An invalid number is left for vLLM to refuse."""
+    """Count the processes requested from vLLM. An invalid number is left for vLLM to refuse."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
     try:

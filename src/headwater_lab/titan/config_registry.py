@@ -1,4 +1,4 @@
-"""Configs for `--module headwater_lab.titan --config NAME`: NAME is a recipe, its file or its name, or a preset."""
+"""Configs for `--module headwater_lab.titan --config NAME`: NAME is a recipe (a file or a name) or a preset."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def of_preset(name: str) -> Trainer.Config:
 def of_recipe(name: str) -> Trainer.Config:
     """Configure a recipe's model, data, optimizer and schedule.
 
-    Raises `HeadwaterError` if the recipe cannot be read, or asks for what torchtitan's trainer does not have.
+    Raises `HeadwaterError` if the recipe cannot be read, or needs a feature that torchtitan's trainer lacks.
     """
     recipe = load_recipe(find_recipe(name))
     check_recipe(recipe)
@@ -115,7 +115,7 @@ def of_recipe(name: str) -> Trainer.Config:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise `HeadwaterError` for what torchtitan's trainer would silently leave out."""
+    """Raise `HeadwaterError` for settings that torchtitan's trainer would silently ignore."""
     training = recipe.training
     for section in ("start", "stages", "compare"):
         if getattr(recipe, section):
@@ -141,7 +141,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def check_hooks(config: HeadwaterConfig) -> None:
-    """Raise `HeadwaterError` for an outside mechanism with a hook per step, which torchtitan's trainer never calls."""
+    """Raise `HeadwaterError` for an external mechanism with a hook per step, which torchtitan's trainer never calls."""
     for name in config.mechanisms:
         if name not in MECHANISMS.built_in and isinstance(resolve(name), ActsInTraining):
             raise HeadwaterError(
@@ -150,7 +150,7 @@ def check_hooks(config: HeadwaterConfig) -> None:
 
 
 def choose_parallelism() -> ParallelismConfig:
-    """Choose what headwater models need; the command line sets the degrees."""
+    """Choose the parallelism settings that headwater models need; the command line sets the degrees."""
     return ParallelismConfig(
         spmd_backend="partial_dtensor", enable_sequence_parallel=False, context_parallel_load_balancer=None
     )

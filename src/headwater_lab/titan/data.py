@@ -17,14 +17,14 @@ from headwater_lab.recipe.recipe_files import find_recipe, load_recipe
 
 
 class RecipeLoader(BaseDataLoader):
-    """The rows of a recipe's `data:`, each data-parallel process its share. Resumes at the row where it was saved."""
+    """The rows of a recipe's `data:`, a share for each data-parallel process. Resumes at the row where it was saved."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         recipe: str = ""
         """A recipe's file or name."""
         positions: bool = False
-        """Give positions with rows that are one document too, as context parallelism needs them."""
+        """Return positions even for rows of a single document, because context parallelism needs them."""
 
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **unused: Any
@@ -50,7 +50,7 @@ class RecipeLoader(BaseDataLoader):
         for batch in self.data.batches(self.seed, self.rows, self.row, self.share):
             if "document_starts" in batch:
                 raise HeadwaterError(
-                    "torchtitan's trainer takes no rows in which attention crosses from one document to the next and "
+                    "torchtitan's trainer does not support rows in which attention crosses document boundaries and "
                     "mechanisms do not; train this recipe with `headwater train`."
                 )
             batches = self.rows // self.share.world // self.local
@@ -87,7 +87,9 @@ class NoTokenizer(BaseTokenizer):
         raise HeadwaterError("A recipe's rows are already tokens; torchtitan has no tokenizer to encode text.")
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
-        raise HeadwaterError("torchtitan has no tokenizer here; decode tokens with the tokenizer of the recipe's data.")
+        raise HeadwaterError(
+            "torchtitan has no tokenizer for a recipe; decode tokens with the tokenizer of the recipe's data."
+        )
 
     def get_vocab_size(self) -> int:
         return 0

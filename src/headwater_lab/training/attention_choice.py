@@ -1,4 +1,4 @@
-"""Choose the attention kernel of a run, and list what else its memory depends on."""
+"""Choose the attention kernel of a run, and list the other settings that its memory depends on."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from headwater_lab.util.model_kinds import AnyModel, is_of_images
 
 
 def choose_attention(config: HeadwaterConfig, training: Training, device: torch.device, context: int) -> str | None:
-    """Choose the kernel that the recipe names; else varlen if packed rows of `context` tokens are faster with it; else
-    None.
+    """Choose the kernel that the recipe names; otherwise varlen if packed rows of `context` tokens are faster with it,
+    or None.
 
-    Not decided by timing, since a run's bits depend on it. Raises `HeadwaterError` if varlen is named and cannot run.
+    It is not chosen by timing, because a run's bits depend on it. Raises `HeadwaterError` if varlen is named and cannot
+    run.
     """
     kernel = choose_kernel(config, training, device.type, context)
     if kernel == VARLEN and training.attn_implementation is None and device.type == "cuda":
@@ -31,7 +32,7 @@ def choose_attention(config: HeadwaterConfig, training: Training, device: torch.
 
 
 def choose_kernel(config: HeadwaterConfig, training: Training, device: str, context: int) -> str | None:
-    """Choose as `choose_attention` for a kind of device, whose capability suffices."""
+    """Choose as `choose_attention` does, for a kind of device with sufficient capability."""
     kernel, refusal = training.attn_implementation, _refuse_varlen(config, training, torch.device(device))
     if kernel == VARLEN and refusal is not None:
         raise HeadwaterError(f"training.attn_implementation: {VARLEN} {refusal}; leave it out.")
@@ -42,7 +43,7 @@ def choose_kernel(config: HeadwaterConfig, training: Training, device: str, cont
 
 
 def _refuse_varlen(config: HeadwaterConfig, training: Training, device: torch.device) -> str | None:
-    """Say why varlen cannot compute the attention of a model; None if it can."""
+    """Explain why varlen cannot compute the attention of a model; None if it can."""
     if is_of_images(config):
         return "is for rows of documents"
     widths = [layer_config(config, layer).head_dim or 0 for layer in config.kinds.values()]
@@ -52,7 +53,7 @@ def _refuse_varlen(config: HeadwaterConfig, training: Training, device: torch.de
 
 
 def list_step_settings(config: HeadwaterConfig, training: Training, data: Any, attention: str | None) -> dict[str, Any]:
-    """List what the memory of a step depends on, its rows aside, for `headwater.cost.price`. data: a recipe's."""
+    """List the settings that a step's memory depends on, except rows, for `headwater.cost.price`. data: a recipe's."""
     settings = {"gradient_checkpointing": training.gradient_checkpointing, "averages": training.ema_decay is not None}
     if isinstance(config, HeadwaterVisionConfig):
         return settings

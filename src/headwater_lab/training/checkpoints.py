@@ -1,4 +1,4 @@
-"""Checkpoints: a Hugging Face folder with what training needs to resume.
+"""Checkpoints: a Hugging Face folder with the state that training needs to resume.
 
     runs/NAME/checkpoints/step-000400/
       config.json, model.safetensors, generation_config.json, tokenizer files    load them with from_pretrained
@@ -15,8 +15,8 @@ the safetensors format of torch.distributed.checkpoint: any number of processes 
 export` merges them into one model. Nothing is pickled in either format.
 
 A checkpoint is written under a temporary name and renamed, so one with its final name is complete; see `saving.Saver`
-for how a run does so. One that no run has written (`saving.write_model`: grown, retrofitted, …) has no training.json: a
-run can start from it, but not resume it.
+for how a run does so. A checkpoint from outside a run (`saving.write_model`: grown, retrofitted, …) has no
+training.json: a run can start from it, but not resume it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def newest_checkpoint(path: Path) -> Path:
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint's folder."""
+    """Read the step from the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -110,11 +110,11 @@ def step_of(path: Path) -> int:
 class Progress:
     """A run's progress.
 
-    rows: how many rows of the data's fixed order were used. order: a hash of all these rows in their order.
+    rows: the number of used rows in the data's fixed order. order: a hash of all these rows in their order.
     seconds: spent in training steps; waited: of these, for data. skipped: steps whose loss or gradient was not finite;
-    skipped_last: how many of them were the most recent ones. result: the deciding metric, if evaluated at this step.
-    kept: the state of mechanisms that act before each step, by the module's name. data: facts that reveal whether the
-    data have changed. run_id: the run's name in Weights & Biases.
+    skipped_last: the number of most recent steps that were skipped. result: the deciding metric, if evaluated at this
+    step. kept: the state of mechanisms that act before each step, by the module's name. data: facts that reveal
+    whether the data have changed. run_id: the run's name in Weights & Biases.
     """
 
     step: int = 0
@@ -161,7 +161,7 @@ def find_newest_intact(run: Path, notice: Callable[[str], None]) -> Path | None:
 
 
 def find_damage(path: Path) -> str | None:
-    """Say what is wrong with the files of a checkpoint; None if they are unchanged."""
+    """Describe what is wrong with the files of a checkpoint; None if they are unchanged."""
     try:
         lines = read_bytes(path / SUMS).decode("utf-8").splitlines()
         sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
@@ -269,7 +269,7 @@ def restore_run(
 ) -> None:
     """Restore parameters, optimizer state and running sums, however many processes wrote them.
 
-    distributed: whether the parameters are sharded; then all processes call it together. average: filled too.
+    distributed: whether the parameters are sharded; then all processes call it together. average: also filled.
     Raises `HeadwaterError` if a tensor is missing, unknown, or of another shape.
     """
     # Before the first step that was not skipped there is no state.
@@ -311,14 +311,14 @@ def _read_model(path: Path, model: AnyModel, state: dict[str, Tensor], distribut
     """Fill the model and `state` in place. The files may have the names that wrappers have changed.
 
     Raises `HeadwaterError` unless the files hold the model's weights and no others, of the same kind, and for values
-    that no run has written: training would seem to diverge.
+    that no run writes: training would seem to diverge.
     """
     stored = {name: tensor for name, tensor in _read_metadata(path).items() if not name.startswith(OF_RUN)}
     names, where, weights = model.state_dict().keys(), repr(str(path)), list_weights(model)
     plain = map_unwrapped_names(stored, where, names)
     if unknown := sorted(name for name, bare in plain.items() if bare not in names):
         raise HeadwaterError(
-            f"The weights in {where} do not match its config.json: {len(unknown)} have no place in the model, "
+            f"The weights in {where} do not match its config.json: {len(unknown)} are not in the model, "
             f"{unknown[0]} first; use an intact checkpoint with its own config."
         )
     check_kinds({plain[name]: tensor.properties.dtype for name, tensor in stored.items()}, where, model)
@@ -334,7 +334,7 @@ def _read_model(path: Path, model: AnyModel, state: dict[str, Tensor], distribut
 
 
 def _find_problem(name: str, value: Tensor) -> str | None:
-    """Say why no run can have written these values; None if one can."""
+    """Explain why no run can have written these values; None if one can."""
     if not value.is_floating_point():
         return None
     if name.endswith(".exp_avg_sq") and bool((value < 0).any()):
@@ -343,7 +343,7 @@ def _find_problem(name: str, value: Tensor) -> str | None:
 
 
 def read_history(path: Path) -> list[Event]:
-    """Read what was done to the model of checkpoint `path`; empty if not recorded. Raises `HeadwaterError`."""
+    """Read the history of the model in checkpoint `path`; empty if not recorded. Raises `HeadwaterError`."""
     if not os.path.lexists(path / HISTORY):
         return []
     events = read_json(path / HISTORY)
@@ -366,7 +366,7 @@ def _read_unsharded(path: Path, select: Callable[[str], bool]) -> dict[str, Tens
 
 
 def _open_reader(path: Path) -> HuggingFaceStorageReader:
-    """Open a checkpoint's own tensor files, no others in its folder."""
+    """Open a checkpoint's own tensor files, and no others in its folder."""
     check_regular(path)
     files = [file for file in (*weight_files(path), path / TENSORS) if os.path.lexists(file)]
     reader = HuggingFaceStorageReader(str(path))

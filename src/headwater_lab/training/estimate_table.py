@@ -21,7 +21,7 @@ class PriceTable(SideBySide):
         self.is_shortened = any(price.last_token_layers for price in prices)
 
     def add_row(self, label: str, values: Sequence[Any], ratio: bool = True) -> None:
-        """Add a row, unless no model has a value. Of values by part, their sum."""
+        """Add a row, unless no model has a value. Values by part are summed."""
         values = [sum(value.values()) if isinstance(value, dict) else value for value in values]
         cells = ["" if v is None else f"{v:,}" if isinstance(v, int) and v < 100_000 else si(v) for v in values]
         if ratio and values[0]:
@@ -77,7 +77,7 @@ class PriceTable(SideBySide):
             self.add_rows(estimates, {"training state and activations, as trained": "step_bytes"})
 
     def add_limits(self, hardware: Hardware, limits: Sequence[Limits | None]) -> None:
-        """Add rows of what the hardware allows."""
+        """Add rows about the hardware's limits."""
         price, units = self.prices[0], f"{self.unit}s"
         self.add_rows(limits, {f"training ceiling, {units}/s, {price.devices} × {hardware.name}": "training_ceiling"})
         budget = si(price.images or 0) if self.unit == "image" else si(price.tokens or 0).replace("G", "B")
@@ -105,7 +105,7 @@ def estimate_table(prices: Sequence[Price]) -> Table:
 
 
 def _list_savings(price: Price) -> list[str]:
-    """List in words what changes the memory of training."""
+    """List in words the settings that change the memory of training."""
     savings = ["gradient checkpointing"] if price.gradient_checkpointing else []
     if price.loss_chunk_tokens is not None:
         savings.append(f"logits of {price.loss_chunk_tokens:,} tokens at once")

@@ -16,7 +16,7 @@ from headwater.util.hub import check_reachable
 
 
 def check_source(source: str) -> None:
-    """Raise `HeadwaterError` unless a folder is a checkpoint, and anything else the name of a model on the hub."""
+    """Raise `HeadwaterError` unless the source is a checkpoint's folder or the name of a model on the hub."""
     if not Path(source).is_dir():
         check_reachable("model", source)
     elif not (Path(source) / "config.json").is_file():
@@ -27,7 +27,7 @@ def check_source(source: str) -> None:
 
 @contextmanager
 def explaining_code(source: str, problem: str) -> Iterator[None]:
-    """Turn what a model's own code raises, or raises by not being allowed to run, into one sentence."""
+    """Turn errors of a model's own code, or of forbidding it, into one sentence."""
     try:
         yield
     except HeadwaterError:
@@ -39,9 +39,9 @@ def explaining_code(source: str, problem: str) -> Iterator[None]:
 
 
 def open_model(source: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A causal language model in fp32 with its weights, ready to verify.
+    """Open a causal language model in fp32 with its weights, ready to verify.
 
-    source: a folder, or organization/name on the hub. trust_remote_code: whether code that comes with it may run.
+    source: a folder, or organization/name on the hub. trust_remote_code: whether its own code may run.
     Raises `HeadwaterError` if there is none, or if it cannot be read.
     """
     check_source(source)

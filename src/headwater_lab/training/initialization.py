@@ -1,4 +1,4 @@
-"""Measure what each sub-layer of an untrained model writes to the residual stream."""
+"""Measure the output of each sub-layer of an untrained model to the residual stream."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def measure_initialization(model: AnyModel, input_ids: Tensor | None = None) -> 
     """Measure both sub-layers of every block, in order, in one forward pass.
 
     A sub-layer whose output is much larger than the residual stream drowns the token before training begins. Pattention
-    does that if the embedding is initialized small, since the size of its output does not depend on that of its input.
+    does that if the embedding is initialized small, because the size of its output does not depend on the size of its
+    input.
 
     input_ids: [B, T], or pixels [B, C, H, W]; default: 8 rows of 128 random tokens, or 8 images of noise, so the result
         depends only on the model.

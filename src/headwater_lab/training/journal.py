@@ -47,7 +47,7 @@ Point = CurvePoint | HeldOutPoint | SpeedPoint | Notice
 class Metrics:
     """The points of a run, in memory and in metrics.jsonl: one JSON object a line, {"kind": …, …}.
 
-    damage: a description of damaged lines, whose points are missing; None if there are none.
+    damage: a description of damaged lines, whose points are missing; None without any.
     """
 
     def __init__(self, run: Path, step: int, metric: str, writes: bool = True) -> None:
@@ -170,8 +170,8 @@ def list_runs(folder: Path, tell: Callable[[str], None]) -> list[RunSummary]:
 
 
 def _summarize_run(file: Path, record: RunRecord, tell: Callable[[str], None]) -> RunSummary:
-    """Summarize the run of a record, which is written at its start and at its end; in between, points show how far it
-    is."""
+    """Summarize the run of a record, which is written at its start and at its end; in between, points show its
+    progress."""
     run = file.parent
     status = "running" if is_running(run) else "interrupted" if record.status == "running" else record.status
     try:
@@ -207,7 +207,7 @@ def report_full_disk_once() -> Iterator[None]:
 
 
 class Activity(NamedTuple):
-    """What a run does between steps, such as "evaluating, batch 7". The caller hears it; it is not recorded."""
+    """An activity of a run between steps, such as "evaluating, batch 7". It is reported to the caller, not recorded."""
 
     text: str
 
@@ -217,7 +217,7 @@ OnEvent = Callable[[int, Point | Activity | None], None]
 
 
 class Journal:
-    """Everything that a run reports goes through here. Only the first process writes."""
+    """The channel for everything that a run reports. Only the first process writes."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class Journal:
 
     @property
     def history(self) -> list[Event]:
-        """What was done to the model, including this run."""
+        """The history of the model, including this run."""
         run, progress = self.run, self.progress
         event = describe_training(run.recipe, run.data, progress, self.count_flops(progress.tokens))
         return [*(run.beginning.origin.history if run.beginning else ()), event]
@@ -270,17 +270,17 @@ class Journal:
             self.on_event(step, event)
 
     def warn(self, message: str, step: int | None = None) -> None:
-        """Record a warning; step: the step it is about, by default the current one."""
+        """Record a warning; step: the step it concerns, by default the current one."""
         self.add_point(Notice(step=self.progress.step if step is None else step, message=message))
 
     def announce(self, activity: str) -> None:
-        """Tell the caller what the run does now; see `Activity`."""
+        """Tell the caller the run's current activity; see `Activity`."""
         self.report(self.progress.step, Activity(activity))
 
     def add_curve_point(self, progress: Progress, learning_rate: float, norm: float) -> None:
         """Record the mean loss of the steps up to this progress, and the speed, since the previous point.
 
-        progress: a copy from after its step, which may since have been followed by others.
+        progress: a copy from after its step; later steps may have been taken since.
         """
         running, step, fabric = self.run.running, progress.step, self.run.fabric
         steps = float(running["steps"])
@@ -311,7 +311,7 @@ class Journal:
         self.record.documents = [DocumentLoss(**document) for document in evaluation.documents]
 
     def log_values(self, values: dict[str, Any], step: int) -> None:
-        """Pass the numbers of a step to TensorBoard until it fails to write them; metrics.jsonl has them too."""
+        """Pass the numbers of a step to TensorBoard until a write fails; metrics.jsonl has them too."""
         try:
             if self.to_tensorboard:
                 self.run.fabric.log_dict(values, step=step)

@@ -71,7 +71,7 @@ def train(
     experiment: Experiment | None = None,
     on_event: OnEvent | None = None,
 ) -> RunRecord:
-    """Train one model as the recipe says, into `folder`.
+    """Train one model by the recipe, into `folder`.
 
     resume: continue from the newest intact checkpoint there; with as many processes as before, the result is the same
         to the last bit as without the interruption.
@@ -154,7 +154,7 @@ class TrainingRun(Setup):
         experiment: Experiment | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
-        """checkpoint: to resume from; None to begin."""
+        """Begin a run, or resume it from `checkpoint`."""
         on_gpu = fabric.device.type == "cuda"
         if fabric.device.type == "cpu":
             keep_freed_memory()
@@ -196,8 +196,8 @@ class TrainingRun(Setup):
                     self.raise_interrupted()
 
     def take_step(self, stop: bool = False) -> float:
-        """Take one optimizer step, and return its learning rate. stop: whether this process was asked to stop, which it
-        tells the others.
+        """Take one optimizer step, and return its learning rate. stop: whether this process should stop, which it tells
+        the others.
 
         The loss is the mean over all tokens of the step, in all processes. A step whose loss or gradient is not finite
         changes nothing. That is decided on the device: the host does not wait for the step, and reads its outcome
@@ -319,7 +319,7 @@ class TrainingRun(Setup):
         self.settle_step()
 
     def catch_up(self) -> None:
-        """Measure a model before its training continues, or do what a killed run did not after its last checkpoint."""
+        """Measure a model before its training continues, or finish what a killed run left undone."""
         step = self.progress.step
         if step:
             run_in_first(self.fabric, self.publish_checkpoint)
@@ -331,7 +331,7 @@ class TrainingRun(Setup):
             self.evaluate()
 
     def is_stopping(self, stop: threading.Event) -> bool:
-        """Whether some process was asked to stop. A single process has no others to wait for."""
+        """Whether some process should stop. A single process has no others to wait for."""
         return self.stops_elsewhere or (self.fabric.world_size == 1 and stop.is_set())
 
     def raise_interrupted(self) -> NoReturn:
@@ -361,7 +361,7 @@ class TrainingRun(Setup):
 
     @contextmanager
     def guard_data(self) -> Iterator[None]:
-        """If data cannot be read within it, save the finished steps and raise `HeadwaterError`."""
+        """Save the finished steps and raise `HeadwaterError` if data cannot be read in this context."""
         try:
             yield
         except (OSError, UnreadableImage) as error:
@@ -381,7 +381,7 @@ class TrainingRun(Setup):
             raise HeadwaterError(f"{problem}; {saved}. {advice}") from error
 
     def evaluate(self) -> None:
-        """Evaluate on the held-out data. Raises as `take_step`, and `Diverged` if the run's last measures are no
+        """Evaluate on the held-out data. Raises as `take_step`, and `Diverged` if the run's last measures are not
         numbers."""
         self.settle_step()
         compiled, most_rows, batches = is_compiled(self.model), 0, 0
@@ -417,7 +417,7 @@ class TrainingRun(Setup):
         self.journal.add_evaluation(evaluation)
 
     def use_average(self) -> AbstractContextManager[None]:
-        """Put the average of the weights, if there is one, into the model: what is evaluated and saved."""
+        """Put the average of the weights, if there is one, into the model for evaluation and saving."""
         return nullcontext() if self.average is None else self.average.in_place()
 
     def build_divergence(self, problem: str) -> Diverged:
@@ -430,7 +430,7 @@ class TrainingRun(Setup):
     def save_checkpoint(self, must: bool = True) -> None:
         """Save a checkpoint, unless the weights are not finite: then keep the previous one.
 
-        must: wait until it is written, and raise `Diverged` if the weights are not finite; otherwise warn.
+        must: wait until it is written, and raise `Diverged` if the weights are not finite, instead of warning.
         """
         self.settle_step()
         self.saver.finish_saving()
@@ -467,7 +467,7 @@ class TrainingRun(Setup):
 
 
 def is_due(step: int, interval: int | None) -> bool:
-    """Whether something is due after this step that happens every `interval` steps; None for never."""
+    """Whether an event with this `interval` in steps is due after this step; None for never."""
     return interval is not None and step % interval == 0
 
 
@@ -512,7 +512,7 @@ def _count_batches(
 def with_documents(batch: Batch) -> Batch:
     """Add the borders of documents, for attention that takes them, where position_ids restart inside rows.
 
-    They are looked for on the host: on a GPU that would wait for it.
+    They are found on the host, because a GPU would have to be waited for.
     """
     positions = batch.get("position_ids")
     borders = None if positions is None else make_cu_seq_lens(positions.expand(len(batch["input_ids"]), -1))
@@ -539,7 +539,7 @@ def hash_rows(start: int, rows: Tensor) -> int:
 
 
 def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
-    """Yield the same items, of which another thread prepares up to `depth` in advance."""
+    """Yield the same items, up to `depth` of them prepared in advance by another thread."""
     with ThreadPoolExecutor(1, "data") as worker:
         waiting = deque(worker.submit(next, items) for _ in range(depth))
         while True:

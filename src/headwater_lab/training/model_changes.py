@@ -1,4 +1,4 @@
-"""Change a trained model: grow it, convert it, fit it to data; and measure how much that changes what it computes."""
+"""Change a trained model: grow it, convert it, fit it to data; and measure the change of its function."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PAIR_OPTIONS = ("attention_pairs", "ffn_pairs", "key_init", "tau", "freeze")
 
 def change_model(trained: Trained, change: Change, rows: Tensor | None = None) -> Trained:
     """Apply a recipe's `grow:`, `convert:` or `finish_conversion:` to a trained model; return it unchanged if there is
-    none. rows: of tokens [B, T], on which a conversion measures how alike keys and values are."""
+    none. rows: tokens [B, T] on which a conversion measures how similar keys and values are."""
     if change.convert is not None or change.finish_conversion:
         return convert_model(trained, change, rows)
     if change.grow is None:
@@ -105,7 +105,7 @@ def list_refits(
 
     tokenizer: the model's. The data's may add tokens to it.
     Classes that only have numbers in the model take the data's names. Other names are an error in `check_classes`,
-    unless `change` asks for a new classifier.
+    unless `change` requests a new classifier.
     """
     if not isinstance(config, HeadwaterVisionConfig) or not isinstance(data, ImageData):
         grows = data.tokenizer is not None and not is_of_images(config) and data.vocab_size > config.vocab_size
@@ -123,7 +123,7 @@ def list_refits(
 
 
 def refit_model(trained: Trained, data: Data, change: Change) -> Trained:
-    """Fit the model to the data by `list_refits`; return it unchanged if that is nothing. Raises `HeadwaterError`."""
+    """Fit the model to the data by `list_refits`; return it unchanged if that is empty. Raises `HeadwaterError`."""
     model = trained.model
     fields = list_refits(model.config, data, change, trained.tokenizer)
     if "vocab_size" in fields:
@@ -164,7 +164,7 @@ def _refit_config(config: HeadwaterVisionConfig, fields: dict[str, Any]) -> Head
 
 
 def _add_tokens(trained: Trained, data: Data) -> Trained:
-    """Give a text model the data's tokenizer. Raises `HeadwaterError` if the optimizer's state is to be kept."""
+    """Give a text model the data's tokenizer. Raises `HeadwaterError` if the optimizer's state must be kept."""
     if trained.state:
         raise HeadwaterError(
             "start.optimizer_state=keep has no state for new tokens; use start.optimizer_state=fresh, or data with the "
@@ -179,16 +179,16 @@ def _add_tokens(trained: Trained, data: Data) -> Trained:
 
 
 def describe_refit(event: Event) -> str:
-    """Say in a sentence what `refit_model` has done."""
+    """Describe in a sentence what `refit_model` has done."""
     old, new = event.details["from"], event.details["to"]
-    changes = [f"{name} {new[name]} in place of {old[name]}" for name in new if new[name] != old[name]]
+    changes = [f"{name} {new[name]} instead of {old[name]}" for name in new if new[name] != old[name]]
     changes += ["learned positions interpolated"] if event.details.get("interpolated") else []
     changes += ["a new classifier"] if event.details.get("new_classifier") else []
     return f"The model was fitted to the data: {', '.join(changes) or 'its classes have their names'}."
 
 
 def check_classes(config: HeadwaterVisionConfig, data: ImageData) -> None:
-    """Raise `HeadwaterError` unless the model's first classes are the data's, by name."""
+    """Raise `HeadwaterError` unless the model's first classes have the names of the data's."""
     names = _list_classes(config)
     if names[: len(data.classes)] == data.classes:
         return

@@ -1,4 +1,4 @@
-"""Price models before training, as `headwater plan` and `lab.plan` do: read how users name them, and the options."""
+"""Price models before training, as `headwater plan` and `lab.plan` do: read their names and options."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _DECISIVE_IN_RECIPES = _DECISIVE | {"steps", "gradient_accumulation_steps", "att
 
 @dataclass(frozen=True)
 class ConversionPrice:
-    """What a conversion costs and saves.
+    """The cost and savings of a conversion.
 
     before, after: the model's parameters, and bytes of its weights and of its cache, in the precision of the weights;
     cache_bytes is of a sequence of the recipe's context. flops: of healing, by stage, with the teacher's. step_bytes:
@@ -73,7 +73,7 @@ class ConversionPrice:
 def price_conversion(recipe: Recipe, config: HeadwaterConfig, element: int) -> ConversionPrice:
     """Price a recipe that converts a model of this config. element: bytes of its numbers.
 
-    Raises `HeadwaterError` if the model cannot be converted so, or if its teacher, by default itself, cannot be read.
+    Raises `HeadwaterError` if the model cannot be converted, or if its teacher, by default itself, cannot be read.
     """
     context, settings, teacher = recipe.row_length, recipe.training.distillation, None
     if settings is not None and settings.teacher is not None:
@@ -83,9 +83,7 @@ def price_conversion(recipe: Recipe, config: HeadwaterConfig, element: int) -> C
         teacher = config
     configs = recipe.configs(config if recipe.start is None else changed_config(config, recipe.start))
     if way_of(configs[-1]) is not None or not recipe.stages:
-        raise HeadwaterError(
-            "The recipe has no stage after which the model is the smaller one, trained; leave its stages as they are."
-        )
+        raise HeadwaterError("No stage of the recipe ends with the smaller model trained; leave its stages unchanged.")
     teacher_flops = 0.0 if teacher is None else sum(cost.forward_flops(teacher, context).values())
     flops, tokens, peak = {}, 0, 0
     for name, stage, (run, _) in zip(recipe.stage_names, configs, recipe.chain(lambda *_: Path()), strict=True):
@@ -109,7 +107,7 @@ def price_conversion(recipe: Recipe, config: HeadwaterConfig, element: int) -> C
 
 
 class PlannedModel(NamedTuple):
-    """A model to price, and how it is trained. run: its recipe, if there is one."""
+    """A model to price, and its training. run: its recipe, if there is one."""
 
     config: HeadwaterConfig
     training: Training
@@ -139,11 +137,11 @@ def plan_models(
     overrides: Sequence[str] = (),
     vocab_size: int | None = None,
 ) -> dict[str, PlannedModel]:
-    """Read models by name, of recipes one for each arm and stage; a repeated name gets a number.
+    """Read models by name, for recipes one per arm and stage; a repeated name gets a number.
 
     models: configs; recipes; presets, shipped recipes, YAML files, config.json files, checkpoints and runs by name.
     overrides: "field=value" for all of them, "training.field=value" for how they are trained. vocab_size: same as the
-    override vocab_size. Raises `HeadwaterError`, also for overrides that decide no price.
+    override vocab_size. Raises `HeadwaterError`, also for overrides that affect no price.
     """
     overrides = [*overrides, *([] if vocab_size is None else [f"vocab_size={vocab_size}"])]
     of_training = [text for text in overrides if text.startswith("training.")]
@@ -183,15 +181,15 @@ def price_models(
 ) -> list[Price]:
     """Price models by name, all of text or all of images.
 
-    context: of text; default: the first model's own, as far as learned positions of the others reach. tokens, images:
+    context: of text; default: the first model's own, limited by the learned positions of the others. tokens, images:
     a number, or as in "300B". hardware: a device, also by name or "this". settings: batch, devices, precision and mfu,
-    as in `headwater.cost.price`; what is None or missing, and the budget, default to how the first model is trained.
+    as in `headwater.cost.price`; None or missing values and the budget default to the first model's training.
     Raises `HeadwaterError`.
     """
     device = None if hardware is None else named_hardware(hardware)
     configs = [model.config for model in planned.values()]
     if len(set(map(unit_of, configs))) > 1:
-        raise HeadwaterError("Models of text and of images have no common measure; name models of one kind.")
+        raise HeadwaterError("Text models and image models cannot be compared; name models of one kind.")
     context = _choose_context(configs) if not context and context != 0 else context
     longest = max(context) if isinstance(context, Sequence) else context or 1
     model = next(iter(planned.values()))
@@ -205,7 +203,7 @@ def price_models(
 
 
 def _read_budget(**counts: str | float | None) -> dict[str, float]:
-    """Read the budgets of training that are given, by unit."""
+    """Read the training budgets that were passed, by unit."""
     return {unit: read_count(count, unit) for unit, count in counts.items() if count is not None}
 
 
@@ -231,7 +229,7 @@ def _is_recipe(model: Any) -> bool:
 
 
 def _read_configs(model: Any, changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
-    """Read the configs of one model that is no recipe, by name."""
+    """Read the configs of one model that is not a recipe, by name."""
     if isinstance(model, HeadwaterConfig):
         _check_fields(changes, type(model))
         return {"model": type(model).from_dict(merge_values(model.to_dict(), changes)) if changes else model}
@@ -343,7 +341,7 @@ def _read_start(name: str, start: Start) -> HeadwaterConfig:
     checkpoint = Path(start.checkpoint)
     if not checkpoint.is_dir():
         raise HeadwaterError(
-            f"{name!r} begins with the checkpoint {str(checkpoint)!r}, which is not there; make it first."
+            f"{name!r} begins with the checkpoint {str(checkpoint)!r}, which does not exist; create it first."
         )
     return changed_config(config_of(newest_checkpoint(checkpoint)), start)
 
@@ -364,8 +362,8 @@ def read_count(number: str | float, option: str) -> float:
 def draw_flops(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) -> Figure:
     """Draw forward FLOPs per token against context, counting full attention as TokenFormer's figure 5 does.
 
-    The slope is the cost of attention between tokens, 4·L·H·d; the height at 0 that of the parameters. Each combination
-    of mechanisms has a line style. Raises `HeadwaterError` for image models.
+    The slope is the cost of attention between tokens, 4·L·H·d; the height at 0 is the cost of the parameters. Each
+    combination of mechanisms has a line style. Raises `HeadwaterError` for image models.
     """
     from matplotlib.figure import Figure
 

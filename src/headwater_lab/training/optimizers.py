@@ -40,8 +40,8 @@ def parameter_groups(
     "embeddings", "vectors" (norms, biases), and the mechanisms' "scalars", which stay in fp32, unsharded in every
     process.
 
-    A mechanism may choose another group for a parameter, also one of its own, which does not decay: a group may then
-    have two parts of the same name. Empty ones are left out.
+    A mechanism may choose another group for a parameter, also a new one without weight decay: a group may then have
+    two parts of the same name. Empty ones are left out.
     decay_on: which of them decay, see `DECAYED`. A tied output head is an embedding.
     Raises `HeadwaterError` for a mechanism that puts anything but matrices in "matrices", or gives no usable name.
     """
@@ -80,14 +80,14 @@ def _choose_group(owner: Mechanism, name: str, parameter: nn.Parameter, kind: st
     if not isinstance(chosen, str) or misspelt or (chosen == "matrices" and parameter.ndim != 2):
         raise HeadwaterError(
             f"Mechanism {owner.registered_name()!r} puts {name!r} {list(parameter.shape)} among the {chosen}; its "
-            f"choose_group() must give one of {', '.join(GROUPS)}, of which matrices have two dimensions, or a name "
-            "unlike these."
+            f"choose_group() must return one of {', '.join(GROUPS)}, where matrices must have two dimensions, or "
+            "another name."
         )
     return chosen
 
 
 def freeze_others(model: nn.Module, trainable_mechanisms: Collection[str]) -> None:
-    """Leave the parameters of these mechanisms trainable, and no others.
+    """Freeze all parameters except those of these mechanisms.
 
     Raises `HeadwaterError` if the model does not have one of them, or one has no parameters.
     """
@@ -137,7 +137,7 @@ def make_optimizers(model: nn.Module, training: Training) -> list[torch.optim.Op
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The norm of the whole gradient, 0-d, the same in every process."""
+    """Compute the norm of the whole gradient, 0-d, the same in every process."""
     grads = list_gradients(parameters)
     # PyTorch's own functions do not accept sharded and unsharded tensors together.
     unsharded = [grad for grad in grads if not isinstance(grad, DTensor)]
@@ -156,9 +156,9 @@ def clip_gradient(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float
 
 
 def learning_rate(step: int, training: Training) -> float:
-    """The learning rate of step `step`, counted from 0: linear warm-up, then `training.schedule`.
+    """Compute the learning rate of step `step`, counted from 0: linear warm-up, then `training.schedule`.
 
-    Raises `HeadwaterError` if an outside schedule fails, or does not return a finite number of 0 or more.
+    Raises `HeadwaterError` if an external schedule fails, or does not return a finite number of 0 or more.
     """
     peak = training.learning_rate
     if step < training.warmup_steps:
@@ -220,5 +220,5 @@ class Average:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What is saved with the model, by name."""
+        """The tensors that are saved with the model, by name."""
         return {f"trained.{name}": tensor for name, tensor in self.tensors.items()}

@@ -1,4 +1,4 @@
-"""One process or several: Lightning Fabric starts and connects them; this file has what they must agree on.
+"""One process or several: Lightning Fabric starts and connects them; this module does what they must agree on.
 
     single    one device
     ddp       each process has the whole model; gradients are averaged
@@ -64,7 +64,7 @@ def connect_processes(recipe: Recipe, run: Path) -> Iterator[Fabric]:
 
 
 def make_fabric(recipe: Recipe, run: Path) -> Fabric:
-    """Start and connect the processes that the recipe asks for. Raises `HeadwaterError` if that is impossible."""
+    """Start and connect the recipe's processes. Raises `HeadwaterError` if that is impossible."""
     from lightning_fabric import Fabric
     from lightning_fabric.loggers import TensorBoardLogger
 

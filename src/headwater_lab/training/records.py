@@ -112,13 +112,13 @@ class SeedPlan(_Section):
     """How a comparison adds seeds until it is decided (`compare.sequential`)."""
 
     seeds: list[RecordCount]
-    """All that may be trained, in order; the maximum is their number."""
+    """All seeds that may be trained, in order; their number is the maximum."""
     min_seeds: int = Field(ge=2, lt=2**63)
     """Seeds before the first look."""
     margin: float = Field(gt=0, allow_inf_nan=False)
     """The smallest difference of the deciding metric that matters."""
     arms: list[str] = Field(min_length=1)
-    """Arms that are tested against the baseline, among which the error rate is divided."""
+    """Arms that are tested against the baseline; the error rate is divided among them."""
     baseline: str
 
     @model_validator(mode="after")
@@ -190,7 +190,7 @@ class StageRecord(_Section):
     result: float | None
     """The deciding metric at its end."""
     cache_bytes_per_token: RecordCount = 0
-    """Of its model, in fp32."""
+    """Bytes per token in the cache of its model, in fp32."""
 
 
 class _TrainingSettings(BaseModel):
@@ -241,7 +241,7 @@ class RunRecord(_Section):
     parameters: RecordCount
     """Trainable parameters, tied ones once."""
     embedding_parameters: RecordCount = 0
-    """Of these, those of the embedding and of an untied output head."""
+    """Of these, the parameters of the embedding and of an untied output head."""
     cache_bytes_per_token: RecordCount
     """Bytes each further token adds to the K/V cache of one sequence, in fp32."""
     unit: Literal["tokens", "images"] = "tokens"
@@ -294,12 +294,12 @@ class RunRecord(_Section):
 
     @property
     def total_tokens(self) -> int:
-        """Training tokens, including those of the model it started from."""
+        """Training tokens, including the starting model's."""
         return self.tokens + (self.origin.tokens if self.origin else 0)
 
     @property
     def total_flops(self) -> float:
-        """Training FLOPs, including those of the model it started from."""
+        """Training FLOPs, including the starting model's."""
         return self.flops + (self.origin.flops if self.origin else 0.0)
 
     @property

@@ -1,4 +1,4 @@
-"""A run's folder: what it holds, and who may write to it.
+"""A run's folder: its contents and its lock.
 
 runs/NAME/
   record.json      the result, and the only thing reports read
@@ -45,7 +45,7 @@ def lock_run(run: Path, nested: bool = False) -> Iterator[None]:
 def claim_folder(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], None]) -> Iterator[Path | None]:
     """Lock the folder and yield the checkpoint to resume from (None to start fresh), in all processes.
 
-    Nothing of an existing run is removed here: see `clear_log`. A run that is refused leaves nothing in the folder.
+    This removes nothing of an existing run: see `clear_log`. A refused run leaves nothing in the folder.
     Raises `HeadwaterError` if the folder holds anything but a run, if another process has locked it, if it holds a run
     and `resume` is false, or if nothing can be resumed.
     """
@@ -80,7 +80,7 @@ def mark_folder(run: Path) -> None:
 
 
 def check_ours(run: Path) -> None:
-    """Raise `HeadwaterError` unless a folder can be a run's: missing, empty, or already a run's."""
+    """Raise `HeadwaterError` unless a folder can become a run's: missing, empty, or already a run's."""
     run = settle_path(run)
     try:
         if not os.path.lexists(run) or (run.is_dir() and (is_run(run) or not any(run.iterdir()))):

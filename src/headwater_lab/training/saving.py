@@ -139,7 +139,7 @@ def prune_checkpoints(run: Path, keep: int, lower_is_better: bool) -> None:
 
 
 def remove_leftovers(run: Path) -> None:
-    """Remove what a killed run was writing or removing in its folder and among its checkpoints."""
+    """Remove what a killed run was writing or removing in its folder and its checkpoints."""
     for leftover in run.glob(f"{STAGING}*"):
         if leftover.is_file():
             leftover.unlink(missing_ok=True)
@@ -190,7 +190,7 @@ class Saver:
     ) -> None:
         """Begin a checkpoint at `target`, unless it exists; the previous one is finished first.
 
-        state: what training needs besides the model, by name. history: what was done to the model, including this run.
+        state: what training needs in addition to the model, by name. history: the model's history, including this run.
         then: called in the first process at the end. copy: whether the tensors may change before `finish_saving`.
         Without the memory for a copy, this waits until all is written.
         Raises `HeadwaterError` if the disk is full; nothing is lost.

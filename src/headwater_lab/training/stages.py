@@ -195,7 +195,7 @@ def build_conversion(
     """Make a recipe, as plain values, that converts `source` and heals it on this many tokens.
 
     Half of the steps are at a constant rate after a warm-up, then the cosine decays. If `convert` has `anneal`, the
-    model goes over in the first tenth of all; without, it is the smaller model from the first step. Raises
+    model is converted during the first tenth of all steps; without, it is the smaller model from the first step. Raises
     `HeadwaterError` for too few tokens.
     """
     rows = batch_size * gradient_accumulation_steps

@@ -1,11 +1,11 @@
-"""Build what a run trains: its data, model and optimizers; new, from a trained checkpoint, or resumed.
+"""Build the data, model and optimizers of a run: new, from a trained checkpoint, or resumed.
 
 A run that learns from a teacher minimizes (arXiv 1503.02531)
 
     (1 - w)·loss + w·T²·KL(p_T ‖ q_T)        p_T = softmax(teacher's logits / T)
 
-Each is a mean over the tokens that have a label. The teacher is in memory once, in the precision it was saved in,
-without gradients and without a cache.
+Each is a mean over the tokens that have a label. The teacher is held once, in the precision it was saved in, without
+gradients and without a cache.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ MAY_CHANGE = {
 def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progress:
     """Read a run's progress, if this recipe may resume it. Raises `HeadwaterError` if not.
 
-    data: the facts about the data as they are now.
+    data: the current facts about the data.
     """
     progress = read_progress(checkpoint)
     values = recipe.model_dump(mode="json")
@@ -123,10 +123,10 @@ def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> P
 
 
 class Beginning(NamedTuple):
-    """The checkpoint a run starts from, and what it keeps of it.
+    """The checkpoint that a run starts from, and what the run keeps of it.
 
-    rows: how many rows of the same data in the same order the model has already seen; the run continues after them.
-    tau: "anneal" if the run moves τ to the default for its pairs, else "keep".
+    rows: the number of rows of the same data in the same order that the model has already seen; the run continues after
+    them. tau: "anneal" if the run moves τ to the default for its pairs, else "keep".
     """
 
     start: Start
@@ -142,7 +142,7 @@ def prepare_start(start: Start, folder: Path, data: Data, device: torch.device) 
     """Return the checkpoint a run begins with. If it was changed, or converted from another family, it is in the run's
     folder (see `run_folder.clear_log`).
 
-    data: what the run trains on, for a change that measures; device: a GPU does so faster. Called by one process.
+    data: the run's data, for a change that measures; device: a GPU does so faster. Called by one process.
     Raises `HeadwaterError`.
     """
     path = newest_checkpoint(Path(start.checkpoint))
@@ -170,7 +170,7 @@ def prepare_start(start: Start, folder: Path, data: Data, device: torch.device) 
 def read_beginning(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Beginning:
     """Read what a run begins with. Raises `HeadwaterError` if recipe, data and checkpoint do not match.
 
-    resumed: the checkpoint is this run's own; the one it began with may be gone.
+    resumed: the checkpoint is this run's own; the one that it began with may be gone.
     """
     assert recipe.start is not None
     config = _read_config(path, recipe)
@@ -200,14 +200,14 @@ def _count_rows(recipe: Recipe, data: Data, details: dict[str, Any]) -> int:
 
 
 def _choose_tau(changes: list[Event]) -> str:
-    """Choose what the run does with τ. changes: of the model since it was last trained."""
+    """Choose how the run treats τ. changes: of the model since it was last trained."""
     growth = [event.details for event in changes if event.kind == "grown"]
     anneals = any(details.get("tau") == "keep" for details in growth)
     return "anneal" if anneals and not any(details.get("freeze") for details in growth) else "keep"
 
 
 def _read_config(path: Path, recipe: Recipe) -> HeadwaterConfig:
-    """Read the config of a checkpoint, with what the recipe may change in it."""
+    """Read the config of a checkpoint, with the recipe's changes."""
     config = read_config(path)
     try:
         for name in (name for name in MAY_DIFFER if name in recipe.model):
@@ -295,7 +295,7 @@ def _check_positions(owner: str, config: HeadwaterConfig, context: int) -> None:
 
 
 class Hooks:
-    """The modules of a model that act before each step, with what checkpoints store for them.
+    """The modules of a model that act before each step, with their state in checkpoints.
 
     state: that, by the module's name. notices: warnings for the record of a run that begins, or None.
     """
@@ -303,7 +303,7 @@ class Hooks:
     def __init__(
         self, model: nn.Module, recipe: Recipe, beginning: Beginning | None, state: dict[str, Any] | None
     ) -> None:
-        """state: of a resumed run; None for one that begins."""
+        """Take the `state` of a resumed run; None for a new one."""
         start = {} if beginning is None else beginning.start.model_dump(mode="json") | {"tau": beginning.tau}
         self.first = Step(0, recipe.training.steps, recipe.training.warmup_steps, start)
         mechanisms = {name: module for name, module in model.named_modules() if isinstance(module, ActsInTraining)}
@@ -316,7 +316,7 @@ class Hooks:
         self.notices = [kind.describe_training(count, self.first) for kind, count in counts.items()]
 
     def prepare_step(self, number: int) -> None:
-        """Call them; number: the step, from 0."""
+        """Call the modules; number: the step, from 0."""
         step = self.first._replace(number=number)
         for module, state in self.modules:
             module.prepare_step(state, step)
@@ -372,7 +372,7 @@ def compute_divergence(logits: Tensor, targets: Tensor, selected: Tensor, temper
 
 @contextmanager
 def advise_on_memory(training: Training, of_images: bool, world: int) -> Iterator[None]:
-    """Turn running out of memory into a `HeadwaterError` that says what would need less."""
+    """Turn running out of memory into a `HeadwaterError` that suggests what needs less."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -386,25 +386,25 @@ def advise_on_memory(training: Training, of_images: bool, world: int) -> Iterato
         }
         advice = ", ".join(way for way, helps in ways.items() if helps)
         raise HeadwaterError(
-            f"Out of memory with {training.batch_size // world} rows a process; try {advice}. `headwater plan RECIPE` "
-            "estimates what a step takes."
+            f"Out of memory with {training.batch_size // world} rows per process; try {advice}. `headwater plan "
+            "RECIPE` estimates what a step takes."
         ) from error
 
 
 class Setup:
-    """Everything that a training step uses. Raises `HeadwaterError` if recipe, data, checkpoint and machine do not fit
-    together.
+    """Everything that a training step uses. Raises `HeadwaterError` if recipe, data, checkpoint and machine do not
+    match.
 
     model: the plain model, which is saved. wrapped: the model that runs: sharded, compiled.
     optimizers: PyTorch's. steppers: these, as wrapped by Fabric. parameters: the trainable ones.
     scalars: parameters that FSDP does not shard; the loop averages their gradients itself.
     running: sums since the last point of the curve; saved with the run.
-    average: of the weights, if the recipe asks for one. teacher: the model that the run learns from too.
-    preparer: what makes inputs for the model and is saved with it: the tokenizer, or the image processor.
+    average: of the weights, if the recipe asks for one. teacher: the model that the run also learns from.
+    preparer: the tokenizer or image processor, which makes the model's inputs and is saved with it.
     """
 
     def __init__(self, recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric) -> None:
-        """checkpoint: of this run, to resume from; None for a run that begins."""
+        """Resume this run from `checkpoint`; None for a new run."""
         self.recipe, self.folder, self.fabric = recipe, folder, fabric
         training = recipe.training
         with fail_together(fabric):
@@ -439,7 +439,7 @@ class Setup:
         self.warnings = self.list_warnings() if checkpoint is None else []
 
     def begin_progress(self, checkpoint: Path | None) -> Progress:
-        """Read the progress of a resumed run, or make that of a new one."""
+        """Read the progress of a resumed run, or begin a new one."""
         description = self.data.description
         if checkpoint is not None:
             return run_in_first(self.fabric, resume_progress, checkpoint, self.recipe, description)
@@ -498,7 +498,7 @@ def build_model(
 
 
 def is_compiling(training: Training, device: torch.device) -> bool:
-    """Whether to compile the model: by default on a GPU, where it can be. Raises `HeadwaterError` if asked in vain."""
+    """Whether to compile the model: by default on a GPU that can. Raises `HeadwaterError` if that is impossible."""
     if training.compile is None:
         return device.type == "cuda" and has_triton() and find_missing_compiler(device) is None
     if training.compile and (missing := find_missing_compiler(device)) is not None:
@@ -507,7 +507,7 @@ def is_compiling(training: Training, device: torch.device) -> bool:
 
 
 def find_missing_compiler(device: torch.device) -> str | None:
-    """Find what PyTorch's compiler misses: a compiler of C++ on a CPU, and of C on a GPU, as Triton needs it."""
+    """Find what PyTorch's compiler lacks: a C++ compiler on a CPU, or a C compiler on a GPU, which Triton needs."""
     if device.type == "cuda" and os.name == "posix" and c_compiler() is None:  # on Windows Triton brings its own
         return "a C compiler, but none was found; install gcc or clang, or set CC"
     if device.type == "cpu":

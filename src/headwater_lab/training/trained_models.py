@@ -1,4 +1,4 @@
-"""Trained models: open them from any source, with the data and the text they can be measured on."""
+"""Trained models: open them from any source, with data and text to measure them on."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Trained:
     """A trained model and what belongs to it.
 
     source: where it was read from. tokenizer: of an image model, its image processor. state: the optimizer's, by
-    name. foreign: whether that was anything but a headwater checkpoint; original: the transformers model that it was
+    name. foreign: whether the source was not a headwater checkpoint; original: the transformers model that it was
     converted from.
     """
 
@@ -97,12 +97,12 @@ def open_source(
     source: a folder, a file of tensors, or a name on the Hugging Face hub.
     layout: the paper's code that wrote it, see `headwater.conversion.read_foreign`; settings: fields of its config.
     family: the family of a Hugging Face model; default: from its config. with_state: with the optimizer's state, of a
-    headwater checkpoint. Raises `HeadwaterError` for what cannot be read.
+    headwater checkpoint. Raises `HeadwaterError` for a source that cannot be read.
     """
     path = local(source)
     if layout is None and path.is_dir() and model_type(newest_checkpoint(path)) in MODEL_TYPES:
         if family is not None:
-            raise HeadwaterError(f"{source!r} is headwater's own model, of no other family; leave out --family.")
+            raise HeadwaterError(f"{source!r} is a headwater model, which has no other family; leave out --family.")
         return open_trained(path, with_state)
     if layout is not None or path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
         model = read_foreign(source, layout, **(settings or {}))
@@ -174,12 +174,12 @@ def data_settings(history: list[Event]) -> dict[str, Any] | None:
 
 
 def last_training(history: list[Event]) -> Event | None:
-    """The last event of training in a history."""
+    """Find the last training event in a history."""
     return next((event for event in reversed(history) if event.kind == "trained"), None)
 
 
 def warn_changed_data(trained: Trained, data: Data) -> str:
-    """Warn if the data that a model was last trained on have changed; "" if not, or if that is not known."""
+    """Warn if the data that a model was last trained on have changed; "" if not, or if unknown."""
     event = last_training(trained.history)
     recorded = None if event is None else event.details.get("data")
     old_sum = recorded.get("sha256") if isinstance(recorded, dict) else None
@@ -252,8 +252,8 @@ def _cut_rows(trained: Trained, content: str, name: str, rows: int, context: int
 
 
 def default_rows(trained: Trained) -> tuple[Tensor, str]:
-    """Take a few rows of tokens, [rows, context], that need no text from the user, and describe them; for a model of
-    images, noise [images, C, H, W].
+    """Take a few rows of tokens, [rows, context], that need no text from the user, and describe them; for an image
+    model, noise [images, C, H, W].
 
     They are from the language reference that comes with Python, or random if the model has no tokenizer or too short a
     context, or if this Python lacks it.

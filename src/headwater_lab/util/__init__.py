@@ -1,1 +1,1 @@
-"""Folders and files that commands write, sections of users' YAML, workers, and the command line as a process."""
+"""Output folders and files, sections of users' YAML, worker processes, and the command line as a process."""

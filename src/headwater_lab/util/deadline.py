@@ -1,4 +1,4 @@
-"""Work that is given up if it takes far too long, such as calls of other people's tokenizers.
+"""Deadlines for work that may take far too long, such as calls of other people's tokenizers.
 
 A pattern in tokenizer.json can need longer than the age of the universe for a line of text, and a chat template can be
 an endless loop.
@@ -21,9 +21,9 @@ SECONDS_TO_LOAD, SECONDS = 120.0, 10.0
 
 
 def within(seconds: float, work: Callable[[], T], problem: str) -> T:
-    """Return the result of `work`, done in a thread. Raises its errors, and `HeadwaterError` if it takes longer.
+    """Run `work` in a thread and return its result. Raises its errors, and `HeadwaterError` if it takes longer.
 
-    Both the clock and the process's computing time count, so that a busy machine is no reason. The thread cannot be
+    Both the clock and the process's computing time count, so that a busy machine causes no error. The thread cannot be
     stopped: it ends with the process.
     """
     results: list[T] = []

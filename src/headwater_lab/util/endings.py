@@ -1,4 +1,4 @@
-"""How runs end early."""
+"""Exceptions that end runs early."""
 
 from headwater.util.errors import HeadwaterError
 

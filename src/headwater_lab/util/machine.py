@@ -1,4 +1,4 @@
-"""What this machine lets a process use: devices, threads, memory, a compiler."""
+"""Resources of this machine: devices, threads, memory, a compiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headwater.util.errors import HeadwaterError, shown
 
 
 def usable_device(name: str) -> str:
-    """The name of a device, if tensors on it have values that can be read. Raises `HeadwaterError` for any other."""
+    """Return the name of a device if tensors on it have readable values. Raises `HeadwaterError` for any other."""
     try:
         torch.zeros(1, device=name).tolist()  # the device "meta" has shapes alone
     except Exception as error:  # each kind of device has its own
@@ -28,7 +28,7 @@ def usable_device(name: str) -> str:
 def set_threads(count: int) -> None:
     """Let PyTorch compute with `count` CPU threads. Raises `HeadwaterError` if so many cannot be started.
 
-    The libraries below PyTorch end the process where a thread cannot be started, so it is tried before.
+    The libraries below PyTorch end the process if a thread cannot be started, so this is tried first.
     """
     done = threading.Event()
     started: list[threading.Thread] = []
@@ -69,7 +69,7 @@ def available_memory() -> float:
 
 
 def c_compiler() -> str | None:
-    """What Triton builds its launchers with, chosen as it chooses: $CC, else gcc, else clang. None: there is none."""
+    """Find the compiler with which Triton builds its launchers: $CC, else gcc, else clang. None: there is none."""
     names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     return next((path for name in names if (path := shutil.which(name)) is not None), None)
 

@@ -1,4 +1,4 @@
-"""Which model a config belongs to."""
+"""The model classes of configs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def is_of_images(config: HeadwaterConfig) -> bool:
 
 
 def model_class(config: HeadwaterConfig) -> type[AnyModel]:
-    """The class of the model with its head."""
+    """Return the class of the model with its head."""
     return HeadwaterForImageClassification if is_of_images(config) else HeadwaterForCausalLM
 
 
 def unit_of(config: HeadwaterConfig) -> Literal["tokens", "images"]:
-    """What a model's training counts: tokens or images."""
+    """Return the unit of a model's training: tokens or images."""
     return "images" if is_of_images(config) else "tokens"

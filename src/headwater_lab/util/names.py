@@ -1,4 +1,4 @@
-"""Names of files made from texts."""
+"""File names made from texts."""
 
 import re
 import zlib

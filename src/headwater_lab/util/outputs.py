@@ -1,6 +1,6 @@
 """Files under a name that the user chose, or in the user's folder: only those that headwater wrote are replaced.
 
-What headwater writes says so itself: JSON by its first key, pages by their generator, pictures by their metadata.
+Headwater marks its files: JSON by its first key, pages by their generator, pictures by their metadata.
 Formats of pictures without metadata, such as JPEG, are written but never replaced.
 """
 
@@ -35,7 +35,7 @@ _NEAR = 2**14
 
 
 def check_replaceable(file: Path) -> None:
-    """Raise `HeadwaterError` unless a file can be written: nothing is there, or a file that headwater wrote."""
+    """Raise `HeadwaterError` unless a file can be written: it does not exist, or headwater wrote it."""
     check_local(file)
     if not os.path.lexists(file):
         return
@@ -62,8 +62,8 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write JSON or a page that says who wrote it. Raises `HeadwaterError` for another's file, or if it cannot be
-    written."""
+    """Write JSON or a page that is marked as headwater's. Raises `HeadwaterError` for another's file, or if it cannot
+    be written."""
     check_replaceable(file)
     with explain_disk_errors(lambda problem: f"{str(file)!r} could not be written: {problem}."):
         replace_text(file, text)
@@ -75,7 +75,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 @contextmanager
 def default_style() -> Iterator[None]:
-    """Draw and save with matplotlib's own settings, and take two dollar signs in a name for no formula.
+    """Draw and save with matplotlib's own settings, and do not read two dollar signs in a name as a formula.
 
     matplotlib reads settings from a matplotlibrc in the current folder, which may be anyone's and can start LaTeX.
     """
@@ -89,7 +89,7 @@ def default_style() -> Iterator[None]:
 def save_figure(figure: Figure, file: Path, dpi: int) -> Path:
     """Draw a figure to a file, in the format of its suffix; returns its path.
 
-    Raises `HeadwaterError` for another's file, for a suffix that no picture has, or if it cannot be written.
+    Raises `HeadwaterError` for another's file, for a suffix that is not a picture's, or if it cannot be written.
     """
     check_replaceable(file)
     kind = file.suffix.removeprefix(".").lower()

@@ -1,7 +1,7 @@
 """The command line as a process: signals, standard streams, the working directory.
 
 `headwater_lab` imports this before anything that takes time. It acts only if the process is the command line,
-not in a program that uses the library.
+not in programs that use the library.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def stop_requests() -> Iterator[threading.Event]:
-    """Yield an event that SIGINT and SIGTERM set, so that a step can be finished and saved; a second one stops at once.
+    """Yield an event that SIGINT and SIGTERM set, so that a step can be finished and saved; a second signal stops at
+    once.
 
     Signals that are ignored stay ignored: a shell starts background jobs with SIGINT ignored. Outside the main thread,
     where Python handles no signals, the event is never set.
@@ -113,7 +114,7 @@ def _open_streams() -> None:
 
 
 class _Aside(io.TextIOWrapper):
-    """Standard error whose reader may go away without ending the run."""
+    """Standard error whose reader may close without ending the run."""
 
     def write(self, text: str, /) -> int:
         with suppress(OSError):

@@ -39,8 +39,8 @@ class Settings(BaseModel):
 class ReadIf:
     """Metadata of a field that only some runs read, as in `momentum: Annotated[float, ReadIf(…)]`.
 
-    test: whether the run of a recipe reads it, by the recipe and the field's name. otherwise: what follows "FIELD has
-    no effect" where none does; {0} is the recipe.
+    test: whether the run of a recipe reads it, given the recipe and the field's name. otherwise: what follows "FIELD
+    has no effect" if no run does; {0} is the recipe.
     """
 
     test: Callable[[Any, str], bool]

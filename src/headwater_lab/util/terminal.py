@@ -62,7 +62,7 @@ def lined(
 ) -> Table:
     """Make a table with a line under its head. options: of `Table`.
 
-    left: the columns that are not aligned to the right. fold: break what is too long, instead of cutting it off.
+    left: the left-aligned columns. fold: break long text instead of cutting it off.
     """
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left", **options)
     for name in columns:

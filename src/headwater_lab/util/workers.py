@@ -1,6 +1,6 @@
-"""Reusable worker processes that end with their parent, whatever ends it.
+"""Reusable worker processes that end with their parent, however it ends.
 
-Both sides are here: `Worker` starts one, and `main` is what it runs. This file is run as a script, so that a worker
+Both sides are here: `Worker` starts one, and `main` is what it runs. This file runs as a script, so that a worker
 watches its parent before it imports anything else, and the parent's script needs no `__main__` guard.
 """
 
@@ -80,7 +80,7 @@ class Worker:
 
     @property
     def ending(self) -> str:
-        """Exit code or signal, in words."""
+        """The exit code or signal, in words."""
         code = self.process.returncode
         if code >= 0:
             return f"exit code {code}"
@@ -90,18 +90,18 @@ class Worker:
             return f"killed by signal {-code}"
 
     def request_stop(self) -> None:
-        """Ask the function to save its work; if it does not listen, the worker ends."""
+        """Ask the function to save its work; if it cannot, the worker ends."""
         with suppress(OSError):
             self.process.terminate()
 
     def close(self) -> None:
-        """End it: cleanly if it waits for a call, at once if it works on one."""
+        """End the worker: cleanly if it waits for a call, at once if it works on one."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()
 
     def end(self, patience: float = 10.0) -> None:
-        """End it, allowing this many seconds for a clean exit."""
+        """End the worker, allowing this many seconds for a clean exit."""
         try:
             self.close()
             self.process.wait(patience)
@@ -120,7 +120,7 @@ def die_with_parent() -> None:
 
 
 class _Calls:
-    """The calls that come through a pipe. Its end is the parent's, and ends this process if it works on one."""
+    """The calls that come through a pipe. When the parent closes it, this process ends, even during a call."""
 
     def __init__(self, pipe: BinaryIO) -> None:
         self.pipe, self.queue = pipe, queue.SimpleQueue[dict[str, Any] | None]()

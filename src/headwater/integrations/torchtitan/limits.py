@@ -79,8 +79,8 @@ def _check_columns(config: HeadwaterConfig, degree: int) -> None:
     """Raise `HeadwaterError` if a feed-forward or the vocabulary cannot be split over `degree` processes."""
     if inside := [name for plan in plan_layers(config) for name in plan.at(Stage.FEED_FORWARD_HIDDEN)]:
         raise HeadwaterError(
-            f"Mechanism {inside[0]!r} acts inside the feed-forward, of which each process has only some channels "
-            "under tensor parallelism; set tensor_parallel_degree to 1."
+            f"Mechanism {inside[0]!r} acts inside the feed-forward, but under tensor parallelism each process has "
+            "only some of its channels; set tensor_parallel_degree to 1."
         )
     for name in ("vocab_size", "intermediate_size"):
         if getattr(config, name) % degree:
@@ -102,11 +102,11 @@ def check_heads(config: HeadwaterConfig, tensor: bool, context: bool, processes:
         mechanism = resolve(name)
         if not (can_split_tokens(mechanism) and can_split_heads(mechanism, config.mechanisms[name])):
             raise HeadwaterError(
-                f"Mechanism {name!r} does not say that heads and tokens can be split over processes; set per_head and "
-                f"per_token in its class (docs/extending.md), or train without {parallelisms} parallelism."
+                f"Mechanism {name!r} does not declare that heads and tokens can be split over processes; set per_head "
+                f"and per_token in its class (docs/extending.md), or train without {parallelisms} parallelism."
             )
         if context and mechanism.needs_input_ids:
             raise HeadwaterError(
-                f"Mechanism {name!r} reads token ids, of which each process has only a part under context parallelism; "
-                "set context_parallel_degree to 1."
+                f"Mechanism {name!r} reads token ids, but under context parallelism each process has only some of "
+                "them; set context_parallel_degree to 1."
             )

@@ -61,21 +61,21 @@ class TitanModel(BaseModel):
         headwater: HeadwaterConfig
         """The model."""
         linears: Linears
-        """Its linear layers; a converter of torchtitan, such as that to float8, replaces some of them."""
+        """Linear layers of the model; a torchtitan converter, such as the float8 one, replaces some of them."""
 
         @property
         def layers(self) -> range:
-            """Range with one number for each block; torchtitan counts them."""
+            """A range with one number per block, because torchtitan counts them."""
             return range(self.headwater.num_hidden_layers)
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            """Raise `HeadwaterError` for what the trainer's config asks of the model and it cannot do."""
+            """Raise `HeadwaterError` for settings of the trainer that the model does not support."""
             check_model(self.headwater, config.parallelism, config.training.seq_len)
             takes = inspect.signature(PipelineScheduleSingle.step).parameters
             if config.parallelism.pipeline_parallel_degree > 1 and "arg_mbs" not in takes:
                 raise HeadwaterError(
-                    f"torchtitan's trainer runs pipelines as PyTorch {torch.__version__} cannot; set "
-                    "parallelism.pipeline_parallel_degree to 1, or install a newer PyTorch."
+                    f"torchtitan's trainer runs pipelines in a way that PyTorch {torch.__version__} does not support; "
+                    "set parallelism.pipeline_parallel_degree to 1, or install a newer PyTorch."
                 )
             if config.parallelism.context_parallel_degree > 1 and hasattr(config.dataloader, "positions"):
                 config.dataloader.positions = True  # a process has a part of the row, and must know which
@@ -116,7 +116,7 @@ class TitanModel(BaseModel):
         self.after_init: Callable[[nn.Module], None] | None = None
 
     def verify_module_protocol(self) -> None:
-        """Blocks and what is in them are modules of PyTorch, which torchtitan's own sharding never looks into."""
+        """Accept any module: blocks contain plain PyTorch modules, which torchtitan's sharding never visits."""
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, attention_masks: Any = None) -> Tensor:
         """tokens: ids [B, T], or the previous stage's output [B, T, D]. positions: [B, T]; a document starts at 0.
@@ -143,14 +143,14 @@ class TitanModel(BaseModel):
         return self.compute_logits(x)
 
     def gather_positions(self, positions: Tensor | None) -> Tensor | None:
-        """The positions of whole rows, of which this process may have a part."""
+        """Gather the positions of whole rows, of which this process may have only a part."""
         if self.context_mesh is None or positions is None:
             return positions
         shards = DTensor.from_local(positions, self.context_mesh, [Shard(1)], run_check=False)
         return shards.redistribute(placements=[Replicate()]).to_local()
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        """The logits of the last block's output, as far as this stage has norm and head and the loss leaves them."""
+        """Compute logits, or what precedes them if this stage has no norm or head, or the loss applies them."""
         if self.norm is None:
             return x
         x = self.norm(x)
@@ -168,7 +168,7 @@ class TitanModel(BaseModel):
 
     @torch.no_grad()
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
-        """Give every parameter the value that it has in a new `HeadwaterForCausalLM`, whatever the processes."""
+        """Give every parameter its value in a new `HeadwaterForCausalLM`, independent of the number of processes."""
         if self.enable_weight_tying and self.tok_embeddings is not None and self.lm_head is not None:
             self.lm_head.weight = self.tok_embeddings.weight  # moved to a device, each became its own
         with torch.device("meta"):
@@ -191,7 +191,7 @@ class TitanModel(BaseModel):
 class Linears:
     """The linear layers of a model as torchtitan's configs, by torchtitan's names, for its converters.
 
-    Those inside mechanisms are not among them, nor what a mechanism puts in the place of one, such as parameter tokens.
+    Linear layers inside mechanisms are excluded, and so are replacements of linear layers, such as parameter tokens.
     """
 
     def __init__(self, config: HeadwaterConfig) -> None:
@@ -205,7 +205,7 @@ class Linears:
     def traverse(
         self, config_cls: type, *, recurse: bool = False, _prefix: str = ""
     ) -> Iterator[tuple[str, Any, object, str]]:
-        """The same as torchtitan's configs: (name, config, the object that holds it, its attribute there)."""
+        """Yield (name, config, the object that holds it, its attribute name), as torchtitan's configs do."""
         for name, settings in list(vars(self).items()):
             if isinstance(settings, config_cls):
                 yield name, settings, self, name
@@ -215,7 +215,7 @@ class Linears:
         return ((name, settings) for name, settings in vars(self).items() if type(settings) is not TitanLinear.Config)
 
     def to_dict(self) -> dict[str, str]:
-        """For torchtitan's logs."""
+        """Return a dict for torchtitan's logs."""
         return {name: type(settings).__qualname__ for name, settings in self.list_converted()}
 
 
@@ -253,9 +253,11 @@ class TitanAdapter(StateDictAdapter):
 
 
 def export_checkpoint(checkpoint: Path, config: HeadwaterConfig, folder: Path) -> Path:
-    """See `headwater.integrations.torchtitan.export`."""
+    """Export a checkpoint; see `headwater.integrations.torchtitan.export`."""
     if not (checkpoint / ".metadata").is_file():
-        raise HeadwaterError(f"{str(checkpoint)!r} is no checkpoint of torchtitan's trainer; pass its folder step-N.")
+        raise HeadwaterError(
+            f"{str(checkpoint)!r} is not a checkpoint of torchtitan's trainer; pass a folder named step-N."
+        )
     model = HeadwaterForCausalLM(config)
     state = {theirs_of(name): tensor for name, tensor in model.state_dict().items()}
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata

@@ -1,4 +1,4 @@
-"""The parallel plan: which process holds which part of a model, and what travels between them.
+"""The parallel plan: which process holds which part of a model, and what they exchange.
 
     tensor     Each process computes some heads of every attention and some columns of every feed-forward. The residual
                stream is whole in all of them. Embedding and output head are split by tokens of the vocabulary.
@@ -7,7 +7,7 @@
     FSDP2      as torchtitan's own models: one group a block, one for the head.
 
 Under the first two, attention is built once more from plans of the process's own heads (`engines.split.narrow_plans`).
-Parameters keep their shapes and names: they become DTensors, of which a module's code sees its own part
+Parameters keep their shapes and names: they become DTensors, and a module's code sees only its local part
 (`view_parameter`). Within attention a replicated parameter or tensor has a different gradient in each process, and what
 counts is the sum.
 """
@@ -51,10 +51,10 @@ View = Callable[[Tensor], Tensor]
 
 
 class Placing(NamedTuple):
-    """Part of a parameter that a process has, over the processes of tensor parallelism.
+    """The part of a parameter that a process of tensor parallelism has.
 
     placement: split or replicated. gradient: what a process computes of its part's gradient: all of it, or a summand.
-    then: what the module sees, from its part.
+    then: maps the part to what the module sees.
     """
 
     placement: Placement = Replicate()
@@ -79,7 +79,7 @@ def parallelize_model(
     """Apply torchtitan's parallelisms to a model, or to a pipeline's stage, on the meta device; returns it.
 
     The arguments are those of torchtitan's own functions. Raises `HeadwaterError` for what `limits.check_model`
-    refuses, and for mechanisms whose heads cannot be split as the plans would have it.
+    refuses, and for mechanisms whose heads cannot be split according to the plans.
     """
     check_model(model.settings, parallelism, training.seq_len)
     tensor = parallel_dims.get_optional_mesh("tp")
@@ -132,7 +132,7 @@ def split_model(model: TitanModel, tensor: DeviceMesh | None, context: DeviceMes
 
 
 def choose_precision(model: TitanModel, training: Any) -> MixedPrecisionPolicy:
-    """The precision that torchtitan's options ask for; fp64 models stay as they are."""
+    """Choose the precision from torchtitan's options; fp64 models are not changed."""
     if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
@@ -184,7 +184,7 @@ def shard_model(
 def distribute_parameters(
     model: TitanModel, placings: Placings, tensor: DeviceMesh | None, everything: DeviceMesh
 ) -> set[nn.Parameter]:
-    """Turn parameters into DTensors, of which modules see their own part; returns those that FSDP2 must not touch.
+    """Turn parameters into DTensors, and let modules see their own part; returns those that FSDP2 must not touch.
 
     These stay in fp32 and whole in every process, and `Totals` adds up their gradients: FSDP2 needs one dtype for what
     it gathers together, and would round them with the rest. placings: of all that are not simply replicated.
@@ -223,7 +223,7 @@ def distribute_parameters(
 class Totals:
     """Sum of the gradients of the parameters that FSDP2 does not touch over the processes, at the end of each backward.
 
-    All in one message and in one order, since the processes may not have computed them in the same.
+    They are sent in one message and a fixed order, because processes may compute them in different orders.
     """
 
     def __init__(self, mesh: DeviceMesh, placings: Placings) -> None:
@@ -267,7 +267,7 @@ class Totals:
 def view_parameter(module: nn.Module, name: str, gradient: Sequence[Placement] | None, then: View | None) -> None:
     """Let the code of `module` see its own part of a parameter from now on.
 
-    State dicts, optimizers and FSDP2 see the parameter itself. gradient: what this process computes of it, for each
+    State dicts, optimizers and FSDP2 see the parameter itself. gradient: the part that this process computes, for each
     dimension of the mesh; None: the parameter is not a DTensor in a forward pass.
     """
     kind: Any = type(module)
@@ -293,26 +293,26 @@ def make_view_class(kind: type, name: str, gradient: tuple[Placement, ...] | Non
 
 
 def share_tensor(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The same x in every process, whose gradient is the sum of theirs."""
+    """Pass x through unchanged, and sum its gradient over the processes."""
     replicated = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return replicated.to_local(grad_placements=[Partial()])
 
 
 def sum_tensor(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of the processes' x, in every process."""
+    """Sum x over the processes; every process gets the result."""
     return move_tensor(x, mesh, Partial(), Replicate())
 
 
 def move_tensor(
     x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, gradient: Placement | None = None
 ) -> Tensor:
-    """x, placed as `source` says, placed as `target` says. gradient: what a process computes of it; default: all."""
+    """Redistribute x from placement `source` to `target`. gradient: the part that a process computes; default: all."""
     placed = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target])
     return placed.to_local(grad_placements=None if gradient is None else [gradient])
 
 
 def take_share(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This process's share of the last dimension."""
+    """Select this process's share of the last dimension."""
     size = x.shape[-1] // mesh.size()
     return x.narrow(-1, mesh.get_local_rank() * size, size)
 
@@ -354,7 +354,7 @@ class SplitHeads:
         block.self_attn = local
 
     def split_mechanism(self, name: str, full: Mechanism, narrow: Named, plan: LayerPlan) -> None:
-        """Give a mechanism's module of this process's heads the parameters of all heads, of which it sees its own."""
+        """Give a mechanism's module for this process's heads the parameters of all heads; it sees only its own part."""
         local, parameters = narrow[name], dict(full.named_parameters())
         for qualified, entries in self.heads.divide_parameters(full, local, plan).items():
             owner, _, leaf = qualified.rpartition(".")
@@ -425,10 +425,11 @@ class SplitHeads:
 
 
 class OwnHeads(Attention):
-    """Attention of the heads that a process has.
+    """Attention of the heads of one process.
 
     Where the layer stores keys or values of some heads only, and none of this process's read them, their parameters
-    would have no gradient here, and the other processes would wait for it: the output then depends on them, by nothing.
+    would have no gradient here, and the other processes would wait for it: the output then depends on them through a
+    term that is zero.
     """
 
     stores_some = False
@@ -451,7 +452,7 @@ def order_children(local: nn.Module, full: nn.Module) -> None:
     for name, module in full.named_modules():
         counterpart = local.get_submodule(name)
         for entries, order in ((counterpart._modules, module._modules), (counterpart._parameters, module._parameters)):
-            assert entries.keys() <= order.keys(), f"{name}: {entries.keys()} are not those of {order.keys()}"
+            assert entries.keys() <= order.keys(), f"{name}: {entries.keys()} are not among {order.keys()}"
             ordered = {key: entries[key] for key in order if key in entries}
             entries.clear()
             entries.update(ordered)

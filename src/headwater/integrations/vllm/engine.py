@@ -29,7 +29,7 @@ from headwater.util.errors import HeadwaterError
 
 
 class ScheduledBatch(FlatBatch):
-    """A batch of vLLM's, with what its kernel needs."""
+    """A batch of vLLM's, with the arguments of its kernel."""
 
     def __init__(self, metadata: Any, block_size: int) -> None:
         super().__init__(metadata.query_start_loc, metadata.seq_lens, metadata.block_table_tensor, block_size)
@@ -83,7 +83,7 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
     """The whole model's cache, as one layer of vLLM's, whose block is one `Page`."""
 
     def __init__(self, vllm_config: Any, name: str, portion: Portion, shares: Sequence[Portion]) -> None:
-        """portion: what this process has of the model, one of `shares`."""
+        """Take the `portion` of the model that this process has, one of `shares`."""
         super().__init__()
         speculation = vllm_config.speculative_config
         size = vllm_config.cache_config.block_size, vllm_config.model_config.dtype.itemsize
@@ -129,7 +129,7 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         metadata = get_forward_context().attn_metadata
         batch = metadata[self.name] if metadata else None
         if batch is not None and batch.count != tokens:
-            raise HeadwaterError(f"vLLM gave {tokens} tokens for a batch of {batch.count}; padding is not known here.")
+            raise HeadwaterError(f"vLLM gave {tokens} tokens for a batch of {batch.count}; padding is not supported.")
         self.engine.batch = batch
 
 

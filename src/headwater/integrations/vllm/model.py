@@ -1,4 +1,4 @@
-"""The class that vLLM makes for a checkpoint of headwater: the model itself, and vLLM's cache."""
+"""The class that vLLM builds for a headwater checkpoint: the model itself, and vLLM's cache."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ServedModel(nn.Module, SupportsLoRA):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Raises `HeadwaterError` if these are not the weights of this model."""
+        """Load weights. Raises `HeadwaterError` if they do not belong to this model."""
         state, missing = self.language.state_dict(), set(self.language.state_dict())
         for name, tensor in weights:
             if name not in state or state[name].shape != tensor.shape:
@@ -107,11 +107,11 @@ class ServedModel(nn.Module, SupportsLoRA):
         return {name for name, _ in self.named_parameters()}
 
     def take_kernels(self) -> None:
-        """Give linear layers vLLM's kernel for CPUs, which keeps their weights in an order of its own.
+        """Give linear layers vLLM's kernel for CPUs, which keeps their weights in its own order.
 
         With few tokens a step, PyTorch's takes twice as long. Those of attention and feed-forward become vLLM's own
         layers, which adapters can change. A mechanism's may be called for other tokens than the batch's, and no adapter
-        can change them. The output head keeps its weights as they are, too, for they may be the embedding's.
+        can change them. The output head's weights are also left unchanged, because they may be the embedding's.
         """
         for name, layer in list(model_linears(self.language)):
             if name != HEAD:

@@ -27,13 +27,13 @@ class Augmentation(Settings):
     """`augmentation:` of image data. Nothing is changed by default. Transforms are applied in this order."""
 
     crop: Annotated[tuple[float, float], Field(strict=False)] | None = None
-    """Crop a random part of this share of the area, least and largest, of an aspect ratio from 3/4 to 4/3, and resize
+    """Crop a random region, with a share of the area between these two and an aspect ratio from 3/4 to 4/3, and resize
     it (Inception's crop; ImageNet: [0.08, 1]). null takes the part that evaluation takes."""
     flip: Probability = 0.0
     """Probability of a horizontal flip."""
     rand_augment: Annotated[tuple[float, float], Field(strict=False)] | None = None
-    """RandAugment (arXiv 1909.13719): two random operations of a magnitude drawn around the first number, of 10, with
-    the second as standard deviation."""
+    """RandAugment (arXiv 1909.13719): two random operations, whose magnitude (of 10) is drawn from a normal
+    distribution with this mean and standard deviation."""
     erase: Probability = 0.0
     """Probability of random erasing (arXiv 1708.04896)."""
     mixup: float = Field(default=0.0, ge=0, le=100)
@@ -90,7 +90,7 @@ class Changer:
         std: Sequence[float],
         shorter: int | None = None,
     ) -> None:
-        """shorter: without a random crop, as for `fit_image`."""
+        """Set up the transforms. shorter: without a random crop, as for `fit_image`."""
         if settings.draws:
             from torchvision.transforms import v2
             from torchvision.transforms.v2 import InterpolationMode
@@ -123,8 +123,8 @@ class Changer:
 
 
 def fit_image(image: Image, size: tuple[int, int], shorter: int | None) -> Image:
-    """Fit an image to this height and width, as evaluation does: the whole one squeezed, or the center of one resized
-    to have a shorter side of `shorter` pixels."""
+    """Fit an image to this height and width, as evaluation does: the whole image squeezed, or the center after resizing
+    the shorter side to `shorter` pixels."""
     from PIL.Image import Resampling
 
     height, width = size

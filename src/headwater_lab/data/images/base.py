@@ -41,8 +41,8 @@ class ImageSettings(DataSettings):
     augmentation: Augmentation = Augmentation()
     """Random changes to training images; null for none."""
     workers: int = Field(default=4, ge=0, le=256)
-    """Processes that read and augment images, for each one that trains, at most one per core; 0: the training thread.
-    No result depends on it."""
+    """Processes that read and augment images, per training process, at most one per core; 0: the training thread.
+    Results do not depend on it."""
 
     @field_validator("augmentation", mode="before")
     @classmethod
@@ -61,7 +61,7 @@ class ImageSettings(DataSettings):
         return None
 
     def check_extras(self) -> None:
-        """Raise `HeadwaterError` if a package is missing; torchvision is needed for random changes alone."""
+        """Raise `HeadwaterError` if a package is missing; torchvision is needed only for random changes."""
         extras.check_extra("vision", () if self.augmentation.draws else ("torchvision",))
 
     @property
@@ -82,14 +82,14 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def open(self, index: int, draw: torch.Generator) -> Image:
-        """An image, in the settings' channels; draw: for images that are made at random.
+        """Open an image, in the settings' channels; draw: for randomly generated images.
 
         Raises `UnreadableImage`.
         """
         ...
 
     def name(self, index: int) -> str:
-        """Its name for messages."""
+        """Return its name for messages."""
         ...
 
 
@@ -116,7 +116,7 @@ class ImageData:
         crop_ratio: float | None = None,
         notices: Sequence[str] = (),
     ) -> None:
-        """mean, std: of pixels from 0 to 1, by channel; default 0.5. crop_ratio: the part of the shorter side that the
+        """mean, std: of pixels from 0 to 1, by channel; default 0.5. crop_ratio: the share of the shorter side that the
         center crop takes; None takes the whole image, squeezed. notices: warnings for the record of a run that begins.
         """
         self.notices = list(notices)
@@ -169,7 +169,7 @@ class ImageData:
         return {"pixel_values": pixels, "labels": labels}
 
     def augment_image(self, seed: int, epoch: int, index: int) -> Tensor:
-        """The pixels [C, H, W] of a training image, as this epoch sees it."""
+        """Return the pixels [C, H, W] of a training image, as this epoch sees it."""
         draw = generator("image", seed, epoch, index, 0)
         return self.change(self.train.open(index, draw), draw)
 
@@ -177,7 +177,7 @@ class ImageData:
         return [self.train.name(index) for _, index in itertools.islice(self.order_images(seed, start), count)]
 
     def held_out_images(self, numbers: Sequence[int]) -> Batch:
-        """These held-out images, as every model sees them, whatever its seed. Raises `UnreadableImage`."""
+        """Read these held-out images, the same for every seed. Raises `UnreadableImage`."""
         images = [self.held_out.open(number, generator("held out", number)) for number in numbers]
         labels = torch.tensor([self.held_out.labels[number] for number in numbers])
         return {"pixel_values": self.processor(images=images, return_tensors="pt")["pixel_values"], "labels": labels}
@@ -218,7 +218,7 @@ def image_processor(
     std: Sequence[float],
     shorter: int | None = None,
 ) -> BaseImageProcessor:
-    """The image processor of transformers that prepares images for a trained model, and is saved with it.
+    """Make the image processor of transformers that prepares images for a trained model, and is saved with it.
 
     shorter: the shorter side is resized to this many pixels before the center crop; None resizes the whole image,
         whatever its aspect ratio.

@@ -1,4 +1,4 @@
-"""scikit-learn's 1,797 handwritten digits of 8 x 8 pixels: real data that need no network."""
+"""scikit-learn's 1,797 handwritten digits of 8 x 8 pixels: real data that need no download."""
 
 from __future__ import annotations
 

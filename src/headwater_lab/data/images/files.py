@@ -41,7 +41,7 @@ class ImageFilesSettings(ImageSettings):
     config: str | None = None
     """The configuration of a dataset on the hub."""
     split: str = "train"
-    """The split to train on; within a folder, the folder of it."""
+    """The split to train on; within a folder, a subfolder."""
     held_out: str | Annotated[float, Field(gt=0, lt=1)] | None = None
     """The split to evaluate on; or a share of the training images, chosen by hash. Default: the first of validation,
     val, valid and test that exists, else 0.1."""
@@ -56,7 +56,7 @@ class ImageFilesSettings(ImageSettings):
     training without `augmentation.crop`."""
 
     def build(self) -> ImageData:
-        """Open the images. Raises `HeadwaterError` for anything that is missing or does not fit."""
+        """Open the images. Raises `HeadwaterError` for anything that is missing or inconsistent."""
         self.check_extras()
         splits = _open_splits(self)
         held_out = self.held_out
@@ -108,7 +108,7 @@ class ImageSplit(NamedTuple):
 
 
 def _open_splits(settings: ImageFilesSettings) -> dict[str, Callable[[], ImageSplit]]:
-    """The splits of the source, not yet read. Raises `HeadwaterError` if it is neither a folder nor a dataset."""
+    """List the splits of the source, not yet read. Raises `HeadwaterError` if it is neither a folder nor a dataset."""
     folder = local_path(settings.source)
     if not folder.is_dir() and (folder.exists() or folder.is_absolute()):
         raise HeadwaterError(
@@ -124,22 +124,22 @@ def _open_splits(settings: ImageFilesSettings) -> dict[str, Callable[[], ImageSp
 
 
 def _open_dataset(splits: dict[str, Callable[[], ImageSplit]], name: str, where: str) -> ImageSplit:
-    """A split by its name. Raises `HeadwaterError` if there is none, and as the split does."""
+    """Open a split by its name. Raises `HeadwaterError` if there is none, and as the split does."""
     if name not in splits:
         raise HeadwaterError(f"{where} has no split {name!r}; {nearest(name, splits)}")
     return splits[name]()
 
 
 def _note_unused(classes: list[str], labels: list[int]) -> list[str]:
-    """A notice if there are classes without an image."""
+    """Make a notice if there are classes without an image."""
     unused = sorted(set(range(len(classes))) - set(labels))
     names = ", ".join(classes[number] for number in unused[:5])
     return [f"{len(unused)} of {len(classes)} classes have no image to train on: {names}."] if unused else []
 
 
 def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], ImageSplit]]:
-    """The splits of a folder, not yet read. Raises `HeadwaterError` if its folders are neither splits nor classes, and
-    for settings of datasets."""
+    """List the splits of a folder, not yet read. Raises `HeadwaterError` if its folders are neither splits nor classes,
+    and for settings of datasets."""
     for name in ("config", "image_column", "label_column"):
         if getattr(settings, name) != type(settings).model_fields[name].default:
             raise HeadwaterError(f"data.{name} is for datasets, and {settings.source!r} has files; leave it out.")
@@ -160,7 +160,7 @@ def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Call
 
 
 def _folder_split(folder: Path) -> ImageSplit:
-    """A folder of folders, one for each class. Raises `HeadwaterError` if it has none, or one has no images."""
+    """Read a folder of folders, one for each class. Raises `HeadwaterError` if it has none, or one has no images."""
     classes = [path.name for path in _find_folders(folder)]
     if not classes:
         raise HeadwaterError(
@@ -185,8 +185,8 @@ def _folder_split(folder: Path) -> ImageSplit:
     notices = []
     if left_out:
         notices.append(
-            f"Files in {str(folder)!r} that are left out, because they lie outside the folders of classes or do not "
-            f"end like an image: {len(left_out)}, {left_out[0].relative_to(folder).as_posix()!r} first."
+            f"Files in {str(folder)!r} that are left out, because they are outside the folders of classes or are not "
+            f"named like images: {len(left_out)}, {left_out[0].relative_to(folder).as_posix()!r} first."
         )
     return ImageSplit(str(folder), files.__getitem__, names, labels, classes, notices)
 
@@ -200,7 +200,7 @@ def _find_folders(folder: Path) -> list[Path]:
 
 
 def _dataset_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], ImageSplit]]:
-    """The splits of a Hugging Face dataset."""
+    """List the splits of a Hugging Face dataset."""
     from datasets import load_dataset
 
     source = settings.source
@@ -221,7 +221,7 @@ def _dataset_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Cal
 
 
 def _read_tables(folder: Path, config: str | None) -> Any:
-    """The splits of a folder of tables. Raises `HeadwaterError` if datasets would read files of another kind."""
+    """List the splits of a folder of tables. Raises `HeadwaterError` if datasets would read files of another kind."""
     from datasets import load_dataset_builder
     from datasets.packaged_modules.parquet.parquet import Parquet
 
@@ -235,7 +235,7 @@ def _read_tables(folder: Path, config: str | None) -> Any:
 
 
 def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any, roots: Sequence[Path]) -> ImageSplit:
-    """A split of a dataset. Raises `HeadwaterError` if a column is missing or of another kind.
+    """Read a split of a dataset. Raises `HeadwaterError` if a column is missing or of another kind.
 
     roots: the folders that its rows may name files in.
     """
@@ -274,7 +274,7 @@ def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any, roots: Se
 
 
 def _read_sizes(rows: Any, column: str) -> list[int]:
-    """Bytes of each encoded image of a dataset, which are not read; 0 for a missing image and for a separate file."""
+    """Read the size of each encoded image of a dataset; 0 for a missing image and for a separate file."""
     import pyarrow.compute as arrow
 
     sizes: list[int] = []
@@ -285,7 +285,7 @@ def _read_sizes(rows: Any, column: str) -> list[int]:
 
 
 def _read_row(rows: Any, column: str, where: str, roots: Sequence[Path], number: int) -> Path | bytes:
-    """The image of a row, or its file. Raises `UnreadableImage` if there is none, or it is not below one of `roots`."""
+    """Read a row's image, or its file. Raises `UnreadableImage` if there is none, or it is not below one of `roots`."""
     value = rows[number][column]
     if not value or not (value.get("bytes") or value.get("path")):
         raise UnreadableImage(f"Row {number} of {where!r} has no image.")
@@ -304,7 +304,7 @@ def _read_row(rows: Any, column: str, where: str, roots: Sequence[Path], number:
 
 
 def _find_classes(split: ImageSplit) -> list[str]:
-    """The names of a split's classes. Raises `HeadwaterError` for labels that are neither names nor numbers from 0."""
+    """Name a split's classes. Raises `HeadwaterError` for labels that are neither names nor numbers from 0."""
     if split.classes is not None:
         return split.classes
     for name, label in zip(split.names, split.labels, strict=True):
@@ -351,9 +351,9 @@ class ImageFiles:
 
     @property
     def digest(self) -> str:
-        """A hash of names and labels, and of the sizes of a dataset's rows; the pixels are not read.
+        """Hash names and labels, and the sizes of a dataset's rows; the pixels are not read.
 
-        The sizes of files are left out, so that a run resumes after a broken file was replaced.
+        The sizes of files are left out, so that a run can resume after a broken file is replaced.
         """
         names, sizes = self.split.names, self.split.sizes
         listed = "\n".join(

@@ -1,6 +1,6 @@
-"""Glyphs: letters and digits drawn from outlines of fonts, with whole families of fonts held out.
+"""Glyphs: letters and digits drawn from font outlines, with whole font families held out.
 
-The fonts come with packages, never from the system, and their outlines are drawn as they are, without hinting: images
+The fonts come with packages, never from the system, and their outlines are drawn without hinting: images
 are the same on every machine. Which fonts, and why: docs/vision.md.
 """
 
@@ -103,7 +103,7 @@ class GlyphSettings(ImageSettings):
 
 
 def files_of(family: str) -> list[Path]:
-    """The files of a family. Raises `HeadwaterError` if one is missing."""
+    """List the files of a family. Raises `HeadwaterError` if one is missing."""
     import matplotlib
     import rendercv_fonts
 
@@ -158,7 +158,7 @@ class GlyphImages:
         return fromarray(pixels).convert("RGB" if self.channels == 3 else "L")
 
     def draw_ink(self, index: int, side: float, turn: float, right: float, up: float) -> np.ndarray:
-        """The share of each pixel that a glyph covers; the other numbers, from 0 to 1, set its size and position."""
+        """Compute a glyph's share of each pixel; the other numbers, from 0 to 1, set its size and position."""
         from matplotlib.backends.backend_agg import RendererAgg
         from matplotlib.path import Path as Outline
         from matplotlib.transforms import IdentityTransform
@@ -179,7 +179,7 @@ class GlyphImages:
 
 
 def draw_outline(font: Any, character: str) -> tuple[np.ndarray, np.ndarray]:
-    """The points [N, 2] of a glyph and what each of them is, as in the font's file. Raises `HeadwaterError`."""
+    """Return the points [N, 2] of a glyph and their types, as in the font file. Raises `HeadwaterError`."""
     from matplotlib.ft2font import LoadFlags
 
     if not font.get_char_index(ord(character)):

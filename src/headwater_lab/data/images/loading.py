@@ -19,10 +19,11 @@ T = TypeVar("T")
 
 
 def load_batches(load: Callable[[T], Batch], batches: Iterable[T], workers: int) -> Generator[Batch, None, None]:
-    """`load` of each batch, in order; `workers` processes, at most one per core, read ahead. 0: this process reads.
+    """Yield `load` of each batch, in order; `workers` processes, at most one per core, read ahead. 0: this process
+    reads.
 
-    They start at once: those that begin in a thread cannot end well. The generator raises the `HeadwaterError`s of
-    `read`, and one if a process ends.
+    They start immediately, because processes started in a thread cannot end cleanly. The generator raises the
+    `HeadwaterError`s of `read`, and one if a process ends.
     """
     workers = min(workers, cores())
     loader = DataLoader(
@@ -39,7 +40,7 @@ def load_batches(load: Callable[[T], Batch], batches: Iterable[T], workers: int)
 
 
 def _begin_loading(loader: DataLoader[Batch | HeadwaterError]) -> Iterator[Batch | HeadwaterError]:
-    """The loader's batches, with its processes started.
+    """Start the loader's processes, and return its batches.
 
     Ctrl-C in a terminal reaches them too, and the parent still wants their batches to end a step: they inherit that it
     is blocked. When one ends, PyTorch would raise an error from a signal, wherever the parent then is; without that,
@@ -75,7 +76,7 @@ def _check_batch(batches: Iterator[Batch | HeadwaterError]) -> Generator[Batch, 
 
 
 class _Parts(Dataset[Batch | HeadwaterError], Generic[T]):
-    """A dataset whose indices are parts. Errors for the user are returned, since `DataLoader` would add a traceback."""
+    """A dataset whose indices are parts. User errors are returned, because `DataLoader` would add a traceback."""
 
     def __init__(self, load: Callable[[T], Batch]) -> None:
         self.read = load

@@ -33,7 +33,8 @@ LONGEST = 100
 
 
 def read_image(source: Path | bytes, name: str, channels: int) -> Image:
-    """An image of `channels`, by the rule of `convert_channels`, turned as its camera says. Raises `UnreadableImage`.
+    """Read an image of `channels`, by the rule of `convert_channels`, rotated by its camera's metadata. Raises
+    `UnreadableImage`.
 
     name: for messages.
     """
@@ -66,7 +67,7 @@ def _read_content(source: Path | bytes) -> IO[bytes]:
 
 @functools.cache
 def _list_suffixes() -> list[str]:
-    """Those of `FORMATS` that this Pillow has."""
+    """List the suffixes of those `FORMATS` that this Pillow supports."""
     from PIL import Image as Pillow
 
     Pillow.init()
@@ -74,7 +75,7 @@ def _list_suffixes() -> list[str]:
 
 
 def image_suffixes() -> set[str]:
-    """The endings of names that images in these formats have, in lower case."""
+    """Return the file name suffixes of images in these formats, in lower case."""
     from PIL import Image as Pillow
 
     by_suffix = _list_suffixes()
@@ -86,9 +87,9 @@ def image_suffixes() -> set[str]:
 
 
 def convert_channels(image: Image, name: str, channels: int) -> Image:
-    """An image with 3 channels (RGB) or 1 (gray).
+    """Convert an image to 3 channels (RGB) or 1 (gray).
 
-    Gray images repeat their channel; colors become gray by their luma (ITU-R 601-2). Transparency is dropped, not
+    Gray images repeat their channel; colors become gray by luma (ITU-R 601-2). Transparency is dropped, not
     blended, as transformers' and torchvision's loaders do. Of 16 bits, the upper 8 are kept. Of several frames, the
     first is taken. Raises `UnreadableImage` for 32-bit and other modes.
     """

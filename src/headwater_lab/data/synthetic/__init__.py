@@ -7,6 +7,6 @@ __all__ = ["SyntheticData", "SyntheticSettings", "list_tasks"]
 
 
 def list_tasks() -> list[SyntheticSettings]:
-    """All tasks with their defaults, in each of their variants."""
+    """List all tasks with their defaults, in each of their variants."""
     tasks = [kind for kind in map(DATA.resolve, DATA.built_in) if issubclass(kind, SyntheticSettings)]
     return [variant for task in tasks for variant in task.list_variants()]

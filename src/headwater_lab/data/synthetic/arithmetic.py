@@ -48,7 +48,7 @@ Operand = QuantityName | int
 
 @dataclass(frozen=True)
 class Operation:
-    """left sign right, of which at least one is a quantity."""
+    """An operation, left sign right, at least one of them a quantity."""
 
     left: Operand
     sign: str
@@ -56,7 +56,7 @@ class Operation:
 
 
 Problem = tuple[dict[QuantityName, int | Operation], QuantityName]
-"""The statements about quantities, in order, and the quantity that is asked for."""
+"""The statements about quantities, in order, and the quantity in the question."""
 
 
 @register_kind
@@ -79,7 +79,7 @@ class ArithmeticSettings(SyntheticSettings):
 
     @property
     def context(self) -> int:
-        """The longest possible row: every operation with its own number, and all unneeded statements."""
+        """The length of the longest possible row: every operation with its own number, and all unneeded statements."""
         return self.count_width(self.operations + self.extra_operations)
 
     def count_width(self, most: int) -> int:
@@ -153,7 +153,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         names: list[QuantityName],
         stated: dict[QuantityName, int | Operation],
     ) -> Operation:
-        """Fill the open ones of two operands: a new stated number (half the time), a number or a known quantity."""
+        """Fill the missing operands of two: a new stated number (half the time), a number or a known quantity."""
         operands: list[Operand] = []
         for side, operand in enumerate(slots):
             opposite = operands[0] if side else slots[1]
@@ -244,7 +244,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         return rows
 
     def decode_solution(self, row: list[int]) -> list[str]:
-        """Decode the words after the colon. A model may have more tokens than there are words."""
+        """Decode the words after the colon. A model may have more tokens than words."""
         behind = row[row.index(self.ids[":"]) + 1 :]
         return [self.words[token] if token < len(self.words) else "<pad>" for token in behind]
 
@@ -255,7 +255,7 @@ def pad_to_block(length: int) -> int:
 
 
 def words_of(value: Operand | Operation) -> list[str]:
-    """A number, a name, or an operation, as words."""
+    """Write a number, a name or an operation as words."""
     if isinstance(value, Operation):
         return [*words_of(value.left), value.sign, *words_of(value.right)]
     return [str(value)] if isinstance(value, int) else list(value)
@@ -268,7 +268,7 @@ def prompt_of(problem: Problem) -> list[str]:
 
 
 def steps_of(problem: Problem) -> list[QuantityName]:
-    """The operations that the answer needs, in the order of a solution."""
+    """List the operations that the answer needs, in the order of a solution."""
     stated, question = problem
     done: list[QuantityName] = []
 
@@ -297,7 +297,7 @@ def solution_of(problem: Problem, modulus: int) -> list[str]:
 
 
 def values_of(problem: Problem, modulus: int) -> dict[QuantityName, int]:
-    """Execute the statements: the value of every quantity that the answer needs."""
+    """Execute the statements: compute the value of every quantity that the answer needs."""
     stated = problem[0]
     values = {name: value for name, value in stated.items() if isinstance(value, int)}
 
@@ -317,7 +317,7 @@ def value_of(problem: Problem, modulus: int) -> int:
 
 
 def split_sentences(words: list[str]) -> list[str]:
-    """The words between full stops, as texts."""
+    """Split words at full stops, into texts."""
     return [text.strip() for text in re.split(r"(?<!\S)\.(?!\S)", " ".join(words))]
 
 
@@ -327,10 +327,10 @@ def name_in(text: str) -> QuantityName:
 
 
 def is_solved(problem: Problem, written: list[str], modulus: int) -> bool:
-    """Whether any step computes what is asked, correctly (the rule of arXiv 2411.19574, appendix I).
+    """Whether any step correctly computes the answer (the rule of arXiv 2411.19574, appendix I).
 
     A step is "name = operation = operation on numbers = number .". Its numbers are evaluated: the result must equal
-    both the number it states and the true answer. Anything else that was written does not matter.
+    both the number it states and the true answer. Other text does not matter.
     """
     answer = value_of(problem, modulus)
     if "<end>" in written:

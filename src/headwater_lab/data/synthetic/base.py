@@ -34,7 +34,7 @@ class SyntheticSettings(DataSettings):
 
     @classmethod
     def list_variants(cls) -> list[Self]:
-        """The task in each of its forms, with defaults."""
+        """List the task in each of its forms, with defaults."""
         return [cls.model_validate({})]
 
     def build(self) -> SyntheticData[Any]:
@@ -61,8 +61,8 @@ S = TypeVar("S", bound=SyntheticSettings)
 class SyntheticData(ABC, Generic[S]):
     """A task whose rows are drawn as needed; see `headwater_lab.data.base.Data`.
 
-    A training row is a function of (seed, its number): rows are drawn in blocks of a fixed size, of which batches take
-    what they need. Training and accuracy use only positions whose label is determined by the row up to there (and a
+    A training row is a function of (seed, its number): rows are drawn in blocks of a fixed size, from which batches
+    take rows. Training and accuracy use only positions whose label is determined by the row up to there (and a
     fixed table): `shift_labels` is -100 elsewhere.
     """
 
@@ -85,7 +85,7 @@ class SyntheticData(ABC, Generic[S]):
         """Draw `count` rows: input_ids and shift_labels, both [count, T]."""
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
-        """See `Data`. Raises `HeadwaterError` if nearly all possible rows are held out, and as `held_out` does."""
+        """Yield batches. Raises `HeadwaterError` if nearly all possible rows are held out, and as `held_out` does."""
         self.held_out()  # what cannot be evaluated is not trained first
         local_rows = slice(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
         while True:
@@ -131,7 +131,7 @@ class SyntheticData(ABC, Generic[S]):
         return batch
 
     def fingerprint_rows(self, batch: Batch) -> Tensor:
-        """[B] int64: equal for rows that are the same exercise, otherwise different except with probability 2^-64."""
+        """Compute fingerprints, [B] int64: equal for equal exercises, otherwise different but for a chance of 2^-64."""
         ids = batch["input_ids"]
         weights = torch.randint(-(2**62), 2**62, (ids.shape[1],), generator=generator("prints"))
         return (ids * weights).sum(1)
@@ -141,7 +141,7 @@ class SyntheticData(ABC, Generic[S]):
         return self.fingerprint_rows(self.held_out())
 
     def split_positions(self, batch: Batch) -> dict[str, Tensor]:
-        """Positions [B, T] whose accuracy is measured separately: "k=3" becomes the metric "accuracy/k=3"."""
+        """Select positions [B, T] whose accuracy is measured separately: "k=3" becomes the metric "accuracy/k=3"."""
         return {}
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
@@ -167,12 +167,12 @@ class SyntheticData(ABC, Generic[S]):
         return Evaluation(metrics)
 
     def guess_logits(self, batch: Batch) -> Tensor:
-        """Logits [B, T, V] of a predictor that knows only how often each token is a label."""
+        """Compute logits [B, T, V] of a predictor that knows only how often each token is a label."""
         return self.frequencies.log().expand(*batch["input_ids"].shape, -1)
 
     @functools.cached_property
     def frequencies(self) -> Tensor:
-        """[V]: how often each token is a label, among 1024 training rows, counted from 1."""
+        """The number of times that each token is a label among 1024 training rows, counted from 1, [V]."""
         labels = self.sample(generator(self.settings.kind, "frequencies"), 1024)["shift_labels"]
         return 1.0 + torch.bincount(labels[labels >= 0], minlength=self.vocab_size)
 
@@ -191,5 +191,5 @@ def share_of(hits: Tensor, where: Tensor) -> float:
 
 
 def draw_distinct(draw: torch.Generator, rows: int, vocab_size: int, count: int) -> Tensor:
-    """[rows, count]: different tokens below `vocab_size` in each row, every choice and order of them equally likely."""
+    """Draw [rows, count] tokens below `vocab_size`, different in each row, all choices and orders equally likely."""
     return torch.rand(rows, vocab_size, generator=draw).topk(count).indices

@@ -18,11 +18,11 @@ class HopSettings(SyntheticSettings):
 
     kind: Literal["hop"] = "hop"
     hops: int = Field(default=4, ge=1, le=2**20)
-    """Maximum number of hops; a row asks for 0 to this many."""
+    """Maximum number of hops; a row has 0 to this many."""
     alphabet: int = Field(default=4, ge=3, le=2**20)
     """Number of different symbols. Neighbors always differ, so two symbols would only alternate."""
     length: int = Field(default=64, ge=3, le=2**20)
-    """Symbols in a sequence; a row has one token more, which says how many hops."""
+    """Symbols in a sequence; a row has one token more, the number of hops."""
 
     @property
     def vocab_size(self) -> int:

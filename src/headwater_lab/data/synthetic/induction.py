@@ -52,12 +52,12 @@ class InductionData(SyntheticData[InductionSettings]):
 
     chain: x_i = x_j implies x_{i+1} = x_{j+1}, everywhere. From the first repetition on the row is periodic, with a lag
         of its own. Rows of one short cycle (a a a …: one in `vocab_size`) are among those held out and those trained
-        on; this form came first, and draws as it always did.
-    periodic: `length // 2` different tokens, repeated. The lag is the same in all rows, so that copying from there,
-        which looks at no token, does as well ([A] [B] [A] [B]; the paper's remark after theorem 3).
+        on.
+    periodic: `length // 2` different tokens, repeated. The lag is the same in all rows, so copying at that lag,
+        without looking at any token, does equally well ([A] [B] [A] [B]; the paper's remark after theorem 3).
     scattered: `length // 8` pairs a b, and then at each turn a known pair again (half of the time), a new pair (a
-        quarter) or a new token that is no part of a pair. Only an induction head tells b at the second a ([A] [B] [C]
-        [A] [B]). What follows b is free.
+        quarter) or a new token that is no part of a pair. Only an induction head predicts b at the second a ([A] [B]
+        [C] [A] [B]). What follows b is free.
 
     The paper's script (appendix D) is the chain; it pads rows to 512 with zeros and draws again where nothing repeats.
     """

@@ -52,7 +52,7 @@ class NgramData(SyntheticData[NgramSettings]):
 
     Rows are beginnings out of the table, one after another, chosen at random. Wherever the last n - 1 tokens are in the
     table, even by chance across two of them, the next token follows the table and is the label. Held-out
-    rows ask for the same table in other sequences: this measures memory, not inference.
+    rows test the same table in other sequences: this measures memory, not inference.
     """
 
     def __init__(self, settings: NgramSettings) -> None:

@@ -17,7 +17,7 @@ class RecallSettings(SyntheticSettings):
 
     kind: Literal["recall"] = "recall"
     pairs: int = Field(default=8, ge=1, le=2**20)
-    """Keys with their values at the beginning of a row; each key is asked for once."""
+    """Keys with their values at the beginning of a row; each key is queried once."""
     power: float = Field(default=0.01, gt=0, le=1)
     """A question comes at distance d from the pairs with probability ∝ d^(power - 1); 1 is uniform."""
     vocab_size: int = Field(default=64, ge=4, le=2**20)
@@ -43,7 +43,7 @@ class RecallSettings(SyntheticSettings):
 
 
 class RecallData(SyntheticData[RecallSettings]):
-    """Key value key value … and then, among other tokens, each key once more: there its value is the label.
+    """Key value key value … and then, among other tokens, each key once more, with its value as the label.
 
     Keys of a row are different, and so are its values. Filler comes from the values' half, so a key after the pairs is
     always a question. The value does not follow the question.
