@@ -16,11 +16,11 @@ from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.cost import price
-from headwater.cost.hardware import hardware
 from headwater.growth import grown_config
 from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.training.loop import train
+from headwater_lab.util.machine_speed import find_hardware
 
 ROOT = Path(__file__).parents[1] / "recipes"
 FOLDERS = ("skip-layer", "tokenformer", "value-residual", "kv-shifting")
@@ -464,7 +464,7 @@ def test_the_cost_in_the_head_is_what_plan_says(name):
             config(trial),
             context=context(trial),
             tokens=tokens,
-            hardware=hardware("H100"),
+            hardware=find_hardware("H100"),
             precision=trial.training.precision,
         ).at[0]
         assert one.limits is not None

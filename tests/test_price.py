@@ -9,11 +9,12 @@ import pytest
 from headwater import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.cost import price
-from headwater.cost.hardware import KNOWN, Hardware, hardware, measure
+from headwater.cost.hardware import KNOWN, Hardware
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
 from headwater_lab.training.estimate_table import estimate_table
 from headwater_lab.training.model_estimates import draw_flops
+from headwater_lab.util.machine_speed import find_hardware, measure_machine
 from headwater_lab.util.terminal import si
 
 DEVICE = Hardware("toy", flops=1e12, flops_fp32=2e11, memory=1e9, bandwidth=1e11, source="made up")
@@ -117,10 +118,10 @@ def test_growing_pairs_leaves_the_slope_and_growing_width_does_not():
 
 
 def test_hardware_is_known_by_name_in_any_case():
-    assert hardware("h100") is KNOWN["H100"]
+    assert find_hardware("h100") is KNOWN["H100"]
     assert all(d.flops > d.flops_fp32 and d.memory > 1e10 and d.bandwidth > 1e11 for d in KNOWN.values())
     with pytest.raises(HeadwaterError, match="did you mean 'A100-80'"):
-        hardware("a100-81")
+        find_hardware("a100-81")
 
 
 def test_a_peak_may_be_unknown():
@@ -133,7 +134,7 @@ def test_a_peak_may_be_unknown():
 @pytest.mark.slow
 def test_this_machine_is_measured_within_seconds():
     started = time.perf_counter()
-    this = measure()
+    this = measure_machine()
     assert time.perf_counter() - started < 10  # 3 s on a machine that does nothing else
     assert this.flops_fp32 > 1e8
     assert this.flops > 1e8

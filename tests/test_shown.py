@@ -63,7 +63,6 @@ SMALL = {
     "bench mechanisms": {"--layers": 4},
     "convert": {"--heal": "4k"},
     "bench decode": {"--tokens": 3},
-    "bench verdicts": {"--arms": 1, "--seeds": 2},
     "bench gpu": {"--only": "environment"},
 }  # fmt: skip
 STEPS = 4

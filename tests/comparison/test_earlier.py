@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
+from comparison.calibration import read_results
 from comparison.saved import Here, changed_times, record, tiny
 from headwater import HeadwaterError
 from headwater_lab.comparison import pool, rounds
-from headwater_lab.comparison.calibration import read_results
 from headwater_lab.comparison.running import run_comparison
 from headwater_lab.comparison.trials import list_trials
 from headwater_lab.reports import read_comparisons

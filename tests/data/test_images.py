@@ -22,7 +22,6 @@ import pytest
 import torch
 from PIL import Image
 
-from headwater.cost.hardware import cores
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 from headwater_lab.data.base import Share
@@ -34,6 +33,7 @@ from headwater_lab.data.images.reading import UnreadableImage, read_image
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.recipe.recipe_files import read_recipe
 from headwater_lab.training.loop import read_batches
+from headwater_lab.util.machine import cores
 
 v2 = pytest.importorskip("torchvision.transforms.v2") if find_spec("torchvision") else None
 # Without torchvision images are not changed.

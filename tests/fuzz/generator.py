@@ -59,7 +59,6 @@ ONLY_WRONG = {
     "bench train": ["bench", "train", "--pairs", "2", "--layers", "1", "--width", "64"],
     "bench mechanisms": ["bench", "mechanisms", "kv_shift", "--pairs", "2", "--layers", "1", "--width", "64"],
     "bench decode": ["bench", "decode", "kv_shift", "--turns", "2", "--layers", "1", "--width", "64"],
-    "bench verdicts": ["bench", "verdicts", "@run"],
     "verify": ["verify", "@run"],
 }
 SMALL = ["--layers", "1", "--width", "64", "--context", "8", "--vocab-size", "64"]
@@ -68,7 +67,6 @@ MEASURING = {
     "bench train": ["bench", "train", "--pairs", "2", "--batch-size", "1", "--precision", "32-true", *SMALL],
     "bench mechanisms": ["bench", "mechanisms", "kv_shift", "--pairs", "2", "--precision", "32-true", *SMALL],
     "bench decode": ["bench", "decode", "kv_shift", "--turns", "2", "--tokens", "3", *SMALL],
-    "bench verdicts": ["bench", "verdicts", "@run"],
     "verify": ["verify", "@run"],
 }
 # The user's own folder, and places that are none.

@@ -10,11 +10,12 @@ from huggingface_hub.errors import StrictDataclassError
 from conftest import assert_near, build, config, decode, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterForImageClassification, HeadwaterVisionConfig
 from headwater.growth import enlarge, methods, pairs_of
-from headwater.growth.enlarge import carry_state, plan_growth
+from headwater.growth.enlarge import plan_growth
 from headwater.growth.methods import GrowthOptions
 from headwater.mechanisms.kv_shift import KVShift
 from headwater.plugins.registry import MECHANISMS
 from headwater_lab import grow
+from headwater_lab.training.model_changes import carry_state
 
 ALL_PLACES = ["queries", "keys", "values", "attention_input", "attention_output", "feed_forward_input"]
 ALL_PLACES += ["feed_forward_hidden", "feed_forward_output"]

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from headwater.cost import counts as cost
-from headwater.cost.hardware import hardware
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
 from headwater_lab.comparison.trials import make_trial
@@ -23,6 +22,7 @@ from headwater_lab.papers.table import SCALES, Pair, PaperTable, counts_steps, f
 from headwater_lab.papers.work import prepare_work
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import load_recipe, recipes_folder
+from headwater_lab.util.machine_speed import find_hardware
 
 NAMES = {
     "skip-layer": {"table-1", "table-2", "table-3"},
@@ -352,7 +352,7 @@ def test_cpu_scale_is_an_hour_or_little_more(name):
 def test_gpu_scale_is_a_day_at_most(name):
     """24 hours of an H100 at an MFU of 0.4, and what the setting says."""
     found = priced(name, "gpu")
-    hours = found[0] / (hardware("H100").peak(Precision.BF16_MIXED) * 0.4 * 3600)
+    hours = found[0] / (find_hardware("H100").peak(Precision.BF16_MIXED) * 0.4 * 3600)
     assert found[1] == pytest.approx(hours)
     assert hours <= 24
     setting = find_table(name).scales["gpu"].setting

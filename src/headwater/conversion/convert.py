@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
-from headwater.conversion.add import add_mechanisms, kept_heads, tensors_of
+from headwater.conversion.add import add_mechanisms, tensors_of
 from headwater.conversion.families import assemble_model, own_tensors
 from headwater.mechanisms.blend import Blend
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -143,20 +143,6 @@ def pool_tensors(tensors: Mapping[str, Tensor], config: HeadwaterConfig, are_sta
         return (mean * float(group) ** power).flatten(0, 1)
 
     return {name: pooled(name, tensor) for name, tensor in tensors.items()}
-
-
-def finish_state(state: Mapping[str, Tensor], old_model: HeadwaterForCausalLM, new_model: HeadwaterForCausalLM) -> dict:
-    """Return the optimizer's state, by name, for `new_model`, which is `old_model` after `finish_model`."""
-    config, shapes = old_model.config, {name: parameter.shape for name, parameter in new_model.named_parameters()}
-    plans = list(zip(plan_layers(narrow_config(config)), new_model.plans, strict=True))
-    carried = {}
-    for name, tensor in pool_tensors(state, config, are_state=True).items():
-        parameter = name.removeprefix("optimizer.").rpartition(".")[0]
-        if tensor.shape == (1,) and parameter in shapes:
-            carried[name] = tensor
-        elif parameter in shapes:
-            carried[name] = kept_heads(parameter, tensor, shapes[parameter], plans)
-    return carried
 
 
 def _check_pooling(model: HeadwaterForCausalLM) -> None:

@@ -6,18 +6,14 @@ as is usual. Each mechanism states its cost in its own file.
 
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from headwater.config.capabilities import Map, ReplacesLinear
 from headwater.config.layers import layer_config
 from headwater.config.plan import Cost, Kept, LayerPlan, Stage
 from headwater.config.planner import output_only_from, plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.cost.hardware import memory_of
 from headwater.mechanisms.capabilities import HasSharedModule
 from headwater.plugins.registry import resolve
-from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
 
 # Activations for which `kernels.activation` stores only the input, and nothing of the product.
@@ -114,17 +110,6 @@ def _count_layers(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> dict[s
         "feed-forward": _add_up(_count_feed_forward(config, plan.index) for plan in plans),
         "mechanisms": _add_up(_count_mechanisms(config, plan) for plan in plans),
     }
-
-
-def check_memory(config: HeadwaterConfig) -> None:
-    """Raise `HeadwaterError` for a model that this machine cannot hold in fp32, before it is built."""
-    count = sum(parameters(config).values())
-    memory = memory_of(torch.device("cpu"))
-    if count * 4 > memory:
-        raise HeadwaterError(
-            f"The model would have {count:,} parameters, {count * 4 / 1e9:,.0f} GB, but this machine has "
-            f"{memory / 1e9:,.0f} GB of memory; choose a smaller model."
-        )
 
 
 def embedding_parameters(config: HeadwaterConfig) -> int:

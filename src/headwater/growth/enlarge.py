@@ -137,39 +137,6 @@ def enlarge_model(model: Model, options: GrowthOptions) -> Model:
     return large.train(model.training)
 
 
-def carry_state(state: dict[str, Tensor], model: Model, large: Model, options: GrowthOptions) -> dict[str, Tensor]:
-    """The optimizer's state of the larger model: averages of gradients as the gradients themselves change.
-
-    What copies write has a share of the old gradient, and factors on copies have all of it. New elements have an
-    average of zero, and of squares the mean of the old ones: after zeros Adam, which counts steps once per tensor,
-    would make large updates. A parameter with no counterpart has been stepped 0 times. state: not empty.
-    """
-    growth = make_larger(model.config, options)
-    moves = Moves(model, large, growth)
-    averages: dict[str, Tensor] = {}
-    kinds = {name.rpartition(".")[2] for name in state}
-    for name, parameter in large.named_parameters():
-        old = moves.old_name(name)
-        if old not in moves.names:
-            averages[f"optimizer.{name}.step"] = torch.zeros(1)
-        for kind in sorted(kinds):
-            tensor = state.get(f"optimizer.{old}.{kind}")
-            if tensor is None:
-                continue
-            key = f"optimizer.{name}.{kind}"
-            is_count = kind == "step" or tensor.shape == (1,) != moves.names[old].shape
-            if is_count or (not options.sizes and tensor.shape == parameter.shape):
-                averages[key] = tensor.clone()
-                continue
-            squares = kind.endswith("exp_avg_sq")  # AMSGrad's maximum, too
-            fresh = torch.full(parameter.shape, float(tensor.mean()) if squares else 0.0, dtype=tensor.dtype)
-            moved = moves.make_tensor(name, fresh, tensor, 2 if squares else 1)
-            if moved is not None:
-                silent = moves.layer_of(name) in growth.silent and not squares
-                averages[key] = torch.zeros_like(moved) if silent else moved.to(tensor.dtype)
-    return averages
-
-
 class Moves:
     """The parameters of a larger model, made from the smaller one's."""
 

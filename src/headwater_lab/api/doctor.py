@@ -14,13 +14,12 @@ from transformers import utils
 
 import headwater
 from headwater import kernels
-from headwater.cost.hardware import cores, memory_of
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import first_line
 from headwater.util.extras import MODULES
 from headwater.util.layout import package_folder
 from headwater.util.processor import describe_cpu
-from headwater_lab.util.machine import available_memory, c_compiler
+from headwater_lab.util.machine import available_memory, c_compiler, cores, memory_of
 
 NamedFacts = Iterator[tuple[str, str]]
 

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from headwater import growth
 from headwater.conversion import add_mechanisms, from_transformers
-from headwater.cost.counts import check_memory
 from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.models.quantization import check_full_precision
 from headwater.plugins import outside
@@ -33,6 +32,7 @@ from headwater_lab.training.trained_models import (
     sample_rows,
     warn_changed_data,
 )
+from headwater_lab.util.machine import check_memory
 from headwater_lab.util.model_kinds import AnyModel
 
 # In a sample of a text.

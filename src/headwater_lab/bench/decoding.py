@@ -22,7 +22,7 @@ from headwater.nn.cache_name import cache_of
 from headwater.util.precision import Precision
 from headwater_lab.bench.paired import PairedTimes, describe_device, random_ids, take_turns
 from headwater_lab.bench.shapes import Benchmark, DecodeShape, ModelShape
-from headwater_lab.util.machine import read_bandwidth
+from headwater_lab.util.machine_speed import read_bandwidth
 
 LLAMA = "transformers' Llama"
 VANILLA, AGAIN = "vanilla", "vanilla, again"

@@ -34,7 +34,7 @@ from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
-from headwater.cost.hardware import matmul_flops, peak_of, sheet_of, tf32
+from headwater.cost.hardware import sheet_of
 from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -50,6 +50,7 @@ from headwater_lab.bench.shapes import ModelShape, StepShape
 from headwater_lab.bench.training import make_twins, training_step
 from headwater_lab.bench.waits import WaitError, no_waits
 from headwater_lab.util.machine import c_compiler
+from headwater_lab.util.machine_speed import matmul_flops, peak_of, tf32
 from headwater_lab.util.outputs import write_json
 
 Measurement = dict[str, Any]

@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from headwater.cost.hardware import seconds
 from headwater.util.processor import describe_cpu
+from headwater_lab.util.machine_speed import seconds
 from headwater_lab.util.terminal import counted
 
 T = TypeVar("T")

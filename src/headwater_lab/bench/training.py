@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import to_transformers
-from headwater.kernels.scratch import keep_freed_memory, saved_bytes
+from headwater.kernels.scratch import saved_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
 from headwater.util.precision import Precision
 from headwater_lab.bench.paired import PairedTimes, describe_device, random_ids, time_interleaved
 from headwater_lab.bench.shapes import Benchmark, StepShape
+from headwater_lab.util.machine import keep_freed_memory
 
 CLASSES = 1000
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.shapes import Benchmark, DecodeShape, ServeShape, StepShape
 from headwater_lab.cli.common import check_writable, device_of, mechanisms_of, recipe_of, say, stderr, stdout, tell
 from headwater_lab.cli.options import LOOK, DeviceName, FolderPath, PositiveInt, Values, add_group, command, refuse
 from headwater_lab.util.terminal import lined
-
-if TYPE_CHECKING:
-    from headwater_lab.comparison.calibration import Rate
 
 Mechanisms = Annotated[
     Sequence[str], Values(help='NAME, "NAME={option: value}", or several joined by " + "; default every mechanism.')
@@ -184,48 +181,6 @@ def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath 
         stdout.print(terminal_prices(measure_prices(arms, section.baseline, folder, tell)))
 
 
-@command(bench, "bench verdicts runs/demo --seeds 10", trusts=True)
-def bench_verdicts(
-    folder: Path | None = None,
-    *,
-    arms: Annotated[int, Values(min=1, max=1000)] = 1,
-    seeds: Annotated[int, Values(min=2, max=1000)] = 30,
-    comparisons: Annotated[int, Values(min=1, max=100_000)] = 2000,
-) -> None:
-    """Measure how often `compare` is wrong: false alarms between identical arms, and missed differences.
-
-    folder: A comparison's folder, with many seeds of at least one arm; default: simulated results.
-    arms: Arms in each comparison, without the baseline.
-    seeds: Seeds per arm, and the maximum of comparisons until decided.
-    comparisons: Comparisons to resample or to simulate.
-    """
-    from headwater_lab.comparison.calibration import (
-        SHAPES,
-        find_planted_effect,
-        make_dealer,
-        measure_calibration,
-        read_results,
-    )
-
-    sources = SHAPES
-    if folder is not None:
-        name, results = read_results(folder)
-        sources = {f"{len(results)} trials of {name!r}": make_dealer(results)}
-    title = (
-        f"{comparisons:,} comparisons of {arms + 1} identical arms with {seeds} seeds; the planted difference is "
-        f"{find_planted_effect(arms, seeds):.3g} standard deviations of paired differences"
-    )
-    rows = []
-    for source, draw in sources.items():
-        calibrations = measure_calibration(draw, arms, seeds, comparisons)
-        for rule, measured in zip(("fixed", "until decided"), calibrations, strict=True):
-            if measured is not None:
-                rates = {"false alarms, at most 0.05 stated": measured.false_alarms, "planted found": measured.power}
-                shares = {name: _describe_rate(rate) for name, rate in rates.items()}
-                rows.append({"results": source, "seeds": rule} | shares | {"seeds, mean": f"{measured.seeds:.1f}"})
-    _print_benchmark(Benchmark(title, rows))
-
-
 def _read_mechanisms(arguments: Sequence[str]) -> dict[str, dict[str, dict]]:
     """Read mechanisms by the text that names them; every mechanism by default."""
     from headwater.plugins.registry import MECHANISMS
@@ -242,9 +197,3 @@ def _print_benchmark(benchmark: Benchmark) -> None:
         table.add_row(*(row.get(column, "") for column in columns))
     for text in (table, *benchmark.notes.splitlines()):
         say(text)
-
-
-def _describe_rate(rate: Rate) -> str:
-    """Write a share and its interval."""
-    low, high = rate.interval
-    return f"{rate.value:.4f} ({low:.4f} – {high:.4f})"

@@ -64,9 +64,9 @@ def show_initialization(configs: Sequence[str], *, vocab_size: VocabSize | None 
     """
     from dataclasses import asdict
 
-    from headwater.cost.counts import check_memory
     from headwater_lab.training.initialization import measure_initialization, warn_drowning
     from headwater_lab.training.model_estimates import plan_models
+    from headwater_lab.util.machine import check_memory
     from headwater_lab.util.model_kinds import model_class
 
     models, changes = split_overrides(configs)

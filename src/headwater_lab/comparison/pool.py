@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from headwater.cost.hardware import cores
 from headwater.util.errors import HeadwaterError, NotTrusted
 from headwater.util.files import read_bytes
 from headwater_lab.comparison.trials import Job, Trial, order_jobs
@@ -26,6 +25,7 @@ from headwater_lab.training.records import ENDED, RECORD, Experiment, RunRecord,
 from headwater_lab.training.run_folder import METRICS
 from headwater_lab.training.stages import check_later_stages, finish_stages
 from headwater_lab.util.endings import Diverged, Interrupted
+from headwater_lab.util.machine import cores
 from headwater_lab.util.output_folder import keep_contents
 from headwater_lab.util.workers import Answer, Worker
 

@@ -25,7 +25,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from headwater import __version__
-from headwater.cost.hardware import cores
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import STAGING, explain_disk_errors, flush_path, replace_text, settle_path, sha256_of
 from headwater_lab.data import shards
@@ -51,6 +50,7 @@ from headwater_lab.data.shards import (
 from headwater_lab.data.stream import Stream, TextSource
 from headwater_lab.data.tokenizer import Encoder, load_tokenizer
 from headwater_lab.util.endings import Interrupted
+from headwater_lab.util.machine import cores
 from headwater_lab.util.output_folder import LOCK, occupy_folder
 
 # Bytes of a file to gather before they are written; each domain has four files, of conversations six.

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from headwater.config.text import HeadwaterConfig
 from headwater.cost.counts import training_flops
-from headwater.cost.hardware import hardware
 from headwater.util.precision import Precision
 from headwater_lab.data.base import DataShape
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.papers.arms import SizedArm
 from headwater_lab.papers.table import ScaleName
 from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.util.machine_speed import find_hardware
 
 # FLOP/s of a core in fp32, and additional seconds per step: least squares of relative errors over 300 arms of widths 64
 # to 160, the fastest run of each, two at a time on an AMD EPYC (family 25, model 1). Most take 0.8 to 1.4 times that.
@@ -47,7 +47,7 @@ def estimate_price(arms: list[SizedArm], scale: ScaleName) -> tuple[float, float
     total = sum(flops for flops, _ in costs.values())
     if scale == "cpu":
         return total, (total / CORE + STEP * sum(steps for _, steps in costs.values())) / (CORES * 3600)
-    return total, total / (hardware(GPU).peak(Precision.BF16_MIXED) * MFU * 3600)
+    return total, total / (find_hardware(GPU).peak(Precision.BF16_MIXED) * MFU * 3600)
 
 
 def list_stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from headwater.cost.counts import cache_bytes_per_token, embedding_parameters, training_flops
-from headwater.cost.hardware import peak_of
 from headwater.models.compiling import is_compiled
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import disk_problem, explain_disk_errors, read_bytes, replace_text
@@ -38,6 +37,7 @@ from headwater_lab.training.records import (
 )
 from headwater_lab.training.run_folder import METRICS, clear_log, is_running
 from headwater_lab.training.start import Setup, describe_training
+from headwater_lab.util.machine_speed import peak_of
 from headwater_lab.util.model_kinds import unit_of
 from headwater_lab.util.output_folder import keep_contents
 

@@ -24,7 +24,6 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
-from headwater.kernels.scratch import keep_freed_memory
 from headwater.models.compiling import is_compiled
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
 from headwater.util.errors import HeadwaterError, sentence
@@ -54,7 +53,7 @@ from headwater_lab.training.run_folder import claim_folder
 from headwater_lab.training.saving import Saver, prune_checkpoints, publish_model
 from headwater_lab.training.start import Setup, advise_on_memory
 from headwater_lab.util.endings import Diverged, Interrupted
-from headwater_lab.util.machine import set_threads
+from headwater_lab.util.machine import keep_freed_memory, set_threads
 from headwater_lab.util.model_kinds import is_of_images
 from headwater_lab.util.process import stop_requests
 

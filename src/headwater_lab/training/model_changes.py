@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.conversion.convert import align_layers, blend_config, blend_model, finish_model, finish_state
+from headwater.conversion.add import kept_heads
+from headwater.conversion.convert import (
+    align_layers,
+    blend_config,
+    blend_model,
+    finish_model,
+    narrow_config,
+    pool_tensors,
+)
 from headwater.cost.counts import cache_bytes_per_token
 from headwater.growth import grow
-from headwater.growth.enlarge import carry_state
+from headwater.growth.enlarge import Model, Moves, make_larger
 from headwater.growth.methods import GrowthOptions
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
@@ -252,3 +262,50 @@ def _compare_logits(original: PreTrainedModel, changed: PreTrainedModel, ids: Te
         losses = [nn.functional.nll_loss(x[:-1], ids[0, 1:].to(p.device)) for x in (p, q)]
     measured = ((old - new).abs().max(), old.abs().max(), (p.exp() * (p - q)).sum(-1).mean(), *losses)
     return tuple(value.item() for value in measured)
+
+
+def carry_state(state: dict[str, Tensor], model: Model, large: Model, options: GrowthOptions) -> dict[str, Tensor]:
+    """The optimizer's state of the larger model: averages of gradients as the gradients themselves change.
+
+    What copies write has a share of the old gradient, and factors on copies have all of it. New elements have an
+    average of zero, and of squares the mean of the old ones: after zeros Adam, which counts steps once per tensor,
+    would make large updates. A parameter with no counterpart has been stepped 0 times. state: not empty.
+    """
+    growth = make_larger(model.config, options)
+    moves = Moves(model, large, growth)
+    averages: dict[str, Tensor] = {}
+    kinds = {name.rpartition(".")[2] for name in state}
+    for name, parameter in large.named_parameters():
+        old = moves.old_name(name)
+        if old not in moves.names:
+            averages[f"optimizer.{name}.step"] = torch.zeros(1)
+        for kind in sorted(kinds):
+            tensor = state.get(f"optimizer.{old}.{kind}")
+            if tensor is None:
+                continue
+            key = f"optimizer.{name}.{kind}"
+            is_count = kind == "step" or tensor.shape == (1,) != moves.names[old].shape
+            if is_count or (not options.sizes and tensor.shape == parameter.shape):
+                averages[key] = tensor.clone()
+                continue
+            squares = kind.endswith("exp_avg_sq")  # AMSGrad's maximum, too
+            fresh = torch.full(parameter.shape, float(tensor.mean()) if squares else 0.0, dtype=tensor.dtype)
+            moved = moves.make_tensor(name, fresh, tensor, 2 if squares else 1)
+            if moved is not None:
+                silent = moves.layer_of(name) in growth.silent and not squares
+                averages[key] = torch.zeros_like(moved) if silent else moved.to(tensor.dtype)
+    return averages
+
+
+def finish_state(state: Mapping[str, Tensor], old_model: HeadwaterForCausalLM, new_model: HeadwaterForCausalLM) -> dict:
+    """Return the optimizer's state, by name, for `new_model`, which is `old_model` after `finish_model`."""
+    config, shapes = old_model.config, {name: parameter.shape for name, parameter in new_model.named_parameters()}
+    plans = list(zip(plan_layers(narrow_config(config)), new_model.plans, strict=True))
+    carried = {}
+    for name, tensor in pool_tensors(state, config, are_state=True).items():
+        parameter = name.removeprefix("optimizer.").rpartition(".")[0]
+        if tensor.shape == (1,) and parameter in shapes:
+            carried[name] = tensor
+        elif parameter in shapes:
+            carried[name] = kept_heads(parameter, tensor, shapes[parameter], plans)
+    return carried

@@ -18,7 +18,6 @@ from headwater.cost import Price, price
 from headwater.cost import counts as cost
 from headwater.cost.estimate import read_precision
 from headwater.cost.hardware import Hardware
-from headwater.cost.hardware import hardware as named_hardware
 from headwater.models.load import check_names, read_json, reading
 from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater.util.files import explain_absence, is_address
@@ -35,6 +34,7 @@ from headwater_lab.recipe.training_section import Training
 from headwater_lab.training.attention_choice import choose_kernel, list_step_settings
 from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.trained_models import open_source
+from headwater_lab.util.machine_speed import find_hardware as named_hardware
 from headwater_lab.util.model_kinds import unit_of
 from headwater_lab.util.outputs import COLORS, default_style
 

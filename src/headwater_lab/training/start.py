@@ -29,7 +29,7 @@ from torch.utils._triton import has_triton
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.cost.counts import check_memory, forward_flops
+from headwater.cost.counts import forward_flops
 from headwater.cost.hardware import sheet_of
 from headwater.growth.parameter_tokens import has_pairs
 from headwater.mechanisms.capabilities import ActsInTraining, Step
@@ -62,7 +62,7 @@ from headwater_lab.training.processes import fail_together, is_sharded, list_sca
 from headwater_lab.training.records import Event, Origin
 from headwater_lab.training.saving import write_model
 from headwater_lab.training.trained_models import open_source, open_trained
-from headwater_lab.util.machine import c_compiler
+from headwater_lab.util.machine import c_compiler, check_memory
 from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, is_of_images, model_class
 
 # The folder of a changed model, before and after the run begins.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import threading
@@ -10,8 +11,32 @@ from pathlib import Path
 
 import torch
 
-from headwater.cost.hardware import best, memory_of
+from headwater.config.text import HeadwaterConfig
+from headwater.cost.counts import parameters
 from headwater.util.errors import HeadwaterError, shown
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes of memory of a device, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(config: HeadwaterConfig) -> None:
+    """Raise `HeadwaterError` for a model that this machine cannot hold in fp32, before it is built."""
+    count = sum(parameters(config).values())
+    memory = memory_of(torch.device("cpu"))
+    if count * 4 > memory:
+        raise HeadwaterError(
+            f"The model would have {count:,} parameters, {count * 4 / 1e9:,.0f} GB, but this machine has "
+            f"{memory / 1e9:,.0f} GB of memory; choose a smaller model."
+        )
 
 
 def usable_device(name: str) -> str:
@@ -74,7 +99,16 @@ def c_compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name)) is not None), None)
 
 
-def read_bandwidth(device: str = "cpu") -> float:
-    """Measure the bytes/s at which the device's memory is read: the best of repeated long sums."""
-    x = torch.ones(2**27 if torch.device(device).type == "cpu" else 2**30, device=device)
-    return x.numel() * x.element_size() / best(lambda: float(x.sum()), x.device)
+def keep_freed_memory() -> None:
+    """Let the process keep the memory that it frees, up to 2 GB, where the C library is glibc.
+
+    By default glibc gives it back at the end of a training step, and the next step's page faults take up to 4 % of its
+    time. Settings of the user in the environment stay.
+    """
+    if {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
+        return
+    with suppress(AttributeError, OSError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        # Together: setting one stops glibc from adapting the other, which would then stay at its tiny default.
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its maximum: what is larger is always given back
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD

@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from headwater.cost.hardware import cores
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import Batch
+from headwater_lab.util.machine import cores
 
 T = TypeVar("T")
 

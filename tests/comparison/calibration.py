@@ -1,5 +1,8 @@
 """Error rates of the verdicts of a comparison, measured by resampling saved trials, or by simulation.
 
+    python tests/comparison/calibration.py                                  # simulated results
+    python tests/comparison/calibration.py runs/same --arms 3 --seeds 5     # the runs of one arm, with many seeds
+
 All arms of a measured comparison are the same model, so every difference that the tests find is a false alarm. Then a
 difference is added to the first arm; the share of comparisons that find it is the power. Arms are paired with the
 baseline at random, so pairing gains nothing.
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import typer
 from scipy import optimize, stats
 
 from headwater.util.errors import HeadwaterError
@@ -143,3 +147,26 @@ def measure_calibration(
     look = np.where(crossing.any(axis=1), crossing.argmax(axis=1), seeds - 1)
     right = int((crossing.any(axis=1) & (np.take_along_axis(mean, look[:, None], axis=1)[:, 0] > 0)).sum())
     return fixed, Calibration(Rate(alarms, comparisons), Rate(right, comparisons), float(look.mean() + 1))
+
+
+def main(folder: Path | None = None, arms: int = 1, seeds: int = 30, comparisons: int = 2000) -> None:
+    """Print false alarms between identical arms, and the share of planted differences that is found."""
+    sources = SHAPES
+    if folder is not None:
+        name, results = read_results(folder)
+        sources = {f"{len(results)} trials of {name!r}": make_dealer(results)}
+    effect = find_planted_effect(arms, seeds)
+    print(f"{comparisons:,} comparisons of {arms + 1} identical arms; planted: {effect:.3g} sd of paired differences")
+    for source, draw in sources.items():
+        rules = zip(("fixed", "until decided"), measure_calibration(draw, arms, seeds, comparisons), strict=True)
+        for rule, measured in rules:
+            if measured is not None:
+                alarms, power = (
+                    "{:.4f} ({:.4f} – {:.4f})".format(rate.value, *rate.interval)
+                    for rate in (measured.false_alarms, measured.power)
+                )
+                print(f"{source}, {rule}: false alarms {alarms}, planted found {power}, {measured.seeds:.1f} seeds")
+
+
+if __name__ == "__main__":
+    typer.run(main)
