@@ -105,7 +105,7 @@ class TestGrow:
         write_model(tmp_path / "linear", shared())
         for (command, *to), said in (
             (("grow", "attention_pairs=9"), "no parameter tokens"),
-            (("shrink", "--attention-pairs", 9), "does not say what it was trained on"),
+            (("shrink", "--attention-pairs", 9), "does not record what it was trained on"),
         ):
             code, _, err = run(command, tmp_path / "linear", *to)
             assert code == 2

@@ -273,7 +273,7 @@ def test_the_divergence_and_its_gradient_are_those_of_the_equation(temperature):
             (
                 dict(num_key_value_heads=4),
                 {"num_key_value_heads": 2, "mechanisms": {name: {}}},
-                f"{name}' does not only",
+                f"{name}' does more than let layers",
             )
             for name in ("value_residual", "persistent_memory", "mudd", "smear")
         ),
@@ -736,7 +736,7 @@ def test_sources_without_a_tokenizer_or_a_text_are_refused(written, tmp_path, ru
     assert "no tokenizer" in error
     code, _, error = run("convert", bare, "--num-key-value-heads", "1")
     assert code == 2
-    assert "pass a text" in " ".join(error.split())
+    assert "pass similar text" in " ".join(error.split())
     short = tmp_path / "short"
     short.mkdir()
     for name in "ab":

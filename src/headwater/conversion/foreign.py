@@ -261,8 +261,7 @@ def _weights_alone(tensors: Tensors) -> Tensors:
 def _llama_fields(
     tensors: Tensors, settings: dict[str, Any], theta: float, width_of_head: int | None, layer: int = 0
 ) -> dict[str, Any]:
-    """The base model. width_of_head, layer: the width of heads according to the tensors, and the layer it was read
-    from."""
+    """The base model. width_of_head, layer: the width of heads according to the tensors, and its layer."""
     prefix = f"model.layers.{layer}"
     vocabulary, width = _matrix_shape(tensors, EMBEDDING)
     queries, keys = (_matrix_shape(tensors, f"{prefix}.self_attn.{letter}_proj.weight")[0] for letter in "qk")

@@ -90,8 +90,7 @@ def _recompute_activation(kind: str, a: Tensor, b: Tensor | None = None) -> tupl
 
 @dataclass
 class _Recomputed:
-    """A placeholder for the product among the tensors that the next layer saves; `shape` and `stride` are the
-    product's."""
+    """A placeholder for the product among the tensors that the next layer saves; with its `shape` and `stride`."""
 
     node: Any
     shape: torch.Size

@@ -68,8 +68,7 @@ class GrowsOptions(Protocol):
 
 @runtime_checkable
 class DescribesAxes(Protocol):
-    """Axes of parameters. Used by `headwater grow`, which cannot grow a parameter without it, and to split heads over
-    processes."""
+    """Axes of parameters. Used by `headwater grow`, which needs it, and to split heads over processes."""
 
     def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         """Name what the entries along each dimension belong to; the last covers all that remain, flattened."""

@@ -1,4 +1,4 @@
-"""Helpers shared by mechanisms: the options `source`, `layers` (which receive, or act) and `channels`, and
+"""Helpers of mechanisms: the options `source`, `layers` (which receive, or act) and `channels`, and
 capabilities."""
 
 from collections.abc import Sequence

@@ -12,8 +12,7 @@ GRAPHS = 16
 
 
 def expect_layers(count: int) -> None:
-    """Set up PyTorch's compiler for this many blocks, each a separate graph: by default it allows only eight per
-    function.
+    """Set up PyTorch's compiler for this many blocks, each a separate graph: it allows eight by default.
 
     DDP would split each block's graph where it sends gradients; between blocks it can send them anyway.
     """

@@ -279,8 +279,7 @@ def choose_borders(
 def prepare_reach(
     spec: InputSpec, arguments: ForwardArguments, tokens: NewTokens, attention_mask: Any, positions: Positions
 ) -> Tensor | Ancestors | None:
-    """Prepare the number of tokens that each new token may look back, or its predecessors where rows branch; None if
-    unneeded.
+    """Prepare the number of tokens that each new token may look back, or its predecessors where rows branch; or None.
 
     The cache notes the positions for the tokens that come next.
     """

@@ -57,8 +57,7 @@ def in_double(active: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CallOutput:
-    """The output of a call: logits [B, T, V] and each layer's output [B, T, …], by name, in the order of the forward
-    pass."""
+    """The output of a call: logits [B, T, V] and each layer's output [B, T, …], by name, in order."""
 
     logits: Tensor
     layers: dict[str, Tensor] = field(repr=False)

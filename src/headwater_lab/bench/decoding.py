@@ -1,5 +1,4 @@
-"""Time to the first token and per later token: mechanisms against the model without them, and that model against
-Llama."""
+"""Time to the first token and per later token: mechanisms against the model without them, and Llama."""
 
 from __future__ import annotations
 

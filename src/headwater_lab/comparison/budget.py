@@ -1,5 +1,4 @@
-"""Arms that match the baseline: equal tokens or FLOPs through steps, equal parameters through the feed-forward's
-width."""
+"""Arms that match the baseline: equal tokens or FLOPs through steps, equal parameters through width."""
 
 from __future__ import annotations
 

@@ -51,8 +51,7 @@ class SeedLook:
 
 
 class Chain:
-    """The distribution of |W| after some normal differences of mean 0, for samples that have crossed no boundary, in
-    cells.
+    """The distribution of |W| after some normal differences of mean 0, for samples inside all boundaries, in cells.
 
     |W| = √n·sin(a), t = √(n - 1)·tan(a); the cells have equal width in a. first: differences at the first look.
     """

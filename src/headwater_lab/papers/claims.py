@@ -1,5 +1,4 @@
-"""Verdicts on a paper's claims: each is judged by an interval, and all claims of a table are corrected together by
-Holm.
+"""Verdicts on a paper's claims: each is judged by an interval, with Holm's correction over each table.
 
 Every claim is reduced to one number and a region: the number is estimated with an interval, and the claim
 

@@ -170,8 +170,7 @@ def list_runs(folder: Path, tell: Callable[[str], None]) -> list[RunSummary]:
 
 
 def _summarize_run(file: Path, record: RunRecord, tell: Callable[[str], None]) -> RunSummary:
-    """Summarize the run of a record, which is written at its start and at its end; in between, points show its
-    progress."""
+    """Summarize the run of a record, which is written at its start and at its end; points show its progress."""
     run = file.parent
     status = "running" if is_running(run) else "interrupted" if record.status == "running" else record.status
     try:

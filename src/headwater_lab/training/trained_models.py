@@ -225,8 +225,8 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
         return _cut_rows(trained, content, str(text), rows, context)
     data = build_data(trained.history)
     if data is None:
-        advice = "train it with headwater" if of_images else "pass a text of that kind with --text FILE"
-        raise HeadwaterError(f"{trained.source!r} does not say what it was trained on; {advice}.")
+        advice = "train it with headwater" if of_images else "pass similar text with --text FILE"
+        raise HeadwaterError(f"{trained.source!r} does not record what it was trained on; {advice}.")
     batches: Iterator[dict[str, Tensor]] = data.batches(seed=0, batch_size=rows, start=0)
     sample = main_input(next(batches))
     return sample if of_images else sample[:, :context]
