@@ -18,8 +18,7 @@ Map = Literal["query", "key", "value", "output", "feed_forward"]
 
 @runtime_checkable
 class CompletesOptions(Protocol):
-    """Defaults that are derived once from the config and do not follow later changes. Called before
-    `validate_options`."""
+    """Defaults derived from the config once, before `validate_options`."""
 
     @classmethod
     def complete_options(cls, options: dict[str, Any], config: Any) -> dict[str, Any]:

@@ -369,8 +369,7 @@ def _check_mean(name: str, axis: Dim) -> None:
 
 
 def _scale_copies(axis: Dim, way: Copied, shares: Tensor, power: int) -> Tensor:
-    """Return the factors of old entries along an axis. shares: one over the number of copies of each. power: as in
-    `Moves.make_tensor`."""
+    """Return the factors of old entries along an axis. shares: 1/copies of each. power: as in `Moves.make_tensor`."""
     factor = torch.full_like(shares, way.factor)
     if axis.reads and power == 0:
         return factor * shares

@@ -1,7 +1,5 @@
 """`grow`: larger models from trained ones, in all directions at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from headwater.config.text import HeadwaterConfig

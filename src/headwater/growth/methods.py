@@ -20,8 +20,6 @@ the weights, and lemon noise as large as the weights.
 "exact" and "lemon" name a way for both directions (identity in depth); two ways are joined by "+": stack+hypercloning.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

@@ -162,8 +162,7 @@ def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]
 
 
 def _check_read(options: dict[str, Any], counts: Counts, new: Counts, key_init: KeyInit | None = None) -> None:
-    """Raise `HeadwaterError` where pairs of which a token reads a few cannot be added or removed. key_init: of new
-    ones."""
+    """Raise `HeadwaterError` if pairs read by `top_k` cannot be added or removed. key_init: of new ones."""
     for name in MAPS:
         top_k = Pattention.top_k_of(options, name)
         if top_k is None or new[name] == counts[name]:

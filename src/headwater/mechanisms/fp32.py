@@ -1,7 +1,5 @@
 """Tensors that stay in fp32 when a model is cast to half precision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Self
 

@@ -384,8 +384,7 @@ def _keep_last(tail: Tensor, x: Tensor, length: int) -> Tensor:
 
 
 def _split_digits(x: Tensor, like: Tensor) -> Tensor:
-    """Split integers [B, heads, T, 1], from 0 to 2^32 - 1, into digits padded with zeros, in the width and dtype of
-    `like`.
+    """Split integers [B, heads, T, 1] below 2^32 into digits padded with zeros, in the width and dtype of `like`.
 
     Raises `HeadwaterError` if there is no room for all digits.
     """

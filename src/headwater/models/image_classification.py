@@ -73,8 +73,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         interpolate_pos_encoding: bool = False,
         **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
     ) -> BaseModelOutputWithPooling:
-        """Run the model: the tokens after the final norm, [B, T, D], and their pooled output by `config.pooling`, [B,
-        D].
+        """Run the model: the tokens after the final norm, [B, T, D], and their pooled output, [B, D].
 
         pixel_values: [B, C, H, W], normalized.
         interpolate_pos_encoding: learned positions are interpolated bicubically if the images are not of

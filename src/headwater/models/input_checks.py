@@ -105,8 +105,7 @@ def check_mask_size(attention_mask: Any, length: int, slots: int) -> None:
 
 
 def check_gaps(attention_mask: Any, input_ids: Tensor | None, looks_back: bool) -> None:
-    """Check, if some layer looks back, that embeddings have no padding between them, as with PEFT's prompts before a
-    padded row.
+    """Check that embeddings have no padding between them if a layer looks back (PEFT's prompts before padded rows).
 
     Windows count such padding, and mechanisms do not look across it, so the row would differ from the row alone.
     """

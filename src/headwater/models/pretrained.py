@@ -206,8 +206,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
                 init.copy_(module.get_buffer(name), value)
 
     def initial_value(self, module: nn.Module, name: str) -> Tensor:
-        """Return the initial value of `module`'s own parameter `name`, drawn on the CPU from (initializer_seed, its
-        qualified name).
+        """Return the initial value of `module`'s parameter `name`, from initializer_seed and its full name.
 
         Inside a mechanism, its `initial_value` decides. Otherwise matrices are normal, biases zero and norms multiply
         by one. Raises `HeadwaterError` for any other parameter.

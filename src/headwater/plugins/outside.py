@@ -13,8 +13,6 @@ In addition, a name may refer to a class that the program has already imported, 
 The list is in the environment of this process, so that its child processes trust the same names. It ends with them.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

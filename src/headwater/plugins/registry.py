@@ -6,8 +6,6 @@ mechanisms through this table and know none of them by name. A built-in mechanis
 outside is any importable class (docs/extending.md).
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

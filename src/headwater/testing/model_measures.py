@@ -1,7 +1,5 @@
 """Measurements of a model: what autograd keeps, how many operations run, what halves of the heads read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any

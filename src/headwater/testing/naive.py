@@ -4,8 +4,6 @@ Nothing here is fast or caches anything. A row of T tokens is a matrix [T, D]; `
 number of the head. The reference of an external mechanism is a subclass of `Reference`.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ that another sequence fills in the same step. Some are dropped and begin anew, a
 taken back.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Small models and inputs for tests. Everything is fp64 and seeded, so that tolerances can be tight."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterable, Sequence

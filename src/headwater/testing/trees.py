@@ -1,7 +1,5 @@
 """Rows that branch: trees of tokens under a mask made for the kernel."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

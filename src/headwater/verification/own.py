@@ -1,7 +1,5 @@
 """headwater's own models: small ones of each mechanism, and a further way of decoding for them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection
 from functools import partial

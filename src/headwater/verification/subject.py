@@ -4,8 +4,6 @@ Any class of transformers, or with its interface: `forward(input_ids, …)` retu
 that the next call takes under the same name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re

@@ -5,8 +5,6 @@ makes. The texts are rows of random ids; the last begins like the first, so that
 ways.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """The function `lab.compare` and its result."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

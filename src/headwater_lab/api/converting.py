@@ -1,7 +1,5 @@
 """Conversion to a smaller cache: its training, cost and savings."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict

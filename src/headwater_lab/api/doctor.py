@@ -1,7 +1,5 @@
 """Facts about this installation and machine, for a bug report: `headwater doctor`."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -1,7 +1,5 @@
 """Functions that change a model: `lab.grow`, `lab.retrofit` and `shrink`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast

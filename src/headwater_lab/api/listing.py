@@ -1,7 +1,5 @@
 """Rows about headwater's shipped recipes, presets, mechanisms and synthetic tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Observers that receive reports from functions while they work."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

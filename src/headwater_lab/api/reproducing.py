@@ -1,7 +1,5 @@
 """The function `lab.reproduce` and its result."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Options that functions and commands share. Importing this does not import torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypedDict
 

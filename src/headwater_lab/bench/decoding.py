@@ -1,7 +1,5 @@
 """Time to the first token and per later token: mechanisms against the model without them, and Llama."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Mapping

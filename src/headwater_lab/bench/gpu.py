@@ -5,8 +5,6 @@ one `gpu.json` is rewritten. It needs only torch and transformers. On a CPU it r
 checks the command but says nothing about speed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Interleaved runs A B A B … and the ratio of each pair, so that drift of the machine does not matter."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Throughput in vLLM, in caches of the same bytes: its own Llama, headwater without mechanisms, and with each."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Sizes and results of benchmarks, for functions and commands. Importing this does not import torch."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 

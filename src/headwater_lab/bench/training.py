@@ -1,7 +1,5 @@
 """Interleaved timings of training steps, against transformers and by mechanism, and what autograd stores."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Contexts in which waiting for the device raises an error."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line. Each command parses, calls the library, and prints; errors become one sentence and exit code 2."""
 
-from __future__ import annotations
-
 import pkgutil
 import sys
 from importlib import import_module

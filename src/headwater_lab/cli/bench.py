@@ -1,7 +1,5 @@
 """`headwater bench …`: interleaved pairs, ratios of times."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal

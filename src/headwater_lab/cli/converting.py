@@ -1,7 +1,5 @@
 """`headwater convert`: a trained model with a smaller cache, healed and measured."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from headwater.util.errors import HeadwaterError

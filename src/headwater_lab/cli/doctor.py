@@ -1,7 +1,5 @@
 """`headwater doctor`: facts about the installation and the machine for a bug report."""
 
-from __future__ import annotations
-
 from headwater_lab.cli.common import print_result
 from headwater_lab.cli.options import LOOK, AsJson, command
 

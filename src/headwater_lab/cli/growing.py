@@ -1,7 +1,5 @@
 """`headwater grow`, `shrink`, `retrofit`: make a new model from a trained one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`headwater list`: what comes with headwater, by name."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from headwater_lab.cli.common import print_result

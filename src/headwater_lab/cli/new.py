@@ -1,7 +1,5 @@
 """`headwater new`: packages that extend headwater."""
 
-from __future__ import annotations
-
 import keyword
 from pathlib import Path
 

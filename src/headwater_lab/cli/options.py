@@ -1,7 +1,5 @@
 """Commands from functions: options from signatures and docstrings, and errors for options that have no effect."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

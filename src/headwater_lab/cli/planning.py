@@ -1,7 +1,5 @@
 """`headwater plan`, `init`: estimates before training."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Unpack

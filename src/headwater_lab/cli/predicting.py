@@ -1,7 +1,5 @@
 """`headwater predict`: what is in images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

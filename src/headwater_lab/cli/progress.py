@@ -26,8 +26,7 @@ LINE_SECONDS = 10.0
 
 
 class ProgressReport(Progress, Observer):
-    """Prints results on stdout, and notices and progress on stderr: bars on a terminal, plain lines elsewhere, such as
-    in a job's log.
+    """Printer of results on stdout, and of notices and progress on stderr: bars on a terminal, else plain lines.
 
     A line has the task's name, the work done and in total, `info` (for example the loss) and the time left. It is never
     cut to the width of a terminal.

@@ -1,7 +1,5 @@
 """`headwater reproduce`: train the models behind a paper's table or figure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """Arms that match the baseline: equal tokens or FLOPs through steps, equal parameters through width."""
 
-from __future__ import annotations
-
 from headwater.cost import counts as cost
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import Data

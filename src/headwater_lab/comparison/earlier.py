@@ -3,8 +3,6 @@
 Other settings, arms or plans need another folder. Baseline, threshold, budgets and title may change, for all runs.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

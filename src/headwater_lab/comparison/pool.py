@@ -1,7 +1,5 @@
 """Trials in parallel worker processes: finished ones are not repeated, interrupted ones resume."""
 
-from __future__ import annotations
-
 import os
 import queue
 import time

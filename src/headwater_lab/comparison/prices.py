@@ -4,8 +4,6 @@ The figures are in prices.json next to the runs (`Prices`). All are measured aga
 has changed.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping

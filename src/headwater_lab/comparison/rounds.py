@@ -1,7 +1,5 @@
 """Seeds in rounds until every arm is decided: decided arms stop, and the baseline stops with the last of them."""
 
-from __future__ import annotations
-
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.pool import OnChange, Outcome, count_workers, run_trials
 from headwater_lab.comparison.statistics import find_standings

@@ -1,7 +1,5 @@
 """Train a recipe's comparison: tuning, trials and prices."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 
@@ -41,8 +39,7 @@ def run_comparison(
     tell: Told = lambda line: None,
     shared: bool = False,
 ) -> list[Outcome]:
-    """Train everything in a recipe's comparison: runs that tune learning rates, then its trials; then measure prices,
-    with `compare.costs`.
+    """Train a recipe's comparison: tuning runs, then trials. Measure costs if `compare.costs` is set.
 
     Call it again to resume. workers: trials at a time; default `compare.workers`, else as `run_trials`. only: leave
     out the trials of other arms and sizes. tell: called with a line for each arm whose price is measured. shared: `out`

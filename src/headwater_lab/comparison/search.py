@@ -1,7 +1,5 @@
 """Search for the best combination of mechanisms: train all valid ones, then the best ones again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path

@@ -19,8 +19,6 @@ w widens the interval on the side of the longer tail. It is three times the firs
 still holds for normal differences.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence

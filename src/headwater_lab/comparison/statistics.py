@@ -1,7 +1,5 @@
 """Statistics of saved trials: paired differences, tests corrected for the number of arms, and further seeds needed."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence

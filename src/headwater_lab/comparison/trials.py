@@ -1,7 +1,5 @@
 """Trials of a comparison: an arm with a seed is a trial, which is one job, or one job per stage."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from dataclasses import dataclass, replace

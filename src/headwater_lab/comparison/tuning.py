@@ -1,7 +1,5 @@
 """Each arm's learning rate: the best of those tried."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Worth of a result: the compute that the baseline would need to reach it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

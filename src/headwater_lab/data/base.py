@@ -1,7 +1,5 @@
 """The interface between training and all kinds of data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar

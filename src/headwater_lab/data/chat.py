@@ -5,8 +5,6 @@ boundaries are those that the template marks ({% generation %} … {% endgenerat
 conversation before it, with the template's generation prompt.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -46,9 +44,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Encoded:
-    """The token ids of a document. counts: which of them are trained on, bool; None: all. bytes: UTF-8 bytes of their
-    text.
-    """
+    """The token ids of a document. counts: which are trained on; None: all. bytes: UTF-8 bytes of their text."""
 
     ids: np.ndarray
     counts: np.ndarray | None

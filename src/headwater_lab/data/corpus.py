@@ -4,8 +4,6 @@ A document has an id and a text. Which documents are held out is decided by a ha
 file's relative path if a document is a file, of the text if it is a row of a table or a piece of a long file.
 """
 
-from __future__ import annotations
-
 import ast
 import fnmatch
 import glob
@@ -272,8 +270,7 @@ def cut_text(contents: Iterable[str], size: int | None = None) -> Iterator[str]:
 
 
 def piece_end(text: str, start: int, ended: bool, size: int | None) -> int:
-    """Find where the piece that begins at `start` ends: after a line end, otherwise a space, otherwise at the maximum
-    length.
+    """Find the end of the piece at `start`: after a line end, else after a space, else at the maximum length.
 
     ended: whether this is all of the text; if not, -1 if more of it is needed to decide.
     """

@@ -1,7 +1,5 @@
 """Hugging Face datasets in a folder: checks of the paths in their files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any

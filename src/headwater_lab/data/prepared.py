@@ -1,7 +1,5 @@
 """Tokens from `headwater data prepare`: one folder, or several mixed by weight."""
 
-from __future__ import annotations
-
 from itertools import combinations, product
 from os.path import normpath
 from typing import Annotated, Literal, Self

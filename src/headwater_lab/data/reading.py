@@ -3,8 +3,6 @@
 JSON is read by Python's own parser, a line at a time: it stops at deep nesting, where others overflow the stack.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io

@@ -5,8 +5,6 @@ restart where a document starts, so that neither attention nor a shift crosses f
 contiguous rows, as nanoGPT's, attention crosses; the document starts go along, so that a shift still does not.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol

@@ -1,7 +1,5 @@
 """JSON files that detect changes: the last field is the SHA-256 of the file with that field empty."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prepared folders: token shards that are memory-mapped, and the manifest that describes them. See docs/data.md."""
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import itertools
@@ -198,8 +196,7 @@ class Shards:
         self._open: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Read the tokens [start, stop) of the stream, in the folder's dtype; a view of the file if one shard has them
-        all.
+        """Read the tokens [start, stop), in the folder's dtype; a view of the file if one shard has them all.
 
         Raises `HeadwaterError` for a token beyond the vocabulary: a model would read past the end of its embedding.
         """

@@ -3,8 +3,6 @@
 Files and shards are read in order.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import platform

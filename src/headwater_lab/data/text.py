@@ -1,7 +1,5 @@
 """Text that is read and tokenized at the start of a run, for corpora that fit in memory."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Tokenizers: the built-in byte tokenizer, or any Hugging Face one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Read tokenizers from folders and files, as `headwater.models.load` reads models: without running their code."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

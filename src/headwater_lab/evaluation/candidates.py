@@ -1,7 +1,5 @@
 """Models to evaluate: headwater's checkpoints and runs, and any causal Hugging Face model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Several models on the same tasks and texts: figures, paired differences, tables, JSON."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import math
@@ -48,8 +46,7 @@ class ScoreRow:
 
 @dataclass
 class EvaluationResult:
-    """Facts about each model and text, the figures, lm-eval's task versions and hashes, and the command that
-    reproduces them."""
+    """Facts about each model and text, figures, lm-eval's task versions and hashes, and the command."""
 
     models: dict[str, dict[str, Any]]
     rows: list[ScoreRow]

@@ -6,8 +6,6 @@ standard deviation of the influences over √n, and that of a difference between
 differences. For a mean of n scores this is s/√n, and for a difference the paired t-test.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

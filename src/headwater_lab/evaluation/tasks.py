@@ -1,7 +1,5 @@
 """Benchmarks through lm-evaluation-harness: its tasks, prompts, scoring and figures, with headwater's models."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -6,8 +6,6 @@ each later one the next `stride` targets, with at least context − stride token
 the others, so it overlaps more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

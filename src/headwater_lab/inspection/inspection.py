@@ -1,7 +1,5 @@
 """Inspection of one checkpoint, as a dataclass and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

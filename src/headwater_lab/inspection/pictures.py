@@ -1,7 +1,5 @@
 """Pictures of inspections: models side by side, with shared axes and color scales."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest

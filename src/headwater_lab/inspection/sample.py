@@ -1,7 +1,5 @@
 """The rows of tokens, or the images, for an inspection."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

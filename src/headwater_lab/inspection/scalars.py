@@ -1,7 +1,5 @@
 """The scalars of a model's mechanisms, as its forward pass uses them, and the census of shifted keys and values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -41,8 +39,7 @@ class Scalars:
 
 @dataclass(frozen=True)
 class Census:
-    """Key/value heads, counted by the token whose key weighs more and the token whose value weighs more, as in KV
-    shifting's Table 4.
+    """Key/value heads, by the token whose key and the token whose value weighs more (KV shifting, Table 4).
 
     current_key: α1 > α2; previous_key: otherwise; current_value: β1 > β2; previous_value: otherwise. With longer
     windows the current token's weight is compared with the largest of the others. heads: heads with both shifted.

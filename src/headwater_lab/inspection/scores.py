@@ -4,8 +4,6 @@ Weights a [B, H, T, S] are attention's, T = S; taps [window, H] are the weights 
 over earlier tokens, V'_s = Σ_i taps[i]·V_{s-i}.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

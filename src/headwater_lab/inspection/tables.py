@@ -1,7 +1,5 @@
 """Inspections as tables, with one column per model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Run a model with hooks that measure each layer and keep only sums."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

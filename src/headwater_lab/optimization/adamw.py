@@ -1,7 +1,5 @@
 """AdamW."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Muon, batched over all matrices of one shape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The values of `training.optimizer` and `training.schedule`, and the fields of `training:` that each of them reads."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -24,8 +22,7 @@ def register_optimizer(make: F) -> F:
 
 
 def register_schedule(fraction: F) -> F:
-    """Make a function a schedule under its own name: the progress after the warm-up, 0 to 1 -> a fraction of the peak
-    learning rate."""
+    """Make a function a schedule by its name: progress after warm-up, 0 to 1 -> share of the peak learning rate."""
     SCHEDULES.built_in[fraction.__name__] = f"{fraction.__module__}:{fraction.__qualname__}"
     return fraction
 

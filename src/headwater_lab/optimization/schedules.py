@@ -1,7 +1,5 @@
 """Learning-rate schedules after the warm-up."""
 
-from __future__ import annotations
-
 import math
 
 from headwater_lab.optimization.registry import register_schedule

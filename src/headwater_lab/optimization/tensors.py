@@ -1,7 +1,5 @@
 """Shards and gradients of parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The arms of a table: the recipe, size and folder in which each is trained."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shlex

@@ -26,8 +26,6 @@ than one that did not. The other claims about means are inconclusive.
 Holm's procedure covers one table.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Tables and figures without training: TokenFormer's table 3 and figure 5, KV shifting's figure 2 and theorems."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise

@@ -4,8 +4,6 @@ A line is a run as JSON: `run`, its folder below the output folder, and `record`
 (docs/reference/records.md) without the losses of single documents. It contains no weights.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath

@@ -1,7 +1,5 @@
 """The contents of a table's cells: measures of finished runs, seed by seed."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Cost of a table at a scale, before anything is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A reproduced table: the paper's figures and ours, the verdicts on its claims, and its page."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

@@ -119,8 +119,7 @@ class Better(Pair):
 
 
 class Alike(Pair):
-    """`arm` differs from `against` by no more than `margin`. With `than`: the same as in the other pair, up to
-    `margin`."""
+    """`arm` differs from `against` by at most `margin`, or, with `than`, as the other pair does, up to `margin`."""
 
     test: Literal["alike"]
     margin: float = Field(gt=0)

@@ -8,8 +8,6 @@ T tokens, d width, positions t, s from 1. Theorems 2 and 3 run headwater's own a
 plain torch, because the library's slopes follow from the number of heads, and the theorem needs a free one.
 """
 
-from __future__ import annotations
-
 import math
 from typing import cast
 

@@ -1,7 +1,5 @@
 """Training of what a table needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from headwater.util import extras

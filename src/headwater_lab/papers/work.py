@@ -1,7 +1,5 @@
 """The work for a table at a scale: its runs, their folders, and the missing ones."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,8 +35,7 @@ from headwater_lab.recipe.recipe_files import load_recipe, recipes_folder
 
 @dataclass(frozen=True)
 class Work:
-    """A table at a scale. overrides: the table's, then the user's. arms: the recipes and sizes of each arm in its
-    cells and claims."""
+    """A table at a scale. overrides: the table's, then the user's. arms: recipes and sizes of each arm it names."""
 
     name: str
     table: PaperTable

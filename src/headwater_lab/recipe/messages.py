@@ -1,7 +1,5 @@
 """Sentences for pydantic's errors, with each field's full name and the nearest valid one."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """`model:` of a recipe: fields of a config, completed by the data."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator

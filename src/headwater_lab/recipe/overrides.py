@@ -5,8 +5,6 @@ tags, aliases that expand without end. This module follows YAML 1.2's core schem
 else.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

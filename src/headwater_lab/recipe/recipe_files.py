@@ -1,7 +1,5 @@
 """Find a recipe, read it, and apply the user's overrides."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """`start:` and `stages:` of a recipe: the model that a run starts from, and how it is changed."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator

@@ -1,7 +1,5 @@
 """`training:` and `reporting:` of a recipe."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator

@@ -1,7 +1,5 @@
 """Fields and overrides that no run reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

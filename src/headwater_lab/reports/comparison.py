@@ -1,7 +1,5 @@
 """Comparisons read from saved records: which runs belong together, and which of them count."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

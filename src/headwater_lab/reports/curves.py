@@ -1,7 +1,5 @@
 """Curves of runs and their means: held-out metric and training loss, by steps, tokens and FLOPs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

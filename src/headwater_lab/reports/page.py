@@ -1,7 +1,5 @@
 """The page: one file that needs no network, with everything about the comparisons under a folder."""
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -33,8 +31,7 @@ PageCell = str | tuple[str, str]
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table of the page. rows: the first cell of each is its heading. text: it contains words, and is
-    left-aligned."""
+    """A table of the page. rows: the first cell of each is its heading. text: left-align the words in it."""
 
     caption: str
     columns: Sequence[str]

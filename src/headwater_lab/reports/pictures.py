@@ -1,7 +1,5 @@
 """Pictures for the page, papers and READMEs: the same records always give the same picture."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Costs and gains of arms, from the figures that `headwater_lab.comparison.prices` measures."""
 
-from __future__ import annotations
-
 from headwater_lab.comparison.prices import Prices, TimeRatio, read_prices
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.reports.comparison import Comparison

@@ -1,7 +1,5 @@
 """Each arm's changes to the baseline's recipe."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import yaml

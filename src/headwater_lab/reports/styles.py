@@ -1,7 +1,5 @@
 """Styles that distinguish arms by color, marker and dashes, so that none of them is the only channel."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A comparison in tables and sentences that claim no more than its intervals support."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -47,9 +47,7 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
 
 @dataclass(frozen=True)
 class Continued:
-    """The result of `continue_prompts`: each prompt's continuation, tokens generated, seconds, and the final cache's
-    bytes and reserved bytes.
-    """
+    """The result of `continue_prompts`: continuations, tokens, seconds, and the cache's bytes and reserved bytes."""
 
     texts: list[str]
     tokens: int

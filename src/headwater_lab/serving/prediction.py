@@ -1,7 +1,5 @@
 """Classes of images, by a trained model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Prompts from a file or from standard input."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ A field is honoured or refused by name, never ignored. A field that is listed wi
 that value, because it changes nothing. `null` is the same as leaving a field out.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal

@@ -201,9 +201,7 @@ def _make_event(content: dict[str, Any]) -> str:
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> list[int]:
-    """Encode a conversation as token ids. Raises `RequestError` if the chat template cannot write it, or does not read
-    one of its options.
-    """
+    """Encode a conversation as token ids. Raises `RequestError` if the chat template refuses it or an option."""
     template, options = tokenizer.chat_template, fields.get("chat_template_kwargs", {})
     if template is None:
         raise RequestError("messages", "the model's tokenizer has no chat template; use /v1/completions instead")

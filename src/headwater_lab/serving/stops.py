@@ -1,7 +1,5 @@
 """Stop texts, which end a continuation and may arrive in parts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

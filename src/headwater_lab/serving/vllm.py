@@ -1,7 +1,5 @@
 """vLLM's server with a headwater checkpoint."""
 
-from __future__ import annotations
-
 import os
 import sys
 from argparse import ArgumentError, ArgumentParser

@@ -1,7 +1,5 @@
 """Choose the attention kernel of a run, and list the other settings that its memory depends on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -19,8 +17,7 @@ from headwater_lab.util.model_kinds import AnyModel, is_of_images
 
 
 def choose_attention(config: HeadwaterConfig, training: Training, device: torch.device, context: int) -> str | None:
-    """Choose the kernel that the recipe names; otherwise varlen if packed rows of `context` tokens are faster with it,
-    or None.
+    """Choose the recipe's kernel, else varlen if packed rows of `context` tokens are faster with it, else None.
 
     It is not chosen by timing, because a run's bits depend on it. Raises `HeadwaterError` if varlen is named and cannot
     run.

@@ -19,8 +19,6 @@ for how a run does so. A checkpoint from outside a run (`saving.write_model`: gr
 training.json: a run can start from it, but not resume it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

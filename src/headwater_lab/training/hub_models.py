@@ -1,7 +1,5 @@
 """Models of any library, in a folder or on the Hugging Face hub."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measure the output of each sub-layer of an untrained model to the residual stream."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The journal through which a run reports: its record, its log of points, TensorBoard and the caller."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

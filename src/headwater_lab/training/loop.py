@@ -121,8 +121,7 @@ def train(
 
 @contextmanager
 def prepare_steps(recipe: Recipe, folder: Path) -> Iterator[TrainingRun]:
-    """Train a recipe step by step, to time it, without evaluating or saving; its journal is in `folder`. The threads
-    are the caller's."""
+    """Train a recipe step by step, to time it, without evaluating or saving. Its journal is in `folder`."""
     folder.mkdir(parents=True)
     with connect_processes(recipe, folder) as fabric:
         run = TrainingRun(recipe, folder, None, fabric)
@@ -173,8 +172,7 @@ class TrainingRun(Setup):
         self.norm, self.stops_elsewhere = math.nan, False  # of the last settled step
 
     def take_steps(self, stop: threading.Event) -> None:
-        """Take steps until the recipe's end, or until `stop` is set in some process; then save, and raise
-        `Interrupted`."""
+        """Take steps to the recipe's end. If `stop` is set in some process, save and raise `Interrupted`."""
         reporting, progress, steps = self.recipe.reporting, self.progress, self.recipe.training.steps
         self.catch_up()
         self.journal.announce("the first step takes longest" if is_compiled(self.model) else "")
@@ -195,8 +193,7 @@ class TrainingRun(Setup):
                     self.raise_interrupted()
 
     def take_step(self, stop: bool = False) -> float:
-        """Take one optimizer step, and return its learning rate. stop: whether this process should stop, which it tells
-        the others.
+        """Take one optimizer step, and return its learning rate. stop: whether any process should stop.
 
         The loss is the mean over all tokens of the step, in all processes. A step whose loss or gradient is not finite
         changes nothing. That is decided on the device: the host does not wait for the step, and reads its outcome
@@ -380,8 +377,7 @@ class TrainingRun(Setup):
             raise HeadwaterError(f"{problem}; {saved}. {advice}") from error
 
     def evaluate(self) -> None:
-        """Evaluate on the held-out data. Raises as `take_step`, and `Diverged` if the run's last measures are not
-        numbers."""
+        """Evaluate on the held-out data. Raises as `take_step`, and `Diverged` if the last measures are not finite."""
         self.settle_step()
         compiled, most_rows, batches = is_compiled(self.model), 0, 0
 

@@ -1,7 +1,5 @@
 """Change a trained model: grow it, convert it, fit it to data; and measure the change of its function."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping
@@ -67,8 +65,7 @@ def change_model(trained: Trained, change: Change, rows: Tensor | None = None) -
 
 
 def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
-    """Apply a recipe's `convert:` or `finish_conversion:`. The optimizer's state is kept where parameters keep their
-    meaning."""
+    """Apply a recipe's `convert:` or `finish_conversion:`. Parameters that keep their meaning keep optimizer state."""
     original, goal = trained.model, change.convert
     if goal is not None and not isinstance(original, HeadwaterForCausalLM):
         raise HeadwaterError("An image model has no cache to make smaller; leave start.convert out.")

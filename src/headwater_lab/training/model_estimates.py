@@ -297,8 +297,7 @@ def _read_recipe_models(
     of_training: list[str],
     vocab_size: int | None,
 ) -> dict[str, PlannedModel]:
-    """Read models of a recipe by name, one for each arm of its comparison and each stage. The data is not read, and of
-    tokenizers only local ones."""
+    """Read a recipe's models by name, one for each arm and stage. Reads no data, and only local tokenizers."""
     title = repr(str(source)) if isinstance(source, str | Path) else "the recipe"
     recipe = read_recipe(source, [*(f"model.{override}" for override in overrides), *of_training])
     if recipe.compare is None:

@@ -1,7 +1,5 @@
 """Parameter groups, clipping, the learning rate of a step, and the average of the weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager

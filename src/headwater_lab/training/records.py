@@ -1,7 +1,5 @@
 """The record of a run: one JSON file with one schema, the only thing reports read. See docs/reference/records.md."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -10,8 +10,6 @@ runs/NAME/
   .headwater       marks the folder as a run's
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

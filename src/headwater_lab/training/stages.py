@@ -9,8 +9,6 @@ runs/NAME/
 `headwater convert` trains such a recipe, which `build_conversion` makes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

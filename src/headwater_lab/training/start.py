@@ -8,8 +8,6 @@ Each is a mean over the tokens that have a label. The teacher is held once, in t
 gradients and without a cache.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil
@@ -392,8 +390,7 @@ def advise_on_memory(training: Training, of_images: bool, world: int) -> Iterato
 
 
 class Setup:
-    """Everything that a training step uses. Raises `HeadwaterError` if recipe, data, checkpoint and machine do not
-    match.
+    """Everything that a training step uses. Raises `HeadwaterError` if recipe, data, checkpoint and machine do not fit.
 
     model: the plain model, which is saved. wrapped: the model that runs: sharded, compiled.
     optimizers: PyTorch's. steppers: these, as wrapped by Fabric. parameters: the trainable ones.

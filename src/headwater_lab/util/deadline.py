@@ -4,8 +4,6 @@ A pattern in tokenizer.json can need longer than the age of the universe for a l
 an endless loop.
 """
 
-from __future__ import annotations
-
 import contextvars
 import threading
 import time

@@ -1,7 +1,5 @@
 """Resources of this machine: devices, threads, memory, a compiler."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

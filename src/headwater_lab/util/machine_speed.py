@@ -1,7 +1,5 @@
 """Speed of this machine by measurement, and devices by name."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress

@@ -1,7 +1,5 @@
 """The model classes of configs."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from headwater.config.text import HeadwaterConfig

@@ -1,7 +1,5 @@
 """A folder that a command writes: one process at a time writes to it, and a refused command leaves nothing in it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

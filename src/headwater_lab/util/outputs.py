@@ -56,14 +56,12 @@ def check_replaceable(file: Path) -> None:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file whose first key is "headwater". Raises `HeadwaterError` for another's file, or if it cannot be
-    written."""
+    """Write a JSON file whose first key is "headwater". Raises `HeadwaterError` for another's file, or on failure."""
     write_text(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write JSON or a page that is marked as headwater's. Raises `HeadwaterError` for another's file, or if it cannot
-    be written."""
+    """Write JSON or a page marked as headwater's. Raises `HeadwaterError` for another's file, or on failure."""
     check_replaceable(file)
     with explain_disk_errors(lambda problem: f"{str(file)!r} could not be written: {problem}."):
         replace_text(file, text)

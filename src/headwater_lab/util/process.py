@@ -4,8 +4,6 @@
 not in programs that use the library.
 """
 
-from __future__ import annotations
-
 import atexit
 import errno
 import gc
@@ -67,8 +65,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def stop_requests() -> Iterator[threading.Event]:
-    """Yield an event that SIGINT and SIGTERM set, so that a step can be finished and saved; a second signal stops at
-    once.
+    """Yield an event that SIGINT and SIGTERM set, to finish and save a step. A second signal stops at once.
 
     Signals that are ignored stay ignored: a shell starts background jobs with SIGINT ignored. Outside the main thread,
     where Python handles no signals, the event is never set.

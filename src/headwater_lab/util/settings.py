@@ -1,7 +1,5 @@
 """A section of users' YAML: typed, closed and frozen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any

@@ -4,8 +4,6 @@ Names of arms, files and columns may come from other people's files. Rich would 
 it, and a terminal obeys control characters; here neither happens. Styled text is a `rich.text.Text`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable
 from typing import Any

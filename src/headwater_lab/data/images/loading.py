@@ -1,7 +1,5 @@
 """Batches of images read in other processes, by PyTorch's `DataLoader`."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading
@@ -19,8 +17,7 @@ T = TypeVar("T")
 
 
 def load_batches(load: Callable[[T], Batch], batches: Iterable[T], workers: int) -> Generator[Batch, None, None]:
-    """Yield `load` of each batch, in order; `workers` processes, at most one per core, read ahead. 0: this process
-    reads.
+    """Yield `load` of each batch, in order. `workers` processes, at most one per core, read ahead; 0: this one.
 
     They start immediately, because processes started in a thread cannot end cleanly. The generator raises the
     `HeadwaterError`s of `read`, and one if a process ends.

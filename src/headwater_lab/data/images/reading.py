@@ -33,8 +33,7 @@ LONGEST = 100
 
 
 def read_image(source: Path | bytes, name: str, channels: int) -> Image:
-    """Read an image of `channels`, by the rule of `convert_channels`, rotated by its camera's metadata. Raises
-    `UnreadableImage`.
+    """Read an image of `channels` (see `convert_channels`), rotated by its metadata. Raises `UnreadableImage`.
 
     name: for messages.
     """

@@ -191,8 +191,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         return torch.tensor([hash(frozenset(self.split_statements(row))) for row in batch["input_ids"].tolist()])
 
     def split_statements(self, row: list[int]) -> Iterator[tuple[int, ...]]:
-        """The tokens of each statement and of the question: numbers, whose hash is the same in every process, unlike
-        that of text."""
+        """The tokens of each statement and of the question, as numbers, whose hash is the same in every process."""
         prompt = row[: row.index(self.ids[":"])]
         for _, sentence in itertools.groupby(prompt, key=self.ids["."].__ne__):
             yield tuple(sentence)
