@@ -267,7 +267,7 @@ def test_generation_is_plain_pytorchs_where_no_trick_wins(mode, machine, monkeyp
     with forbid_autotuning():
         expected = generated(ours)
     monkeypatch.setattr(kernels, "_disabled", mode == "plain")
-    from headwater.kernels import linear
+    from headwater.kernels import fused_linear as linear
 
     ran = []
 
@@ -285,7 +285,7 @@ def test_generation_is_plain_pytorchs_where_no_trick_wins(mode, machine, monkeyp
 
 
 def test_a_trick_that_wins_is_taken(machine, monkeypatch):
-    from headwater.kernels import linear
+    from headwater.kernels import fused_linear as linear
 
     def slow(x, weight, bias):
         machine.now += 1e-3

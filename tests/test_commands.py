@@ -14,7 +14,7 @@ import yaml
 import headwater
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli import app
-from headwater_lab.cli.common import check_writable
+from headwater_lab.cli.arguments import check_writable
 from headwater_lab.recipe.recipe_files import find_recipe, recipes_folder, shipped_recipes
 
 TINY = {

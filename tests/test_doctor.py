@@ -9,7 +9,7 @@ import transformers
 import headwater
 from headwater import kernels
 from headwater.util import extras
-from headwater_lab.api.doctor import examine
+from headwater_lab.api.diagnosis import examine
 
 
 def test_versions_devices_and_threads_are_those_of_this_process():

@@ -77,7 +77,7 @@ def test_nothing_imports_more_than_it_needs(folder):
     needless = {
         BUILT: {"typer", "rich", "pydantic", *PLOTS, *FRAMES},
         "import headwater_lab.training.stages, headwater_lab.comparison.running": {*PLOTS, "headwater_lab.reports"},
-        "import headwater_lab.bench.training": {"pytest"},
+        "import headwater_lab.bench.training_speed": {"pytest"},
     }
     for model in ("tokenformer-124m", str(folder)) if Wanted.slow else (str(folder),):
         reports = {"headwater_lab.comparison", "headwater_lab.reports", "headwater_lab.papers"}

@@ -30,7 +30,7 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab import train
 from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.titan import config_registry
-from headwater_lab.titan.data import RecipeLoader
+from headwater_lab.titan.titan_data import RecipeLoader
 from headwater_lab.training.optimizers import parameter_groups
 
 SIZES = dict(

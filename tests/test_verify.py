@@ -313,7 +313,7 @@ def test_bench_decode_command(run):
 
 
 def test_the_baseline_of_bench_decode_is_transformers_own():
-    from headwater_lab.bench.decoding import bench_decode
+    from headwater_lab.bench.decoding_speed import bench_decode
     from headwater_lab.bench.shapes import DecodeShape
 
     found = bench_decode({}, DecodeShape(2, 64, 97, context=5, tokens=8, turns=2), Precision.FP32, "cpu")

@@ -25,7 +25,7 @@ from headwater_lab.util import process as _process  # noqa: F401  before what ta
 if TYPE_CHECKING:
     from headwater_lab.api.comparing import compare
     from headwater_lab.api.growing import grow, retrofit
-    from headwater_lab.api.planning import plan
+    from headwater_lab.api.plans import plan
     from headwater_lab.api.reproducing import reproduce
     from headwater_lab.api.training import train
 

@@ -16,7 +16,7 @@ from headwater_lab.comparison.prices import PRICES, make_timed_recipe, measure_p
 from headwater_lab.comparison.running import run_comparison
 from headwater_lab.reports import read_comparisons
 from headwater_lab.reports.page import prices_part
-from headwater_lab.reports.prices import find_prices, prices_table, terminal_prices
+from headwater_lab.reports.price_tables import find_prices, prices_table, terminal_prices
 from headwater_lab.training.records import read_record
 
 DEEP = {"model": {"num_hidden_layers": 2}}

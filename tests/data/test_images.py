@@ -27,9 +27,9 @@ from headwater.util.seeding import generator
 from headwater_lab.data.base import Share
 from headwater_lab.data.images.augment import drawing_from
 from headwater_lab.data.images.digits import DigitsSettings
-from headwater_lab.data.images.files import ImageFilesSettings
 from headwater_lab.data.images.glyphs import FAMILIES, HELD_OUT, GlyphImages, GlyphSettings, files_of
-from headwater_lab.data.images.reading import UnreadableImage, read_image
+from headwater_lab.data.images.image_files import ImageFilesSettings
+from headwater_lab.data.images.image_reading import UnreadableImage, read_image
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.recipe.recipe_files import read_recipe
 from headwater_lab.training.loop import read_batches
@@ -272,7 +272,7 @@ def test_without_a_random_crop_training_sees_what_evaluation_sees(crop_ratio, si
 
 
 def test_measures_are_exact_and_the_same_in_any_number_of_processes(digits, monkeypatch):
-    monkeypatch.setattr("headwater_lab.data.images.base.PIXELS", 3 * 64 * 50)
+    monkeypatch.setattr("headwater_lab.data.images.image_data.PIXELS", 3 * 64 * 50)
     draws = {}
 
     def logits(batch):

@@ -96,7 +96,7 @@ def test_batches_go_on_where_they_stopped(settings):
 
 @task(SMALL)
 def test_rows_are_the_same_in_batches_of_any_size(settings, monkeypatch):
-    monkeypatch.setattr("headwater_lab.data.synthetic.base.BLOCK", 10)
+    monkeypatch.setattr("headwater_lab.data.synthetic.task.BLOCK", 10)
     data = settings.build()
     made = [
         [
@@ -170,7 +170,7 @@ def test_held_out_rows_go_through_the_model_in_pieces(monkeypatch):
         return weights[batch["input_ids"]]
 
     whole = data.evaluate(logits).metrics
-    monkeypatch.setattr("headwater_lab.data.synthetic.base.LOGITS", 7 * 21 * data.vocab_size)
+    monkeypatch.setattr("headwater_lab.data.synthetic.task.LOGITS", 7 * 21 * data.vocab_size)
     pieces = data.evaluate(logits).metrics
     assert sizes == [50, *[7] * 7, 1]
     assert pieces == pytest.approx(whole, rel=1e-6)

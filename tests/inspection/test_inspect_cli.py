@@ -11,7 +11,7 @@ from conftest import build
 from headwater.util.files import replace_text
 from headwater_lab.data.tokenizer import load_tokenizer
 from headwater_lab.inspection import inspect_model, to_json
-from headwater_lab.inspection.pictures import draw_pictures, heads_picture, scalars_picture
+from headwater_lab.inspection.inspection_pictures import draw_pictures, heads_picture, scalars_picture
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.loop import train
 from headwater_lab.training.saving import write_model

@@ -11,7 +11,7 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.data.images import image_processor
 from headwater_lab.inspection import build_tables, check_alike, inspect_model, to_json
 from headwater_lab.inspection.inspection import InspectedText
-from headwater_lab.inspection.pictures import heads_picture
+from headwater_lab.inspection.inspection_pictures import heads_picture
 from headwater_lab.inspection.sample import Sample
 from headwater_lab.inspection.watch import read_sample
 from headwater_lab.recipe.recipe import parse

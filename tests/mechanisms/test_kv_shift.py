@@ -8,7 +8,7 @@ from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, kernels
 from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
-from headwater.kernels.shift import TracedShift
+from headwater.kernels.fused_shift import TracedShift
 from headwater.mechanisms.contract import KV, Context
 from headwater.mechanisms.kv_shift import KVShift, shift
 from headwater.mechanisms.shift import dynamic_shift

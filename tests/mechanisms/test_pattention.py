@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from conftest import assert_near, build, config, disturb, random, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.kernels.pattention import fused_pattention
+from headwater.kernels.fused_pattention import fused_pattention
 from headwater.mechanisms import Pattention
 from headwater.mechanisms.pattention import GELU, GUARD, ScoreFunction, default_tau
 from headwater.testing import naive
@@ -73,7 +73,7 @@ def test_the_two_forms_of_gelu_differ_by_its_approximation():
 def test_blocks_of_rows_change_nothing(rows, gelu, monkeypatch):
     module, x = layer(gelu=gelu), random(7, 6).requires_grad_()
     whole = torch.autograd.grad(module(x).square().sum(), [x, module.key, module.value])
-    monkeypatch.setattr("headwater.kernels.pattention.BLOCK", rows * 11)
+    monkeypatch.setattr("headwater.kernels.fused_pattention.BLOCK", rows * 11)
     in_blocks = torch.autograd.grad(module(x).square().sum(), [x, module.key, module.value])
     for a, b in zip(in_blocks, whole, strict=True):
         assert_near(a, b, 1e-12)

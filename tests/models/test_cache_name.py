@@ -12,7 +12,7 @@ from conftest import assert_near, build, decode, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.models.cache import HeadwaterStaticLayer
 from headwater.nn.cache_name import CACHE, cache_of, is_paged
-from headwater_lab.bench.decoding import decode_in_turns
+from headwater_lab.bench.decoding_speed import decode_in_turns
 
 NAMES = ("past_key_values", "cache")
 BOTH = dict.fromkeys(NAMES)

@@ -24,8 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conftest import SIZES, VOCAB, assert_near, build, config, disturb, document_positions, shared, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
-from headwater.kernels.attention import matmul_attention
 from headwater.kernels.autotune import allow_autotuning
+from headwater.kernels.fused_attention import matmul_attention
 from headwater.nn.attention_kernel import attention_kernel, eager_attention
 from headwater.nn.cache_name import CACHE
 from headwater_lab.data.tokenizer import byte_tokenizer

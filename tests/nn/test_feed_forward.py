@@ -17,7 +17,7 @@ from headwater.nn.feed_forward import FeedForward
 from headwater.nn.norm import RMSNorm
 from headwater.util.precision import Precision
 from headwater_lab.bench.shapes import StepShape
-from headwater_lab.bench.training import stored_by_pair, text_pair
+from headwater_lab.bench.training_speed import stored_by_pair, text_pair
 
 ACTS = ["silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_accurate", "relu", "relu2"]
 KEPT_ONCE = ACTS[:6]

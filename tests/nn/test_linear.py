@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.kernels import linear
+from headwater.kernels import fused_linear as linear
 from headwater.kernels.autotune import allow_autotuning, get_choices
-from headwater.kernels.linear import LARGE, PackedLinear
+from headwater.kernels.fused_linear import LARGE, PackedLinear
 from headwater.nn.linear import apply_linear
 
 ROW, ROWS = linear._FP32_ROW, linear._FP32

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from conftest import assert_near
-from headwater.kernels import loss as module
+from headwater.kernels import fused_loss as module
 from headwater.kernels.scratch import saved_bytes
 from headwater.nn.loss import causal_lm_loss
 

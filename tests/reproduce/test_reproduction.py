@@ -30,7 +30,7 @@ from headwater_lab.papers.result import (
     write_paper_figure,
 )
 from headwater_lab.papers.table import Column, PaperTable, TableCell, read_tables
-from headwater_lab.papers.training import train_table
+from headwater_lab.papers.training_runs import train_table
 from headwater_lab.papers.work import prepare_work
 from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.training.records import HeldOutPoint

@@ -167,7 +167,7 @@ def test_bench_train_of_images(run, options):
 
 def test_less_is_stored_than_by_transformers():
     from headwater_lab.bench.shapes import StepShape
-    from headwater_lab.bench.training import image_pair, stored_by_pair
+    from headwater_lab.bench.training_speed import image_pair, stored_by_pair
 
     pair = image_pair(StepShape(layers=2, width=128, batch_size=2), image_size=32, patch_size=4)
     ours, theirs = stored_by_pair(pair, Precision.FP32)

@@ -46,9 +46,10 @@ from headwater.conversion.export import export
 from headwater.cost.counts import cache_bytes_per_token
 from headwater.engines.paged import Lookback
 from headwater.engines.pages import Page
-from headwater.integrations.vllm import engine, register
-from headwater.integrations.vllm.engine import CPUEngine
+from headwater.integrations.vllm import register
+from headwater.integrations.vllm import vllm_engine as engine
 from headwater.integrations.vllm.flash import FlashEngine
+from headwater.integrations.vllm.vllm_engine import CPUEngine
 from headwater.testing.small_models import disturb
 from headwater.util.precision import Precision
 from headwater_lab.bench.serving import bench_serving
@@ -356,7 +357,7 @@ def test_blocks_as_flash_attention_reads_them(mechanisms, changes, tmp_path, mon
         return as_described(**given)
 
     monkeypatch.setattr("headwater.integrations.vllm.flash.kernel", kernel)
-    monkeypatch.setattr("headwater.integrations.vllm.engine.CPUEngine", FlashEngine)
+    monkeypatch.setattr("headwater.integrations.vllm.vllm_engine.CPUEngine", FlashEngine)
     model, rows = build(mechanisms, **changes), prompts()
     model.save_pretrained(tmp_path)
     assert right(model, rows, continued(start(tmp_path), rows)) == len(rows)
@@ -461,7 +462,7 @@ def test_refused_before_anything_is_loaded(case, tmp_path, monkeypatch):
 
 def test_another_version_of_vllm_says_so_and_serves_other_models(monkeypatch, caplog):
     monkeypatch.setattr(vllm, "__version__", "0.33.1")
-    monkeypatch.setitem(sys.modules, "headwater.integrations.vllm.checks", None)  # cannot be imported
+    monkeypatch.setitem(sys.modules, "headwater.integrations.vllm.option_checks", None)  # cannot be imported
     with caplog.at_level("WARNING", "vllm"):
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
         register()

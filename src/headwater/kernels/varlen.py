@@ -22,7 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from headwater.kernels.attention import LEFT_OUT
+from headwater.kernels.fused_attention import LEFT_OUT
 from headwater.util.errors import HeadwaterError
 
 # The name under which it is registered.

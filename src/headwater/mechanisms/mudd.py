@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
-from headwater.kernels.norm import can_fuse_rms_norm, fused_rms_norm
+from headwater.kernels.fused_norm import can_fuse_rms_norm, fused_rms_norm
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import READS, SAME, Dim

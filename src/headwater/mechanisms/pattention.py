@@ -38,7 +38,7 @@ from headwater.config.capabilities import Map
 from headwater.config.plan import LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels import can_fuse
-from headwater.kernels.pattention import fused_pattention
+from headwater.kernels.fused_pattention import fused_pattention
 from headwater.mechanisms.capabilities import Group, Shown, Step
 from headwater.mechanisms.contract import Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import LINEAR_IN, LINEAR_OUT, SAME, Dim, Larger

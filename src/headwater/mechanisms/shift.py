@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from headwater.kernels import can_fuse, can_fuse_traced
-from headwater.kernels.shift import Shift, TracedShift, shift_back
+from headwater.kernels.fused_shift import Shift, TracedShift, shift_back
 from headwater.mechanisms.contract import Ancestors, Reach, Tail
 
 

@@ -17,8 +17,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 from headwater.config.plan import Source
 from headwater.config.text import HeadwaterConfig
-from headwater.kernels.attention import MATMUL
 from headwater.kernels.autotune import allow_autotuning
+from headwater.kernels.fused_attention import MATMUL
 from headwater.kernels.varlen import VARLEN
 from headwater.models.cache import restart_cache  # the module registers the cache layers, too
 from headwater.models.input_checks import check_paged

@@ -1,6 +1,6 @@
 """Calls of the attention kernel: the choice of kernel, its calls for groups of heads, and the eager kernel.
 
-`attn_implementation` names the kernel: transformers', or headwater's "matmul" (`headwater.kernels.attention`) and
+`attn_implementation` names the kernel: transformers', or headwater's "matmul" (`headwater.kernels.fused_attention`) and
 "varlen" (`headwater.kernels.varlen`, for packed rows). While a model generates on a CPU in half precision, a few
 queries may run "matmul" under "sdpa" too, if it was timed to be faster.
 """
@@ -15,8 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.config.capabilities import LimitsKernels
 from headwater.config.text import HeadwaterConfig
-from headwater.kernels.attention import FEW, run_fastest_attention
 from headwater.kernels.autotune import get_choices
+from headwater.kernels.fused_attention import FEW, run_fastest_attention
 from headwater.mechanisms.contract import KV
 from headwater.nn.head_groups import KernelInputs, join_groups, of_tokens
 from headwater.plugins.registry import resolve

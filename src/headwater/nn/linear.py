@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from headwater.config.capabilities import Map, ReplacesLinear
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels.autotune import get_choices
-from headwater.kernels.linear import choose_linear
+from headwater.kernels.fused_linear import choose_linear
 from headwater.mechanisms.named import owner_of
 from headwater.plugins.registry import resolve
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from headwater.kernels.loss import can_fuse_loss, target_log_probabilities
+from headwater.kernels.fused_loss import can_fuse_loss, target_log_probabilities
 from headwater.nn.checks import require_all
 from headwater.util.errors import HeadwaterError
 

@@ -18,7 +18,7 @@ from transformers import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from headwater.config.text import HeadwaterConfig
-from headwater.kernels.attention import MATMUL
+from headwater.kernels.fused_attention import MATMUL
 from headwater.kernels.varlen import VARLEN
 from headwater.nn.cache_name import CACHE
 from headwater.nn.checks import is_replayed, must_wait

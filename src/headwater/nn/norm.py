@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.config.text import HeadwaterConfig
-from headwater.kernels.norm import can_fuse_rms_norm, fused_rms_norm
+from headwater.kernels.fused_norm import can_fuse_rms_norm, fused_rms_norm
 
 
 class RMSNorm(nn.Module):

@@ -26,7 +26,7 @@ from headwater_lab.papers.result import (
     write_page,
 )
 from headwater_lab.papers.table import SCALES, PaperTable, find_table, read_tables, reads_models
-from headwater_lab.papers.training import train_table
+from headwater_lab.papers.training_runs import train_table
 from headwater_lab.papers.work import Work, prepare_work
 from headwater_lab.training.journal import OnEvent
 from headwater_lab.util.terminal import Table, counted, lined

@@ -45,7 +45,7 @@ from headwater.util.precision import Precision
 from headwater.util.processor import describe_cpu
 from headwater_lab.bench.paired import PairedTimes, random_ids, take_turns
 from headwater_lab.bench.shapes import ModelShape, StepShape
-from headwater_lab.bench.training import make_twins, training_step
+from headwater_lab.bench.training_speed import make_twins, training_step
 from headwater_lab.bench.waits import WaitError, no_waits
 from headwater_lab.util.machine import c_compiler
 from headwater_lab.util.machine_speed import matmul_flops, peak_of, tf32

@@ -18,7 +18,7 @@ import torch
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
-from headwater_lab.bench.decoding import VANILLA, describe_ratios, with_llama
+from headwater_lab.bench.decoding_speed import VANILLA, describe_ratios, with_llama
 from headwater_lab.bench.paired import PairedTimes, describe_device, random_ids, take_turns
 from headwater_lab.bench.shapes import Benchmark, ServeShape
 

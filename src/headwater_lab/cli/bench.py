@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.shapes import Benchmark, DecodeShape, ServeShape, StepShape
-from headwater_lab.cli.common import check_writable, device_of, mechanisms_of, recipe_of, say, stderr, stdout, tell
+from headwater_lab.cli.arguments import check_writable, device_of, mechanisms_of, recipe_of, say, stderr, stdout, tell
 from headwater_lab.cli.options import LOOK, DeviceName, FolderPath, PositiveInt, Values, add_group, command, refuse
 from headwater_lab.util.terminal import lined
 
@@ -40,7 +40,7 @@ def bench_train(
     documents: Pack rows with documents of about this many tokens. Default: one each.
     """
     from headwater.util.precision import Precision
-    from headwater_lab.bench.training import bench_steps, image_pair, text_pair
+    from headwater_lab.bench.training_speed import bench_steps, image_pair, text_pair
 
     if base == "vit":
         refuse("without --base llama or --base gpt2", "--context", "--vocab-size", "--documents")
@@ -65,7 +65,7 @@ def bench_mechanisms(
 ) -> None:
     """Time a training step with each mechanism against the same model without it."""
     from headwater.util.precision import Precision
-    from headwater_lab.bench.training import bench_steps, mechanism_pair
+    from headwater_lab.bench.training_speed import bench_steps, mechanism_pair
 
     compared = {label: mechanism_pair(options, shape) for label, options in _read_mechanisms(mechanism).items()}
     settings = Precision(precision), pairs, memory, _device_of(device, memory)
@@ -91,7 +91,7 @@ def bench_decode(
 ) -> None:
     """Time the first token and later ones: transformers' Llama, headwater without mechanisms, and with each."""
     from headwater.util.precision import Precision
-    from headwater_lab.bench import decoding
+    from headwater_lab.bench import decoding_speed as decoding
 
     compared = _read_mechanisms(mechanism)
     _print_benchmark(decoding.bench_decode(compared, shape, Precision(precision), device_of(device)))
@@ -165,7 +165,7 @@ def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath 
     from headwater_lab.comparison.budget import match_arms
     from headwater_lab.comparison.prices import measure_prices
     from headwater_lab.comparison.trials import find_folder
-    from headwater_lab.reports.prices import terminal_prices
+    from headwater_lab.reports.price_tables import terminal_prices
 
     loaded = match_arms(recipe_of(recipe, overrides))
     out = out or Path("runs") / loaded.name

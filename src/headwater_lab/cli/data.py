@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import check_writable, say, stdout
+from headwater_lab.cli.arguments import check_writable, say, stdout
 from headwater_lab.cli.options import TRAIN, PositiveInt, Values, add_group, command
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import Table

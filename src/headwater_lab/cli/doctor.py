@@ -1,13 +1,13 @@
 """`headwater doctor`: facts about the installation and the machine for a bug report."""
 
-from headwater_lab.cli.common import print_result
+from headwater_lab.cli.arguments import print_result
 from headwater_lab.cli.options import LOOK, AsJson, command
 
 
 @command(LOOK, "doctor")
 def show_installation(*, json: AsJson = False) -> None:
     """Show versions, devices, dtypes, kernels, threads and what is missing, as one block for a bug report."""
-    from headwater_lab.api.doctor import examine
+    from headwater_lab.api.diagnosis import examine
 
     report = examine()
     blocks = [

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.util import extras
-from headwater_lab.cli.common import check_writable, device_of, say, stderr, stdout
+from headwater_lab.cli.arguments import check_writable, device_of, say, stderr, stdout
 from headwater_lab.cli.options import USE, DeviceName, NaturalInt, PositiveInt, TrustRemoteCode, command, need
 from headwater_lab.cli.progress import ProgressReport
 

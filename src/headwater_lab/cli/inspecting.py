@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from headwater_lab.cli.common import check_writable, stdout, tell
+from headwater_lab.cli.arguments import check_writable, stdout, tell
 from headwater_lab.cli.options import USE, FolderPath, Values, command
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from headwater.util.errors import HeadwaterError, shown
 from headwater.util.layout import PACKAGES, package_folder
-from headwater_lab.cli.common import check_writable, say
+from headwater_lab.cli.arguments import check_writable, say
 from headwater_lab.cli.options import MAKE, FolderPath, add_group, command
 
 # Templates, and the files made from them.

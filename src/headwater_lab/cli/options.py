@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from headwater.util.errors import HeadwaterError, find_unusable, shown
 from headwater.util.files import check_local
-from headwater_lab.cli.common import quiet
+from headwater_lab.cli.arguments import quiet
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Unpack
 
 from headwater_lab.api.settings import PlanSettings
-from headwater_lab.cli.common import (
+from headwater_lab.cli.arguments import (
     check_writable,
     print_result,
     recipe_of,
@@ -33,7 +33,7 @@ def plan_models(
         training.field=value how they are trained.
     out: Draw FLOPs of text models against context to this picture.
     """
-    from headwater_lab.api.planning import plan
+    from headwater_lab.api.plans import plan
     from headwater_lab.training.estimate_table import estimate_table
     from headwater_lab.util.outputs import check_replaceable, save_figure
 

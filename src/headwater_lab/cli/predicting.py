@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import device_of, print_result
+from headwater_lab.cli.arguments import device_of, print_result
 from headwater_lab.cli.options import USE, CheckpointPath, DeviceName, PositiveInt, command
 
 

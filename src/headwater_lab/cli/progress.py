@@ -18,7 +18,7 @@ from rich.progress import (
 )
 
 from headwater_lab.api.observer import Observer
-from headwater_lab.cli.common import say, stderr, tell
+from headwater_lab.cli.arguments import say, stderr, tell
 from headwater_lab.util.terminal import literal
 
 # Seconds between two lines of one task in a log. A task's first and last line are always printed.

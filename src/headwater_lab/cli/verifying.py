@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import print_result, stderr
+from headwater_lab.cli.arguments import print_result, stderr
 from headwater_lab.cli.options import USE, AsJson, TrustRemoteCode, command
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import Table, lined

@@ -18,7 +18,7 @@ from headwater.cost.counts import cache_bytes_per_token, training_flops
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
-from headwater_lab.bench.decoding import decode_in_turns
+from headwater_lab.bench.decoding_speed import decode_in_turns
 from headwater_lab.bench.paired import PairedTimes, time_interleaved
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.loop import prepare_steps

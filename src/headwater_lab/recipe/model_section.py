@@ -16,7 +16,7 @@ from headwater.config.vision import HeadwaterVisionConfig
 from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater_lab.data.base import Data, DataShape
-from headwater_lab.data.images.base import ImageSettings
+from headwater_lab.data.images.image_data import ImageSettings
 from headwater_lab.recipe.messages import Sections, describe_unknown_field
 
 # Allowed values of `model.base`.

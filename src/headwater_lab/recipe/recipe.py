@@ -14,7 +14,7 @@ from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.util.errors import HeadwaterError, NotTrusted
 from headwater_lab.data.base import DATA, Data, DataSettings, DataShape
-from headwater_lab.data.images.base import ImageSettings
+from headwater_lab.data.images.image_data import ImageSettings
 from headwater_lab.data.language import LanguageSettings
 from headwater_lab.recipe.comparison_section import Compare
 from headwater_lab.recipe.messages import Sections, build_refusal, find_untrusted, list_problems

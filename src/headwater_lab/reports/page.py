@@ -17,7 +17,7 @@ from headwater_lab.comparison.scaling import fit_scaling
 from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, group_by_experiment, read_comparisons
 from headwater_lab.reports.pictures import Picture, curves_picture, differences_picture, scaling_picture
-from headwater_lab.reports.prices import find_prices, prices_table, where_measured
+from headwater_lab.reports.price_tables import find_prices, prices_table, where_measured
 from headwater_lab.reports.recipes import find_changes, flatten_settings
 from headwater_lab.training.records import RunRecord
 from headwater_lab.util.names import file_name

@@ -8,7 +8,7 @@ from transformers import BaseImageProcessor
 
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.util.errors import HeadwaterError, shown
-from headwater_lab.data.images.reading import read_image
+from headwater_lab.data.images.image_reading import read_image
 from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint
 from headwater_lab.training.trained_models import PROCESSOR, open_image_processor
 

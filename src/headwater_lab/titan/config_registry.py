@@ -29,7 +29,7 @@ from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import find_recipe, load_recipe
-from headwater_lab.titan.data import NoTokenizer, RecipeLoader
+from headwater_lab.titan.titan_data import NoTokenizer, RecipeLoader
 from headwater_lab.training.attention_choice import set_attention
 from headwater_lab.training.optimizers import parameter_groups
 

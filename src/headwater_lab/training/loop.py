@@ -29,7 +29,7 @@ from headwater.nn.documents import make_cu_seq_lens, takes_documents
 from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.seeding import number
 from headwater_lab.data.base import LABELS, Batch, Data, Share, labels_of, main_input, units
-from headwater_lab.data.images.base import UnreadableImage
+from headwater_lab.data.images.image_data import UnreadableImage
 from headwater_lab.optimization.tensors import local_shard
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import FOLDER, Progress, list_checkpoints, optimizer_tensors

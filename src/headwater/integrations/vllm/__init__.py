@@ -38,6 +38,6 @@ def register() -> None:
         return
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from headwater.integrations.vllm.checks import Checks
+    from headwater.integrations.vllm.option_checks import Checks
 
     MODELS_CONFIG_MAP[ARCHITECTURE] = Checks

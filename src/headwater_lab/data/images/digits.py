@@ -11,8 +11,8 @@ from pydantic import Field
 
 from headwater.util.seeding import generator
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.images.base import ImageData, ImageSettings
-from headwater_lab.data.images.reading import convert_channels
+from headwater_lab.data.images.image_data import ImageData, ImageSettings
+from headwater_lab.data.images.image_reading import convert_channels
 
 if TYPE_CHECKING:
     from PIL.Image import Image

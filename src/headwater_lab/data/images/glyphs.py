@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.images.base import ImageData, ImageSettings
+from headwater_lab.data.images.image_data import ImageData, ImageSettings
 
 if TYPE_CHECKING:
     from PIL.Image import Image

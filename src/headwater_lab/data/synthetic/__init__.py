@@ -1,7 +1,7 @@
 """Synthetic tasks: endless streams of rows, nothing stored; one file per task, described in docs/reference/tasks.md."""
 
 from headwater_lab.data.base import DATA
-from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings
+from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings
 
 __all__ = ["SyntheticData", "SyntheticSettings", "list_tasks"]
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headwater.util.seeding import generator
 from headwater_lab.data.base import ALONE, Batch, Evaluation, Share, register_kind
-from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings
+from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings
 
 PLACES = ("Airport", "Bakery", "Castle", "Farm", "Garden", "Hotel", "Library", "Museum")
 THINGS = ("Apple", "Book", "Chair", "Cup", "Lamp", "Pencil", "Rope", "Shelf")

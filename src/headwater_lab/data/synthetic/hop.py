@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from headwater_lab.data.base import Batch, register_kind
-from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings
+from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings
 
 
 @register_kind

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from headwater_lab.data.base import Batch, register_kind
-from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, draw_distinct
+from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings, draw_distinct
 
 
 @register_kind

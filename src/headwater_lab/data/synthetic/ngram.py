@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from headwater.util.seeding import generator, number
 from headwater_lab.data.base import Batch, register_kind
-from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings
+from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings
 
 
 @register_kind

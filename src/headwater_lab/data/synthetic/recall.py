@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, model_validator
 
 from headwater_lab.data.base import Batch, register_kind
-from headwater_lab.data.synthetic.base import SyntheticData, SyntheticSettings, draw_distinct
+from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings, draw_distinct
 
 
 @register_kind

@@ -21,8 +21,8 @@ from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.model_executor.models.utils import WeightsMapper
 
 from headwater.engines.split import split_model
-from headwater.integrations.vllm.checks import check_options, list_portions
-from headwater.integrations.vllm.engine import Blocks
+from headwater.integrations.vllm.option_checks import check_options, list_portions
+from headwater.integrations.vllm.vllm_engine import Blocks
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.linear import model_linears
 from headwater.util.errors import HeadwaterError

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import mechanisms_of, new_folder
+from headwater_lab.cli.arguments import mechanisms_of, new_folder
 from headwater_lab.cli.options import MAKE, FolderPath, command
 from headwater_lab.cli.progress import ProgressReport
 

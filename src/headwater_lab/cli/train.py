@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import print_result, stdout, tell, tell_model
+from headwater_lab.cli.arguments import print_result, stdout, tell, tell_model
 from headwater_lab.cli.options import LOOK, TRAIN, AsJson, FolderPath, command, need
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import lined

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import (
+from headwater_lab.cli.arguments import (
     check_writable,
     mechanisms_of,
     recipe_of,
@@ -85,7 +85,7 @@ def show_report(folder: Path) -> None:
     """
     from headwater_lab import reports
     from headwater_lab.reports import words
-    from headwater_lab.reports.prices import find_prices, terminal_prices
+    from headwater_lab.reports.price_tables import find_prices, terminal_prices
 
     page = reports.write_report(folder)  # before anything is printed, since the pipe may be closed
     comparisons = reports.read_comparisons(folder)

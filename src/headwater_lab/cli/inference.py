@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import check_writable, device_of, print_result, stderr, tell_model
+from headwater_lab.cli.arguments import check_writable, device_of, print_result, stderr, tell_model
 from headwater_lab.cli.options import (
     USE,
     CheckpointPath,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from headwater_lab.cli.common import mechanisms_of, new_folder
+from headwater_lab.cli.arguments import mechanisms_of, new_folder
 from headwater_lab.cli.options import MAKE, CheckpointPath, Values, command, exclude, need
 from headwater_lab.cli.progress import ProgressReport
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.common import check_writable, device_of, say, split_overrides, stdout
-from headwater_lab.cli.comparing import check_failures
+from headwater_lab.cli.arguments import check_writable, device_of, say, split_overrides, stdout
+from headwater_lab.cli.compare import check_failures
 from headwater_lab.cli.options import TRAIN, DeviceName, FilePath, FolderPath, WorkerCount, command, refuse
 from headwater_lab.cli.progress import ProgressReport
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from headwater.util.errors import first_line
 from headwater.util.files import open_regular
-from headwater_lab.data.images.base import UnreadableImage
+from headwater_lab.data.images.image_data import UnreadableImage
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from headwater_lab.cli.common import print_result
+from headwater_lab.cli.arguments import print_result
 from headwater_lab.cli.options import LOOK, AsJson, command
 from headwater_lab.util.terminal import lined
 

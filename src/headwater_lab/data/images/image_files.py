@@ -17,8 +17,8 @@ from headwater.util.errors import HeadwaterError, first_line, nearest, shown
 from headwater.util.hub import check_reachable
 from headwater_lab.data.base import register_kind
 from headwater_lab.data.hosted import check_card, download_folders
-from headwater_lab.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
-from headwater_lab.data.images.reading import image_suffixes, read_image
+from headwater_lab.data.images.image_data import ImageData, ImageSettings, Pixels, UnreadableImage
+from headwater_lab.data.images.image_reading import image_suffixes, read_image
 from headwater_lab.data.reading import local_path
 
 if TYPE_CHECKING:
