@@ -61,7 +61,7 @@ _choices: ContextVar[Choices | bool | None] = ContextVar("choices", default=None
 def allow_autotuning(pack_weights: bool = False) -> Iterator[None]:
     """Let forms run inside, in this thread, that were measured to be faster than plain PyTorch.
 
-    pack_weights: bfloat16 linear layers may keep a second copy of their weights until the end (`kernels.linear`).
+    pack_weights: bfloat16 linear layers may keep a second copy of their weights until the end (`kernels.fused_linear`).
     Raises `HeadwaterError` for an unknown value of HEADWATER_KERNELS.
     """
     allowed = can_autotune() and _choices.get() is not False

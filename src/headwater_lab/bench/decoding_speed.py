@@ -45,7 +45,7 @@ def bench_decode(
     mechanisms, and with each of `mechanisms` (name -> a config's mechanisms). The default sizes are those of GPT-2
     124M, with a separate output head.
 
-    Both times include the preparation of a long generation (`kernels.linear`). Llama and vanilla have the same
+    Both times include the preparation of a long generation (`kernels.fused_linear`). Llama and vanilla have the same
     weights, and a second copy of vanilla is timed too: the position of its weights in memory can make a model 5 %
     slower or faster.
     """
