@@ -34,7 +34,7 @@ __all__ = ["compare", "grow", "plan", "reproduce", "retrofit", "train"]
 _MODULES = {
     "compare": "comparing",
     "grow": "growing",
-    "plan": "planning",
+    "plan": "plans",
     "reproduce": "reproducing",
     "retrofit": "growing",
     "train": "training",
