@@ -1,5 +1,6 @@
-"""MUDD connections: each input of a block is a separate weighted sum of all hidden states. MUDDFormer, arXiv
-2502.12170.
+"""MUDD connections: each input of a block is a separate weighted sum of all hidden states.
+
+MUDDFormer, arXiv 2502.12170:
 
     x^s = Σ_{j ≤ l} a^s_j(X_l)·X_j        s: queries, keys, values, residual stream
     a(X_l) = GELU(norm(X_l)·W_1)·W_2 + b

@@ -1,5 +1,6 @@
-"""Smear: add a little of the previous token's embedding to each token's. From nanochat and modded-nanogpt; no arXiv
-paper.
+"""Smear: add a little of the previous token's embedding to each token's.
+
+From nanochat and modded-nanogpt; no arXiv paper:
 
     x_0[t] := x_0[t] + λ·σ(W·x_0[t][:n])·x_0[t-1]
 
