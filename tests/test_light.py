@@ -77,7 +77,6 @@ def test_nothing_imports_more_than_it_needs(folder):
     needless = {
         BUILT: {"typer", "rich", "pydantic", *PLOTS, *FRAMES},
         "import headwater_lab.training.stages, headwater_lab.comparison.running": {*PLOTS, "headwater_lab.reports"},
-        "import headwater_lab.bench.training_speed": {"pytest"},
     }
     for model in ("tokenformer-124m", str(folder)) if Wanted.slow else (str(folder),):
         reports = {"headwater_lab.comparison", "headwater_lab.reports", "headwater_lab.papers"}
@@ -254,3 +253,9 @@ def test_every_module_of_an_extra_is_in_the_metadata():
 
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     assert {*MODULES, "all", "compare", "serve", "docs", "mutations", "dev"} == set(project["optional-dependencies"])
+
+
+@pytest.mark.slow
+def test_benchmarks_run_without_pytest():
+    code = "import sys, headwater_lab.bench.training_speed; sys.exit('pytest' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
