@@ -31,7 +31,7 @@ def register() -> None:
 
     from headwater.models import causal_lm  # noqa: F401  registers the config with transformers
 
-    ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:ServedModel")
+    ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.vllm_model:ServedModel")
     if (warning := other_version(vllm.__version__)) is not None:
         # Its parts may be elsewhere, and then an import would end vLLM for all models.
         logging.getLogger("vllm").warning(warning)
