@@ -200,8 +200,8 @@ class Quiet(Mechanism):
         ({"num_key_value_heads": 2}, {"tensor_parallel_degree": 2, "context_parallel_degree": 2}, "2 key/value heads"),
         ({"vocab_size": 33}, {"tensor_parallel_degree": 2}, "vocab_size 33"),
         ({"intermediate_size": 33}, {"tensor_parallel_degree": 2}, "intermediate_size 33"),
-        ({"mechanisms": {"quiet": {}}}, {"tensor_parallel_degree": 2}, "'quiet' does not say.*per_head"),
-        ({"mechanisms": {"quiet": {}}}, {"context_parallel_degree": 2}, "'quiet' does not say.*per_head"),
+        ({"mechanisms": {"quiet": {}}}, {"tensor_parallel_degree": 2}, "'quiet' does not declare.*per_head"),
+        ({"mechanisms": {"quiet": {}}}, {"context_parallel_degree": 2}, "'quiet' does not declare.*per_head"),
     ],
 )
 def test_what_cannot_be_split_is_refused_in_one_sentence(monkeypatch, fields, parallelism, said):
