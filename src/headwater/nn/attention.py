@@ -9,6 +9,7 @@ The cache holds what the layer itself projects; what other layers own is read fr
 B batch, T new tokens, S all tokens, D model width, H query heads, K key/value heads, d head width
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from headwater.config.layers import layer_config
 from headwater.config.plan import ATTENTION_STAGES, LayerPlan, Stage
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import KV, Context, Reach
+from headwater.mechanisms.contract import KV, Context, Mechanism, Reach
 from headwater.mechanisms.named import Named
 from headwater.nn.attention_kernel import attend_in_groups, eager_attention, read_groups, weigh_keys
 from headwater.nn.cache_name import is_paged
@@ -58,10 +59,15 @@ class Attention(nn.Module):
         self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and plan.k_heads else None
 
         self.mechanisms = Named.build(config, plan, ATTENTION_STAGES)
+        self.stages = self.mechanisms.stages  # looked up here: attributes of modules take longer
         self.exports = tuple(plan.slot(source) for source in plan.exports if source.kind != "stream")
         has_weights = any(source.kind == "probabilities" for source in plan.exports)
         self.shows_weights = has_weights or bool(self.mechanisms.stages[Stage.ATTENTION_WEIGHTS.value])
         self.groups = tuple(GroupSlots.from_plan(plan, group, self.num_key_value_groups) for group in plan.groups)
+
+    def list_acting(self, stage: Stage) -> Sequence[Mechanism]:
+        """The mechanisms that act at a stage, in the order of application."""
+        return self.mechanisms.list_acting(stage) if self.stages[stage.value] else ()
 
     def forward(
         self,
@@ -85,12 +91,12 @@ class Attention(nn.Module):
         tensors = [*sources]  # each at its `LayerPlan.slot`: what the layer reads, then its own, in the order of `OWN`
         context = Context(tensors, reach, find_tail(self.plan, past_key_values), token_ids, x)
         q, k, v = self.project_inputs(x, key_input, value_input)
-        for mechanism in self.mechanisms.list_acting(Stage.PROJECTIONS):
+        for mechanism in self.list_acting(Stage.PROJECTIONS):
             q, (k, v) = mechanism.transform_projections(q, KV(k, v), context)
         q = q if self.q_norm is None else self.q_norm(q.transpose(1, 2)).transpose(1, 2)
         k = k if self.k_norm is None else self.k_norm(k.transpose(1, 2)).transpose(1, 2)
         tensors += q, k, v  # raw
-        for mechanism in self.mechanisms.list_acting(Stage.QKV):
+        for mechanism in self.list_acting(Stage.QKV):
             q, (k, v) = mechanism.transform_qkv(q, KV(k, v), context)
         tensors.append(v)  # local
         q, k = self.rotate_heads(q, k, position_embeddings)
@@ -149,7 +155,7 @@ class Attention(nn.Module):
         """Keys and values that all heads attend to, [B, K, S, d] each."""
         by_group = [group.select_kv(context.sources) for group in self.groups]
         kv = KV(*(join_groups(tensors, dim=1) for tensors in zip(*by_group, strict=True)))
-        for mechanism in self.mechanisms.list_acting(Stage.ATTENDED_KV):
+        for mechanism in self.list_acting(Stage.ATTENDED_KV):
             kv = mechanism.transform_attended_kv(kv, context)
         return kv
 
@@ -161,7 +167,7 @@ class Attention(nn.Module):
 
     def add_pairs(self, inputs: list[KernelInputs], context: Context) -> list[KernelInputs]:
         """The calls, with what every token sees beside the tokens."""
-        pairs = [mechanism.add_key_values(context) for mechanism in self.mechanisms.list_acting(Stage.ADDED_KEY_VALUES)]
+        pairs = [mechanism.add_key_values(context) for mechanism in self.list_acting(Stage.ADDED_KEY_VALUES)]
         return divide_pairs(inputs, pairs) if pairs else inputs
 
     def attend(self, inputs: list[KernelInputs], context: Context, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -171,13 +177,13 @@ class Attention(nn.Module):
         weights_of_keys = weigh_keys(self, inputs, self.scaling, self.softcap)
         weights = of_tokens(weights_of_keys, inputs)
         context.sources.append(weights)
-        for mechanism in self.mechanisms.list_acting(Stage.ATTENTION_WEIGHTS):
+        for mechanism in self.list_acting(Stage.ATTENTION_WEIGHTS):
             weights = mechanism.transform_attention_weights(weights, context)
         return read_groups(self, inputs, weights, weights_of_keys, options["dropout"]), weights
 
     def collect_results(self, out: Tensor, weights: Tensor | None, context: Context) -> tuple[Tensor | None, ...]:
         """Results of `forward`. out: what each head read, [B, T, H, d]."""
-        for mechanism in self.mechanisms.list_acting(Stage.HEAD_OUTPUTS):
+        for mechanism in self.list_acting(Stage.HEAD_OUTPUTS):
             out = mechanism.transform_head_outputs(out, context)
         out = apply_linear(self.o_proj, out.flatten(2))
         return out, weights, *(context.sources[slot] for slot in self.exports)

@@ -1,5 +1,6 @@
 """One Transformer block: attention and feed-forward around the residual stream."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headwater.config.layers import layer_config
 from headwater.config.plan import BLOCK_STAGES, EMBEDDING, LayerPlan, Part, Source, Stage
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import AttentionInputs, Context, Hidden
+from headwater.mechanisms.contract import AttentionInputs, Context, Hidden, Mechanism
 from headwater.mechanisms.named import Named, PartTail
 from headwater.nn.attention import Attention
 from headwater.nn.cache_name import CACHE
@@ -43,6 +44,7 @@ class Block(GradientCheckpointingLayer):
         self.residual_dropout = config.residual_dropout
         self.drop_path = config.drop_path * plan.index / max(1, config.num_hidden_layers - 1)
         self.mechanisms = Named.build(layer_config(config, plan.index), plan, BLOCK_STAGES)
+        self.stages = self.mechanisms.stages  # looked up here: attributes of modules take longer
         self.inputs = plan.inputs
         self.exports_stream = Source("stream", "x", plan.index) in plan.exports
         self.exports_embedding = EMBEDDING in plan.exports
@@ -50,6 +52,10 @@ class Block(GradientCheckpointingLayer):
 
     if OUTSIDE:
         __call__ = nn.Module.__call__
+
+    def list_acting(self, stage: Stage) -> Sequence[Mechanism]:
+        """The mechanisms that act at a stage, in the order of application."""
+        return self.mechanisms.list_acting(stage) if self.stages[stage.value] else ()
 
     def forward(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         if OUTSIDE and self.gradient_checkpointing and self.training:
@@ -63,12 +69,12 @@ class Block(GradientCheckpointingLayer):
         # Under transformers' own name until here, since newer versions take it away while they checkpoint.
         cache = kwargs.pop(CACHE, None)
         context = Context([*sources], kwargs.get("reach"), find_tail(self.plan, cache), kwargs.get("token_ids"))
-        for mechanism in self.mechanisms.list_acting(Stage.EMBEDDING):
+        for mechanism in self.list_acting(Stage.EMBEDDING):
             x = mechanism.transform_embedding(x, context)
         if self.mechanisms.stages[Stage.EMBEDDING.value] and self.embedding is not None:
             context.sources[self.embedding] = x
         embedding = x
-        for mechanism in self.mechanisms.list_acting(Stage.RESIDUAL):
+        for mechanism in self.list_acting(Stage.RESIDUAL):
             x = mechanism.update_residual(x, context)
 
         inputs = self.prepare_attention(x, context)
@@ -77,7 +83,7 @@ class Block(GradientCheckpointingLayer):
         )
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
-        for mechanism in self.mechanisms.list_acting(Stage.ATTENTION_OUTPUT):
+        for mechanism in self.list_acting(Stage.ATTENTION_OUTPUT):
             attended = mechanism.transform_attention_output(attended, context)
         attended = self.drop_output(attended)
         x = inputs.stream + attended if self.residual else attended
@@ -90,14 +96,14 @@ class Block(GradientCheckpointingLayer):
             exports.append(embedding)
         if self.exports_stream:
             exports.append(x)
-        for mechanism in self.mechanisms.list_acting(Stage.BLOCK_OUTPUT):
+        for mechanism in self.list_acting(Stage.BLOCK_OUTPUT):
             x = mechanism.transform_block_output(x, context)
         return x, *exports
 
     def feed_forward(self, x: Tensor, context: Context) -> Tensor:
         """Compute the output of the feed-forward and its norms for the stream x [B, T, D]."""
         x = self.post_attention_layernorm(x)
-        for mechanism in self.mechanisms.list_acting(Stage.FEED_FORWARD_INPUT):
+        for mechanism in self.list_acting(Stage.FEED_FORWARD_INPUT):
             x = mechanism.transform_feed_forward_input(x, context)
         if self.mechanisms.stages[Stage.FEED_FORWARD_HIDDEN.value]:
             x = self.mlp(x, partial(self.transform_hidden, context=context))
@@ -105,26 +111,26 @@ class Block(GradientCheckpointingLayer):
             x = self.mlp(x)
         if self.feed_forward_output_norm is not None:
             x = self.feed_forward_output_norm(x)
-        for mechanism in self.mechanisms.list_acting(Stage.FEED_FORWARD_OUTPUT):
+        for mechanism in self.list_acting(Stage.FEED_FORWARD_OUTPUT):
             x = mechanism.transform_feed_forward_output(x, context)
         return x
 
     def transform_hidden(self, x: Hidden, context: Context) -> Hidden:
         """Input of the feed-forward's activation, after the mechanisms that act there."""
-        for mechanism in self.mechanisms.list_acting(Stage.FEED_FORWARD_HIDDEN):
+        for mechanism in self.list_acting(Stage.FEED_FORWARD_HIDDEN):
             x = mechanism.transform_feed_forward_hidden(x, context)
         return x
 
     def prepare_attention(self, x: Tensor, context: Context) -> AttentionInputs:
         """Compute the inputs of attention, one for all or one each for q, k and v, and the stream, from x [B, T, D]."""
         entered = x
-        for mechanism in self.mechanisms.list_acting(Stage.BLOCK_INPUT):
+        for mechanism in self.list_acting(Stage.BLOCK_INPUT):
             entered = mechanism.transform_block_input(entered, context)
         if not self.mechanisms.stages[Stage.ATTENTION_INPUTS.value]:
             return AttentionInputs(self.normalize_input(entered, context), None, None, x)
         k, v = (entered if letter in self.inputs else None for letter in ("k", "v"))
         inputs = AttentionInputs(entered, k, v, x)
-        for mechanism in self.mechanisms.list_acting(Stage.ATTENTION_INPUTS):
+        for mechanism in self.list_acting(Stage.ATTENTION_INPUTS):
             inputs = mechanism.split_attention_inputs(inputs, context)
         k, v = (self.normalize_part("k", inputs.k, context), self.normalize_part("v", inputs.v, context))
         return AttentionInputs(self.normalize_input(inputs.q, context), k, v, inputs.stream)
@@ -132,7 +138,7 @@ class Block(GradientCheckpointingLayer):
     def normalize_input(self, x: Tensor, context: Context) -> Tensor:
         """Compute the input of attention from x [B, T, D], before its norm."""
         x = self.input_layernorm(x)
-        for mechanism in self.mechanisms.list_acting(Stage.ATTENTION_INPUT):
+        for mechanism in self.list_acting(Stage.ATTENTION_INPUT):
             x = mechanism.transform_attention_input(x, context)
         return x
 
