@@ -437,7 +437,7 @@ REFUSED = {
     "blocks": ({}, {}, {"block_size": 16}, "multiple of 32"),
     "parts of blocks": ({"kv_shift": {}}, {}, {"prefix_match_unit": 16}, "whole blocks"),
     "pipeline": ({}, {}, {"pipeline_parallel_size": 2}, "by heads only|Pipeline parallelism is not supp"),
-    "heads": ({"value_embedding": {"tables": 1}}, {}, {"tensor_parallel_size": 2}, "'value_embedding' does not declare"),
+    "heads": ({"value_embedding": {"tables": 1}}, {}, {"tensor_parallel_size": 2}, "value_embedding' does not declare"),
     "adapters": ({}, {}, {"tensor_parallel_size": 2, "enable_lora": True}, "LoRA adapters in one process only"),
     "fp8": ({}, {}, {"kv_cache_dtype": "fp8"}, "not in fp8"),
     "another precision": ({}, {}, {"kv_cache_dtype": "bfloat16"}, "not in bfloat16"),
