@@ -156,18 +156,19 @@ def scan_mechanisms() -> tuple[dict[str, str], dict[str, str]]:
     modules: dict[str, str] = {}
     ordered: list[tuple[int, str, str]] = []
     for path in folder.glob(f"{prefix}*.py"):
-        classes: list[str] = []
         statements = _STATEMENTS.findall(path.read_text(encoding="utf-8"))
-        for class_name, order in statements:
-            classes += [class_name] if class_name else []
+        latest = ""
+        for class_name, _, order in statements:
+            latest = class_name or latest
             if order:
-                ordered.append((int(order), path.stem.removeprefix(prefix), f"{package}{path.stem}:{classes[-1]}"))
-        if any(order for _, order in statements):
+                ordered.append((int(order), path.stem.removeprefix(prefix), f"{package}{path.stem}:{latest}"))
+        if any(order for _, _, order in statements):
+            classes = [class_name for class_name, bases, _ in statements if re.search(r"\bMechanism\b", bases)]
             modules |= dict.fromkeys(classes, f"{package}{path.stem}")
     return modules, {name: target for _, name, target in sorted(ordered)}
 
 
-_STATEMENTS = re.compile(r"^class (\w+)\(.*\bMechanism\):$|^    order = (\d+)", re.MULTILINE)
+_STATEMENTS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:|^    order = (\d+)", re.MULTILINE)
 MECHANISM_CLASSES, _MECHANISMS = scan_mechanisms()
 MECHANISMS = Registry(
     "mechanism",
