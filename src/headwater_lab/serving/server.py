@@ -134,13 +134,15 @@ class ModelServer:
             return StreamingResponse(self._stream_events(runs[0], fields), media_type="text/event-stream")
         loop = asyncio.get_running_loop()
         work = asyncio.gather(*(loop.run_in_executor(self.thread, run.generate) for run in runs))
-        while not (await asyncio.wait({work}, timeout=SECONDS_BETWEEN_LOOKS))[0]:
-            if await request.is_disconnected():
-                for run in runs:
-                    run.cancel()
-                await work
-                return Response(status_code=CLIENT_LEFT)
-        await work
+        try:
+            while not (await asyncio.wait({work}, timeout=SECONDS_BETWEEN_LOOKS))[0]:
+                if await request.is_disconnected():
+                    work.cancel()
+                    return Response(status_code=CLIENT_LEFT)
+            await work
+        finally:
+            for run in runs:  # the client has left, or a prompt has failed: the others need no answer
+                run.cancel()
         choices = [_make_choice(fields, run.text, run.finish_reason, index) for index, run in enumerate(runs)]
         return JSONResponse(self._describe_answer(fields) | {"choices": choices, "usage": _count_tokens(runs)})
 
