@@ -170,6 +170,11 @@ def write_initialization_page() -> str:
     return write_measurements_page("Initialization", "comparisons.json", {"initialization": ""})
 
 
+def show_images(images: Mapping[str, str]) -> str:
+    """Show pictures of docs/, file name -> alternative text."""
+    return "".join(f"\n![{text}](../{name})\n" for name, text in images.items())
+
+
 def write_growth_page() -> str:
     """Write the page of growing models."""
     page = write_measurements_page("Growing models", "comparisons.json", {"growth": ""})
@@ -177,7 +182,7 @@ def write_growth_page() -> str:
         "growth-ledger.png": "Held-out bits per byte at 215k parameters, and differences from the model from scratch",
         "growth-tau-curves.png": "Held-out bits per byte before and after growing, for each treatment of τ",
     }
-    return page + "".join(f"\n![{text}](../{name})\n" for name, text in images.items())
+    return page + show_images(images)
 
 
 def write_demo_page() -> str:
@@ -187,7 +192,7 @@ def write_demo_page() -> str:
         "demo-induction.png": "Induction: one layer with KV shift against one and two without",
         "demo-language.png": "Bits per byte on held-out files, and the paired differences",
     }
-    return page + "".join(f"\n![{text}](../{name})\n" for name, text in images.items())
+    return page + show_images(images)
 
 
 def write_verified_page() -> str:
