@@ -14,8 +14,7 @@ from headwater_lab.data.synthetic.arithmetic import (
     is_solved,
     prompt_of,
     solution_of,
-    steps_of,
-    value_of,
+    solve_problem,
 )
 
 PROBLEM = "Farm Rope = Bakery Cup × 3 . Bakery Cup = 9 . Museum Lamp = Farm Rope - Bakery Cup . ? Museum Lamp :"
@@ -43,6 +42,10 @@ def naive(prompt, modulus):
     return value(asked), len(needed)
 
 
+def steps_of(problem):
+    return [name for name in solve_problem(problem, 23) if isinstance(problem[0][name], Operation)]
+
+
 @pytest.mark.parametrize("operations", [1, 2, 3, 6, 12, 24])
 def test_a_problem_needs_exactly_so_many_operations_and_its_solution_is_right(operations):
     data = ArithmeticSettings(operations=operations).build()
@@ -59,7 +62,7 @@ def test_a_problem_needs_exactly_so_many_operations_and_its_solution_is_right(op
         assert len(steps) == operations
         assert steps[-1].startswith(" ".join(problem[1]))
         assert steps[-1].endswith(f"= {answer}")
-        assert value_of(problem, 23) == answer
+        assert solve_problem(problem, 23)[problem[1]] == answer
         assert is_solved(problem, solution, 23)
         known = {name for name, value in problem[0].items() if isinstance(value, int)}
         for step in steps:  # nothing is used before it is known, and every sum is right
@@ -140,7 +143,7 @@ def test_a_solution_counts_if_a_step_computes_what_is_asked_rightly(written, sol
     cup, rope, lamp = ("Bakery", "Cup"), ("Farm", "Rope"), ("Museum", "Lamp")
     problem = {rope: Operation(cup, "×", 3), cup: 9, lamp: Operation(rope, "-", cup)}, lamp
     assert " ".join(prompt_of(problem)) == PROBLEM
-    assert value_of(problem, 23) == (9 * 3 - 9) % 23 == 18
+    assert solve_problem(problem, 23)[problem[1]] == (9 * 3 - 9) % 23 == 18
     assert naive(PROBLEM, 23) == (18, 2)
     assert is_solved(problem, written.split(), 23) is solved
 
@@ -152,8 +155,8 @@ def test_wrong_answers_are_wrong_over_many_problems(wrong):
     for _ in range(200):
         problem = data.draw_problem(chance, 4)
         written = solution_of(problem, 23)
-        assert written[-3] == str(value_of(problem, 23))
-        written[-3] = str(wrong(value_of(problem, 23)))
+        assert written[-3] == str(solve_problem(problem, 23)[problem[1]])
+        written[-3] = str(wrong(solve_problem(problem, 23)[problem[1]]))
         assert not is_solved(problem, written, 23)
 
 
@@ -198,7 +201,7 @@ def test_a_model_that_never_ends_is_stopped_at_the_longest_row():
         lengths.append(batch["input_ids"].shape[1])
         return torch.zeros(*batch["input_ids"].shape, data.vocab_size + 5).index_fill(2, torch.tensor([50]), 1.0)
 
-    rows = data.write_solutions(logits, Share())
+    rows = data.write_solutions(logits, data.held_out_problems, Share())
     assert {len(row) for row in rows} == {data.context}
     assert all(length % 32 == 0 and length <= data.context for length in lengths)
     assert data.decode_solution(rows[0])[-1] == "<pad>"

@@ -46,10 +46,8 @@ def table(kind):
             return quoted(",", "\r").encode()
         case "windows":
             return (MARK + quoted(",", "\r\n")).encode()
-        case "lines":
-            return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS)).encode()
         case _:
-            return json.dumps([{"text": text} for text in TEXTS]).encode()
+            return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS)).encode()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +60,7 @@ def table(kind):
         ("windows", "a.csv"),
         ("lines", "a.ndjson"),
         ("lines", "a.JSONL"),
-        ("json", "a.json"),
+        ("lines", "a.json"),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])

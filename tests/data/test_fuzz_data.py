@@ -32,7 +32,7 @@ PACKED = {
     "rows.jsonl.bz2": bz2.compress(LINES[:3000]) + bz2.compress(LINES[3000:]),
     "text.txt.gz": gzip.compress(TEXT),
 }
-FILES = PACKED | {"text.txt": TEXT, "rows.jsonl": LINES, "rows.json": json.dumps(ROWS).encode()}
+FILES = PACKED | {"text.txt": TEXT, "rows.jsonl": LINES}
 KINDS = [*FILES, "rows.parquet"]
 
 

@@ -27,7 +27,9 @@ def check_card(folder: Path) -> None:
         with reading(repr(str(file)), "correct or remove it"):
             content = yaml.safe_load(text)
         for path in _list_strings(content.get("configs") if isinstance(content, dict) else None):
-            _check_inside(path, file)
+            pure = PurePosixPath(path.replace("\\", "/"))
+            if pure.is_absolute() or ".." in pure.parts or "::" in path or "://" in path:
+                raise HeadwaterError(f"{str(file)!r} names {shown(path)}, which is outside its folder; correct it.")
 
 
 def download_folders(name: str) -> list[Path]:
@@ -36,12 +38,6 @@ def download_folders(name: str) -> list[Path]:
 
     hub = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="dataset")
     return [hub, Path(config.HF_DATASETS_CACHE), Path(config.DOWNLOADED_DATASETS_PATH)]
-
-
-def _check_inside(name: str, file: Path) -> None:
-    path = PurePosixPath(name.replace("\\", "/"))
-    if path.is_absolute() or ".." in path.parts or "::" in name or "://" in name:
-        raise HeadwaterError(f"{str(file)!r} names {shown(name)}, which is outside its folder; correct it.")
 
 
 def _list_strings(content: Any) -> Iterator[str]:

@@ -31,7 +31,6 @@ from headwater_lab.data import shards
 from headwater_lab.data.chat import Encoded
 from headwater_lab.data.corpus import Document, no_text, too_short
 from headwater_lab.data.reading import check_name, escape_name
-from headwater_lab.data.sealed import write_sealed
 from headwater_lab.data.shards import (
     DOMAINS,
     EVALUATION,
@@ -46,6 +45,7 @@ from headwater_lab.data.shards import (
     Skipped,
     SplitFacts,
     TokenizerFacts,
+    write_sealed,
 )
 from headwater_lab.data.stream import Stream, TextSource
 from headwater_lab.data.tokenizer import Encoder, load_tokenizer
@@ -419,23 +419,22 @@ def _describe_foreign(out: Path) -> HeadwaterError:
 
 
 def _check_finished(out: Path, settings: dict[str, Any], separator: int) -> list[Path]:
-    """The prepared folders of a finished run with the same settings, with all checksums verified."""
+    """Return the prepared folders of a finished run, with all checksums verified.
+
+    Raises `HeadwaterError` if a folder was prepared with other settings.
+    """
     prepared = shards.open_all(out)
-    for folder in prepared:
-        _check_same(out, settings, separator, folder.manifest)
+    for manifest in (folder.manifest for folder in prepared):
+        earlier = manifest.settings
+        name = next((name for name in {**earlier, **settings} if earlier.get(name) != settings.get(name)), None)
+        if name == "tokenizer" or (name is None and separator != manifest.separator):
+            raise HeadwaterError(
+                f"{str(out)!r} was prepared with another tokenizer; use that one, or name another folder."
+            )
+        if name is not None:
+            raise HeadwaterError(
+                f"{str(out)!r} was prepared with {name.replace('_', ' ')} {earlier.get(name)!r}, not "
+                f"{settings.get(name)!r}; use the same, or name another folder."
+            )
     shards.check_all(prepared)
     return [folder.folder for folder in prepared]
-
-
-def _check_same(out: Path, settings: dict[str, Any], separator: int, manifest: Manifest) -> None:
-    """Raise `HeadwaterError` if a folder was prepared with other settings."""
-    earlier = manifest.settings
-    names = [name for name in {**earlier, **settings} if earlier.get(name) != settings.get(name)]
-    if (names and names[0] == "tokenizer") or (not names and separator != manifest.separator):
-        raise HeadwaterError(f"{str(out)!r} was prepared with another tokenizer; use that one, or name another folder.")
-    if names:
-        name = names[0]
-        raise HeadwaterError(
-            f"{str(out)!r} was prepared with {name.replace('_', ' ')} {earlier.get(name)!r}, not "
-            f"{settings.get(name)!r}; use the same, or name another folder."
-        )

@@ -3,7 +3,6 @@
 JSON is read by Python's own parser, a line at a time: it stops at deep nesting, where others overflow the stack.
 """
 
-import codecs
 import csv
 import io
 import itertools
@@ -20,7 +19,7 @@ from headwater.util.files import check_local, open_regular
 TABLES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
-    ".json": "json",
+    ".json": "jsonl",
     ".csv": "csv",
     ".tsv": "tsv",
     ".parquet": "parquet",
@@ -41,8 +40,6 @@ ROWS = 64
 MOST_ROWS = 2**28
 # A longer line of JSON is an error: parsing needs several times its memory.
 LONGEST_LINE = 2**28
-# What is read whole may be this many times as large as its file, or LONGEST_LINE bytes.
-MOST_UNPACKED = 100
 # Number of columns to list when one is missing.
 NAMED_COLUMNS = 30
 # Rows that may lack the domain's column before the first that has it.
@@ -249,21 +246,6 @@ def open_text(file: Path) -> Iterator[IO[str]]:
         yield io.TextIOWrapper(stream, encoding="utf-8-sig", newline="\n")
 
 
-def read_whole(file: Path, stream: IO[bytes]) -> bytes:
-    """The rest of a file from `open_file`. Raises `HeadwaterError` if it unpacks to far more than there is of it."""
-    most = max(LONGEST_LINE, MOST_UNPACKED * file.stat().st_size)
-    pieces: list[bytes] = []
-    while data := stream.read(CHUNK):
-        pieces.append(data)
-        most -= len(data)
-        if most < 0:
-            raise HeadwaterError(
-                f"{_quote_name(file)} unpacks to more than {MOST_UNPACKED} times its size, too much to read at once; "
-                "unpack it, or read it with `headwater data prepare`."
-            )
-    return b"".join(pieces)
-
-
 def describe_unreadable(file: Path, error: Exception) -> HeadwaterError:
     """The error for a file that cannot be read."""
     cause = error.__cause__ or error
@@ -284,8 +266,8 @@ TableRow = tuple[Any, str | None]
 def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
     """Yield (the row's text or None, its domain), in bounded memory.
 
-    A `.json` file with one array is read whole. Raises `HeadwaterError`. A row without the column is no error here:
-    `columns.check_missing` is one if all of them lack it.
+    Raises `HeadwaterError`. A row without the column is no error here: `columns.check_missing` is one if all of them
+    lack it.
     """
     kind, where = table_kind(file), escape_name(str(file))
     if kind == "parquet":
@@ -303,13 +285,17 @@ def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
 
 def json_rows(stream: Any, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (number, row). One row per line, since rows of real corpora do not share one schema."""
-    numbered: Iterator[tuple[int, Any]]
-    if table_kind(file) == "json" and stream.peek(64)[:64].removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-        numbered = enumerate(_parse_line(file, 1, read_whole(file, stream)), 1)
-    else:
-        lines = enumerate(_read_lines(stream, file), 1)
-        numbered = ((number, _parse_line(file, number, line)) for number, line in lines if line.strip())
-    for number, row in numbered:
+    for number, line in enumerate(_read_lines(stream, file), 1):
+        if number == 1 and line.decode("utf-8-sig", errors="replace").lstrip().startswith("["):
+            raise HeadwaterError(
+                f"{_quote_name(file)} begins with a JSON array; write one object a line (jq -c '.[]' FILE > FILE.jsonl)."
+            )
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise _bad_line(file, number, error) from error
         if not isinstance(row, dict):
             raise HeadwaterError(f"Line {number} of {_quote_name(file)} is not a JSON object.")
         yield number, row
@@ -325,13 +311,6 @@ def _read_lines(stream: IO[AnyStr], file: Path) -> Iterator[AnyStr]:
             size = f"{LONGEST_LINE / 1e6:,.0f} MB"
             raise HeadwaterError(f"Line {number} of {_quote_name(file)} is longer than {size}; split that document.")
         yield line
-
-
-def _parse_line(file: Path, number: int, data: bytes) -> Any:
-    try:
-        return json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise _bad_line(file, number, error) from error
 
 
 def _bad_line(file: Path, number: int, error: Exception) -> HeadwaterError:

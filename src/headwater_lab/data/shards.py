@@ -16,9 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from transformers import PreTrainedTokenizerBase
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import STAGING, explain_absence, read_bytes, sha256_of
+from headwater.util.files import STAGING, explain_absence, read_bytes, replace_text, sha256_of
 from headwater_lab.data.corpus import Document
-from headwater_lab.data.sealed import describe_damage, read_sealed
 from headwater_lab.data.tokenizer import load_tokenizer, separator_id, vocabulary_size
 
 MANIFEST = "manifest.json"
@@ -29,6 +28,8 @@ WRITING = f"{STAGING}prepared"
 EVALUATION = "evaluation.jsonl"
 TOKENIZER = "tokenizer"
 FORMAT_VERSION: Literal[2] = 2
+# The field of a manifest that detects changes: the SHA-256 of the file with this field empty.
+SEAL = "check"
 SPLITS: tuple[Literal["train"], Literal["held_out"]] = ("train", "held_out")
 
 ShardCount = Annotated[int, Field(ge=0)]
@@ -183,6 +184,38 @@ class Manifest(Facts):
         """List (name, bytes, SHA-256) of each file with tokens."""
         for shard in (*self.train.shards, *self.held_out.shards):
             yield from shard.list_files(self.numpy_dtype.itemsize)
+
+
+def write_sealed(file: Path, values: dict[str, Any]) -> None:
+    """Write `values` as JSON with their seal, atomically."""
+    replace_text(file, json.dumps({**values, SEAL: _compute_seal(values)}, indent=1))
+
+
+def _compute_seal(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps({**values, SEAL: ""}, indent=1).encode()).hexdigest()
+
+
+def read_sealed(file: Path) -> dict[str, Any] | None:
+    """Read the values of a sealed file, without the seal; None if there is no such file.
+
+    Raises `HeadwaterError` if the file is damaged or cannot be read.
+    """
+    try:
+        values = json.loads(read_bytes(file))
+        if values.pop(SEAL) == _compute_seal(values):
+            return values
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise describe_damage(file) from error
+    raise describe_damage(file)
+
+
+def describe_damage(file: Path) -> HeadwaterError:
+    """Make the error for a file of a prepared folder that has changed."""
+    return HeadwaterError(
+        f"{str(file)!r} has changed since it was written; copy it again, or prepare the folder again."
+    )
 
 
 class Shards:

@@ -211,12 +211,13 @@ class Encoder:
         return [
             self.chat(document.text, document.id)
             if document.is_chat
-            else Encoded(self._add_separator(islice(rows, len(pieces))), None, len(document.data))
+            else Encoded(
+                np.concatenate(([self.separator], *islice(rows, len(pieces)))).astype(self.dtype),
+                None,
+                len(document.data),
+            )
             for document, pieces in zip(documents, texts, strict=True)
         ]
-
-    def _add_separator(self, rows: Iterable[np.ndarray]) -> np.ndarray:
-        return np.concatenate(([self.separator], *rows)).astype(self.dtype)
 
     @cached_property
     def chat(self) -> ChatEncoder:

@@ -17,7 +17,7 @@ import itertools
 import operator
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -188,13 +188,12 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
 
     def fingerprint_rows(self, batch: Batch) -> Tensor:
         """Return fingerprints that ignore the order of statements."""
-        return torch.tensor([hash(frozenset(self.split_statements(row))) for row in batch["input_ids"].tolist()])
-
-    def split_statements(self, row: list[int]) -> Iterator[tuple[int, ...]]:
-        """The tokens of each statement and of the question, as numbers, whose hash is the same in every process."""
-        prompt = row[: row.index(self.ids[":"])]
-        for _, sentence in itertools.groupby(prompt, key=self.ids["."].__ne__):
-            yield tuple(sentence)
+        prints = []
+        for row in batch["input_ids"].tolist():
+            statements = itertools.groupby(row[: row.index(self.ids[":"])], key=self.ids["."].__ne__)
+            # Tuples of numbers have the same hash in every process.
+            prints.append(hash(frozenset(tuple(tokens) for _, tokens in statements)))
+        return torch.tensor(prints)
 
     def encode_words(self, words: list[str]) -> list[int]:
         return [self.ids[word] for word in words]
@@ -209,24 +208,23 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
         """Measure the accuracy of the solutions that the model writes, and the loss of the given ones."""
         loss = super().evaluate(logits, share).metrics["loss"]
+        problems = self.held_out_problems[share.rank :: share.world]
+        rows = self.write_solutions(logits, problems or self.held_out_problems[:1], share)
         solved = [
             is_solved(problem, self.decode_solution(row), self.settings.modulus)
-            for problem, row in zip(self.select_problems(share), self.write_solutions(logits, share), strict=False)
+            for problem, row in zip(problems, rows, strict=False)
         ]
         count = share.total(torch.tensor([sum(solved)], dtype=torch.float64))
         return Evaluation({"accuracy": float(count) / self.settings.held_out, "loss": loss})
 
-    def select_problems(self, share: Share) -> list[Problem]:
-        """Select the held-out problems of a process."""
-        return self.held_out_problems[share.rank :: share.world]
-
     @torch.no_grad()
-    def write_solutions(self, logits: Callable[[Batch], Tensor], share: Share) -> list[list[int]]:
-        """Let the model continue each problem of a process, up to the end or the longest row.
+    def write_solutions(
+        self, logits: Callable[[Batch], Tensor], problems: list[Problem], share: Share
+    ) -> list[list[int]]:
+        """Let the model continue each of the problems of a process, up to the end or the longest row.
 
         Models in several processes must run together: all continue until the last has ended.
         """
-        problems = self.select_problems(share) or self.held_out_problems[:1]
         rows = [self.encode_words(prompt_of(problem)) for problem in problems]
         end = self.ids["<end>"]
         open_rows = list(range(len(rows)))
@@ -266,63 +264,35 @@ def prompt_of(problem: Problem) -> list[str]:
     return [*words, "?", *question, ":"]
 
 
-def steps_of(problem: Problem) -> list[QuantityName]:
-    """List the operations that the answer needs, in the order of a solution."""
-    stated, question = problem
-    done: list[QuantityName] = []
-
-    def need(name: QuantityName) -> None:
-        operation = stated[name]
-        if name in done or not isinstance(operation, Operation):
-            return
-        for operand in (operation.left, operation.right):
-            if isinstance(operand, tuple):
-                need(operand)
-        done.append(name)
-
-    need(question)
-    return done
-
-
 def solution_of(problem: Problem, modulus: int) -> list[str]:
-    values = values_of(problem, modulus)
+    values = solve_problem(problem, modulus)
     words = []
-    for name in steps_of(problem):
-        operation = problem[0][name]
-        assert isinstance(operation, Operation)
-        augend, addend = (str(o if isinstance(o, int) else values[o]) for o in (operation.left, operation.right))
-        words += [*name, "=", *words_of(operation), "=", augend, operation.sign, addend, "=", str(values[name]), "."]
+    for name in values:
+        if isinstance(operation := problem[0][name], Operation):
+            operands = (operation.left, operation.right)
+            augend, addend = (str(o if isinstance(o, int) else values[o]) for o in operands)
+            words += [*name, "=", *words_of(operation), "=", augend, operation.sign, addend]
+            words += ["=", str(values[name]), "."]
     return [*words, "<end>"]
 
 
-def values_of(problem: Problem, modulus: int) -> dict[QuantityName, int]:
-    """Execute the statements: compute the value of every quantity that the answer needs."""
-    stated = problem[0]
-    values = {name: value for name, value in stated.items() if isinstance(value, int)}
+def solve_problem(problem: Problem, modulus: int) -> dict[QuantityName, int]:
+    """Compute every quantity that the answer needs, in the order of a solution; the answer is the last."""
+    stated, question = problem
+    values: dict[QuantityName, int] = {}
 
-    def value(operand: Operand) -> int:
-        return operand if isinstance(operand, int) else values[operand]
+    def compute_value(operand: Operand) -> int:
+        if isinstance(operand, int):
+            return operand
+        if operand not in values:
+            value = stated[operand]
+            if isinstance(value, Operation):
+                value = OPERATIONS[value.sign](compute_value(value.left), compute_value(value.right)) % modulus
+            values[operand] = value
+        return values[operand]
 
-    for name in steps_of(problem):
-        operation = stated[name]
-        assert isinstance(operation, Operation)
-        values[name] = OPERATIONS[operation.sign](value(operation.left), value(operation.right)) % modulus
+    compute_value(question)
     return values
-
-
-def value_of(problem: Problem, modulus: int) -> int:
-    """Compute the answer to a problem."""
-    return values_of(problem, modulus)[problem[1]]
-
-
-def split_sentences(words: list[str]) -> list[str]:
-    """Split words at full stops, into texts."""
-    return [text.strip() for text in re.split(r"(?<!\S)\.(?!\S)", " ".join(words))]
-
-
-def name_in(text: str) -> QuantityName:
-    site, thing = text.split()
-    return site, thing
 
 
 def is_solved(problem: Problem, written: list[str], modulus: int) -> bool:
@@ -331,14 +301,13 @@ def is_solved(problem: Problem, written: list[str], modulus: int) -> bool:
     A step is "name = operation = operation on numbers = number .". Its numbers are evaluated: the result must equal
     both the number it states and the true answer. Other text does not matter.
     """
-    answer = value_of(problem, modulus)
-    if "<end>" in written:
-        written = written[: written.index("<end>")]
-    for sentence in split_sentences(written)[:-1]:  # nothing after the last full stop is a whole step
-        step = STEP.fullmatch(sentence)
-        if step is None or name_in(step["name"]) != problem[1]:
-            continue
-        result = OPERATIONS[step["sign"]](int(step["left"]), int(step["right"])) % modulus
-        if result == int(step["result"]) == answer:
-            return True
+    question = problem[1]
+    answer = solve_problem(problem, modulus)[question]
+    text = " ".join(itertools.takewhile("<end>".__ne__, written))
+    for sentence in re.split(r"(?<!\S)\.(?!\S)", text)[:-1]:  # nothing after the last full stop is a whole step
+        step = STEP.fullmatch(sentence.strip())
+        if step is not None and step["name"] == " ".join(question):
+            result = OPERATIONS[step["sign"]](int(step["left"]), int(step["right"])) % modulus
+            if result == int(step["result"]) == answer:
+                return True
     return False
