@@ -266,7 +266,7 @@ NESTED = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
         ("x.jsonl", ROWS + b'{"text": "\xff"}\n', "line 41: 'utf-8' codec"),
         ("x.jsonl", ROWS + NESTED, "line 41: it is nested too deep"),
         ("x.jsonl", b"", "There is no text"),
-        ("x.json", b' [\n{"text": "a"}]', "begins with a JSON array; write one object a line"),
+        ("x.json", b' [\n{"text": "a"}]', "begins with a JSON array; write one object a line: jq"),
         ("x.jsonl", b"\n \n", "There is no text"),
         ("x.jsonl", ROWS + b"7\n", "Line 41 of .* is not a JSON object"),
         ("x.jsonl", ROWS + b'{"text": ["a"]}\n', "holds list, not text, in row 40"),

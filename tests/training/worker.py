@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import _dynamo
 from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.fsdp import FSDPModule
 
 from headwater.models.compiling import compile_model
@@ -17,7 +18,6 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training import start
 from headwater_lab.training.loop import TrainingRun, train
-from headwater_lab.training.saving import Shard
 from headwater_lab.util.endings import Interrupted
 
 seeds: list[int] = []
@@ -37,11 +37,11 @@ def looked_before(self, batch, counted):
     return losses(self, batch, counted)
 
 
-write_data = Shard.write_data
+write_data = HuggingFaceStorageWriter.write_data
 
 
 def full_at(step: int | None):
-    """`Shard.write_data`, as on a machine, the second process's, whose disk is full at this step."""
+    """`write_data`, as on a machine, the second process's, whose disk is full at this step."""
 
     def writes(self, *args):
         if dist.get_rank() == 1 and f"step-{step:06d}" in str(self.path):
@@ -71,7 +71,7 @@ def main(file: Path) -> None:
             if point is None and step == job.get("signal_at"):
                 os.kill(os.getpid(), job["signal"])
 
-        Shard.write_data = full_at(job.get("full_at"))
+        HuggingFaceStorageWriter.write_data = full_at(job.get("full_at"))
         seeds.clear()
         _dynamo.reset()
         counters.clear()

@@ -288,7 +288,7 @@ def json_rows(stream: Any, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(_read_lines(stream, file), 1):
         if number == 1 and line.decode("utf-8-sig", errors="replace").lstrip().startswith("["):
             raise HeadwaterError(
-                f"{_quote_name(file)} begins with a JSON array; write one object a line (jq -c '.[]' FILE > FILE.jsonl)."
+                f"{_quote_name(file)} begins with a JSON array; write one object a line: jq -c '.[]' FILE > FILE.jsonl"
             )
         if not line.strip():
             continue

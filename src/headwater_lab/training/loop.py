@@ -186,7 +186,9 @@ class TrainingRun(Setup):
                 if is_last or is_due(step, reporting.evaluate_every):
                     self.evaluate()
                 self.journal.report(step, None)
-                stopping = not is_last and self.is_stopping(stop)
+                # A single process has no others to wait for.
+                alone = self.fabric.world_size == 1
+                stopping = not is_last and (self.stops_elsewhere or (alone and stop.is_set()))
                 if is_last or stopping or is_due(step, reporting.save_every):
                     self.save_checkpoint(must=is_last or stopping)
                 if stopping:
@@ -325,10 +327,6 @@ class TrainingRun(Setup):
             missed = self.beginning is not None
         if missed or step == self.recipe.training.steps:
             self.evaluate()
-
-    def is_stopping(self, stop: threading.Event) -> bool:
-        """Whether some process should stop. A single process has no others to wait for."""
-        return self.stops_elsewhere or (self.fabric.world_size == 1 and stop.is_set())
 
     def raise_interrupted(self) -> NoReturn:
         """End the process, or in the first one raise `Interrupted`."""

@@ -113,16 +113,6 @@ class PlannedModel(NamedTuple):
     training: Training
     run: Recipe | None = None
 
-    def list_budget(self, context: int) -> dict[str, float]:
-        """List the recipe's budget by unit: in rows of `context` tokens, or with context 1 in images."""
-        return {} if self.run is None else {self.run.unit: self.run.rows * context}
-
-    def list_shared_settings(self) -> dict[str, Any]:
-        """List the settings that all columns of a table share, taken from the first model."""
-        devices = self.training.devices * self.training.nodes
-        batch = max(1, self.training.batch_size // devices)
-        return {"precision": self.training.precision, "devices": devices, "batch": batch}
-
     def list_settings(self, context: int, precision: Precision) -> dict[str, Any]:
         """List the settings of this column."""
         training, data, attention = self.training, None if self.run is None else self.run.data, None
@@ -190,27 +180,27 @@ def price_models(
     configs = [model.config for model in planned.values()]
     if len(set(map(unit_of, configs))) > 1:
         raise HeadwaterError("Text models and image models cannot be compared; name models of one kind.")
-    context = _choose_context(configs) if not context and context != 0 else context
+    if not context and context != 0:
+        lengths = [config.max_position_embeddings for config in configs[1:] if config.position == "learned"]
+        longest_shared = min([configs[0].max_position_embeddings, *lengths])
+        context = longest_shared if unit_of(configs[0]) == "tokens" else None
     longest = max(context) if isinstance(context, Sequence) else context or 1
     model = next(iter(planned.values()))
-    shared = model.list_shared_settings() | (_read_budget(tokens=tokens, images=images) or model.list_budget(longest))
+    # Of the first model, for all columns.
+    devices = model.training.devices * model.training.nodes
+    batch = max(1, model.training.batch_size // devices)
+    shared: dict[str, Any] = {"precision": model.training.precision, "devices": devices, "batch": batch}
+    counts = {"tokens": tokens, "images": images}
+    budget = {unit: read_count(count, unit) for unit, count in counts.items() if count is not None}
+    if not budget and model.run is not None:  # the recipe's rows
+        budget = {model.run.unit: model.run.rows * longest}
+    shared |= budget
     shared |= {name: value for name, value in settings.items() if value is not None}
     shared |= {"context": context, "hardware": device, "precision": read_precision(shared["precision"])}
     return [
         price(model.config, name=name, **shared, **model.list_settings(longest, shared["precision"]))
         for name, model in planned.items()
     ]
-
-
-def _read_budget(**counts: str | float | None) -> dict[str, float]:
-    """Read the training budgets that were passed, by unit."""
-    return {unit: read_count(count, unit) for unit, count in counts.items() if count is not None}
-
-
-def _choose_context(configs: Sequence[HeadwaterConfig]) -> int | None:
-    """Choose the context to price models at; None for image models."""
-    lengths = [config.max_position_embeddings for config in configs[1:] if config.position == "learned"]
-    return None if unit_of(configs[0]) == "images" else min([configs[0].max_position_embeddings, *lengths])
 
 
 def _is_recipe(model: Any) -> bool:

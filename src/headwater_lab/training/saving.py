@@ -14,16 +14,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.futures import Future as TorchFuture
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from headwater.models.load import CONFIG, SHARDS, WEIGHTS, read_object
@@ -104,11 +102,12 @@ def write_files(
     return [file.name for file in folder.iterdir() if not file.match(SHARDS)]
 
 
-def sync_files(folder: Path, names: Iterable[str], check: Callable[[], None] = lambda: None) -> dict[str, str]:
-    """Sync these files to the disk; returns their checksums. check: called before each of them."""
+def sync_files(folder: Path, names: Iterable[str], leaving: threading.Event | None = None) -> dict[str, str]:
+    """Sync these files to the disk; returns their checksums. leaving: raise `SystemExit` when it is set."""
     sums = {}
     for name in names:
-        check()
+        if leaving is not None and leaving.is_set():
+            raise SystemExit
         sums[name] = sha256_of(folder / name)
         flush_path(folder / name)
     return sums
@@ -217,7 +216,7 @@ class Saver:
                 if arrival is not None:
                     arrival.synchronize()
                 names = write(folder, weights={name: tensors.pop(name) for name in weights}, state=tensors)
-                write_sums(folder, sync_files(folder, names, self.check_leaving))
+                write_sums(folder, sync_files(folder, names, self.leaving))
             then()
 
         self.work = self.thread.submit(write_checkpoint)
@@ -251,11 +250,6 @@ class Saver:
             tensors[name] = self.host[name].copy_(tensor.detach(), non_blocking=True)
         return record_event(on_gpu)
 
-    def check_leaving(self) -> None:
-        """Raise `SystemExit` in the saving thread if the process is to end at once."""
-        if self.leaving.is_set():
-            raise SystemExit
-
     def __enter__(self) -> Saver:
         return self
 
@@ -282,46 +276,19 @@ def write_shards(
     """
     with ExitStack() as stack:  # the first process makes the folder, and renames or removes it; all write into it
         folder = run_in_first(fabric, lambda: stack.enter_context(stage_folder(target, explain)))
-        shard = Shard(str(folder), save_distributed=True)
         with fail_together(fabric), explain_disk_errors(explain):
             try:
-                dcp.save(tensors, storage_writer=shard)
+                dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
             except CheckpointException as error:  # of any process: each raises its own
                 if (failure := error.failures.get(fabric.global_rank)) is not None:
                     raise failure[0] from error
             names = write_rest(folder) if fabric.global_rank == 0 else []
-            sums = sync_files(folder, [*shard.names, *names])
+            shards = folder.glob(f"shard-{fabric.global_rank + 1:05d}-*")
+            sums = sync_files(folder, [*(shard.name for shard in shards), *names])
         by_name = {name: digest for of_process in gather_values(fabric, sums) for name, digest in of_process.items()}
         if fabric.global_rank == 0:
             stack.callback(write_sums, folder, by_name)
         run_in_first(fabric, stack.close)
-
-
-class Shard(HuggingFaceStorageWriter):
-    """This process's part of sharded tensors, in a file of torch.distributed.checkpoint's safetensors format.
-
-    PyTorch plans who writes what. Its own writer would put the whole file together in memory.
-    """
-
-    names: Sequence[str] = ()
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture:
-        tensors: dict[str, Tensor] = {}
-        offsets: dict[str, Any] = {}
-        for item in plan.items:
-            assert item.tensor_data is not None
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, Tensor)
-            tensors[item.index.fqn] = tensor.detach().cpu().contiguous()
-            offsets[item.index.fqn] = {"saved_offsets": [*item.tensor_data.chunk.offsets]}
-        if tensors:
-            name = f"shard-{plan.storage_data['shard_index']:05d}-model-00001-of-00001.safetensors"
-            metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-            save_file(tensors, Path(self.path) / name, metadata)
-            self.names = [name]
-        written: TorchFuture = TorchFuture()
-        written.set_result([])
-        return written
 
 
 def describe_failure(target: Path, step: int, problem: str) -> str:

@@ -416,7 +416,11 @@ class Setup:
             config = recipe.config_for(data) if self.beginning is None else self.beginning.config
             if fabric.device.type == "cpu" and not is_sharded(training):
                 check_memory(config)
-        self.progress = self.begin_progress(checkpoint)
+        if checkpoint is not None:
+            self.progress = run_in_first(fabric, resume_progress, checkpoint, recipe, data.description)
+        else:
+            rows, values = 0 if self.beginning is None else self.beginning.rows, recipe.model_dump(mode="json")
+            self.progress = Progress(rows=rows, recipe=values, data=data.description, run_id=secrets.token_hex(4))
         with advise_on_memory(training, is_of_images(config), fabric.world_size):
             self.model, self.wrapped = build_model(recipe, config, fabric, data.context)
             self.optimizers = make_optimizers(self.model, training)
@@ -434,15 +438,6 @@ class Setup:
         self.hooks = Hooks(self.model, recipe, self.beginning, None if checkpoint is None else self.progress.kept)
         self.progress.kept = self.hooks.state
         self.warnings = self.list_warnings() if checkpoint is None else []
-
-    def begin_progress(self, checkpoint: Path | None) -> Progress:
-        """Read the progress of a resumed run, or begin a new one."""
-        description = self.data.description
-        if checkpoint is not None:
-            return run_in_first(self.fabric, resume_progress, checkpoint, self.recipe, description)
-        rows = 0 if self.beginning is None else self.beginning.rows
-        values = self.recipe.model_dump(mode="json")
-        return Progress(rows=rows, recipe=values, data=description, run_id=secrets.token_hex(4))
 
     def load_weights(self, checkpoint: Path | None) -> Average | None:
         """Read the weights of a resumed run, or those that it starts from. Returns their average, if there is one."""
