@@ -164,7 +164,8 @@ def local_files(source: str) -> tuple[Path, list[Path]] | None:
     if path.is_file():
         return path.parent, [path]
     if path.is_dir():
-        files = [file for file in _walk_folder(path) if not _is_hidden(file.relative_to(path))]
+        hidden = re.compile(r"(.*/)?\.")
+        files = [file for file in _walk_folder(path) if not hidden.match(file.relative_to(path).as_posix())]
         if not files:
             raise HeadwaterError(f"The folder {source!r} holds no files.")
         for file in files:
@@ -192,10 +193,6 @@ def _walk_folder(folder: Path) -> list[Path]:
 
     paths = (Path(where) / name for where, _, names in os.walk(folder, onerror=refuse) for name in names)
     return sorted(file for file in paths if file.is_file())
-
-
-def _is_hidden(relative: Path) -> bool:
-    return any(name.startswith(".") for name in relative.parts)
 
 
 def _match_files(root: Path, pattern: tuple[str, ...]) -> list[Path]:

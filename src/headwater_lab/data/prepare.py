@@ -61,6 +61,8 @@ MOST_NAME = 64
 # Number of skipped files to name.
 NAMED = 20
 MOST_WORKERS = 16
+# What is counted of each split.
+COUNTS = ("documents", "bytes", "tokens")
 
 OnProgress = Callable[[int, int, int], None]
 
@@ -197,14 +199,11 @@ class _Run:
                         done, tokens = pending.popleft()
                         for document, row in zip(done, tokens.result(), strict=True):
                             self._open_folder(document.domain).add_document(document, row)
-                        on_progress(*self.count_totals())
+                        splits = [split for folder in self.folders.values() for split in folder.splits.values()]
+                        on_progress(*(sum(getattr(split, name) for split in splits) for name in COUNTS))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-
-    def count_totals(self) -> tuple[int, int, int]:
-        splits = [split for folder in self.folders.values() for split in folder.splits.values()]
-        return sum(s.documents for s in splits), sum(s.bytes for s in splits), sum(s.tokens for s in splits)
 
     def write_manifests(self) -> None:
         """Close the shards, and write the manifest."""
@@ -268,8 +267,10 @@ class _Run:
         return folder
 
     def close_files(self) -> None:
-        for folder in self.folders.values():
-            folder.close_files()
+        splits = chain.from_iterable(folder.splits.values() for folder in self.folders.values())
+        for file in chain.from_iterable(split.files.values() for split in splits):
+            with contextlib.suppress(OSError):  # of a full disk, which has been an error already
+                file.close()
 
 
 class _Folder:
@@ -303,10 +304,6 @@ class _Folder:
         replace_text(self.path / EVALUATION, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         size = sum(len(text.encode()) for _, text in documents)
         return EvaluationFacts(documents=len(documents), bytes=size, sha256=sha256_of(self.path / EVALUATION))
-
-    def close_files(self) -> None:
-        for split in self.splits.values():
-            split.close_files()
 
 
 class _Split:
@@ -360,13 +357,7 @@ class _Split:
     def finish_split(self) -> SplitFacts:
         if self.files:
             self._close_shard()
-        names = ("documents", "bytes", "tokens", "answer_tokens", "shards")
-        return SplitFacts(**{name: getattr(self, name) for name in names})
-
-    def close_files(self) -> None:
-        for file in self.files.values():
-            with contextlib.suppress(OSError):  # of a full disk, which has been an error already
-                file.close()
+        return SplitFacts(**{name: getattr(self, name) for name in (*COUNTS, "answer_tokens", "shards")})
 
 
 class _Smallest:

@@ -311,7 +311,15 @@ class Prepared:
         try:
             data = read_bytes(file)
             rows = [json.loads(line) for line in data.decode().split("\n")[:-1]]
-            documents = [_read_document(row) for row in rows]
+            documents = [
+                Document(
+                    row["id"],
+                    json.dumps(row["messages"], ensure_ascii=False) if "messages" in row else row["text"],
+                    key=row["id"],
+                    is_chat="messages" in row,
+                )
+                for row in rows
+            ]
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise describe_damage(file) from error
         if hashlib.sha256(data).hexdigest() != self.manifest.evaluation.sha256:
@@ -326,13 +334,6 @@ class Prepared:
         if facts.vocab_size != vocabulary_size(tokenizer) or separator_id(tokenizer) != self.manifest.separator:
             raise describe_damage(folder)
         return tokenizer
-
-
-def _read_document(row: dict[str, Any]) -> Document:
-    """Read the document in a line of evaluation.jsonl."""
-    if "messages" in row:
-        return Document(row["id"], json.dumps(row["messages"], ensure_ascii=False), key=row["id"], is_chat=True)
-    return Document(row["id"], row["text"], key=row["id"])
 
 
 def open_all(folder: Path) -> list[Prepared]:

@@ -128,7 +128,11 @@ class Stream:
         self.generate = GENERATED.get(source.source)
         local = (Path(), []) if self.generate else local_files(source.source)
         self.root, self.files = local or (Path(), [])
-        self.shards = None if local else _hub_shards(source, streaming=columns is None)
+        self.shards: list[Any] | None = None
+        if not local:
+            rows = load_hub_rows(source.source, source.config, source.split, streaming=columns is None)
+            count = rows.num_shards if columns is None else 1
+            self.shards = [rows.shard(num_shards=count, index=index) for index in range(count)]
         self.names = [name_in(file, self.root) for file in self.files]
         texts = [file for file in self.files if not table_kind(file)]
         self.marked = bool(source.separator or source.begins)
@@ -298,12 +302,3 @@ def _check_options(source: TextSource) -> None:
     for option, (value, kind) in options.items():
         if value is not None and kind not in kinds:
             raise HeadwaterError(f"{option} is for {kind}, and {source.source!r} has none; leave it out.")
-
-
-def _hub_shards(source: TextSource, streaming: bool) -> list[Any]:
-    rows = load_hub_rows(source.source, source.config, source.split, streaming)
-    return (
-        [rows.shard(num_shards=rows.num_shards, index=index) for index in range(rows.num_shards)]
-        if streaming
-        else [rows]
-    )

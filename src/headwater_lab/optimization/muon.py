@@ -1,6 +1,6 @@
 """Muon, batched over all matrices of one shape."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,12 +48,8 @@ class Muon(torch.optim.Optimizer):
                 raise HeadwaterError(f"Muon is for matrices, but was given a parameter of {list(parameter.shape)}.")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step; closure: recomputes the loss and its gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step."""
         for group in self.param_groups:
             alike: dict[tuple, list[nn.Parameter]] = {}
             for parameter in group["params"]:
@@ -62,7 +58,6 @@ class Muon(torch.optim.Optimizer):
                     alike.setdefault((parameter.shape, parameter.dtype, parameter.device, split), []).append(parameter)
             for parameters in alike.values():
                 self._step_alike(parameters, group["lr"], group["momentum"], group["weight_decay"])
-        return loss
 
     def _step_alike(self, parameters: list[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
         for parameter in parameters:

@@ -1,16 +1,12 @@
-"""Choose the attention kernel of a run, and list the other settings that its memory depends on."""
-
-from typing import Any
+"""Choose the attention kernel of a run."""
 
 import torch
 
 from headwater import kernels
 from headwater.config.layers import layer_config
 from headwater.config.text import HeadwaterConfig
-from headwater.config.vision import HeadwaterVisionConfig
 from headwater.kernels.varlen import FROM, VARLEN, find_refusal
 from headwater.nn.attention_kernel import supported_kernels
-from headwater.nn.documents import takes_documents
 from headwater.util.errors import HeadwaterError, sentence
 from headwater_lab.recipe.training_section import Training
 from headwater_lab.util.model_kinds import AnyModel, is_of_images
@@ -47,16 +43,6 @@ def _refuse_varlen(config: HeadwaterConfig, training: Training, device: torch.de
     dtype, dropout = training.precision.compute, config.attention_dropout
     refusals = (find_refusal(device, dtype, dropout, width) for width in widths)
     return next((refusal for refusal in refusals if refusal is not None), None)
-
-
-def list_step_settings(config: HeadwaterConfig, training: Training, data: Any, attention: str | None) -> dict[str, Any]:
-    """List the settings that a step's memory depends on, except rows, for `headwater.cost.price`. data: a recipe's."""
-    settings = {"gradient_checkpointing": training.gradient_checkpointing, "averages": training.ema_decay is not None}
-    if isinstance(config, HeadwaterVisionConfig):
-        return settings
-    unmasked = takes_documents(attention) or attention == "flex_attention"
-    masked = getattr(data, "row_layout", "") == "packed" and not unmasked
-    return settings | {"loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked}
 
 
 def set_attention(model: AnyModel, name: str) -> None:

@@ -160,7 +160,8 @@ class TrainingRun(Setup):
         self.journal = Journal(self, checkpoint is not None, experiment, on_event)
         self.share = Share(fabric.global_rank, fabric.world_size, partial(sum_processes, fabric))
         self.by_document = takes_documents(self.config._attn_implementation)
-        self.batches = read_batches(recipe, self.data, self.progress.rows, self.share, on_gpu, self.by_document)
+        batches = read_batches(recipe, self.data, self.progress.rows, self.share, on_gpu, self.by_document)
+        self.batches = read_ahead(batches, 2) if getattr(self.data, "reads_ahead", True) else batches
         # Optimizers that support GradScaler's `found_inf` change nothing if it is 1.
         self.skips_on_device = all(
             getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers
@@ -475,22 +476,14 @@ class CountedBatch(NamedTuple):
 def read_batches(
     recipe: Recipe, data: Data, row: int, share: Share, pinned: bool, by_document: bool
 ) -> Generator[CountedBatch, None, None]:
-    """Read this process's batches from row `row` of the seed's order on.
+    """Read this process's batches from row `row` of the seed's order on, count their labels and hash their rows.
 
     pinned: in page-locked memory, from which copies to a GPU are asynchronous.
     by_document: packed rows come `with_documents`.
     """
-    batches = data.batches(recipe.seed, recipe.training.batch_size, row, share)
-    stream = _count_batches(batches, recipe.training.batch_size, row, share, pinned, by_document)
-    return read_ahead(stream, 2) if getattr(data, "reads_ahead", True) else stream
-
-
-def _count_batches(
-    batches: Iterator[Batch], size: int, row: int, share: Share, pinned: bool, by_document: bool
-) -> Generator[CountedBatch, None, None]:
-    """Count labels and hash rows. size: rows of a batch over all processes."""
+    size = recipe.training.batch_size  # over all processes
     with ThreadPoolExecutor(HASHING, "hash") as pool:
-        for batch in batches:
+        for batch in data.batches(recipe.seed, size, row, share):
             if by_document:
                 batch = with_documents(batch)
             chunks = main_input(batch).chunk(HASHING)

@@ -19,6 +19,7 @@ from headwater.cost import counts as cost
 from headwater.cost.estimate import read_precision
 from headwater.cost.hardware import Hardware
 from headwater.models.load import check_names, read_json, reading
+from headwater.nn.documents import takes_documents
 from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater.util.files import explain_absence, is_address
 from headwater.util.precision import Precision
@@ -31,7 +32,7 @@ from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import read_overrides, read_recipe, shipped_recipes
 from headwater_lab.recipe.start_section import Start, changed_config
 from headwater_lab.recipe.training_section import Training
-from headwater_lab.training.attention_choice import choose_kernel, list_step_settings
+from headwater_lab.training.attention_choice import choose_kernel
 from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.trained_models import open_source
 from headwater_lab.util.machine_speed import find_hardware as named_hardware
@@ -114,12 +115,20 @@ class PlannedModel(NamedTuple):
     run: Recipe | None = None
 
     def list_settings(self, context: int, precision: Precision) -> dict[str, Any]:
-        """List the settings of this column."""
-        training, data, attention = self.training, None if self.run is None else self.run.data, None
-        if getattr(data, "row_layout", "") == "packed":  # on a GPU, or on the CPU if the recipe names it
+        """List the settings of this column that a step's memory depends on, except rows."""
+        training, masked = self.training, False
+        settings = {
+            "gradient_checkpointing": training.gradient_checkpointing,
+            "averages": training.ema_decay is not None,
+        }
+        if isinstance(self.config, HeadwaterVisionConfig):
+            return settings
+        if self.run is not None and getattr(self.run.data, "row_layout", "") == "packed":
             computed = training.model_copy(update={"precision": precision})
-            attention = choose_kernel(self.config, computed, "cpu" if training.device == "cpu" else "cuda", context)
-        return list_step_settings(self.config, training, data, attention)
+            # On a GPU, or on the CPU if the recipe names it.
+            kernel = choose_kernel(self.config, computed, "cpu" if training.device == "cpu" else "cuda", context)
+            masked = not takes_documents(kernel) and kernel != "flex_attention"
+        return settings | {"loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked}
 
 
 def plan_models(

@@ -219,7 +219,11 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
         if trained.tokenizer is None:
             raise HeadwaterError(f"{trained.source!r} has no tokenizer, so it cannot read a text; leave out --text.")
         try:
-            content = _read_content(text)
+            if table_kind(text) is None and text.suffix.lower() not in PACKED:
+                content = read_text(text, "text", MOST_TEXT)
+            else:  # the text of all rows
+                documents, _ = read_documents(str(text), "text", None)
+                content = "\n".join(read_contents(row.text) if row.is_chat else row.text for row in documents)
         except OSError as error:
             raise HeadwaterError(f"The text {str(text)[:200]!r} cannot be read: {error.strerror}.") from error
         return _cut_rows(trained, content, str(text), rows, context)
@@ -230,14 +234,6 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
     batches: Iterator[dict[str, Tensor]] = data.batches(seed=0, batch_size=rows, start=0)
     sample = main_input(next(batches))
     return sample if of_images else sample[:, :context]
-
-
-def _read_content(text: Path) -> str:
-    """Read the text of a file, or of all rows of a table."""
-    if table_kind(text) is None and text.suffix.lower() not in PACKED:
-        return read_text(text, "text", MOST_TEXT)
-    documents, _ = read_documents(str(text), "text", None)
-    return "\n".join(read_contents(document.text) if document.is_chat else document.text for document in documents)
 
 
 def _cut_rows(trained: Trained, content: str, name: str, rows: int, context: int | None = None) -> Tensor:

@@ -74,7 +74,10 @@ class ImageFilesSettings(ImageSettings):
                 raise HeadwaterError(
                     f"{self.source!r}: no images are left for {name}; use more images or other splits."
                 )
-        notices = [*chain.from_iterable(split.notices for split in chosen), *_note_unused(classes, sides[0].labels)]
+        notices = [notice for split in chosen for notice in split.notices]
+        if unused := sorted(set(range(len(classes))) - set(sides[0].labels)):
+            names = ", ".join(classes[number] for number in unused[:5])
+            notices.append(f"{len(unused)} of {len(classes)} classes have no image to train on: {names}.")
         digest = hashlib.sha256("".join(side.digest for side in sides).encode()).hexdigest()
         middle, spread = (list(values) if self.channels == 3 else [sum(values) / 3] for values in (MEAN, STD))
         return ImageData(
@@ -128,13 +131,6 @@ def _open_dataset(splits: dict[str, Callable[[], ImageSplit]], name: str, where:
     if name not in splits:
         raise HeadwaterError(f"{where} has no split {name!r}; {nearest(name, splits)}")
     return splits[name]()
-
-
-def _note_unused(classes: list[str], labels: list[int]) -> list[str]:
-    """Make a notice if there are classes without an image."""
-    unused = sorted(set(range(len(classes))) - set(labels))
-    names = ", ".join(classes[number] for number in unused[:5])
-    return [f"{len(unused)} of {len(classes)} classes have no image to train on: {names}."] if unused else []
 
 
 def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], ImageSplit]]:
@@ -200,15 +196,22 @@ def _find_folders(folder: Path) -> list[Path]:
 
 
 def _dataset_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], ImageSplit]]:
-    """List the splits of a Hugging Face dataset."""
-    from datasets import load_dataset
+    """List the splits of a Hugging Face dataset. Raises `HeadwaterError` if `folder` has files of another kind."""
+    from datasets import load_dataset, load_dataset_builder
+    from datasets.packaged_modules.parquet.parquet import Parquet
 
     source = settings.source
     local = folder.is_dir()
     try:
         if local:
             check_card(folder)
-            splits = _read_tables(folder, settings.config)
+            builder = load_dataset_builder(str(folder), settings.config)
+            if not isinstance(builder, Parquet):
+                raise HeadwaterError(
+                    f"Most files in {str(folder)!r} are not parquet; move the parquet files into a separate folder."
+                )
+            builder.download_and_prepare()
+            splits = builder.as_dataset()
         else:
             check_reachable("dataset", source)
             splits = load_dataset(source, settings.config)
@@ -218,20 +221,6 @@ def _dataset_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Cal
         raise HeadwaterError(f"The dataset {source!r} could not be loaded: {first_line(error)}") from error
     roots = [folder] if local else download_folders(source)
     return {name: lambda name=name: _dataset_split(settings, name, splits[name], roots) for name in splits}  # type: ignore[misc]
-
-
-def _read_tables(folder: Path, config: str | None) -> Any:
-    """List the splits of a folder of tables. Raises `HeadwaterError` if datasets would read files of another kind."""
-    from datasets import load_dataset_builder
-    from datasets.packaged_modules.parquet.parquet import Parquet
-
-    builder = load_dataset_builder(str(folder), config)
-    if not isinstance(builder, Parquet):
-        raise HeadwaterError(
-            f"Most files in {str(folder)!r} are not parquet; move the parquet files into a separate folder."
-        )
-    builder.download_and_prepare()
-    return builder.as_dataset()
 
 
 def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any, roots: Sequence[Path]) -> ImageSplit:

@@ -89,16 +89,11 @@ class SyntheticData(ABC, Generic[S]):
         self.held_out()  # what cannot be evaluated is not trained first
         local_rows = slice(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
         while True:
-            batch = self.training_rows(seed, start, batch_size)
-            yield {name: tensor[local_rows] for name, tensor in batch.items()}
+            numbers = range(start // self.block, -(-(start + batch_size) // self.block))
+            drawn = [self.draw_block(seed, number) for number in numbers]
+            rows = slice(start % self.block, start % self.block + batch_size)
+            yield {name: torch.cat([block[name] for block in drawn])[rows][local_rows] for name in drawn[0]}
             start += batch_size
-
-    def training_rows(self, seed: int, start: int, count: int) -> Batch:
-        """Draw `count` rows from number `start` on."""
-        blocks = range(start // self.block, -(-(start + count) // self.block))
-        drawn = [self.draw_block(seed, number) for number in blocks]
-        rows = slice(start % self.block, start % self.block + count)
-        return {name: torch.cat([block[name] for block in drawn])[rows] for name in drawn[0]}
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 - one block, in which the next batch begins
     def draw_block(self, seed: int, number: int) -> Batch:
