@@ -184,24 +184,16 @@ def read_beginning(recipe: Recipe, path: Path, data: Data, resumed: bool = False
     )
     last_index = max((index for index, event in enumerate(history) if event.kind == "trained"), default=-1)
     changes = history[last_index + 1 :]
-    rows = _count_rows(recipe, data, history[last_index].details) if last_index >= 0 else 0
-    tau = recipe.start.tau or _choose_tau(changes)
-    notices = [] if resumed else _list_notices(recipe, config, rows, changes)
-    return Beginning(recipe.start, path, config, origin, rows, tau, notices)
-
-
-def _count_rows(recipe: Recipe, data: Data, details: dict[str, Any]) -> int:
-    """Count the rows of this data, in this seed's order, that the last training used. details: of its event."""
-    rows = details.get("rows")
-    same_order = details.get("seed") == recipe.seed and details.get("data") == _describe_data(recipe, data)
-    return rows if same_order and isinstance(rows, int) and rows > 0 else 0
-
-
-def _choose_tau(changes: list[Event]) -> str:
-    """Choose how the run treats τ. changes: of the model since it was last trained."""
+    last = history[last_index].details if last_index >= 0 else {}
+    same_order = last.get("seed") == recipe.seed and last.get("data") == _describe_data(recipe, data)
+    rows = last.get("rows")
+    rows = rows if same_order and isinstance(rows, int) and rows > 0 else 0
     growth = [event.details for event in changes if event.kind == "grown"]
     anneals = any(details.get("tau") == "keep" for details in growth)
-    return "anneal" if anneals and not any(details.get("freeze") for details in growth) else "keep"
+    anneals = anneals and not any(details.get("freeze") for details in growth)
+    tau = recipe.start.tau or ("anneal" if anneals else "keep")
+    notices = [] if resumed else _list_notices(recipe, config, rows, changes)
+    return Beginning(recipe.start, path, config, origin, rows, tau, notices)
 
 
 def _read_config(path: Path, recipe: Recipe) -> HeadwaterConfig:

@@ -26,17 +26,11 @@ if TYPE_CHECKING:
 
 # Families of matplotlib's fonts, with their files. Those of one designer that share shapes are one family.
 MATPLOTLIB = {
-    "Computer Modern": ("cmb10", "cmr10", "cmss10", "cmti10", "cmtt10"),
-    "DejaVu": tuple(
-        f"DejaVu{kind}{style}"
-        for kind, styles in (
-            ("Sans", ("", "-Bold", "-BoldOblique", "-Oblique")),
-            ("SansMono", ("", "-Bold", "-BoldOblique", "-Oblique")),
-            ("Serif", ("", "-Bold", "-BoldItalic", "-Italic")),
-        )
-        for style in styles
-    ),
-    "STIX": ("STIXGeneral", "STIXGeneralBol", "STIXGeneralBolIta", "STIXGeneralItalic"),
+    "Computer Modern": "cmb10 cmr10 cmss10 cmti10 cmtt10",
+    "DejaVu": "DejaVuSans DejaVuSans-Bold DejaVuSans-BoldOblique DejaVuSans-Oblique "
+    "DejaVuSansMono DejaVuSansMono-Bold DejaVuSansMono-BoldOblique DejaVuSansMono-Oblique "
+    "DejaVuSerif DejaVuSerif-Bold DejaVuSerif-BoldItalic DejaVuSerif-Italic",
+    "STIX": "STIXGeneral STIXGeneralBol STIXGeneralBolIta STIXGeneralItalic",
 }
 # Families in the package rendercv-fonts that are under free licenses (SIL's, Apache's, Ubuntu's, Bitstream's).
 PACKAGED = (
@@ -109,7 +103,7 @@ def files_of(family: str) -> list[Path]:
 
     if family in MATPLOTLIB:
         folder = Path(matplotlib.get_data_path(), "fonts", "ttf")
-        files = [folder / f"{name}.ttf" for name in MATPLOTLIB[family]]
+        files = [folder / f"{name}.ttf" for name in MATPLOTLIB[family].split()]
     else:
         folder = Path(rendercv_fonts.__file__).parent / family
         stem = family.replace(" ", "")

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
+import yaml
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
 from pydantic import Field
 
+from headwater.models.load import read_text, reading
 from headwater.util.errors import HeadwaterError, first_line, nearest, shown
 from headwater.util.hub import check_reachable
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.hosted import check_card, download_folders
 from headwater_lab.data.images.image_data import ImageData, ImageSettings, Pixels, UnreadableImage
 from headwater_lab.data.images.image_reading import image_suffixes, read_image
 from headwater_lab.data.reading import local_path
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 # Names of the held-out split, the first that exists.
 SPLITS = ("validation", "val", "valid", "test")
+# Where a dataset in a folder lists its files: in the head of its card, or in a separate file.
+CARD, LIST = "README.md", ".huggingface.yaml"
 # ImageNet's, from which everybody's images are normalized.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -221,6 +226,40 @@ def _dataset_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Cal
         raise HeadwaterError(f"The dataset {source!r} could not be loaded: {first_line(error)}") from error
     roots = [folder] if local else download_folders(source)
     return {name: lambda name=name: _dataset_split(settings, name, splits[name], roots) for name in splits}  # type: ignore[misc]
+
+
+def check_card(folder: Path) -> None:
+    """Raise `HeadwaterError` if a dataset lists files outside its folder."""
+    for name in (CARD, LIST):
+        file = folder / name
+        if not file.exists():
+            continue
+        text = read_text(file)
+        if name == CARD:
+            text = text.split("\n---", 1)[0].removeprefix("---") if text.startswith("---") else ""
+        with reading(repr(str(file)), "correct or remove it"):
+            content = yaml.safe_load(text)
+        for path in _list_strings(content.get("configs") if isinstance(content, dict) else None):
+            pure = PurePosixPath(path.replace("\\", "/"))
+            if pure.is_absolute() or ".." in pure.parts or "::" in path or "://" in path:
+                raise HeadwaterError(f"{str(file)!r} names {shown(path)}, which is outside its folder; correct it.")
+
+
+def download_folders(name: str) -> list[Path]:
+    """List the folders to which a dataset on the hub is downloaded and unpacked."""
+    from datasets import config
+
+    hub = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="dataset")
+    return [hub, Path(config.HF_DATASETS_CACHE), Path(config.DOWNLOADED_DATASETS_PATH)]
+
+
+def _list_strings(content: Any) -> Iterator[str]:
+    """List all texts in a value."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for inner in content.values() if isinstance(content, dict) else content:
+            yield from _list_strings(inner)
 
 
 def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any, roots: Sequence[Path]) -> ImageSplit:
