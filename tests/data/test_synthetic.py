@@ -91,7 +91,6 @@ def test_batches_go_on_where_they_stopped(settings):
     other = next(data.batches(seed=6, batch_size=8, start=0))
     assert not torch.equal(other["input_ids"], batches[0]["input_ids"])
     assert not torch.equal(batches[1]["input_ids"], batches[0]["input_ids"])
-    assert data.rows(5, 16, 2) == ["16", "17"]
 
 
 @task(SMALL)

@@ -79,15 +79,12 @@ def load_weights(run, step):
 def test_so_many_in_a_row_stop_the_run_and_its_rows_are_named(recipe, tmp_path, poisoned):
     made = recipe(training={"max_skipped_steps": 3, "gradient_accumulation_steps": 2}, reporting={"save_every": 2})
     poisoned({1, 5, 9, 11, 13})  # steps 1, 3, 5, 6, 7
-    with pytest.raises(
-        HeadwaterError, match=r"at step 7 the loss is nan .* 3 steps in a row .* rows are \d+, \d+, "
-    ) as error:
+    problem = r"at step 7 the loss is nan .* 3 steps in a row .* It used the rows 48 to 55 of the seed's order\."
+    with pytest.raises(HeadwaterError, match=problem):
         train(made, tmp_path / "run")
     record = read_record(tmp_path / "run")
     assert (record.status, record.skipped_steps) == ("diverged", 5)
     assert list_checkpoints(tmp_path / "run")[-1].name == "step-000006"
-    rows = made.data.build().rows(made.seed, 6 * 8, 8)
-    assert f"rows are {', '.join(rows)}." in str(error.value)
 
 
 def test_broken_weights_are_never_saved(recipe, tmp_path):

@@ -151,11 +151,6 @@ def test_muon_skips_a_step_on_the_device():
         assert torch.equal(optimizer.state[a]["momentum_buffer"], reference.state[b]["momentum_buffer"])
 
 
-def test_muon_refuses_what_is_no_matrix():
-    with pytest.raises(HeadwaterError, match=r"matrices.*\[3\]"):
-        Muon([{"params": [nn.Parameter(torch.ones(3))]}])
-
-
 @pytest.mark.parametrize("limit", [0.5, 1e6])
 def test_the_norm_and_clipping_are_pytorchs(model, limit):
     parameters = list(model.parameters())

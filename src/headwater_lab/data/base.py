@@ -84,10 +84,6 @@ class Data(Protocol):
         """
         ...
 
-    def rows(self, seed: int, start: int, count: int) -> list[str]:
-        """Return the numbers of `count` rows from `start` on, with the stream's name if there are several."""
-        ...
-
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
         """Measure a model, given as a function from a batch to logits [B, T, V], on the held-out data.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -141,10 +141,6 @@ class LanguageData:
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
         return self.train.batches(seed, batch_size, start, share.rank, share.world)
-
-    def rows(self, seed: int, start: int, count: int) -> list[str]:
-        chosen = islice(self.train.order_rows(seed, start), count)
-        return [str(row) if len(self.names) == 1 else f"{self.names[stream]}:{row}" for stream, row in chosen]
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
         """Measure bits per byte of the held-out excerpts, in rows that do not overlap: context grows along each row."""

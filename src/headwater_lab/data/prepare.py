@@ -281,7 +281,9 @@ class _Folder:
         self.splits = {name: _Split(path, name, settings["shard_tokens"]) for name in SPLITS}
         # Of a line for each document.
         self.content = hashlib.sha256()
-        self.chosen = _Smallest(settings["evaluation_bytes"])
+        # (fraction, name, text): texts to evaluate on with the smallest fractions, and their bytes.
+        self.chosen: list[tuple[float, str, str]] = []
+        self.chosen_bytes = 0
         self.is_chat = False
 
     def add_document(self, document: Document, tokens: Encoded) -> None:
@@ -293,10 +295,16 @@ class _Folder:
         if is_held_out and not (document.is_chat and len(document.data) > most):  # a conversation is never cut
             self.is_chat = document.is_chat
             text = document.data[:most].decode(errors="ignore")  # cut between characters
-            self.chosen.offer_text(fraction, document.id, text)
+            bisect.insort(self.chosen, (fraction, document.id, text))
+            self.chosen_bytes += len(text.encode())
+            # The first that does not fit marks where the choice ends.
+            while self.chosen_bytes - (size := len(self.chosen[-1][-1].encode())) > most:
+                self.chosen.pop()
+                self.chosen_bytes -= size
 
     def write_evaluation(self) -> EvaluationFacts:
-        documents = sorted(self.chosen.list_texts())
+        fits = self.chosen_bytes <= self.settings["evaluation_bytes"]
+        documents = sorted((name, text) for _, name, text in (self.chosen if fits else self.chosen[:-1]))
         rows = [
             {"id": name} | ({"messages": json.loads(text)} if self.is_chat else {"text": text})
             for name, text in documents
@@ -358,27 +366,6 @@ class _Split:
         if self.files:
             self._close_shard()
         return SplitFacts(**{name: getattr(self, name) for name in (*COUNTS, "answer_tokens", "shards")})
-
-
-class _Smallest:
-    """The texts with the smallest fractions, up to a total number of bytes, in bounded memory."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.size = limit, 0
-        self.texts: list[tuple[float, str, str]] = []
-
-    def offer_text(self, fraction: float, name: str, text: str) -> None:
-        """Add a text, which is not longer than the limit."""
-        bisect.insort(self.texts, (fraction, name, text))
-        self.size += len(text.encode())
-        # The first that does not fit marks where the choice ends.
-        while self.size - (size := len(self.texts[-1][-1].encode())) > self.limit:
-            self.texts.pop()
-            self.size -= size
-
-    def list_texts(self) -> list[tuple[str, str]]:
-        """Return (id, text) up to the first that does not fit."""
-        return [(name, text) for _, name, text in (self.texts[:-1] if self.size > self.limit else self.texts)]
 
 
 def _make_batches(stream: Stream, size: int) -> Iterator[list[Document]]:

@@ -7,7 +7,7 @@ contiguous rows, as nanoGPT's, attention crosses; the document starts go along, 
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,32 +15,15 @@ import torch
 from headwater.util.seeding import generator
 from headwater_lab.data.base import Batch, shuffle_rows
 from headwater_lab.data.chat import Encoded
+from headwater_lab.data.shards import Shards
 
 RowLayout = Literal["packed", "contiguous"]
 # Number of mixture draws to make at a time.
 BLOCK = 2**16
 
 
-class Tokens(Protocol):
-    """A stream of documents, one after another."""
-
-    tokens: int
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Read the tokens [start, stop)."""
-        ...
-
-    def starts(self, start: int, stop: int) -> np.ndarray:
-        """The positions in [start, stop) at which a document starts, in order."""
-        ...
-
-    def counts(self, start: int, stop: int) -> np.ndarray | None:
-        """Which of the tokens [start, stop) are trained on, bool; None: all of the stream."""
-        ...
-
-
 class TokenArray:
-    """`Tokens` in memory."""
+    """A stream of documents in memory, one after another, with the methods of `Shards`."""
 
     def __init__(self, documents: Sequence[Encoded]) -> None:
         self.stream = np.concatenate([document.ids for document in documents])
@@ -58,6 +41,9 @@ class TokenArray:
 
     def counts(self, start: int, stop: int) -> np.ndarray | None:
         return None if self.counted is None else self.counted[start:stop]
+
+
+Tokens = TokenArray | Shards
 
 
 class Rows:

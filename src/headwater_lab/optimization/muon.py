@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from headwater.util.errors import HeadwaterError
 from headwater_lab.optimization.adamw import adamw
 from headwater_lab.optimization.registry import register_optimizer
 from headwater_lab.optimization.tensors import list_gradients, local_shard
@@ -41,11 +40,9 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, params: Sequence[dict[str, Any]], lr: float = 1e-3, momentum: float = 0.95, weight_decay: float = 0.1
     ) -> None:
-        """Take `params`, groups of two-dimensional parameters. Raises `HeadwaterError` for others."""
+        """Take `params`, groups of two-dimensional parameters."""
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
-            if parameter.ndim != 2:
-                raise HeadwaterError(f"Muon is for matrices, but was given a parameter of {list(parameter.shape)}.")
+        assert all(parameter.ndim == 2 for group in self.param_groups for parameter in group["params"])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

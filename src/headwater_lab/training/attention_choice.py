@@ -15,24 +15,20 @@ from headwater_lab.util.model_kinds import AnyModel, is_of_images
 def choose_attention(config: HeadwaterConfig, training: Training, device: torch.device, context: int) -> str | None:
     """Choose the recipe's kernel, else varlen if packed rows of `context` tokens are faster with it, else None.
 
-    It is not chosen by timing, because a run's bits depend on it. Raises `HeadwaterError` if varlen is named and cannot
-    run.
+    It is not chosen by timing, because a run's bits depend on it. A GPU that this machine lacks can run varlen. Raises
+    `HeadwaterError` if varlen is named and cannot run.
     """
-    kernel = choose_kernel(config, training, device.type, context)
-    if kernel == VARLEN and training.attn_implementation is None and device.type == "cuda":
-        return VARLEN if torch.cuda.get_device_capability(device) >= (8, 0) else None  # FlashAttention needs Ampere
-    return kernel
-
-
-def choose_kernel(config: HeadwaterConfig, training: Training, device: str, context: int) -> str | None:
-    """Choose as `choose_attention` does, for a kind of device with sufficient capability."""
-    kernel, refusal = training.attn_implementation, _refuse_varlen(config, training, torch.device(device))
+    kernel, refusal = training.attn_implementation, _refuse_varlen(config, training, device)
     if kernel == VARLEN and refusal is not None:
         raise HeadwaterError(f"training.attn_implementation: {VARLEN} {refusal}; leave it out.")
     if kernel is not None or refusal is not None or kernels.are_disabled():
         return kernel
     possible, _ = supported_kernels(config)
-    return VARLEN if (possible is None or VARLEN in possible) and (device != "cpu" or context >= FROM) else None
+    if possible is not None and VARLEN not in possible:
+        return None
+    if device.type == "cuda" and torch.cuda.is_available():
+        return VARLEN if torch.cuda.get_device_capability(device) >= (8, 0) else None  # FlashAttention needs Ampere
+    return VARLEN if device.type != "cpu" or context >= FROM else None
 
 
 def _refuse_varlen(config: HeadwaterConfig, training: Training, device: torch.device) -> str | None:

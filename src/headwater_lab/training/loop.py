@@ -347,11 +347,9 @@ class TrainingRun(Setup):
         assert progress.step == step, "the run has taken further steps, of other rows"
         count = settings.batch_size * settings.gradient_accumulation_steps
         progress.step, progress.rows = step - 1, progress.rows - count
-        rows = ", ".join(self.data.rows(self.recipe.seed, progress.rows, count)[:8])
-        rows += f" and {count - 8} more" if count > 8 else ""
         raise self.build_divergence(
-            f"at step {step} {problem}, and {progress.skipped_last} steps in a row were not finite. Its rows are "
-            f"{rows}. Lower"
+            f"at step {step} {problem}, and {progress.skipped_last} steps in a row were not finite. It used the rows "
+            f"{progress.rows} to {progress.rows + count - 1} of the seed's order. Lower"
         )
 
     @contextmanager

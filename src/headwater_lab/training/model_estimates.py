@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
@@ -32,7 +34,7 @@ from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import read_overrides, read_recipe, shipped_recipes
 from headwater_lab.recipe.start_section import Start, changed_config
 from headwater_lab.recipe.training_section import Training
-from headwater_lab.training.attention_choice import choose_kernel
+from headwater_lab.training.attention_choice import choose_attention
 from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.trained_models import open_source
 from headwater_lab.util.machine_speed import find_hardware as named_hardware
@@ -126,7 +128,8 @@ class PlannedModel(NamedTuple):
         if self.run is not None and getattr(self.run.data, "row_layout", "") == "packed":
             computed = training.model_copy(update={"precision": precision})
             # On a GPU, or on the CPU if the recipe names it.
-            kernel = choose_kernel(self.config, computed, "cpu" if training.device == "cpu" else "cuda", context)
+            device = torch.device("cpu" if training.device == "cpu" else "cuda")
+            kernel = choose_attention(self.config, computed, device, context)
             masked = not takes_documents(kernel) and kernel != "flex_attention"
         return settings | {"loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked}
 

@@ -173,9 +173,6 @@ class ImageData:
         draw = generator("image", seed, epoch, index, 0)
         return self.change(self.train.open(index, draw), draw)
 
-    def rows(self, seed: int, start: int, count: int) -> list[str]:
-        return [self.train.name(index) for _, index in itertools.islice(self.order_images(seed, start), count)]
-
     def held_out_images(self, numbers: Sequence[int]) -> Batch:
         """Read these held-out images, the same for every seed. Raises `UnreadableImage`."""
         images = [self.held_out.open(number, generator("held out", number)) for number in numbers]

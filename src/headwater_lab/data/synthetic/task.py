@@ -113,9 +113,6 @@ class SyntheticData(ABC, Generic[S]):
             "data.held_out, or make the task larger."
         )
 
-    def rows(self, seed: int, start: int, count: int) -> list[str]:
-        return [str(row) for row in range(start, start + count)]
-
     def held_out(self) -> Batch:
         """The rows that every model is evaluated on, whatever its seed. Raises `HeadwaterError` if none has a label."""
         batch = self.sample(generator(self.settings.kind, "held out"), self.settings.held_out)
