@@ -243,7 +243,5 @@ class ChatEncoder:
             pieces = [self.backend.encode(stretch, add_special_tokens=False).ids for stretch in stretches]
         else:
             pieces = [encoding.ids[start:end] for start, end in pairwise(counts)]
-        return [(ids, bool(n % 2), self._special_bytes(ids) if n % 2 else 0) for n, ids in enumerate(pieces)]
-
-    def _special_bytes(self, ids: list[int]) -> int:
-        return sum(len(self.special[id].encode()) for id in ids if id in self.special)
+        sizes = [sum(len(self.special[id].encode()) for id in ids if id in self.special) for ids in pieces]
+        return [(ids, bool(n % 2), sizes[n] if n % 2 else 0) for n, ids in enumerate(pieces)]

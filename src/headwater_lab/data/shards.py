@@ -67,13 +67,6 @@ class ShardFacts(Facts):
         """Name of the file that says which tokens of conversations are trained on."""
         return self.file.removesuffix(".tokens") + ".answers"
 
-    def list_files(self, token_bytes: int) -> Iterator[tuple[str, int, Digest]]:
-        """Yield (name, bytes, SHA-256) for each of its files."""
-        yield self.file, self.tokens * token_bytes, self.sha256
-        yield self.borders, self.documents * 8, self.borders_sha256
-        if self.answers_sha256 is not None:
-            yield self.answers, self.tokens, self.answers_sha256
-
 
 class SplitFacts(Facts):
     """One split."""
@@ -183,7 +176,10 @@ class Manifest(Facts):
     def shard_files(self) -> Iterator[tuple[str, int, Digest]]:
         """List (name, bytes, SHA-256) of each file with tokens."""
         for shard in (*self.train.shards, *self.held_out.shards):
-            yield from shard.list_files(self.numpy_dtype.itemsize)
+            yield shard.file, shard.tokens * self.numpy_dtype.itemsize, shard.sha256
+            yield shard.borders, shard.documents * 8, shard.borders_sha256
+            if shard.answers_sha256 is not None:
+                yield shard.answers, shard.tokens, shard.answers_sha256
 
 
 def write_sealed(file: Path, values: dict[str, Any]) -> None:

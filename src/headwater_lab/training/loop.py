@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from lightning_fabric import Fabric
@@ -193,7 +193,9 @@ class TrainingRun(Setup):
                 if is_last or stopping or is_due(step, reporting.save_every):
                     self.save_checkpoint(must=is_last or stopping)
                 if stopping:
-                    self.raise_interrupted()
+                    if self.fabric.global_rank > 0:
+                        end_process(failed=False)
+                    raise Interrupted(f"Stopped after step {step}, which is saved; run the same command with --resume.")
 
     def take_step(self, stop: bool = False) -> float:
         """Take one optimizer step, and return its learning rate. stop: whether any process should stop.
@@ -328,13 +330,6 @@ class TrainingRun(Setup):
             missed = self.beginning is not None
         if missed or step == self.recipe.training.steps:
             self.evaluate()
-
-    def raise_interrupted(self) -> NoReturn:
-        """End the process, or in the first one raise `Interrupted`."""
-        if self.fabric.global_rank > 0:
-            end_process(failed=False)
-        step = self.progress.step
-        raise Interrupted(f"Stopped after step {step}, which is saved; run the same command with --resume.")
 
     def count_skipped(self, step: int, problem: str) -> None:
         """Count a step that was not finite. At the limit, raise `Diverged`, which names its rows."""

@@ -147,7 +147,11 @@ def plan_models(
     """
     overrides = [*overrides, *([] if vocab_size is None else [f"vocab_size={vocab_size}"])]
     of_training = [text for text in overrides if text.startswith("training.")]
-    changes = _read_changes(of_model := [text for text in overrides if text not in of_training])
+    of_model = [text for text in overrides if text not in of_training]
+    changes, fields = read_overrides(of_model), (MODEL_FIELDS | IMAGE_FIELDS) - {"base"}
+    if unknown := [name for name in changes if name not in fields]:
+        sections = {"model": fields}
+        raise build_refusal("plan", [describe_unknown_field(name, "model", fields, sections) for name in unknown])
     planned: dict[str, PlannedModel] = {}
     for model in models:
         if _is_recipe(model):
@@ -275,15 +279,6 @@ def _check_exists(path: Path) -> None:
         raise HeadwaterError(f"There is no file {str(path)!r}; {_HINT}.")
     guess = nearest(str(path), [*PRESETS, *shipped_recipes()])
     raise HeadwaterError(f"There is no preset, recipe or file {str(path)!r}; {guess}")
-
-
-def _read_changes(overrides: list[str]) -> dict[str, Any]:
-    """Read the model fields that overrides change, by name. Raises `HeadwaterError` for an unknown one."""
-    changes, fields = read_overrides(overrides), (MODEL_FIELDS | IMAGE_FIELDS) - {"base"}
-    if unknown := [name for name in changes if name not in fields]:
-        sections = {"model": fields}
-        raise build_refusal("plan", [describe_unknown_field(name, "model", fields, sections) for name in unknown])
-    return changes
 
 
 def _check_fields(changes: Mapping[str, Any], kind: type[HeadwaterConfig]) -> None:

@@ -81,18 +81,15 @@ def check_ours(run: Path) -> None:
     """Raise `HeadwaterError` unless a folder can become a run's: missing, empty, or already a run's."""
     run = settle_path(run)
     try:
-        if not os.path.lexists(run) or (run.is_dir() and (is_run(run) or not any(run.iterdir()))):
+        marks = [run / MARK, *(run / STAGES).glob(f"*/{MARK}")]  # of the run, or of one of its stages
+        if not os.path.lexists(run) or any(mark.is_file() for mark in marks):
+            return
+        if run.is_dir() and {path.name for path in run.iterdir()} <= {LOCK}:  # empty, or of a run that begins
             return
         problem = "holds files that are not a run's" if run.is_dir() else "is no folder"
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
     raise HeadwaterError(f"{str(run)!r} {problem}; choose a new or empty folder with --out.")
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's: it, or one of its stages, is marked, or it holds the lock of a run that begins."""
-    marked = [folder / MARK, *(folder / STAGES).glob(f"*/{MARK}")]
-    return any(mark.is_file() for mark in marked) or [path.name for path in folder.iterdir()] == [LOCK]
 
 
 def clear_log(run: Path) -> None:

@@ -69,6 +69,3 @@ class DigitImages:
 
     def open(self, index: int, draw: torch.Generator) -> Image:
         return self.images[index]
-
-    def name(self, index: int) -> str:
-        return f"digit {self.numbers[index]}"

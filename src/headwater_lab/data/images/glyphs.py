@@ -136,10 +136,6 @@ class GlyphImages:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def name(self, index: int) -> str:
-        font, character = divmod(index % len(self.outlines), len(self.characters))
-        return f"{self.characters[character]} of {self.files[font].stem}"
-
     def open(self, index: int, draw: torch.Generator) -> Image:
         from PIL.Image import fromarray
 

@@ -88,10 +88,6 @@ class Images(Protocol):
         """
         ...
 
-    def name(self, index: int) -> str:
-        """Return its name for messages."""
-        ...
-
 
 class ImageData:
     """See `headwater_lab.data.base.Data`. A row is an image; its batches are pixel_values [B, C, H, W] and labels.

@@ -4,7 +4,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -28,7 +28,6 @@ def load_batches(load: Callable[[T], Batch], batches: Iterable[T], workers: int)
         sampler=batches,
         batch_size=None,
         num_workers=workers,
-        collate_fn=_keep_batch,
         # Starts at once and copies nothing. Elsewhere Python chooses, and the data are pickled.
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         generator=torch.Generator(),  # else it would draw from the global one, as training does
@@ -83,7 +82,3 @@ class _Parts(Dataset[Batch | HeadwaterError], Generic[T]):
             return self.read(batch)
         except HeadwaterError as error:
             return error
-
-
-def _keep_batch(batch: Any) -> Any:
-    return batch
