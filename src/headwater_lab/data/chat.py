@@ -56,10 +56,8 @@ def content_of(value: Any, column: str, where: str, row: int) -> tuple[str, bool
 
     Raises `HeadwaterError` for anything else.
     """
-    is_json = isinstance(value, str) and value.lstrip().startswith("[")
-    if is_json and column.rpartition(".")[2] in CONVERSATIONS:
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
+    if column.rpartition(".")[2] in CONVERSATIONS:
+        value = _parse_list(value)
     if value is None:
         return None
     if isinstance(value, str):
@@ -78,6 +76,14 @@ def content_of(value: Any, column: str, where: str, row: int) -> tuple[str, bool
     if not has_answer or any(message["content"] is None for message in messages):
         return None
     return json.dumps(messages, ensure_ascii=False), True
+
+
+def _parse_list(value: Any) -> Any:
+    """Parse a text that is a list in JSON; return any other value unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def _read_message(message: dict[Any, Any]) -> ChatMessage:

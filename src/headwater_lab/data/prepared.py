@@ -10,7 +10,7 @@ from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.data.base import register_kind
 from headwater_lab.data.language import METRICS, LanguageData, LanguageSettings
 from headwater_lab.data.reading import local_path
-from headwater_lab.data.shards import open_prepared
+from headwater_lab.data.shards import Prepared, open_prepared
 from headwater_lab.util.names import is_file_name
 
 
@@ -55,18 +55,10 @@ class PreparedSettings(LanguageSettings):
         if not weights:
             raise HeadwaterError("data.source is empty; name a prepared folder, or several with their weights.")
         folders = {name: open_prepared(local_path(name)) for name in weights}
-        manifests = {name: folder.manifest for name, folder in folders.items()}
-        tokenizers = {name: (manifest.tokenizer.sha256, manifest.separator) for name, manifest in manifests.items()}
-        reference, *compared = folders
-        for name in compared:
-            if tokenizers[name] != tokenizers[reference]:
-                raise HeadwaterError(
-                    f"{name!r} and {reference!r} were prepared with different tokenizers; prepare one of them again."
-                )
+        _check_tokenizers(folders)
         domains = {name: open_prepared(local_path(path)) for name, path in (self.held_out_domains or {}).items()}
         for (name, domain), (path, folder) in product(domains.items(), folders.items()):
-            shares = [manifest.settings.get("held_out", 0.0) for manifest in (domain.manifest, folder.manifest)]
-            if domain.manifest.sha256 == folder.manifest.sha256 and shares[0] > shares[1]:
+            if _trained_on(domain, folder):
                 raise HeadwaterError(
                     f"The domain {name!r} is the corpus of {path!r} with a larger held-out share, part of which "
                     f"is in the training data; name {path!r} itself."
@@ -87,3 +79,20 @@ class PreparedSettings(LanguageSettings):
             },
             domains=bool(domains),
         )
+
+
+def _check_tokenizers(folders: dict[str, Prepared]) -> None:
+    """Raise `HeadwaterError` if folders were prepared with different tokenizers."""
+    reference, *compared = folders
+    made_by = {name: (folder.manifest.tokenizer.sha256, folder.manifest.separator) for name, folder in folders.items()}
+    for name in compared:
+        if made_by[name] != made_by[reference]:
+            raise HeadwaterError(
+                f"{name!r} and {reference!r} were prepared with different tokenizers; prepare one of them again."
+            )
+
+
+def _trained_on(domain: Prepared, folder: Prepared) -> bool:
+    """Whether documents held out in one preparation of a corpus are training data in the other."""
+    shares = [manifest.settings.get("held_out", 0.0) for manifest in (domain.manifest, folder.manifest)]
+    return domain.manifest.sha256 == folder.manifest.sha256 and shares[0] > shares[1]

@@ -98,6 +98,8 @@ def train(
             with closing(run.batches), run.saver:
                 run.take_steps(stop)
         except Interrupted:
+            if fabric.global_rank > 0:
+                end_process(failed=False)
             run.journal.write_record("stopped")
             raise
         except Exception as error:
@@ -193,8 +195,6 @@ class TrainingRun(Setup):
                 if is_last or stopping or is_due(step, reporting.save_every):
                     self.save_checkpoint(must=is_last or stopping)
                 if stopping:
-                    if self.fabric.global_rank > 0:
-                        end_process(failed=False)
                     raise Interrupted(f"Stopped after step {step}, which is saved; run the same command with --resume.")
 
     def take_step(self, stop: bool = False) -> float:

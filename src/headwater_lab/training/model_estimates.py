@@ -148,10 +148,7 @@ def plan_models(
     overrides = [*overrides, *([] if vocab_size is None else [f"vocab_size={vocab_size}"])]
     of_training = [text for text in overrides if text.startswith("training.")]
     of_model = [text for text in overrides if text not in of_training]
-    changes, fields = read_overrides(of_model), (MODEL_FIELDS | IMAGE_FIELDS) - {"base"}
-    if unknown := [name for name in changes if name not in fields]:
-        sections = {"model": fields}
-        raise build_refusal("plan", [describe_unknown_field(name, "model", fields, sections) for name in unknown])
+    changes = _read_changes(of_model)
     planned: dict[str, PlannedModel] = {}
     for model in models:
         if _is_recipe(model):
@@ -196,10 +193,7 @@ def price_models(
     configs = [model.config for model in planned.values()]
     if len(set(map(unit_of, configs))) > 1:
         raise HeadwaterError("Text models and image models cannot be compared; name models of one kind.")
-    if not context and context != 0:
-        lengths = [config.max_position_embeddings for config in configs[1:] if config.position == "learned"]
-        longest_shared = min([configs[0].max_position_embeddings, *lengths])
-        context = longest_shared if unit_of(configs[0]) == "tokens" else None
+    context = _choose_context(configs) if not context and context != 0 else context
     longest = max(context) if isinstance(context, Sequence) else context or 1
     model = next(iter(planned.values()))
     # Of the first model, for all columns.
@@ -217,6 +211,12 @@ def price_models(
         price(model.config, name=name, **shared, **model.list_settings(longest, shared["precision"]))
         for name, model in planned.items()
     ]
+
+
+def _choose_context(configs: Sequence[HeadwaterConfig]) -> int | None:
+    """Choose the context to price models at; None for image models."""
+    lengths = [config.max_position_embeddings for config in configs[1:] if config.position == "learned"]
+    return None if unit_of(configs[0]) == "images" else min([configs[0].max_position_embeddings, *lengths])
 
 
 def _is_recipe(model: Any) -> bool:
@@ -279,6 +279,15 @@ def _check_exists(path: Path) -> None:
         raise HeadwaterError(f"There is no file {str(path)!r}; {_HINT}.")
     guess = nearest(str(path), [*PRESETS, *shipped_recipes()])
     raise HeadwaterError(f"There is no preset, recipe or file {str(path)!r}; {guess}")
+
+
+def _read_changes(overrides: list[str]) -> dict[str, Any]:
+    """Read the model fields that overrides change, by name. Raises `HeadwaterError` for an unknown one."""
+    changes, fields = read_overrides(overrides), (MODEL_FIELDS | IMAGE_FIELDS) - {"base"}
+    if unknown := [name for name in changes if name not in fields]:
+        sections = {"model": fields}
+        raise build_refusal("plan", [describe_unknown_field(name, "model", fields, sections) for name in unknown])
+    return changes
 
 
 def _check_fields(changes: Mapping[str, Any], kind: type[HeadwaterConfig]) -> None:

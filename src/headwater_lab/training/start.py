@@ -184,16 +184,24 @@ def read_beginning(recipe: Recipe, path: Path, data: Data, resumed: bool = False
     )
     last_index = max((index for index, event in enumerate(history) if event.kind == "trained"), default=-1)
     changes = history[last_index + 1 :]
-    last = history[last_index].details if last_index >= 0 else {}
-    same_order = last.get("seed") == recipe.seed and last.get("data") == _describe_data(recipe, data)
-    rows = last.get("rows")
-    rows = rows if same_order and isinstance(rows, int) and rows > 0 else 0
-    growth = [event.details for event in changes if event.kind == "grown"]
-    anneals = any(details.get("tau") == "keep" for details in growth)
-    anneals = anneals and not any(details.get("freeze") for details in growth)
-    tau = recipe.start.tau or ("anneal" if anneals else "keep")
+    rows = _count_rows(recipe, data, history[last_index].details) if last_index >= 0 else 0
+    tau = recipe.start.tau or _choose_tau(changes)
     notices = [] if resumed else _list_notices(recipe, config, rows, changes)
     return Beginning(recipe.start, path, config, origin, rows, tau, notices)
+
+
+def _count_rows(recipe: Recipe, data: Data, details: dict[str, Any]) -> int:
+    """Count the rows of this data, in this seed's order, that the last training used. details: of its event."""
+    rows = details.get("rows")
+    same_order = details.get("seed") == recipe.seed and details.get("data") == _describe_data(recipe, data)
+    return rows if same_order and isinstance(rows, int) and rows > 0 else 0
+
+
+def _choose_tau(changes: list[Event]) -> str:
+    """Choose how the run treats τ. changes: of the model since it was last trained."""
+    growth = [event.details for event in changes if event.kind == "grown"]
+    anneals = any(details.get("tau") == "keep" for details in growth)
+    return "anneal" if anneals and not any(details.get("freeze") for details in growth) else "keep"
 
 
 def _read_config(path: Path, recipe: Recipe) -> HeadwaterConfig:
@@ -408,11 +416,7 @@ class Setup:
             config = recipe.config_for(data) if self.beginning is None else self.beginning.config
             if fabric.device.type == "cpu" and not is_sharded(training):
                 check_memory(config)
-        if checkpoint is not None:
-            self.progress = run_in_first(fabric, resume_progress, checkpoint, recipe, data.description)
-        else:
-            rows, values = 0 if self.beginning is None else self.beginning.rows, recipe.model_dump(mode="json")
-            self.progress = Progress(rows=rows, recipe=values, data=data.description, run_id=secrets.token_hex(4))
+        self.progress = self.begin_progress(checkpoint)
         with advise_on_memory(training, is_of_images(config), fabric.world_size):
             self.model, self.wrapped = build_model(recipe, config, fabric, data.context)
             self.optimizers = make_optimizers(self.model, training)
@@ -430,6 +434,15 @@ class Setup:
         self.hooks = Hooks(self.model, recipe, self.beginning, None if checkpoint is None else self.progress.kept)
         self.progress.kept = self.hooks.state
         self.warnings = self.list_warnings() if checkpoint is None else []
+
+    def begin_progress(self, checkpoint: Path | None) -> Progress:
+        """Read the progress of a resumed run, or begin a new one."""
+        description = self.data.description
+        if checkpoint is not None:
+            return run_in_first(self.fabric, resume_progress, checkpoint, self.recipe, description)
+        rows = 0 if self.beginning is None else self.beginning.rows
+        values = self.recipe.model_dump(mode="json")
+        return Progress(rows=rows, recipe=values, data=description, run_id=secrets.token_hex(4))
 
     def load_weights(self, checkpoint: Path | None) -> Average | None:
         """Read the weights of a resumed run, or those that it starts from. Returns their average, if there is one."""

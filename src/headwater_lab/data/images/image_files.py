@@ -79,9 +79,9 @@ class ImageFilesSettings(ImageSettings):
                 raise HeadwaterError(
                     f"{self.source!r}: no images are left for {name}; use more images or other splits."
                 )
-        notices = [notice for split in chosen for notice in split.notices]
+        notices = list(chain.from_iterable(split.notices for split in chosen))
         if unused := sorted(set(range(len(classes))) - set(sides[0].labels)):
-            names = ", ".join(classes[number] for number in unused[:5])
+            names = ", ".join(map(classes.__getitem__, unused[:5]))
             notices.append(f"{len(unused)} of {len(classes)} classes have no image to train on: {names}.")
         digest = hashlib.sha256("".join(side.digest for side in sides).encode()).hexdigest()
         middle, spread = (list(values) if self.channels == 3 else [sum(values) / 3] for values in (MEAN, STD))
