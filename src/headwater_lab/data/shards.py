@@ -287,10 +287,6 @@ class Shards:
             raise describe_damage(self.folder / name)
         return mapped
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A memory map would be sent to a worker process as a copy of the file.
-        return self.__dict__ | {"_open": {}}
-
 
 @dataclass(frozen=True)
 class Prepared:

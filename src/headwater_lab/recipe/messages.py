@@ -12,18 +12,13 @@ from headwater_lab.recipe.synonyms import SYNONYMS
 
 # The fields of each section, for names that belong to another; "" is the top level.
 Sections = Mapping[str, Collection[str]]
-# More are not worth reading at once.
-MOST_LINES = 40
 
 
 def build_refusal(where: str, problems: Sequence[str]) -> HeadwaterError:
     """Make the error for these problems: one sentence, or a line for each."""
     if len(problems) == 1:
         return HeadwaterError(f"{where}: {problems[0]}")
-    lines = list(problems[:MOST_LINES])
-    if len(problems) > MOST_LINES:
-        lines.append(f"and {len(problems) - MOST_LINES} more")
-    return HeadwaterError("\n  ".join([f"{where}: {len(problems)} mistakes:", *lines]))
+    return HeadwaterError("\n  ".join([f"{where}: {len(problems)} mistakes:", *problems]))
 
 
 def describe_unknown_field(name: str, where: str, fields: Iterable[str], sections: Sections) -> str:

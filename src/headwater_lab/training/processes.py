@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -144,12 +145,10 @@ def choose_strategy(training: Training, world: int) -> Strategy | str:
     """Choose Fabric's strategy. FSDP2 shards the model over the processes."""
     from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 
-    def shard_over(model: AnyModel, mesh: DeviceMesh) -> AnyModel:
-        return shard_model(model, mesh["data_parallel"], training.precision)
-
     timeout = timedelta(minutes=training.timeout_minutes)
     if is_sharded(training):
-        return ModelParallelStrategy(shard_over, data_parallel_size=world, tensor_parallel_size=1, timeout=timeout)
+        shard = partial(shard_model, precision=training.precision)
+        return ModelParallelStrategy(shard, data_parallel_size=world, tensor_parallel_size=1, timeout=timeout)
     if world == 1 and training.strategy != "ddp":
         return "auto"
     # Buffers are constants, and gradients need not be held twice.
@@ -163,6 +162,7 @@ def shard_model(model: AnyModel, mesh: DeviceMesh, precision: Precision) -> AnyM
     `add_up_scalars` averages their gradients. The model arrives on the meta device and is initialized here, one
     parameter at a time, so no process ever holds more of it than its shard.
     """
+    mesh = mesh["data_parallel"]
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute if precision.is_mixed else None,
         reduce_dtype=torch.promote_types(precision.weights, torch.float32),

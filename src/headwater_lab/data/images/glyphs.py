@@ -33,7 +33,7 @@ MATPLOTLIB = {
     "STIX": "STIXGeneral STIXGeneralBol STIXGeneralBolIta STIXGeneralItalic",
 }
 # Families in the package rendercv-fonts that are under free licenses (SIL's, Apache's, Ubuntu's, Bitstream's).
-PACKAGED = (
+PACKAGED = [
     "EB Garamond",
     "Gentium Book Plus",
     "Lato",
@@ -47,7 +47,7 @@ PACKAGED = (
     "Source Sans 3",
     "Ubuntu",
     "XCharter",
-)
+]
 STYLES = ("Regular", "Bold", "Italic", "BoldItalic")
 FAMILIES = sorted((*MATPLOTLIB, *PACKAGED))
 # Families to evaluate on, no glyph of which is trained on.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -41,7 +41,8 @@ def read_image(source: Path | bytes, name: str, channels: int) -> Image:
     from PIL import ImageOps
 
     try:
-        with _read_content(source) as content, Pillow.open(content, formats=_list_suffixes()) as opened:
+        file = io.BytesIO(source) if isinstance(source, bytes) else open_regular(source)
+        with file as content, Pillow.open(content, formats=_list_suffixes()) as opened:
             if opened.width * opened.height > MOST:
                 raise UnreadableImage(f"{name} has {opened.width} x {opened.height} pixels; the limit is {MOST:,}.")
             if max(opened.size) > LONGEST * min(opened.size):
@@ -58,10 +59,6 @@ def read_image(source: Path | bytes, name: str, channels: int) -> Image:
     except Exception as error:  # readers of broken images raise anything
         reason = getattr(error, "strerror", None) or first_line(error)
         raise UnreadableImage(f"{name} cannot be read: {reason.rstrip('.')}.") from error
-
-
-def _read_content(source: Path | bytes) -> IO[bytes]:
-    return io.BytesIO(source) if isinstance(source, bytes) else open_regular(source)
 
 
 @functools.cache
