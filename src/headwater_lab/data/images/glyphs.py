@@ -33,21 +33,10 @@ MATPLOTLIB = {
     "STIX": "STIXGeneral STIXGeneralBol STIXGeneralBolIta STIXGeneralItalic",
 }
 # Families in the package rendercv-fonts that are under free licenses (SIL's, Apache's, Ubuntu's, Bitstream's).
-PACKAGED = [
-    "EB Garamond",
-    "Gentium Book Plus",
-    "Lato",
-    "Mukta",
-    "Noto Sans",
-    "Open Sans",
-    "Open Sauce Sans",
-    "Poppins",
-    "Raleway",
-    "Roboto",
-    "Source Sans 3",
-    "Ubuntu",
-    "XCharter",
-]
+PACKAGED = (
+    "EB Garamond", "Gentium Book Plus", "Lato", "Mukta", "Noto Sans", "Open Sans", "Open Sauce Sans", "Poppins",
+    "Raleway", "Roboto", "Source Sans 3", "Ubuntu", "XCharter",
+)  # fmt: skip
 STYLES = ("Regular", "Bold", "Italic", "BoldItalic")
 FAMILIES = sorted((*MATPLOTLIB, *PACKAGED))
 # Families to evaluate on, no glyph of which is trained on.
