@@ -26,8 +26,8 @@ from headwater_lab.papers.result import (
     reproduce_command,
     reproduce_table,
     terminal_tables,
-    write_result,
     write_paper_figure,
+    write_result,
 )
 from headwater_lab.papers.table import Column, PaperTable, TableCell, read_tables
 from headwater_lab.papers.training_runs import train_table
