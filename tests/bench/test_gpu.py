@@ -67,7 +67,7 @@ def test_the_preset_is_measured_first(tmp_path, monkeypatch):
     """And what compiles nothing before what does, the longest last: time may run out at any row."""
     tried = []
     monkeypatch.setattr(gpu.Phase, "attempt", lambda self, measure, **names: tried.append(names))
-    monkeypatch.setattr(gpu, "measure_bandwidth", lambda phase: 1.0)
+    monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1.0)
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
     phase.sizes = gpu.ON_GPU
     gpu.mechanisms(phase)

@@ -46,7 +46,7 @@ from headwater_lab.bench.paired import PairedTimes, random_ids, take_turns
 from headwater_lab.bench.shapes import ModelShape, StepShape
 from headwater_lab.bench.training_speed import make_twins, training_step
 from headwater_lab.util.machine import c_compiler
-from headwater_lab.util.machine_speed import matmul_flops, peak_of, tf32
+from headwater_lab.util.machine_speed import copy_bandwidth, matmul_flops, peak_of, tf32
 from headwater_lab.util.outputs import write_json
 
 Measurement = dict[str, Any]
@@ -85,7 +85,6 @@ class Sizes(NamedTuple):
     vocab_size: int = 50304
     warm: int = 4
     steps: int = 10
-    copied: int = 2**32  # bytes
     backend: str = "inductor"
     least: float = 15.0  # minimum seconds of a measurement that compiles, which is skipped if fewer are left
 
@@ -102,7 +101,6 @@ ON_CPU = Sizes(
     vocab_size=256,
     warm=1,
     steps=2,
-    copied=2**20,
     backend="aot_eager",
     least=0.0,
 )
@@ -311,7 +309,7 @@ def environment(phase: Phase) -> None:
     if sheet is not None:
         phase.put(sheet=sheet.source, **{"bf16, TFLOP/s": sheet.flops / 1e12, "bandwidth, GB/s": sheet.bandwidth / 1e9})
     attempt = partial(phase.attempt, brief=True)
-    attempt(lambda: {"GB/s": measure_bandwidth(phase) / 1e9}, measured="copy, bytes read and written")
+    attempt(lambda: {"GB/s": copy_bandwidth(device) / 1e9}, measured="copy, bytes read and written")
 
     def matmul(dtype: torch.dtype, rounded: bool) -> Measurement:
         return {"TFLOP/s": matmul_flops(device, dtype, rounded) / 1e12}
@@ -321,13 +319,6 @@ def environment(phase: Phase) -> None:
         kinds["float32 in TF32"] = (torch.float32, True)
     for name, (dtype, rounded) in kinds.items():
         attempt(partial(matmul, dtype, rounded), measured=f"matmul {name}")
-
-
-def measure_bandwidth(phase: Phase) -> float:
-    """Measure bytes/s of a long copy, which reads and writes each byte once."""
-    source, target = (torch.ones(phase.sizes.copied // 4, device=phase.device) for _ in range(2))
-    target.copy_(source)
-    return 2 * source.nbytes / phase.seconds(lambda: target.copy_(source), 20)
 
 
 def correctness(phase: Phase) -> None:
@@ -553,7 +544,7 @@ def decoding(phase: Phase) -> None:
     The step is recorded as it is, and compiled.
     """
     sizes = phase.sizes
-    peak = measure_bandwidth(phase)
+    peak = copy_bandwidth(phase.device)
 
     def measure(layers: int, width: int, rows: int, compiled: bool) -> Measurement:
         model = make_model(phase, layers, width, sizes.prompt + sizes.tokens).to(torch.bfloat16).eval()
