@@ -94,14 +94,14 @@ def read_measure(inspection: Inspection, label: str) -> Any:
 
 
 def read_table(inspections: Sequence[Inspection]) -> Table:
-    of_images = any(model.images for model in inspections)
+    samples = [model.sample for model in inspections]
+    of_images = any(sample is not None and sample.patches is not None for sample in samples)
     table = _start_table(
         inspections,
         "Measured on images" if of_images else "Measured on rows of tokens; induction on random ones",
         f"One number per query head; the range if there are more than {HEADS}.",
     )
-    samples = [model.text or model.images for model in inspections]
-    sizes = [sample.size if sample else "" for sample in samples]
+    sizes = [str(sample or "") for sample in samples]
     _add_section(table, "sample", {"images" if of_images else "rows × tokens": sizes})
     for label in MEASURES:
         columns = [list(read_measure(model, label) or ()) for model in inspections]
