@@ -2,13 +2,14 @@
 
 import functools
 import importlib.metadata
-import math
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic_core import to_json as to_json_bytes
 from transformers import PreTrainedModel
 
 import headwater
@@ -244,25 +245,18 @@ def _text_facts(text: texts.Text) -> dict[str, Any]:
 
 
 def to_json(result: EvaluationResult) -> dict[str, Any]:
-    """List all results as plain values, not rounded, with the number of items behind each figure."""
+    """List all results as plain values, not rounded, with the number of items behind each figure.
+
+    Infinities and NaN, which JSON does not have, become None.
+    """
     content = asdict(result)
     for row, plain in zip(result.rows, content["rows"], strict=True):
         plain["figures"] = {
             name: {"value": s.value, "stderr": s.stderr, "items": None if s.items is None else len(s.items.values)}
             for name, s in row.figures.items()
         }
-    return {"headwater": headwater.__version__, "format": 1} | _without_infinities(content)
-
-
-def _without_infinities(value: Any) -> Any:
-    """Replace infinities and NaN, which JSON does not have, by None."""
-    if isinstance(value, dict):
-        return {key: _without_infinities(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_infinities(inner) for inner in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    plain = json.loads(to_json_bytes(content, inf_nan_mode="null", fallback=lambda number: number.item()))
+    return {"headwater": headwater.__version__, "format": 1} | plain
 
 
 def build_tables(result: EvaluationResult) -> list[Table]:
