@@ -70,7 +70,12 @@ class EvaluationResult:
     def compare_models(self) -> None:
         """Fill in the differences of each row."""
         for row in self.rows:
-            row.differences = _compare_row(row)
+            (baseline, reference), *compared = ((name, score.items) for name, score in row.figures.items())
+            row.differences = [
+                compare_items(name, items, baseline, reference)
+                for name, items in compared
+                if reference is not None and items is not None and len(items.values) == len(reference.values)
+            ]
 
 
 def evaluate(
@@ -213,15 +218,6 @@ def choose_measures(candidates: Sequence[Candidate]) -> list[str]:
     """Choose the measures by which models can be compared on text: measures per token need the same tokenizer."""
     alike = all(same_tokenizer(candidates[0], candidate) for candidate in candidates[1:])
     return list(MEASURES) if alike else ["bits-per-byte"]
-
-
-def _compare_row(row: ScoreRow) -> list[Difference]:
-    (baseline, reference), *compared = ((name, score.items) for name, score in row.figures.items())
-    return [
-        compare_items(name, items, baseline, reference)
-        for name, items in compared
-        if reference is not None and items is not None and len(items.values) == len(reference.values)
-    ]
 
 
 def _model_facts(candidate: Candidate, model: PreTrainedModel) -> dict[str, Any]:
