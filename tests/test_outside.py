@@ -676,7 +676,7 @@ def test_a_table_is_trained_with_a_mechanism_from_outside(here, run, forked_work
     override = f'model.mechanisms={{"{mechanism}": {{begin: 1.0}}}}'
     code, out, err = run("reproduce", "kv-shifting/figure-1a", override, *small, "--out=rep", "--workers=1")
     assert code == 0, err
-    assert "report:" in out
+    assert "result:" in out
     configs = {path.parts[-4]: json.loads(path.read_text()) for path in here.glob("rep/**/checkpoints/*/config.json")}
     assert len(configs) == 8
     assert configs["1-layer-0"]["mechanisms"] == {mechanism: {"begin": 1.0}}

@@ -16,10 +16,18 @@ import pytest
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.trials import list_trials
-from headwater_lab.reports import Head, PageTable, read_comparisons, write_report
+from headwater_lab.reports import PageTable, read_comparisons, write_report
 from headwater_lab.reports.curves import make_arm_curves
-from headwater_lab.reports.page import list_warnings, rates_table, render_page, scaling_part, tell_story
-from headwater_lab.reports.pictures import curves_picture, differences_picture, encode_png
+from headwater_lab.reports.page import (
+    Section,
+    Story,
+    list_warnings,
+    rates_table,
+    render_page,
+    scaling_part,
+    tell_story,
+)
+from headwater_lab.reports.pictures import curves_picture, differences_picture
 from headwater_lab.reports.styles import choose_styles
 from headwater_lab.reports.words import describe_test, differences_table, result_table, state_answer
 from headwater_lab.training.records import (
@@ -172,9 +180,6 @@ class TestWhatIsSaid:
     def test_what_is_not_there_is_one_sentence(self, tmp_path):
         with pytest.raises(HeadwaterError, match="no finished runs of a comparison"):
             write_report(tmp_path)
-        saved(tmp_path, three("base", BASE))
-        with pytest.raises(HeadwaterError, match="No run of 'f' is finished"):
-            write_report(tmp_path, only=["f"])
 
 
 def rows_of(found):
@@ -337,28 +342,6 @@ class TestPage:
         assert page.counts["script"] == 1, "our own"
         assert "<script>alert" not in html
         assert HOSTILE in text_of(html)
-
-    @pytest.mark.slow
-    def test_a_head_only_some_experiments_and_another_place(self, tmp_path):
-        runs = (
-            three("base", BASE) + three("good", GOOD) + three("base", BASE, name="f") + three("other", GOOD, name="f")
-        )
-        saved(tmp_path, runs)
-        head = Head(
-            "Table 1", ["Does it hold?", "It does."], [PageTable("Ours & theirs", ["", "x"], [["a", ("1", "better")]])]
-        )
-        (tmp_path / "pages").mkdir()
-        target = tmp_path / "pages" / "one.html"
-        assert write_report(tmp_path, head=head, only=["f"], target=target) == target
-        text = text_of(target.read_text())
-        assert (
-            text.index("Table 1") < text.index("Does it hold?") < text.index("Ours & theirs") < text.index("Title of f")
-        )
-        assert "Title of e" not in text
-        assert sorted(path.name for path in target.parent.iterdir()) == ["f-curves.png", "one.html"]
-        write_report(tmp_path, head=head, only=(), target=target)
-        assert "It does." in target.read_text()
-        assert "<img" not in target.read_text()
 
     def test_text_has_contrast_in_light_and_dark(self):
         css = (Path(write_report.__code__.co_filename).parents[1] / "templates" / "report.css").read_text()
@@ -567,8 +550,9 @@ class TestBrowser:
         words = ["cannot", "be", "told", "does", "not", "hold", "identical"]
         rows = [["a claim of some length that takes its room", (word, "better"), "f" * 64 + " 0.1"] for word in words]
         table = PageTable("Claims", ["claim", "holds?", "by"], rows, text=True)
-        target = write_report(tmp_path, head=Head("T", tables=[table]), only=(), target=tmp_path / "head.html")
-        browser.open(target, 390)
+        story = Story("t", "T", "Is it better?", [], [Section("c", "Claims", tables=[table])])
+        (tmp_path / "page.html").write_text(render_page([story]))
+        browser.open(tmp_path / "page.html", 390)
         assert browser.run("document.documentElement.scrollWidth") <= 390
         lines = browser.run(
             "[...document.querySelectorAll('td.better')].map(cell => { const all = document.createRange();"
@@ -577,17 +561,10 @@ class TestBrowser:
         assert lines == [1] * len(words)
 
     @pytest.mark.slow
-    def test_pictures_follow_the_theme_and_say_what_they_show(self, browser, tmp_path):
-        from matplotlib.figure import Figure
-
-        figure = Figure()
-        figure.subplots().plot([1, 2], [3.5, 0.25], label="arm <b>")
-        pictures = [("A caption", encode_png(figure))]
-        target = write_report(tmp_path, head=Head("T", pictures=pictures), only=(), target=tmp_path / "head.html")
+    def test_pictures_follow_the_theme(self, browser, page):
         style = "getComputedStyle(document.querySelector('img')).filter"
         for scheme, inverted in (("light", False), ("dark", True)):
-            browser.open(target, 800, scheme)
-            assert browser.run("document.querySelector('img').alt") == "A caption"
+            browser.open(page, 800, scheme)
             assert ("invert" in browser.run(style)) == inverted
             browser.run("document.getElementById('theme').click()")
             assert ("invert" in browser.run(style)) != inverted

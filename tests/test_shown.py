@@ -50,7 +50,6 @@ NOT_RUN = {
     r"^headwater generate .* --compile\b": "it compiles for minutes",
     r"^headwater generate CHECKPOINT - ": "it reads what is typed",
     r"^headwater bench train --base vit\b": "images have no context to make smaller; tests/vision runs it",
-    r"^headwater bench serve ": "it needs vLLM, in an environment of its own; tests/vllm_suite runs it",
     r"EleutherAI/|togethercomputer/": "it reads models or tokenizers from the hub",
 }
 # What to append to a command, by the beginning of its name, where it has the option: the last one given counts.

@@ -32,7 +32,7 @@ def few(monkeypatch):
 @pytest.mark.slow  # it compiles; that a wrong result is seen, `test_a_wrong_result_is_seen` shows
 def test_correctness(few, tmp_path):
     rows = rows_of("correctness", tmp_path)
-    assert [row["outcome"] for row in rows] == ["ok"] * 7
+    assert [row["outcome"] for row in rows] == ["ok"] * 5
     assert [row["graphs"] for row in rows if "graphs" in row] == [2]
 
 
@@ -46,7 +46,6 @@ def test_decoding(tmp_path):
 def test_phase(name, few, tmp_path):
     rows = rows_of(name, tmp_path)
     if name == "training":
-        assert all(set(gpu.KERNELS) < set(row) for row in rows if "MFU" in row)
         assert all(row["MFU"] > 0 and row["breaks"] == 0 for row in rows if "MFU" in row)
 
 
@@ -64,31 +63,11 @@ def test_a_wrong_result_is_seen(few, tmp_path, monkeypatch):
     assert gpu.find_problems(found) == ["correctness, kv_shift: WRONG"]
 
 
-@pytest.mark.parametrize("what", [gpu._step_waits, gpu._token_waits])
-@pytest.mark.slow
-def test_a_wait_is_seen(what, tmp_path, monkeypatch):
-    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
-    phase.sizes = phase.sizes._replace(backend="eager")
-    both = {"kv_shift": {}, "value_residual": {}}
-    assert what(phase, both) == {"outcome": "ok"}
-    forward = gpu.HeadwaterForCausalLM.forward
-
-    def waiting(self, *given, **more):
-        out = forward(self, *given, **more)
-        next(self.parameters()).sum().item()
-        return out
-
-    monkeypatch.setattr(gpu.HeadwaterForCausalLM, "forward", waiting)
-    found = what(phase, both)
-    assert found["outcome"] == gpu.WRONG
-    assert "wait" in found["error"]
-
-
 def test_the_preset_is_measured_first(tmp_path, monkeypatch):
     """And what compiles nothing before what does, the longest last: time may run out at any row."""
     tried = []
     monkeypatch.setattr(gpu.Phase, "attempt", lambda self, measure, **names: tried.append(names))
-    monkeypatch.setattr(gpu, "measure_bandwidth", lambda phase: 1.0)
+    monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1.0)
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
     phase.sizes = gpu.ON_GPU
     gpu.mechanisms(phase)
@@ -104,11 +83,7 @@ def test_the_preset_is_measured_first(tmp_path, monkeypatch):
     gpu.correctness(phase)
     brief = [names.pop("brief", False) for names in tried]
     assert brief == sorted(brief, reverse=True)
-    assert {value for names in tried[-3:] for value in names.values()} == {
-        "together",
-        "training step, together",
-        "together, compiled",
-    }
+    assert {value for names in tried[-2:] for value in names.values()} == {"together", "together, compiled"}
     assert {names["compiled"] for names in tried if "compiled" in names} == {
         "none",
         "together",
@@ -247,16 +222,3 @@ def test_too_little_memory_is_no_error(tmp_path):
     found = {"phases": {"training": {"rows": gpu._read_rows(tmp_path / "rows")}}}
     assert found["phases"]["training"]["rows"] == [{"model": "350M", "outcome": "skipped: not enough memory"}]
     assert gpu.find_problems(found) == []
-
-
-def test_a_profiler_that_fails_loses_no_timing(tmp_path, monkeypatch):
-    phase, steps = gpu.Phase(tmp_path / "rows", "cpu", 600), []
-    shares = gpu._time_shares(phase, lambda: steps.append(torch.ones(1000).sum()), 2)
-    assert set(shares) == {"idle", *gpu.KERNELS, "other kernels"}
-    assert len(steps) == 3
-
-    def fails(**given):
-        raise RuntimeError("CUPTI is in use")
-
-    monkeypatch.setattr(gpu, "profile", fails)
-    assert gpu._time_shares(phase, lambda: None) == {"shares": "failed: CUPTI is in use"}

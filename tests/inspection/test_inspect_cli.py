@@ -65,7 +65,7 @@ def test_two_side_by_side(run, checkpoint, text, tmp_path):
         assert words in out
     assert "inspect.json" in err
     content = json.loads((tmp_path / "out" / "inspect.json").read_text())
-    assert content["schema_version"] == 1
+    assert content["schema_version"] == 2
     assert [one["name"] for one in content["models"]] == ["shift", "pairs"]
     assert [one["layers"] for one in content["models"]] == [2, 3]
     pictures = sorted(path.name for path in (tmp_path / "out").iterdir())
@@ -80,7 +80,7 @@ def test_by_default_what_it_was_trained_on(run, recipe, finished, tmp_path, corp
     code, out, _ = run("inspect", tmp_path / "run", "--rows", 4, "--out", tmp_path / "out", "--trust", corpus)
     assert code == 0
     (one,) = json.loads((tmp_path / "out" / "inspect.json").read_text())["models"]
-    assert (one["text"]["rows"], one["text"]["context"]) == (4, 32)
+    assert one["sample"] == {"rows": 4, "tokens": 32, "patches": None}
     assert "entropy" in out
 
 
@@ -90,7 +90,7 @@ def test_scalars_need_no_text_and_no_tokenizer(run, checkpoint, tmp_path):
     assert code == 0
     assert "entropy" not in out
     (one,) = json.loads((tmp_path / "out" / "inspect.json").read_text())["models"]
-    assert one["read"] is one["text"] is one["induction"] is None
+    assert one["read"] is one["sample"] is one["induction"] is None
     assert one["census"]["heads"] == 6
     assert (tmp_path / "out" / "inspect-scalars.png").is_file()
 

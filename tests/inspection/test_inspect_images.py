@@ -10,7 +10,7 @@ from headwater.nn.patches import raster_positions
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.images import image_processor
 from headwater_lab.inspection import build_tables, check_alike, inspect_model, to_json
-from headwater_lab.inspection.inspection import InspectedText
+from headwater_lab.inspection.inspection import SampleSize
 from headwater_lab.inspection.inspection_pictures import heads_picture
 from headwater_lab.inspection.sample import Sample
 from headwater_lab.inspection.watch import read_sample
@@ -126,8 +126,8 @@ def test_by_default_held_out_images(tmp_path):
         train(parse({"name": name, "model": model, "data": data, "training": training}, "test"), tmp_path / name)
     inspected = inspect_model(open_trained(tmp_path / "run"), "run", rows=20)
     (model,) = to_json([inspected])["models"]
-    assert model["text"] is model["induction"] is None
-    assert model["images"] == {"number": 20, "patches": (2, 2), "tokens": 5}
+    assert model["induction"] is None
+    assert model["sample"] == {"rows": 20, "patches": (2, 2), "tokens": 5}
     assert "first token" in {axes.get_title(loc="left").strip() for axes in heads_picture([inspected]).axes}
     _, table = build_tables([inspected])
     labels = " ".join(str(cell) for cell in table.columns[0].cells)
@@ -135,6 +135,6 @@ def test_by_default_held_out_images(tmp_path):
     assert "induction" not in labels
     check_alike([inspected, inspected])
     with pytest.raises(HeadwaterError, match="inspect them separately"):
-        check_alike([inspected, replace(inspected, images=None, text=InspectedText(1, 16))])
+        check_alike([inspected, replace(inspected, sample=SampleSize(1, 16, None))])
     with pytest.raises(HeadwaterError, match="Images of one patch"):
         inspect_model(open_trained(tmp_path / "patch"), "patch")

@@ -26,8 +26,7 @@ from headwater.models.decoding import WARM, Arrivals, Decoder, DecodingState
 from headwater.nn import lookback, masks
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
-from headwater_lab.bench.waits import NoWaits, no_waits
-from waits import CountedWaits
+from waits import CountedWaits, NoWaits, no_waits
 
 LEARNING = {"value_residual": {"mode": "learnable"}, "kv_shift": {"window": 3}}
 MANY = {"pattention": {}, "kv_shift": {}, "value_residual": {}, "skip_layer": {}, "dense_former": {}}

@@ -15,7 +15,7 @@ from headwater_lab.comparison.trials import make_trial
 from headwater_lab.data.corpus import DOCS, STDLIB, TOPICS
 from headwater_lab.evaluation.tasks import GROUPS, parse_tasks
 from headwater_lab.inspection.scalars import Census
-from headwater_lab.papers.arms import SizedArm, find_arm, find_arms, list_references
+from headwater_lab.papers.arms import SizedArm, find_arm, list_references
 from headwater_lab.papers.measures import find_incomparable
 from headwater_lab.papers.price import estimate_price
 from headwater_lab.papers.table import SCALES, Pair, PaperTable, counts_steps, find_table, read_tables
@@ -65,10 +65,14 @@ def at(name: str, scale: str, reference: str) -> SizedArm | None:
     return find_arm(find_table(name), scale, recipes(name, scale), reference)
 
 
+def arms(name: str, scale: str) -> list[SizedArm]:
+    """All the arms that a table names at a scale, where they are trained."""
+    table, read = find_table(name), recipes(name, scale)
+    return list(filter(None, (find_arm(table, scale, read, reference) for reference in list_references(table))))
+
+
 def priced(name: str, scale: str) -> tuple[float, float]:
-    """All the arms that a table names at a scale."""
-    of = find_arms(find_table(name), scale, recipes(name, scale))
-    return estimate_price([one for one in of.values() if one is not None], scale)
+    return estimate_price(arms(name, scale), scale)
 
 
 def test_there_is_a_file_for_each_table_that_reports_an_experiment():
@@ -430,6 +434,6 @@ def test_stages_that_arms_share_are_paid_for_once():
 
 def test_folders_are_those_of_compare(tmp_path):
     for name, scale in (("kv-shifting/figure-7a", "cpu"), ("value-residual/main", "gpu")):
-        for one in find_arms(find_table(name), scale, recipes(name, scale)).values():
+        for one in arms(name, scale):
             seed = one.seeds[-1]
             assert one.folder(seed, tmp_path) == make_trial(one.recipe, one.arm, seed, tmp_path, one.size).folder

@@ -9,9 +9,9 @@ from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.kernels import varlen
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.plugins.registry import MECHANISMS
-from headwater_lab.bench.waits import NoWaits, WaitError, no_waits
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.loop import TrainingRun, train
+from waits import NoWaits, WaitError, no_waits
 
 LEARNING = {"value_residual": {"mode": "learnable"}, "kv_shift": {"window": 3}}
 

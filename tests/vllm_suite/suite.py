@@ -51,9 +51,6 @@ from headwater.integrations.vllm import vllm_engine as engine
 from headwater.integrations.vllm.flash import FlashEngine
 from headwater.integrations.vllm.vllm_engine import CPUEngine
 from headwater.testing.small_models import disturb
-from headwater.util.precision import Precision
-from headwater_lab.bench.serving import bench_serving
-from headwater_lab.bench.shapes import ServeShape
 
 SIZES: dict[str, Any] = dict(
     vocab_size=97,
@@ -88,9 +85,6 @@ CASES: list[tuple[dict, dict, int, bool]] = [
     ({"kv_shift": {}, "short_conv": {}, "smear": {"weight": 0.5}, "ngram_memory": {}}, GQA, 2048, True),
     ({"short_conv": {"sites": ["attention_input", "feed_forward_hidden", "values"]}}, GQA | ALIBI, 2048, True),
 ]
-
-
-SMALL: dict[str, Any] = dict(layers=2, width=128, vocab_size=97)
 
 
 _rebind = dispatcher._rebind_kernels
@@ -493,18 +487,6 @@ def test_an_unknown_mechanism_is_refused_by_name(tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"mechanisms": {"value_residul": {}}}))
     with pytest.raises((HeadwaterError, ValueError), match=r"value_residul.*did you mean 'value_residual'"):
         EngineArgs(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True).create_engine_config()
-
-
-def test_throughput_beside_vllms_own_llama():
-    """With the same weights, the same tokens; a cache for two requests runs two at a time."""
-    blocks = 3 * 128 * 2 * 2 * 128 * 4 / 2**30  # of which one is padding
-    shape = ServeShape(requests=4, context=60, tokens=40, turns=2, **SMALL)
-    found = bench_serving({}, shape, Precision.FP32, cache_memory=blocks)
-    assert [row["model"] for row in found.rows] == ["vLLM's Llama", "vanilla"]
-    assert "vanilla: the same tokens" in found.notes
-    for row in found.rows:
-        assert row["tokens in cache"] == found.rows[0]["tokens in cache"]
-        assert 1 <= float(row["running"]) <= 2, row
 
 
 # The Transformers backend. In a process of its own, since vLLM changes the model's classes there.

@@ -23,7 +23,7 @@ from headwater_lab.papers.result import (
     lay_out_cells,
     reproduce_table,
     to_json,
-    write_page,
+    write_result,
 )
 from headwater_lab.papers.table import SCALES, PaperTable, find_table, read_tables, reads_models
 from headwater_lab.papers.training_runs import train_table
@@ -54,9 +54,9 @@ class Reproduced(Result):
         """Return the paper's claims and the verdicts."""
         return [(claim.says, claim.verdict) for claim in self.result.claims]
 
-    def report(self) -> Path:
-        """Write the table's page, and return its path."""
-        return write_page(self.result, self.folder)
+    def save(self) -> Path:
+        """Write result.json, and figure.png if the table has a figure; returns the path of the first."""
+        return write_result(self.result, self.folder)
 
 
 @quiet()

@@ -18,7 +18,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import cache_of
 from headwater.util.precision import Precision
 from headwater_lab.bench.paired import PairedTimes, describe_device, random_ids, take_turns
-from headwater_lab.bench.shapes import Benchmark, DecodeShape, ModelShape
+from headwater_lab.bench.shapes import Benchmark, DecodeShape
 from headwater_lab.util.machine_speed import read_bandwidth
 
 LLAMA = "transformers' Llama"
@@ -50,13 +50,19 @@ def bench_decode(
     slower or faster.
     """
     bandwidth, dtype = read_bandwidth(device), precision.weights
-    models = with_llama({VANILLA: {}, **mechanisms, AGAIN: {}}, shape, shape.context + shape.tokens, LLAMA)
+    sizes = shape.config(shape.context + shape.tokens)
+    models: dict[str, Any] = {
+        name: HeadwaterForCausalLM(HeadwaterConfig(**sizes, norm_eps=1e-6, mechanisms=options))
+        for name, options in {VANILLA: {}, **mechanisms, AGAIN: {}}.items()
+    }
+    models = {LLAMA: to_transformers(models[VANILLA], "llama"), **models}
     models[AGAIN].load_state_dict(models[VANILLA].state_dict())
     for model in models.values():
         model.to(device, dtype).eval()
     ids = random_ids(shape.vocab_size, shape.batch_size, shape.context).to(device)
     runs = decode_in_turns(models, ids, shape.tokens, shape.turns)
     vanilla, rows = runs[VANILLA], []
+    same = "the same" if torch.equal(vanilla[-1].tokens, runs[LLAMA][-1].tokens) else "not the same"
     for name, generations in runs.items():
         config = models[VANILLA if name == LLAMA else name].config
         firsts, seconds = (list(times) for times in zip(*(run[:2] for run in generations), strict=True))
@@ -74,31 +80,10 @@ def bench_decode(
     return Benchmark(
         f"{shape}, precision {precision}; {describe_device(device)}; memory read at {bandwidth / 1e9:.1f} GB/s",
         rows,
-        describe_ratios(LLAMA, torch.equal(vanilla[-1].tokens, runs[LLAMA][-1].tokens))
-        + f"\n{AGAIN}: a second copy, which shows the effect of the position in memory. bandwidth: weights and cache "
-        "read per second, as a share of the memory bandwidth.",
-    )
-
-
-def with_llama(
-    mechanisms: Mapping[str, dict[str, dict]], shape: ModelShape, length: int, llama: str
-) -> dict[str, PreTrainedModel]:
-    """Make a model with each of `mechanisms`, for rows of `length` tokens.
-
-    First comes, under the name `llama`, a Llama with the weights of the model named vanilla.
-    """
-    models: dict[str, Any] = {
-        name: HeadwaterForCausalLM(HeadwaterConfig(**shape.config(length), norm_eps=1e-6, mechanisms=options))
-        for name, options in mechanisms.items()
-    }
-    return {llama: to_transformers(models[VANILLA], "llama"), **models}
-
-
-def describe_ratios(llama: str, same_tokens: bool) -> str:
-    """Explain the ratios of a benchmark that begins with a Llama, and whether vanilla gave the same tokens."""
-    return (
-        f"ratio: time over {VANILLA}'s, and {VANILLA}'s over that of {llama}; median over the turns.\n"
-        f"{VANILLA}: {'the same' if same_tokens else 'not the same'} tokens as {llama}."
+        f"ratio: time over {VANILLA}'s, and {VANILLA}'s over that of {LLAMA}; median over the turns.\n"
+        f"{VANILLA}: {same} tokens as {LLAMA}.\n"
+        f"{AGAIN}: a second copy, which shows the effect of the position in memory. bandwidth: weights and cache read "
+        "per second, as a share of the memory bandwidth.",
     )
 
 

@@ -24,7 +24,6 @@ import torch
 import transformers
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from headwater import __version__
@@ -40,15 +39,14 @@ from headwater.models.compiling import compile_blocks, compile_model
 from headwater.models.decoding import Decoder
 from headwater.nn.documents import make_cu_seq_lens
 from headwater.plugins.registry import MECHANISMS
-from headwater.util.errors import HeadwaterError, first_line, nearest
+from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.precision import Precision
 from headwater.util.processor import describe_cpu
 from headwater_lab.bench.paired import PairedTimes, random_ids, take_turns
 from headwater_lab.bench.shapes import ModelShape, StepShape
 from headwater_lab.bench.training_speed import make_twins, training_step
-from headwater_lab.bench.waits import WaitError, no_waits
 from headwater_lab.util.machine import c_compiler
-from headwater_lab.util.machine_speed import matmul_flops, peak_of, tf32
+from headwater_lab.util.machine_speed import copy_bandwidth, matmul_flops, peak_of, tf32
 from headwater_lab.util.outputs import write_json
 
 Measurement = dict[str, Any]
@@ -87,7 +85,6 @@ class Sizes(NamedTuple):
     vocab_size: int = 50304
     warm: int = 4
     steps: int = 10
-    copied: int = 2**32  # bytes
     backend: str = "inductor"
     least: float = 15.0  # minimum seconds of a measurement that compiles, which is skipped if fewer are left
 
@@ -104,7 +101,6 @@ ON_CPU = Sizes(
     vocab_size=256,
     warm=1,
     steps=2,
-    copied=2**20,
     backend="aot_eager",
     least=0.0,
 )
@@ -313,7 +309,7 @@ def environment(phase: Phase) -> None:
     if sheet is not None:
         phase.put(sheet=sheet.source, **{"bf16, TFLOP/s": sheet.flops / 1e12, "bandwidth, GB/s": sheet.bandwidth / 1e9})
     attempt = partial(phase.attempt, brief=True)
-    attempt(lambda: {"GB/s": measure_bandwidth(phase) / 1e9}, measured="copy, bytes read and written")
+    attempt(lambda: {"GB/s": copy_bandwidth(device) / 1e9}, measured="copy, bytes read and written")
 
     def matmul(dtype: torch.dtype, rounded: bool) -> Measurement:
         return {"TFLOP/s": matmul_flops(device, dtype, rounded) / 1e12}
@@ -325,13 +321,6 @@ def environment(phase: Phase) -> None:
         attempt(partial(matmul, dtype, rounded), measured=f"matmul {name}")
 
 
-def measure_bandwidth(phase: Phase) -> float:
-    """Measure bytes/s of a long copy, which reads and writes each byte once."""
-    source, target = (torch.ones(phase.sizes.copied // 4, device=phase.device) for _ in range(2))
-    target.copy_(source)
-    return 2 * source.nbytes / phase.seconds(lambda: target.copy_(source), 20)
-
-
 def correctness(phase: Phase) -> None:
     """Check the contract on this device: cached = uncached, packed = separate, bf16 near fp64, compiled = eager."""
     mechanisms_by_name = combine_mechanisms()
@@ -341,8 +330,6 @@ def correctness(phase: Phase) -> None:
         phase.attempt(partial(_same_tokens, phase, options, False), brief=True, tokens=name)
     extremes = [name for name in ("none", "together") if name in mechanisms_by_name]
     for name in extremes:
-        measure = partial(_token_waits, phase, mechanisms_by_name[name])
-        phase.attempt(measure, brief=True, waits=f"decoding step, {name}")
         phase.attempt(partial(_check_varlen, phase, mechanisms_by_name[name]), brief=True, packed=name)
 
     # Compilation takes most of the time: that of as many mechanisms as fit, a minute or more.
@@ -354,7 +341,6 @@ def correctness(phase: Phase) -> None:
             compiled(name)
     for name in extremes:
         compiled(name)
-        phase.attempt(partial(_step_waits, phase, mechanisms_by_name[name]), waits=f"training step, {name}")
         phase.attempt(partial(_same_tokens, phase, mechanisms_by_name[name], True), tokens=f"{name}, compiled")
 
 
@@ -417,34 +403,6 @@ def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> M
     return {"outcome": "ok" if torch.equal(static, plain) else WRONG}
 
 
-def _step_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    """Check that the host does not wait for the device within a training step; on a GPU, of packed rows."""
-    model, ids = _make_small(phase, mechanisms).train(), phase.draw_small(48)
-    # On a CPU, reading position ids to choose a mask costs nothing, and is done.
-    inputs = {"position_ids": _pack_documents(2, 48, phase.device)["position_ids"]} if phase.on_gpu else None
-    return _find_waits(phase, _make_steps(phase, model, ids, inputs))
-
-
-def _token_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    """Check that the host does not wait for the device while it decodes a token."""
-    decoder = Decoder(_make_small(phase, mechanisms, torch.bfloat16))
-    decoder(phase.draw_small(16), max_new_tokens=8)
-    assert decoder.state is not None
-    with torch.no_grad():
-        return _find_waits(phase, decoder.state.run_step)
-
-
-def _find_waits(phase: Phase, step: Callable[[], None]) -> Measurement:
-    for _ in range(2):  # the first compiles, and the optimizer makes its state
-        step()
-    try:
-        with no_waits(phase.device):
-            step()
-    except (RuntimeError, WaitError) as error:
-        return {"outcome": WRONG, "error": f"{type(error).__name__}: {first_line(error)[:300]}"}
-    return {"outcome": "ok"}
-
-
 def _check_compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     model, ids = _make_small(phase, mechanisms).train(), phase.draw_small(64)
 
@@ -472,18 +430,16 @@ def _count_graphs() -> Measurement:
     return row
 
 
-def _make_steps(
-    phase: Phase, model: PreTrainedModel, ids: Tensor, extra: dict[str, Tensor] | None = None, whole_model: bool = False
-) -> Callable[[], None]:
-    """Make training steps in bf16, compiled by block or as a whole. extra: further inputs.
+def _make_steps(phase: Phase, model: PreTrainedModel, ids: Tensor, whole_model: bool = False) -> Callable[[], None]:
+    """Make training steps in bf16, compiled by block or as a whole.
 
     Output head and loss are compiled as one, so that no logits leave the graph.
     """
-    backend, inputs = phase.sizes.backend, {"use_cache": False, **(extra or {})}
+    backend = phase.sizes.backend
     if isinstance(model, HeadwaterForCausalLM) and not whole_model:  # as `headwater train` has it
         compile_model(model, backend)
         return training_step(
-            model, lambda: model(ids, labels=ids, skip_logits=True, **inputs).loss, Precision.BF16_MIXED
+            model, lambda: model(ids, labels=ids, skip_logits=True, use_cache=False).loss, Precision.BF16_MIXED
         )
     body: Callable[..., Any] = model.model
     if whole_model:
@@ -495,7 +451,7 @@ def _make_steps(
         return model.loss_function(logits=model.lm_head(hidden), labels=ids, vocab_size=model.config.vocab_size)
 
     loss = torch.compile(loss_of, backend=backend)
-    return training_step(model, lambda: loss(body(ids, **inputs).last_hidden_state), Precision.BF16_MIXED)
+    return training_step(model, lambda: loss(body(ids, use_cache=False).last_hidden_state), Precision.BF16_MIXED)
 
 
 def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: int) -> Measurement:
@@ -514,43 +470,7 @@ def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: i
     if phase.on_gpu:
         row["MFU, measured peak"] = flops / second / matmul_flops(phase.device, torch.bfloat16)
         row["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
-    return row | _time_shares(phase, step) | {"first steps, s": begun} | _count_graphs()
-
-
-# What names of kernels contain, by what they compute. Names of attention kernels contain those of the others too.
-KERNELS = {
-    "attention kernels": ("flash", "fmha", "sdpa", "flex_attention"),
-    "matmuls": ("gemm", "gemv", "nvjet", "cutlass", "cijk"),
-    "compiled kernels": ("triton",),
-}
-
-
-def _time_shares(phase: Phase, step: Callable[[], None], steps: int = 3) -> Measurement:
-    """Measure shares of the time of some steps: without any kernel, and by kinds of kernels (a GPU's names).
-
-    If the profiler fails, the row says so and keeps what was timed before.
-    """
-    wait = torch.cuda.synchronize if phase.on_gpu else lambda: None
-    activities = [ProfilerActivity.CUDA if phase.on_gpu else ProfilerActivity.CPU]
-    wait()
-    try:
-        with profile(activities=activities):  # the first step takes longer under a profiler
-            step()
-            wait()
-        with profile(activities=activities) as profiler:
-            started = time.perf_counter()
-            for _ in range(steps):
-                step()
-            wait()
-            elapsed = time.perf_counter() - started
-    except RuntimeError as error:
-        return {"shares": f"failed: {first_line(error)[:300]}"}
-    busy = dict.fromkeys((*KERNELS, "other kernels"), 0.0)
-    for event in profiler.key_averages():
-        kinds = (kind for kind, names in KERNELS.items() if any(name in event.key.lower() for name in names))
-        spent = event.self_device_time_total if phase.on_gpu else event.self_cpu_time_total
-        busy[next(kinds, "other kernels")] += spent / 1e6 / elapsed
-    return {"idle": max(0.0, 1 - sum(busy.values())), **busy} if any(busy.values()) else {}
+    return row | {"first steps, s": begun} | _count_graphs()
 
 
 def training(phase: Phase) -> None:
@@ -624,7 +544,7 @@ def decoding(phase: Phase) -> None:
     The step is recorded as it is, and compiled.
     """
     sizes = phase.sizes
-    peak = measure_bandwidth(phase)
+    peak = copy_bandwidth(phase.device)
 
     def measure(layers: int, width: int, rows: int, compiled: bool) -> Measurement:
         model = make_model(phase, layers, width, sizes.prompt + sizes.tokens).to(torch.bfloat16).eval()
@@ -640,16 +560,12 @@ def decoding(phase: Phase) -> None:
             decoder(ids, max_new_tokens=sizes.tokens, watch=note)
         second = (times[-1] - times[0]) / (len(times) - 1)
         step = 2 * cost.weights_read(config) + rows * cost.cache_bytes_read(config, sizes.prompt + sizes.tokens // 2, 2)
-        row: Measurement = {
+        return {
             "ms a token": second * 1e3,
             "tokens/s": rows / second,
             "GB a step": step / 1e9,
             "of the copy bandwidth": step / second / peak,
         }
-        decoder(ids, max_new_tokens=2)  # the cache has room again
-        assert decoder.state is not None
-        with torch.no_grad():
-            return row | _time_shares(phase, decoder.state.run_step, 20)
 
     # One compiled row first. Compilation takes a minute, so the steps that need none come next.
     shapes = list(product(sizes.batches, sizes.decoding))

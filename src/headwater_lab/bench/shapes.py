@@ -71,19 +71,3 @@ class DecodeShape(ModelShape):
     batch_size: int = set_minimum(1, 1)
     tokens: int = set_minimum(3, 48)
     turns: int = set_minimum(2, 5)
-
-
-@dataclass(frozen=True)
-class ServeShape(ModelShape):
-    """Sizes of requests.
-
-    context: Prompt tokens.
-    tokens: Tokens to generate for each.
-    requests: Requests that arrive at once.
-    turns: Runs of each model.
-    """
-
-    context: int = set_minimum(1, 256)
-    tokens: int = set_minimum(2, 33)
-    requests: int = set_minimum(1, 8)
-    turns: int = set_minimum(2, 5)

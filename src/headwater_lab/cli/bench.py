@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.bench.shapes import Benchmark, DecodeShape, ServeShape, StepShape
+from headwater_lab.bench.shapes import Benchmark, DecodeShape, StepShape
 from headwater_lab.cli.arguments import check_writable, device_of, mechanisms_of, recipe_of, say, stderr, stdout, tell
 from headwater_lab.cli.options import LOOK, DeviceName, FolderPath, PositiveInt, Values, add_group, command, refuse
 from headwater_lab.util.terminal import lined
@@ -95,31 +95,6 @@ def bench_decode(
 
     compared = _read_mechanisms(mechanism)
     _print_benchmark(decoding.bench_decode(compared, shape, Precision(precision), device_of(device)))
-
-
-@command(bench, "bench serve NAME --requests 16")
-def bench_serve(
-    mechanism: Sequence[str] = (),
-    *,
-    shape: ServeShape,
-    precision: TruePrecision = "32-true",
-    cache_memory: Annotated[float, Values(min=0.001)] | None = None,
-) -> None:
-    """Measure throughput in vLLM: its own Llama, headwater without mechanisms, and with each.
-
-    mechanism: As in `bench decode`; default none.
-    cache_memory: GiB of each engine's cache. Default: as many as vanilla needs for all requests.
-    """
-    from importlib.util import find_spec
-
-    from headwater.util.extras import MissingExtra
-    from headwater.util.precision import Precision
-    from headwater_lab.bench.serving import bench_serving
-
-    if find_spec("vllm") is None:
-        raise MissingExtra("vLLM", "vllm")
-    compared = _read_mechanisms(mechanism) if mechanism else {}
-    _print_benchmark(bench_serving(compared, shape, Precision(precision), cache_memory))
 
 
 @command(bench, "bench gpu --out gpu")

@@ -34,7 +34,7 @@ def reproduce_table(
     arguments: A table, PAPER/TABLE, and dotted.key=value overrides of its recipes.
     scale: cpu: minutes to an hour and a half on two cores; gpu: up to a day on one GPU; paper: the paper's own.
     list: List all tables, or one paper's, with the time that they take.
-    out: Output folder for runs and pages.
+    out: Output folder for runs and results.
     task_files: Task files to use first, as in evaluate.
     records: Judge the named tables, or all, by the finished runs in this file; train nothing.
     keep: Take finished runs from this file instead of training them, and add those that are trained.
@@ -80,7 +80,7 @@ def reproduce_table(
         )
     for renderable in terminal_tables(result.result):
         stdout.print(renderable)
-    say(f"report: {result.report()}")
+    say(f"result: {result.save()}")
     if result.unfinished:
         raise HeadwaterError(result.unfinished)
     check_failures(result.failed)

@@ -161,8 +161,10 @@ class _Pool:
                 self.ready.add(worker)
                 self.lost = 0
                 if waiting:
-                    self.jobs[worker] = waiting.popleft()
-                    worker.call(**_dump_arguments(self.jobs[worker]))
+                    self.jobs[worker] = job = waiting.popleft()
+                    experiment = None if job.experiment is None else job.experiment.model_dump(mode="json")
+                    recipe = job.recipe.model_dump(mode="json")
+                    worker.call(recipe=recipe, folder=str(job.folder), experiment=experiment)
             if time.monotonic() - looked > 0.2:
                 looked = time.monotonic()
                 for job in self.jobs.values():
@@ -231,14 +233,6 @@ def _make_environment(number: int, gpus: int) -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(gpu) for gpu in range(gpus)]
     return {"CUDA_VISIBLE_DEVICES": names[number % gpus]}
-
-
-def _dump_arguments(job: Job) -> dict[str, Any]:
-    return {
-        "recipe": job.recipe.model_dump(mode="json"),
-        "folder": str(job.folder),
-        "experiment": None if job.experiment is None else job.experiment.model_dump(mode="json"),
-    }
 
 
 def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | None) -> None:

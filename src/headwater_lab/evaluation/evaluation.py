@@ -2,13 +2,14 @@
 
 import functools
 import importlib.metadata
-import math
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic_core import to_json as to_json_bytes
 from transformers import PreTrainedModel
 
 import headwater
@@ -69,7 +70,12 @@ class EvaluationResult:
     def compare_models(self) -> None:
         """Fill in the differences of each row."""
         for row in self.rows:
-            row.differences = _compare_row(row)
+            (baseline, reference), *compared = ((name, score.items) for name, score in row.figures.items())
+            row.differences = [
+                compare_items(name, items, baseline, reference)
+                for name, items in compared
+                if reference is not None and items is not None and len(items.values) == len(reference.values)
+            ]
 
 
 def evaluate(
@@ -214,15 +220,6 @@ def choose_measures(candidates: Sequence[Candidate]) -> list[str]:
     return list(MEASURES) if alike else ["bits-per-byte"]
 
 
-def _compare_row(row: ScoreRow) -> list[Difference]:
-    (baseline, reference), *compared = ((name, score.items) for name, score in row.figures.items())
-    return [
-        compare_items(name, items, baseline, reference)
-        for name, items in compared
-        if reference is not None and items is not None and len(items.values) == len(reference.values)
-    ]
-
-
 def _model_facts(candidate: Candidate, model: PreTrainedModel) -> dict[str, Any]:
     return {
         "source": candidate.source,
@@ -244,25 +241,18 @@ def _text_facts(text: texts.Text) -> dict[str, Any]:
 
 
 def to_json(result: EvaluationResult) -> dict[str, Any]:
-    """List all results as plain values, not rounded, with the number of items behind each figure."""
+    """List all results as plain values, not rounded, with the number of items behind each figure.
+
+    Infinities and NaN, which JSON does not have, become None.
+    """
     content = asdict(result)
     for row, plain in zip(result.rows, content["rows"], strict=True):
         plain["figures"] = {
             name: {"value": s.value, "stderr": s.stderr, "items": None if s.items is None else len(s.items.values)}
             for name, s in row.figures.items()
         }
-    return {"headwater": headwater.__version__, "format": 1} | _without_infinities(content)
-
-
-def _without_infinities(value: Any) -> Any:
-    """Replace infinities and NaN, which JSON does not have, by None."""
-    if isinstance(value, dict):
-        return {key: _without_infinities(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_infinities(inner) for inner in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    plain = json.loads(to_json_bytes(content, inf_nan_mode="null", fallback=lambda number: number.item()))
+    return {"headwater": headwater.__version__, "format": 1} | plain
 
 
 def build_tables(result: EvaluationResult) -> list[Table]:

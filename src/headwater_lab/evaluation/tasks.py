@@ -205,13 +205,14 @@ class TaskResult:
             if metrics is not None and metric not in metrics:
                 continue
             items = self._read_items(metric, filter_name, value)
+            stderr = self.row.get(f"{metric}_stderr,{filter_name}") if items is None else items.stderr
             yield Score(
                 task=self.name,
                 shots=int(self.results["n-shot"].get(member, 0)),
                 metric=metric if filter_name == "none" else f"{metric}, {filter_name}",
                 higher_is_better=self.results["higher_is_better"].get(member, {}).get(metric),
                 value=float(value),
-                stderr=self._read_stderr(metric, filter_name) if items is None else items.stderr,
+                stderr=stderr if isinstance(stderr, float) else None,
                 items=items,
                 facts=facts,
             )
@@ -232,11 +233,6 @@ class TaskResult:
             "versions": {member: self.results["versions"].get(member) for member in self.members},
             "hashes": {member: hash_string(text) for member, text in texts.items()},
         }
-
-    def _read_stderr(self, metric: str, filter_name: str) -> float | None:
-        """Read lm-eval's standard error, if it is a number."""
-        stderr = self.row.get(f"{metric}_stderr,{filter_name}")
-        return stderr if isinstance(stderr, float) else None
 
     def _read_items(self, metric: str, filter_name: str, value: float) -> Items | None:
         """Read the items of a figure, if it is a ratio of sums over them, checked against lm-eval's own figure."""

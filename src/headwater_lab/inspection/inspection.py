@@ -13,32 +13,20 @@ from headwater_lab.inspection.watch import Induction, Read, induction_scores, re
 from headwater_lab.training.trained_models import Trained
 from headwater_lab.util.model_kinds import is_of_images
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
-class InspectedText:
-    """The text that was read: rows and tokens per row."""
+class SampleSize:
+    """The size of what was read: rows of tokens, or images. patches: rows and columns of an image's; None for text."""
 
     rows: int
-    context: int
-
-    @property
-    def size(self) -> str:
-        return f"{self.rows} × {self.context}"
-
-
-@dataclass(frozen=True)
-class InspectedImages:
-    """The inspected images: their number, rows and columns of patches, and tokens of each."""
-
-    number: int
-    patches: tuple[int, int]
     tokens: int
+    patches: tuple[int, int] | None
 
-    @property
-    def size(self) -> str:
-        return f"{self.number} of {self.patches[0]} × {self.patches[1]} patches"
+    def __str__(self) -> str:
+        size = f"{self.rows} × {self.tokens}"
+        return size if self.patches is None else f"{self.rows} of {self.patches[0]} × {self.patches[1]} patches"
 
 
 @dataclass(frozen=True)
@@ -46,8 +34,7 @@ class Inspection:
     """The inspection of one model. docs/inspect.md defines every figure.
 
     attends: for each layer and query head, the layers whose keys and whose values a head attends to.
-    induction, text, images, read: None if only scalars were requested; `images` is None for models of text, `text` and
-    `induction` for models of images.
+    induction, sample, read: None if only scalars were requested; `induction` also for models of images.
     """
 
     name: str
@@ -61,8 +48,7 @@ class Inspection:
     scalars: list[Scalars]
     census: Census | None
     induction: Induction | None = None
-    text: InspectedText | None = None
-    images: InspectedImages | None = None
+    sample: SampleSize | None = None
     read: Read | None = None
 
     @property
@@ -119,18 +105,17 @@ def inspect_model(
     if scalars_only:
         return Inspection(**facts)
     if is_of_images(config):
-        images, grid = sample_images(trained, rows)
-        inspected_images = InspectedImages(images.rows, grid, images.length)
-        return Inspection(**facts, images=inspected_images, read=read_sample(model, images))
-    token_rows = sample_tokens(trained, text, rows, context)
-    scores = induction_scores(model, *repeat_random_tokens(model))
-    inspected_text = InspectedText(token_rows.rows, token_rows.length)
-    return Inspection(**facts, text=inspected_text, induction=scores, read=read_sample(model, token_rows))
+        sample = sample_images(trained, rows)
+    else:
+        sample = sample_tokens(trained, text, rows, context)
+        facts["induction"] = induction_scores(model, *repeat_random_tokens(model))
+    size = SampleSize(sample.rows, sample.length, sample.patches)
+    return Inspection(**facts, sample=size, read=read_sample(model, sample))
 
 
 def check_alike(inspections: Sequence[Inspection]) -> None:
     """Raise `HeadwaterError` if some have read text and others images, whose measurements differ."""
-    if any(inspection.text for inspection in inspections) and any(inspection.images for inspection in inspections):
+    if len({inspection.sample.patches is None for inspection in inspections if inspection.sample}) > 1:
         raise HeadwaterError(
             "Text models and image models are measured on different data; inspect them separately, or pass --scalars."
         )

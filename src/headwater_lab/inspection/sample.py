@@ -27,10 +27,11 @@ WEIGHTS = 2**26
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows of equal length, or images: the model's inputs, and the number of tokens of each."""
+    """Rows of equal length, or images: the model's inputs, the tokens of each, and its rows and columns of patches."""
 
     inputs: dict[str, Tensor]
     length: int
+    patches: tuple[int, int] | None = None
 
     @property
     def rows(self) -> int:
@@ -68,8 +69,8 @@ def sample_tokens(trained: Trained, text: Path | None, rows: int | None, context
     return Sample(inputs, inputs["input_ids"].shape[1])
 
 
-def sample_images(trained: Trained, count: int | None) -> tuple[Sample, tuple[int, int]]:
-    """Return held-out images of the model's training data, always the same, and their rows and columns of patches.
+def sample_images(trained: Trained, count: int | None) -> Sample:
+    """Return held-out images of the model's training data, always the same.
 
     Raises `HeadwaterError` if there is nothing to read.
     """
@@ -87,7 +88,7 @@ def sample_images(trained: Trained, count: int | None) -> tuple[Sample, tuple[in
     grid = config.grid_of(*pixels.shape[2:])
     if grid[0] * grid[1] < 2:
         raise HeadwaterError("Images of one patch have no attention to look at; pass --scalars to see only scalars.")
-    return Sample({"pixel_values": pixels}, config.first_patch + grid[0] * grid[1]), grid
+    return Sample({"pixel_values": pixels}, config.first_patch + grid[0] * grid[1], grid)
 
 
 def repeat_random_tokens(model: HeadwaterForCausalLM) -> tuple[Sample, int]:

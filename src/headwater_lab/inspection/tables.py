@@ -78,13 +78,10 @@ def scalars_table(inspections: Sequence[Inspection]) -> Table:
         mechanism, symbol, module = key
         rows = {f"layer {i}": [write_numbers(values.get((key, i))) for values in by_layer] for i in depth}
         _add_section(table, f"{symbol} ({mechanism}{', ' if module else ''}{module})", rows)
-    _add_section(table, "key/value heads by the larger weight", _census_rows(inspections))
-    return table.table
-
-
-def _census_rows(inspections: Sequence[Inspection]) -> dict[str, list[str]]:
     census = [{} if model.census is None else asdict(model.census) for model in inspections]
-    return {label: [str(counts.get(field, "")) for counts in census] for field, label in CENSUS.items()}
+    counts = {label: [str(model.get(field, "")) for model in census] for field, label in CENSUS.items()}
+    _add_section(table, "key/value heads by the larger weight", counts)
+    return table.table
 
 
 def read_measure(inspection: Inspection, label: str) -> Any:
@@ -94,14 +91,14 @@ def read_measure(inspection: Inspection, label: str) -> Any:
 
 
 def read_table(inspections: Sequence[Inspection]) -> Table:
-    of_images = any(model.images for model in inspections)
+    samples = [model.sample for model in inspections]
+    of_images = any(sample is not None and sample.patches is not None for sample in samples)
     table = _start_table(
         inspections,
         "Measured on images" if of_images else "Measured on rows of tokens; induction on random ones",
         f"One number per query head; the range if there are more than {HEADS}.",
     )
-    samples = [model.text or model.images for model in inspections]
-    sizes = [sample.size if sample else "" for sample in samples]
+    sizes = [str(sample or "") for sample in samples]
     _add_section(table, "sample", {"images" if of_images else "rows × tokens": sizes})
     for label in MEASURES:
         columns = [list(read_measure(model, label) or ()) for model in inspections]

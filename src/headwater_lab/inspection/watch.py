@@ -174,18 +174,18 @@ class Watch:
     def add_hooks(self, hook: Callable[..., None]) -> None:
         all_blocks = list_blocks(self.model)
         for layer, block in enumerate(all_blocks):
-            hook(block, lambda _, inputs, __, ___, layer=layer: self.measure_hidden(layer, inputs[0]))
+            hook(block, lambda _, inputs, __, ___, layer=layer: self.add_similarity("hidden", layer, inputs[0]))
             hook(block.self_attn, lambda _, __, ___, output, layer=layer: self.measure_attention(layer, output[1]))
             hook(block.self_attn.o_proj, lambda _, inputs, __, ___, layer=layer: self.measure_heads(layer, inputs[0]))
             if block.self_attn.v_proj is not None:
-                hook(block.self_attn.v_proj, lambda _, __, ___, output, layer=layer: self.measure_values(layer, output))
-        hook(all_blocks[-1], lambda _, __, ___, output: self.measure_hidden(len(all_blocks), output[0]))
+                hook(
+                    block.self_attn.v_proj,
+                    lambda _, __, ___, v, layer=layer: self.add_similarity("values", layer, v),
+                )
+        hook(all_blocks[-1], lambda _, __, ___, output: self.add_similarity("hidden", len(all_blocks), output[0]))
 
-    def measure_hidden(self, layer: int, x: Tensor) -> None:
-        self.sums.add("hidden", layer, float(token_similarity(x[:, self.first_patch :]).sum()), len(x))
-
-    def measure_values(self, layer: int, v: Tensor) -> None:
-        self.sums.add("values", layer, float(token_similarity(v[:, self.first_patch :]).sum()), len(v))
+    def add_similarity(self, name: str, layer: int, x: Tensor) -> None:
+        self.sums.add(name, layer, float(token_similarity(x[:, self.first_patch :]).sum()), len(x))
 
     def measure_attention(self, layer: int, weights: Tensor) -> None:
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))

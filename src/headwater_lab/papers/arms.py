@@ -115,13 +115,6 @@ def list_references(table: PaperTable) -> list[ReferenceText]:
     return list(dict.fromkeys(arms))
 
 
-def find_arms(
-    table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]]
-) -> dict[ReferenceText, SizedArm | None]:
-    """Find each arm of the table at a scale; None for one that is not trained there."""
-    return {reference: find_arm(table, scale, recipes, reference) for reference in list_references(table)}
-
-
 def find_arm(
     table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]], reference: ReferenceText
 ) -> SizedArm | None:

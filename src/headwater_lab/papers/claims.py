@@ -189,11 +189,7 @@ def judge_claims(claims: Sequence[Claim], runs: Runs) -> list[Judged]:
     """Judge a table's claims. Claims about arms that this scale does not train are inconclusive."""
     evidence = [_find_evidence(claim, runs) for claim in claims]
     levels = holm_levels([number.p for number in evidence])
-    judged = [_judge_claim(*judging) for judging in zip(claims, evidence, levels, strict=True)]
-    return [
-        replace(judgement, why="; ".join(filter(None, (judgement.why, _list_incomparable(claim, runs)))))
-        for claim, judgement in zip(claims, judged, strict=True)
-    ]
+    return [_judge_claim(*judging, runs) for judging in zip(claims, evidence, levels, strict=True)]
 
 
 def _find_gaps(claim: Claim, runs: Runs) -> str:
@@ -213,7 +209,7 @@ def _list_incomparable(claim: Claim, runs: Runs) -> str:
     return f"not measured as in the paper: {', '.join(names)}" if names else ""
 
 
-def _judge_claim(claim: Claim, evidence: Evidence, level: float) -> Judged:
+def _judge_claim(claim: Claim, evidence: Evidence, level: float, runs: Runs) -> Judged:
     estimate, interval = evidence.estimate, evidence.interval(level)
     verdict = verdict_of(interval, evidence.region)
     why = evidence.why
@@ -225,11 +221,10 @@ def _judge_claim(claim: Claim, evidence: Evidence, level: float) -> Judged:
     if evidence.kind == "more":  # told as a share more
         estimate = estimate and _bounded_expm1(estimate)
         interval = interval and (_bounded_expm1(interval[0]), _bounded_expm1(interval[1]))
-    more_seeds = evidence.count_missing(level) if verdict == "inconclusive" else None
     return Judged(
         says=claim.says,
         verdict=verdict,
-        why=why,
+        why="; ".join(filter(None, (why, _list_incomparable(claim, runs)))),
         what=evidence.label,
         kind=evidence.kind,
         estimate=estimate,
@@ -237,7 +232,7 @@ def _judge_claim(claim: Claim, evidence: Evidence, level: float) -> Judged:
         level=level,
         p=evidence.p,
         seeds=evidence.size,
-        more=more_seeds,
+        more=evidence.count_missing(level) if verdict == "inconclusive" else None,
         counted=evidence.counted,
         arms=list_claimed_arms(claim),
     )

@@ -1,4 +1,4 @@
-"""A reproduced table: the paper's figures and ours, the verdicts on its claims, and its page."""
+"""A reproduced table: the paper's figures and ours, and the verdicts on its claims."""
 
 import math
 import re
@@ -15,21 +15,17 @@ from rich.text import Text
 
 from headwater import __version__
 from headwater_lab.comparison.statistics import has_diverged
-from headwater_lab.papers.arms import finished_runs
 from headwater_lab.papers.claims import ClaimVerdict, Judged, judge_claims
 from headwater_lab.papers.computing import COMPUTED
 from headwater_lab.papers.measures import Runs, find_incomparable
 from headwater_lab.papers.table import Column, Measure, PaperTable, TableCell, find_table, list_measures
 from headwater_lab.papers.work import Work
-from headwater_lab.reports.page import Head, PageCell, PageTable, write_report
-from headwater_lab.reports.pictures import encode_png
 from headwater_lab.reports.words import MANY, counted
 from headwater_lab.training.records import RunRecord
-from headwater_lab.util.outputs import write_json
+from headwater_lab.util.outputs import save_figure, write_json
 from headwater_lab.util.terminal import Table, lined
 
 RESULT = "result.json"
-CLASSES: dict[ClaimVerdict, str] = {"replicates": "better", "fails": "worse", "inconclusive": "soft"}
 # After "one claim" and after several.
 WORDS: dict[ClaimVerdict, tuple[str, str]] = {
     "replicates": ("replicates", "replicate"),
@@ -251,13 +247,13 @@ def lay_out_cells(result: Reproduction) -> tuple[list[str], list[list[str]]]:
 def terminal_tables(result: Reproduction) -> list[Table | Text]:
     """Make the tables of the terminal: the results, and the claims."""
     lines = [f"{result.table.title}: {result.table.source}"]
-    lines += describe_setting(result)[1:] if result.work is not None else []
+    lines += describe_setting(result)
     names, rows = lay_out_cells(result)
     layout = lined(*names, rows=rows)
     layout.columns[0].no_wrap = len(result.columns) < 4
     columns = ("verdict", "claim", "by")
     verdicts = [(claim.verdict, claim.says, describe_evidence(claim)) for claim in result.claims]
-    claims = lined(*columns, rows=verdicts, left=columns)
+    claims = lined(*columns, rows=verdicts, left=columns, caption=claims_caption(result))
     claims.columns[0].no_wrap = True
     return [
         Text("\n".join(lines)),
@@ -270,35 +266,14 @@ def terminal_tables(result: Reproduction) -> list[Table | Text]:
 
 
 def describe_setting(result: Reproduction) -> list[str]:
-    """List the paper's conclusion, the setting, and the remarks on it, which are left out if overrides change it."""
-    table, work = result.table, result.work
-    says = f"{table.source}. The paper: {table.says}"
+    """List the setting, and the remarks on it, which are left out if overrides change it."""
+    work = result.work
     if work is None:
-        return [says]
+        return []
     if not work.user_overrides:
-        return [says, f"Scale {work.scale}; how the setting differs: {work.settings.setting}", *work.settings.remarks]
+        return [f"Scale {work.scale}; how the setting differs: {work.settings.setting}", *work.settings.remarks]
     but = f"Scale {work.scale}, and with {shlex.join(work.user_overrides)}, which may contradict the following"
-    return [says, f"{but}: {work.settings.setting}"]
-
-
-def page_head(result: Reproduction) -> Head:
-    """Make the top of the page."""
-    table, work = result.table, result.work
-    source, *remarks = describe_setting(result)
-    paragraphs = [source, result.answer, *remarks, *table.notes, f"Made by: {reproduce_command(result)}"]
-    if work is not None and list_compared(work):
-        paragraphs.append(
-            "Below: the complete comparisons that these runs belong to, as `headwater compare` reports them. They "
-            "include all arms and seeds trained so far, use the recipe's deciding metric, and test each arm against "
-            "one baseline, with their own corrections."
-        )
-    layout = PageTable(table_caption(result), *lay_out_cells(result))
-    rows: list[list[PageCell]] = [
-        [claim.says, (claim.verdict, CLASSES[claim.verdict]), describe_evidence(claim)] for claim in result.claims
-    ]
-    claims = [PageTable(claims_caption(result), ["claim", "verdict", "by"], rows, text=True)] if rows else []
-    pictures = [] if result.figure is None else [(table.title, encode_png(result.figure))]
-    return Head(table.title, paragraphs, [layout, *claims], pictures)
+    return [f"{but}: {work.settings.setting}"]
 
 
 def table_caption(result: Reproduction) -> str:
@@ -333,22 +308,13 @@ def reproduce_command(result: Reproduction) -> str:
     return shlex.join(words)
 
 
-def write_page(result: Reproduction, folder: Path) -> Path:
-    """Write report.html and result.json into `folder`, and return the page's path."""
+def write_result(result: Reproduction, folder: Path) -> Path:
+    """Write result.json into `folder`, and figure.png if there is a figure; returns the path of the first."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / RESULT, to_json(result))
-    trials, names = (folder, []) if result.work is None else (result.work.trials, list_compared(result.work))
-    return write_report(trials, head=page_head(result), only=names, target=folder / "report.html")
-
-
-def list_compared(work: Work) -> list[str]:
-    """List the comparisons with a finished run."""
-    names = {
-        arm.recipe.name
-        for arm in work.trained_arms
-        if arm.recipe.compare and any(not has_diverged(run.record) for run in finished_runs(arm, work.trials).values())
-    }
-    return sorted(names)
+    if result.figure is not None:
+        save_figure(result.figure, folder / "figure.png", dpi=160)
+    return folder / RESULT
 
 
 def to_json(reproduced: Reproduction) -> dict[str, Any]:

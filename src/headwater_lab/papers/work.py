@@ -13,9 +13,10 @@ from headwater_lab.papers.arms import (
     ASIDE,
     SizedArm,
     digest_text,
-    find_arms,
+    find_arm,
     finished_runs,
     list_law_arms,
+    list_references,
     trials_folder,
 )
 from headwater_lab.papers.measures import tasks_of
@@ -136,7 +137,8 @@ def prepare_work(name: str, scale: ScaleName, out: Path, overrides: Sequence[str
     for _, recipe in recipes:
         if recipe.compare is not None and recipe.compare.sequential:
             raise HeadwaterError(f"{name} needs all seeds of its arms; leave out compare.sequential.")
-    work = Work(name, table, scale, out, changes, recipes, find_arms(table, scale, recipes))
+    arms = {reference: find_arm(table, scale, recipes, reference) for reference in list_references(table)}
+    work = Work(name, table, scale, out, changes, recipes, arms)
     if counts_steps(table) and any(arm.threshold is None for arm in work.arms.values() if arm is not None):
         raise HeadwaterError(f"{name} counts the steps to compare.threshold, which must be a number; pass one.")
     return work

@@ -7,7 +7,7 @@ prices.py      gains and what they cost        page.py      the page
 """
 
 from headwater_lab.reports.comparison import Comparison, read_comparisons
-from headwater_lab.reports.page import Head, PageTable, write_report
+from headwater_lab.reports.page import PageTable, write_report
 from headwater_lab.reports.words import result_rows
 
-__all__ = ["Comparison", "Head", "PageTable", "read_comparisons", "result_rows", "write_report"]
+__all__ = ["Comparison", "PageTable", "read_comparisons", "result_rows", "write_report"]

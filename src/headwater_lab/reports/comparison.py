@@ -1,12 +1,12 @@
 """Comparisons read from saved records: which runs belong together, and which of them count."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.earlier import find_conflict
 from headwater_lab.comparison.statistics import Summary, arm_of, choose_decisive, plan_of, summarize_arms
 from headwater_lab.comparison.worth import Worth, measure_worth
@@ -109,18 +109,18 @@ def name_unit(metric: str, trained_on: str = "tokens") -> str:
     return f"{units[kind]} of {domain}" if domain and kind in units else units.get(metric, metric.replace("_", " "))
 
 
-def read_comparisons(folder: Path, only: Collection[str] | None = None) -> list[Comparison]:
+def read_comparisons(folder: Path) -> list[Comparison]:
     """Read the comparisons whose records are under `folder`, one for each size, the smaller first.
 
-    only: names of experiments; default all. Raises `HeadwaterError` if there are none with a finished run, and if runs
-    of one contradict each other: an arm with several settings, two runs of one seed, several baselines or plans.
+    Raises `HeadwaterError` if there are none with a finished run, and if runs of one contradict each other: an arm with
+    several settings, two runs of one seed, several baselines or plans.
     """
     groups: dict[tuple[str, str | None], list[tuple[RunRecord, Path]]] = {}
     tuning: dict[str, list[RunRecord]] = {}
     for path in list_records(folder):
         record = read_record(path)
         experiment = record.experiment
-        if experiment is None or (only is not None and experiment.name not in only):
+        if experiment is None:
             continue
         if experiment.phase == "tuning":
             tuning.setdefault(experiment.name, []).append(record)
@@ -132,9 +132,6 @@ def read_comparisons(folder: Path, only: Collection[str] | None = None) -> list[
         if any(_is_finished(record) for record, _ in runs)
     ]
     names = list(dict.fromkeys(result.name for result in results))
-    for name in only or ():
-        if name not in names:
-            raise HeadwaterError(f"No run of {name!r} is finished under {str(folder)!r}; {nearest(name, names)}")
     if not results:
         raise HeadwaterError(
             f"There are no finished runs of a comparison under {str(folder)!r}; train some with `headwater compare`."

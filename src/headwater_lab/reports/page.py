@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
@@ -40,19 +40,6 @@ class PageTable:
 
 
 @dataclass(frozen=True)
-class Head:
-    """The top of the page: a title, paragraphs (the question, verdicts), tables, pictures as (caption, PNG in base64).
-
-    Pictures are drawn on white, and the dark page inverts them.
-    """
-
-    title: str
-    paragraphs: Sequence[str] = ()
-    tables: Sequence[PageTable] = ()
-    pictures: Sequence[tuple[str, str]] = ()
-
-
-@dataclass(frozen=True)
 class Section:
     """A section of an experiment, with its contents in display order."""
 
@@ -77,28 +64,19 @@ class Story:
     parts: Sequence[Section]
 
 
-def write_report(
-    folder: Path,
-    *,
-    head: Head | None = None,
-    only: Collection[str] | None = None,
-    target: Path | None = None,
-) -> Path:
+def write_report(folder: Path) -> Path:
     """Write the page of the comparisons under `folder`, and a picture NAME-curves.png of each next to it.
 
-    head: the top of the page; default: the title of the one experiment. only: names of the experiments to include;
-    default: all; an empty list makes a page of just the head. target: default: `folder`/report.html.
-    Returns the page's path. Raises `HeadwaterError` if an experiment has no finished run.
+    Returns the page's path, `folder`/report.html. Raises `HeadwaterError` if an experiment has no finished run.
     """
-    target = target or folder / REPORT
-    results = [] if only is not None and not only else read_comparisons(folder, only)
+    target, results = folder / REPORT, read_comparisons(folder)
     curves = {_name_file(result): curves_picture(result) for result in results}
-    files = {target.parent / f"{name}-curves.png": picture.figure for name, picture in curves.items()}
+    files = {folder / f"{name}-curves.png": picture.figure for name, picture in curves.items()}
     for path in (target, *files):
         check_replaceable(path)
     for path, figure in files.items():
         save_figure(figure, path, dpi=160)
-    write_text(target, render_page([tell_story(sizes, curves) for sizes in group_by_experiment(results)], head))
+    write_text(target, render_page([tell_story(sizes, curves) for sizes in group_by_experiment(results)]))
     return target
 
 
@@ -111,17 +89,15 @@ def _make_id(text: str) -> str:
     return re.sub(r"\W+", "-", text).strip("-").lower() or "x"
 
 
-def render_page(stories: Sequence[Story], head: Head | None = None) -> str:
+def render_page(stories: Sequence[Story]) -> str:
     """Render the page as HTML."""
     loader = PackageLoader(top_package(__name__))
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["bound"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
-    title = head.title if head else stories[0].title if len(stories) == 1 else " · ".join(s.title for s in stories)
     values: dict[str, Any] = {
-        "title": title,
-        "head": head,
+        "title": " · ".join(story.title for story in stories),
         "stories": stories,
-        "level": 1 if head is None and len(stories) == 1 else 2,
+        "level": 1 if len(stories) == 1 else 2,
         "css": (loader.get_source(environment, "report.css"))[0],
         "js": (loader.get_source(environment, "report.js"))[0],
         "encoded": lambda text: base64.b64encode(text.encode()).decode(),

@@ -30,19 +30,24 @@ def find_hardware(name: str | Hardware) -> Hardware:
 def measure_machine() -> Hardware:
     """Measure this machine, in about 3 s: its first CUDA device, or all CPU threads that PyTorch is set to.
 
-    The best of repeated square matmuls and of copies, which read and write every byte once. Memory is the device's, or
+    The best of repeated square matmuls and of copies (`copy_bandwidth`). Memory is the device's, or
     the machine's. Other work on the machine lowers the figures.
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    length = 2**32 if cuda else 2**28  # long reads: short ones come from a GPU's cache
-    source, target = (torch.ones(length, dtype=torch.uint8, device=device) for _ in range(2))
-    bandwidth = 2 * length / best(lambda: target.copy_(source), device)
+    bandwidth = copy_bandwidth(device)
     threads = torch.get_num_threads()
     cpu_name = f"this machine, {threads} CPU thread{'s' if threads > 1 else ''}"
     name = torch.cuda.get_device_properties(device).name if cuda else cpu_name
     half, full, double = (matmul_flops(device, dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64))
     return Hardware(name, half, full, memory_of(device), bandwidth, "measured", flops_fp64=double)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Measure the bytes/s of the best of repeated copies, which read and write every byte once."""
+    length = 2**32 if device.type == "cuda" else 2**28  # long: short ones come from a GPU's cache
+    source, target = (torch.ones(length, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * length / best(lambda: target.copy_(source), device)
 
 
 def peak_of(device: torch.device, precision: Precision) -> float:
