@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
-from headwater.kernels.fused_norm import can_fuse_rms_norm, fused_rms_norm
+from headwater.kernels.fused_norm import rms_norm
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import READS, SAME, Dim
@@ -104,11 +104,8 @@ class MUDD(KeepsPrecision, Mechanism):
 
     def weights(self, x: Tensor) -> list[Tensor]:
         """x [B, T, D] -> the weight of each term, [ways, B, T, 1]."""
-        if can_fuse_rms_norm(x, None):
-            normed = fused_rms_norm(x, None, self.eps)
-        else:
-            normed = nn.functional.rms_norm(x, x.shape[-1:], None, self.eps).to(x.dtype)
-        weights = self.down(nn.functional.gelu(self.up(normed))).unflatten(2, (self.ways, -1)) + self.bias
+        inner = nn.functional.gelu(self.up(rms_norm(x, None, self.eps)))
+        weights = self.down(inner).unflatten(2, (self.ways, -1)) + self.bias
         return list(weights.to(x.dtype).movedim(2, 0).unsqueeze(3).unbind(4))
 
     def split_attention_inputs(self, x: AttentionInputs, context: Context) -> AttentionInputs:

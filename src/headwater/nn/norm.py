@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.config.text import HeadwaterConfig
-from headwater.kernels.fused_norm import can_fuse_rms_norm, fused_rms_norm
+from headwater.kernels.fused_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -25,11 +25,7 @@ class RMSNorm(nn.Module):
         return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        factor = self.factor()
-        if can_fuse_rms_norm(x, factor):
-            return fused_rms_norm(x, factor, self.eps)
-        wide = x.to(factor.dtype) if self.offset and factor is not None else x
-        return nn.functional.rms_norm(wide, (self.size,), factor, self.eps).to(x.dtype)
+        return rms_norm(x, self.factor(), self.eps, widens=self.offset)
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps}, weight={self.weight is not None}" + ", offset=True" * self.offset
