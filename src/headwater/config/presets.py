@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.util.errors import HeadwaterError, nearest, sentence
+from headwater.util.errors import HeadwaterError, check_known, nearest, sentence
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ def preset(name: str, **changes: Any) -> HeadwaterConfig:
     field_names = {*kind.field_names(), "attn_implementation", "dtype"} - {"layer_types"}
     field_names |= {"num_labels", "id2label", "label2id"} if base == "vit" else set()
     for field in changes:
-        if field not in field_names:
-            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, field_names)}")
+        check_known("A model has no field", field, field_names)
     if {"num_labels", "id2label"} & changes.keys():
         fields.pop("num_labels", None)
     try:

@@ -18,7 +18,7 @@ from headwater.config.options import parse_options
 from headwater.config.rope import check_rope, complete_rope
 from headwater.plugins import outside
 from headwater.plugins.registry import MECHANISMS, as_mapping, resolve
-from headwater.util.errors import HeadwaterError, find_unusable, nearest, sentence, shown
+from headwater.util.errors import HeadwaterError, check_known, find_unusable, sentence, shown
 
 _SIZES = (
     "vocab_size",
@@ -298,15 +298,15 @@ class HeadwaterConfig(PreTrainedConfig):
     def _complete_mechanisms(self) -> None:
         """Store the options with their defaults filled in, so that a saved config says what the model does."""
         mechanisms = as_mapping(self.mechanisms) or {}
-        entries = [(_name_of(str(name)), options) for name, options in mechanisms.items()]
-        self.mechanisms = {name: self._complete_options(name, options) for name, options in entries}
-        if len(self.mechanisms) < len(entries):
+        completed = {}
+        for name, options in mechanisms.items():
+            mechanism = resolve(registered := _name_of(str(name)))
+            parsed = parse_options(mechanism, options)
+            completes = isinstance(mechanism, CompletesOptions)
+            completed[registered] = mechanism.complete_options(parsed, self) if completes else parsed
+        if len(completed) < len(mechanisms):
             raise HeadwaterError(f"mechanisms has a repeated name: {', '.join(map(str, mechanisms))}; name each once.")
-
-    def _complete_options(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
-        mechanism = resolve(name)
-        parsed = parse_options(mechanism, options)
-        return mechanism.complete_options(parsed, self) if isinstance(mechanism, CompletesOptions) else parsed
+        self.mechanisms = completed
 
     def slides(self, layer: int) -> bool:
         """Whether a layer has the sliding window."""
@@ -343,10 +343,7 @@ class HeadwaterConfig(PreTrainedConfig):
             raise HeadwaterError("unit_offset_norm needs an RMSNorm with a weight; set norm=rms_norm and norm_weight.")
         if (problem := find_unusable({name: getattr(self, name) for name in self.field_names()})) is not None:
             raise HeadwaterError(f"{'.'.join(problem[0])}: {problem[1]}.")
-        if self.hidden_act not in ACT2FN:
-            raise HeadwaterError(
-                f"There is no activation named {self.hidden_act!r}; {nearest(self.hidden_act, ACT2FN)}"
-            )
+        check_known("There is no activation named", self.hidden_act, ACT2FN)
         if self.position == "rope":
             self.check_rope()
         for name, options in self.mechanisms.items():

@@ -26,7 +26,7 @@ from typing import Literal, get_args
 from headwater.config.layers import MOST
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.enlarging import Larger
-from headwater.util.errors import HeadwaterError, either, nearest
+from headwater.util.errors import HeadwaterError, check_known, either
 
 DEEPER = ("identity", "stack", "interleave")
 WIDER = ("exact", "hypercloning", "lemon", "net2net")
@@ -110,8 +110,7 @@ def parse_method(method: str) -> tuple[str | None, str | None]:
         raise HeadwaterError(f"method must be a name, such as 'exact', not {method!r}.")
     deeper = wider = None
     for way in (names := method.split("+")):
-        if way not in (*DEEPER, *WIDER):
-            raise HeadwaterError(f"There is no growth method {way!r}; {nearest(way, (*DEEPER, *WIDER))}")
+        check_known("There is no growth method", way, (*DEEPER, *WIDER))
         deeper, wider = (way, wider) if way in DEEPER else (deeper, way)
     if len(names) > 2 or (len(names) == 2 and None in (deeper, wider)):
         raise HeadwaterError(

@@ -44,7 +44,7 @@ from headwater.mechanisms.contract import Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import LINEAR_IN, LINEAR_OUT, SAME, Dim, Larger
 from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.mechanisms.product_keys import ProductKeys, find_largest, take_entries, weighted_rows
-from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.errors import HeadwaterError, check_known
 
 ScoreFunction = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", "exp_l1_norm", "softmax"]
 Gelu = Literal["erf", "tanh"]
@@ -265,11 +265,8 @@ class Pattention(Mechanism):
     @staticmethod
     def _validate_maps(options: OptionValues) -> None:
         for name in ("key_init", "value_init", "frozen", "top_k", "product_keys"):
-            maps = options[name] if isinstance(options[name], dict | list) else ()
-            if wrong := [which for which in maps if which not in get_args(Map)]:
-                raise HeadwaterError(
-                    f"Mechanism 'pattention': {name} has no map {wrong[0]!r}; {nearest(str(wrong[0]), get_args(Map))}"
-                )
+            for map_name in options[name] if isinstance(options[name], dict | list) else ():
+                check_known(f"Mechanism 'pattention': {name} has no map", map_name, get_args(Map))
         for name in ("key_init", "value_init"):
             values = options[name].values() if isinstance(options[name], dict) else [options[name]]
             for value in values:
@@ -454,8 +451,7 @@ def default_tau(score: ScoreFunction, pairs: int) -> float:
 def check_form(score: str, gelu: str, tau: float | None) -> None:
     """Raise `HeadwaterError` for an unknown or contradictory Θ."""
     for name, value, choices in (("score", score, get_args(ScoreFunction)), ("gelu", gelu, GELU)):
-        if value not in choices:
-            raise HeadwaterError(f"Pattention has no {name} {value!r}; {nearest(str(value), choices)}")
+        check_known(f"Pattention has no {name}", value, choices)
     if "gelu" not in score and gelu != "erf":
         raise HeadwaterError(f"Pattention's score {score!r} has no GELU; leave gelu out.")
     if tau is not None and not 0 < tau < float("inf"):

@@ -38,7 +38,7 @@ from headwater.mechanisms.enlarging import READS, SAME, Dim
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, check_least, is_chosen, move_layers
 from headwater.mechanisms.shift import dynamic_shift, read_tail, shift
-from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.errors import HeadwaterError, check_known
 
 Site = Literal[
     "queries",
@@ -195,10 +195,7 @@ class ShortConv(KeepsPrecision, Mechanism):
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_layers(cls, options, config)
         for site in cls.list_sites(options):
-            if site not in get_args(Site):
-                raise HeadwaterError(
-                    f"Mechanism 'short_conv': sites cannot contain {site!r}; {nearest(site, get_args(Site))}"
-                )
+            check_known("Mechanism 'short_conv': sites cannot contain", site, get_args(Site))
         if not cls.list_sites(options):
             raise HeadwaterError("Mechanism 'short_conv': sites is empty; leave it out for keys and values.")
         for site in options["dynamic"] or []:
