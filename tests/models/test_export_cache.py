@@ -70,7 +70,7 @@ def test_static_cache(mechanisms):
 @pytest.mark.slow
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("changes", [{"sliding_window": 5}, {"position": "alibi"}, {"gpt2": True}], ids=str)
-@pytest.mark.parametrize("mechanisms", [{}, {"skip_layer": {}}, {"svformer": {}}], ids=str)
+@pytest.mark.parametrize("mechanisms", [{}, {"value_residual": {}}, {"svformer": {}}], ids=str)
 def test_static_cache_on_other_bases(mechanisms, changes):
     changes = changes | ({"num_key_value_heads": 4} if "gpt2" in changes else {})
     model, ids = exportable(mechanisms, batch=2, **changes), tokens(2, 11)

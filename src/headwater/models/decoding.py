@@ -110,9 +110,10 @@ class Decoder:
             )
         ends = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
         choice = Choice(temperature, top_k, top_p, tuple(ends), pad_token_id)
-        if self.state is None or not self.state.fits_call(rows, length + max_new_tokens, choice):
-            self.state = None  # its memory is free before more is taken
-            self.state = DecodingState(self.model, rows, length + max_new_tokens, choice, self.compiled, self.backend)
+        state, slots = self.state, length + max_new_tokens
+        if state is None or (state.rows, state.choice) != (rows, choice) or state.length < slots:
+            self.state = state = None  # its memory is free before more is taken
+            self.state = DecodingState(self.model, rows, slots, choice, self.compiled, self.backend)
         device = self.model.device
         on_it = torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # for its streams and events
         with on_it, allow_autotuning(self.model.packs_weights):
@@ -159,9 +160,6 @@ class DecodingState:
         self.steps = 0
         on_gpu = {parameter.device.type for parameter in model.parameters()} == {"cuda"}
         self.graph = torch.cuda.CUDAGraph() if on_gpu else None
-
-    def fits_call(self, rows: int, length: int, choice: Choice) -> bool:
-        return rows == self.rows and length <= self.length and choice == self.choice
 
     def continue_prompts(
         self,
