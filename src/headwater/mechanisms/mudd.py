@@ -97,16 +97,16 @@ class MUDD(KeepsPrecision, Mechanism):
         summands: [ways, B, T, D], what each way sums in place of x; default: x itself.
         """
         *weights, own_weight = self.weights(x)
-        y = own_weight * (x if summands is None else summands)
+        y_WBTD = own_weight * (x if summands is None else summands)
         for weight, state in zip(weights, earlier, strict=True):
-            y = torch.addcmul(y, weight, state)
-        return y
+            y_WBTD = torch.addcmul(y_WBTD, weight, state)
+        return y_WBTD
 
     def weights(self, x: Tensor) -> list[Tensor]:
         """x [B, T, D] -> the weight of each term, [ways, B, T, 1]."""
         inner = nn.functional.gelu(self.up(rms_norm(x, None, self.eps)))
-        weights = self.down(inner).unflatten(2, (self.ways, -1)) + self.bias
-        return list(weights.to(x.dtype).movedim(2, 0).unsqueeze(3).unbind(4))
+        weights_BTWJ = self.down(inner).unflatten(2, (self.ways, -1)) + self.bias
+        return list(weights_BTWJ.to(x.dtype).movedim(2, 0).unsqueeze(3).unbind(4))
 
     def split_attention_inputs(self, x: AttentionInputs, context: Context) -> AttentionInputs:
         summands = None if self.alike else torch.stack([*x.list_inputs(), x.stream])

@@ -149,11 +149,11 @@ class Pattention(Mechanism):
         key, value, tau = self.keys, self.values, self.scale()
         if self._is_default and can_fuse(x, key, value, needs_grad=False, cpu_only=True):
             return fused_pattention(x, key, value, tau, GELU[self.gelu], GUARD)
-        scores = x @ key.T
+        scores_BTN = x @ key.T
         if self.top_k is None:
-            return self._theta(scores, tau).to(x.dtype) @ value
-        pairs, weights = self._read_pairs(scores, tau)
-        return weighted_rows(value, pairs, weights.to(value.dtype)).to(scores.dtype)
+            return self._theta(scores_BTN, tau).to(x.dtype) @ value
+        pairs, weights = self._read_pairs(scores_BTN, tau)
+        return weighted_rows(value, pairs, weights.to(value.dtype)).to(scores_BTN.dtype)
 
     def _read_pairs(self, scores: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         """The pairs that a token reads, of all heads, and their weights Θ [..., top_k] or [..., heads·top_k]."""
@@ -213,10 +213,10 @@ class Pattention(Mechanism):
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
         """Θ(x·K_Pᵀ): x [..., d_in] -> the weight of each pair's value [..., n], in at least fp32; 0 if unread."""
-        scores = x @ self.keys.T
+        scores_BTN = x @ self.keys.T
         if self.top_k is None:
-            return self._theta(scores, self.scale())
-        pairs, weights = self._read_pairs(scores, self.scale())
+            return self._theta(scores_BTN, self.scale())
+        pairs, weights = self._read_pairs(scores_BTN, self.scale())
         return weights.new_zeros(*x.shape[:-1], self.n).scatter_add_(-1, pairs, weights)
 
     def find_tau_path(self) -> tuple[float, float] | None:

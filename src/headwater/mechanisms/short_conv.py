@@ -164,8 +164,8 @@ class ShortConv(KeepsPrecision, Mechanism):
     def of_stream(self, x: Tensor, name: str, context: Context) -> Tensor:
         """x [B, T, channels], convolved with the taps of a name."""
         heads = self.get_parameter(f"{name}_taps").shape[1]
-        pieces = x.unflatten(2, (heads, -1)).transpose(1, 2)
-        return self(pieces, name, context.reach, context.tail).transpose(1, 2).flatten(2)
+        x_BHTd = x.unflatten(2, (heads, -1)).transpose(1, 2)
+        return self(x_BHTd, name, context.reach, context.tail).transpose(1, 2).flatten(2)
 
     def transform_attention_input(self, x: Tensor, context: Context) -> Tensor:
         return self.of_stream(x, "attention_input", context)

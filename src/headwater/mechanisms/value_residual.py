@@ -177,7 +177,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     @classmethod
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
-        check_receivers(cls.registered_name(), options, config)
+        check_receivers(cls, options, config)
         mode, target = options["mode"], options["target"]
         check_form(mode, options["weight"], init=options["init"], plus_init=options["plus_init"])
         if mode in ("learnable_plus", "dense") and target != "values":
