@@ -187,7 +187,9 @@ class HeadwaterConfig(PreTrainedConfig):
                     f"position {self.position!r} has no rope_parameters; leave them out, or set position to rope."
                 )
         else:
-            self._check_outside()
+            for name in as_mapping(self.mechanisms) or {}:
+                if isinstance(name, str) and not MECHANISMS.is_built_in(name):
+                    resolve(name)  # raises for one that is missing, or that a file may not import
         kwargs.setdefault("auto_map", {})  # TRL reads it from every config whose class is not transformers' own
         super().__post_init__(**kwargs)
         self.complete_fields()
@@ -241,12 +243,6 @@ class HeadwaterConfig(PreTrainedConfig):
         for name in names:
             if close := difflib.get_close_matches(name, cls.field_names(), n=1, cutoff=0.8):
                 raise HeadwaterError(f"{cls.__name__} has no field {name!r}; did you mean {close[0]!r}?")
-
-    def _check_outside(self) -> None:
-        """Raise `HeadwaterError` if a file names an external mechanism that is missing, or that it may not import."""
-        for name in as_mapping(self.mechanisms) or {}:
-            if isinstance(name, str) and not MECHANISMS.is_built_in(name):
-                resolve(name)
 
     def complete_fields(self) -> None:
         """Fill in defaults and check everything. Models call it too, since fields may have been set after creation.

@@ -273,7 +273,7 @@ class Moves:
         """Choose the origin of the new entries along an axis; None: they are the old ones."""
         growth = self.growth
         if axis.kind == "layers":
-            return self.copies_of_layers(name, axis, new)
+            return self.copies_of_layers(name, axis)
         exact = growth.fill != "any"
         if axis.kind in ("k", "v", "kv", "q"):
             return self.copies_of_heads(name, axis, old, new, exact)
@@ -329,7 +329,7 @@ class Moves:
         sources = growth.kv if growth.extends("kv") else range(max(heads, default=0) + 1)
         return [stored.index(sources[head]) if sources[head] in stored else -1 for head in heads], len(stored)
 
-    def copies_of_layers(self, name: str, axis: Dim, new: int) -> Copied:
+    def copies_of_layers(self, name: str, axis: Dim) -> Copied:
         layer = self.layer_of(name)
         owner, inner = owner_of(self.large, name)
         assert owner is not None

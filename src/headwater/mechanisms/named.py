@@ -42,11 +42,6 @@ class Named(nn.ModuleDict):
         named.stages = {stage.value: plan.at(stage) for stage in stages}
         return named
 
-    def list_acting(self, stage: Stage) -> Sequence[Mechanism]:
-        """The mechanisms that act at a stage, in the order of application."""
-        names = self.stages[stage.value]
-        return [cast(Mechanism, self[name]) for name in names] if names else ()
-
     def __getitem__(self, name: str) -> nn.Module:
         return super().__getitem__(self.names.get(name, name))
 
@@ -63,12 +58,13 @@ class Staged:
 
     def list_acting(self, stage: Stage) -> Sequence[Mechanism]:
         """The mechanisms that act at a stage, in the order of application."""
-        return self.mechanisms.list_acting(stage) if self.stages[stage.value] else ()
+        names = self.stages[stage.value]
+        return [cast(Mechanism, self.mechanisms[name]) for name in names] if names else ()
 
     def run_stage(self, stage: Stage, x: Any, context: Context) -> Any:
         """Transform x by the mechanisms that act at a stage, each by the method that the stage names."""
-        for mechanism in self.mechanisms.list_acting(stage) if self.stages[stage.value] else ():
-            x = getattr(mechanism, stage.value)(x, context)
+        for name in self.stages[stage.value]:
+            x = getattr(self.mechanisms[name], stage.value)(x, context)
         return x
 
 

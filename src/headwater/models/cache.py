@@ -148,7 +148,9 @@ class _Growing:
     def extend_history(self, stored: Tensor, new: Tensor) -> Tensor:
         """Append `new` [B, heads, T, d] to `stored` [B, heads, S, d]."""
         # With gradients, whatever attention has read must not change, even if these tensors need none.
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or _copies_strided(new):
+        # PyTorch's half-precision matmuls on a CPU would copy a history that is not contiguous.
+        copies_strided = new.device.type == "cpu" and new.dtype in (torch.bfloat16, torch.float16)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or copies_strided:
             return torch.cat((stored, new), dim=2)
         (*rows, start, width), (*new_rows, length, new_width) = stored.shape, new.shape
         if rows != new_rows or width != new_width:
@@ -170,11 +172,6 @@ class _Growing:
         """Free the memory if `stored` is no longer in it."""
         if self.latest is not stored:
             self.memory = self.latest = None
-
-
-def _copies_strided(x: Tensor) -> bool:
-    """Whether PyTorch's attention copies a non-contiguous history: its half-precision matmuls on a CPU do."""
-    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
 
 
 class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):

@@ -5,8 +5,6 @@ HEAD_OUTPUTS → project
 
 The cache holds what the layer itself projects; what other layers own is read from their caches. With
 `config.materialise` each layer first gathers the keys and values of all its heads, and caches them in any cache.
-
-B batch, T new tokens, S all tokens, D model width, H query heads, K key/value heads, d head width
 """
 
 from typing import Any
@@ -131,11 +129,11 @@ class Attention(Staged, nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, D] -> q [B, H, T, d], and k, v [B, heads, T, d] of the heads that the layer stores; not normed."""
 
-        def split_heads(projection: nn.Module | None, y: Tensor) -> Tensor:
+        def split_heads(projection: nn.Module | None, y_BTD: Tensor) -> Tensor:
             if projection is None:
                 return x.new_empty(x.shape[0], 0, x.shape[1], self.head_dim)
-            y = apply_linear(projection, y)
-            return y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
+            y_BTE = apply_linear(projection, y_BTD)
+            return y_BTE.view(*y_BTE.shape[:2], -1, self.head_dim).transpose(1, 2)
 
         q, k = split_heads(self.q_proj, x), split_heads(self.k_proj, x if key_input is None else key_input)
         return q, k, split_heads(self.v_proj, x if value_input is None else value_input)
@@ -167,14 +165,14 @@ class Attention(Staged, nn.Module):
         """Compute the heads' outputs [B, T, H, d], and the tokens' attention weights if the kernel returns them."""
         if not self.shows_weights:
             return attend_in_groups(self, self.config._attn_implementation, inputs, options)
-        weights_of_keys = weigh_keys(self, inputs, self.scaling, self.softcap)
+        weights_of_keys = weigh_keys(inputs, self.scaling, self.softcap)
         weights = of_tokens(weights_of_keys, inputs)
         context.sources.append(weights)
         weights = self.run_stage(Stage.ATTENTION_WEIGHTS, weights, context)
         return read_groups(self, inputs, weights, weights_of_keys, options["dropout"]), weights
 
-    def collect_results(self, out: Tensor, weights: Tensor | None, context: Context) -> tuple[Tensor | None, ...]:
+    def collect_results(self, out_BTHd: Tensor, weights: Tensor | None, context: Context) -> tuple[Tensor | None, ...]:
         """Results of `forward`. out: what each head read, [B, T, H, d]."""
-        out = self.run_stage(Stage.HEAD_OUTPUTS, out, context)
-        out = apply_linear(self.o_proj, out.flatten(2))
-        return out, weights, *(context.sources[slot] for slot in self.exports)
+        out_BTHd = self.run_stage(Stage.HEAD_OUTPUTS, out_BTHd, context)
+        x_BTD = apply_linear(self.o_proj, out_BTHd.flatten(2))
+        return x_BTD, weights, *(context.sources[slot] for slot in self.exports)

@@ -24,7 +24,9 @@ def make_map(
 def apply_linear(layer: nn.Module, x: Tensor) -> Tensor:
     """layer(x): x [..., d_in] -> [..., d_out]; while a model generates, a plain `nn.Linear` runs its fastest kernel."""
     choices = get_choices()
-    if choices is None or type(layer) is not nn.Linear or type(x) is not Tensor or _is_hooked(layer):
+    if choices is None or type(layer) is not nn.Linear or type(x) is not Tensor:
+        return layer(x)
+    if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):  # accelerate's hooks replace it
         return layer(x)
     key = layer, x.shape, x.dtype
     if key not in choices.forms:
@@ -38,8 +40,3 @@ def model_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if type(module) is nn.Linear and owner_of(model, f"{name}.weight")[0] is None:
             yield name, module
-
-
-def _is_hooked(layer: nn.Module) -> bool:
-    """Whether calling the layer does more than its class does; accelerate's hooks replace `forward` in the instance."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))

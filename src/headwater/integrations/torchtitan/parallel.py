@@ -311,12 +311,6 @@ def move_tensor(
     return placed.to_local(grad_placements=None if gradient is None else [gradient])
 
 
-def take_share(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Select this process's share of the last dimension."""
-    size = x.shape[-1] // mesh.size()
-    return x.narrow(-1, mesh.get_local_rank() * size, size)
-
-
 # Attention
 
 
@@ -382,7 +376,7 @@ class SplitHeads:
                     y = move_tensor(y, context, Shard(1), Replicate(), Partial())
                 return y.unflatten(2, (-1, d))[:, :, chosen].flatten(2)
             if tensor is not None and not columns:
-                y = take_share(y, tensor)
+                y = y.chunk(tensor.size(), dim=-1)[tensor.get_local_rank()]
             return y if context is None else move_tensor(y, context, Shard(1), Shard(2))
 
         module.register_forward_hook(divide_output)
