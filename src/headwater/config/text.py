@@ -113,6 +113,8 @@ class HeadwaterConfig(PreTrainedConfig):
     # What differs for images (vision_config.py): tokens see only earlier ones, and no residual branch is dropped whole.
     is_causal = True
     drop_path = 0.0
+    # Derived, and with types that plain transformers does not know.
+    unsaved = frozenset({"layer_types"})
 
     vocab_size: int = 50304
     hidden_size: int = 768
@@ -394,7 +396,7 @@ class HeadwaterConfig(PreTrainedConfig):
     def to_json_string(self, use_diff: bool = True) -> str:
         """transformers' method, which sorts all keys; but mechanisms keep their order. Derived fields are left out."""
         content = json.loads(super().to_json_string(use_diff))
-        content.pop("layer_types", None)  # derived, and with types that plain transformers does not know
+        content = {name: value for name, value in content.items() if name not in self.unsaved}
         if not content.get("auto_map"):
             content.pop("auto_map", None)
         if content.get("mechanisms"):

@@ -79,13 +79,6 @@ def _norm_parameters(config: HeadwaterConfig, size: int, final: bool = False) ->
     return size * (weight + (bias and config.norm == "layer_norm"))
 
 
-def _count_mechanisms(config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-    """Cost that mechanisms add to a layer, without the linear layers that they replace."""
-    names = dict.fromkeys(name for _, name in plan.acts)
-    layer = layer_config(config, plan.index)
-    return _add_up(resolve(name).count_cost(config.mechanisms[name], layer, plan) for name in names)
-
-
 def _count_shared(config: HeadwaterConfig) -> Cost:
     """Cost of the modules that mechanisms share across all layers."""
     return _add_up(
@@ -100,7 +93,11 @@ def _count_layers(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> dict[s
     return {
         "attention": _add_up(_count_attention(config, plan) for plan in plans),
         "feed-forward": _add_up(_count_feed_forward(config, plan.index) for plan in plans),
-        "mechanisms": _add_up(_count_mechanisms(config, plan) for plan in plans),
+        "mechanisms": _add_up(  # without the linear layers that they replace
+            resolve(name).count_cost(config.mechanisms[name], layer_config(config, plan.index), plan)
+            for plan in plans
+            for name in dict.fromkeys(name for _, name in plan.acts)
+        ),
     }
 
 
@@ -284,8 +281,11 @@ def activation_bytes(
     blocks = [_block_bytes(config, plan, context, precision) for plan in plans]
     stored = sum(blocks)
     if gradient_checkpointing:
-        carried = sum(_exported_bytes(config, plan, context, precision) for plan in plans)
-        stored = len(plans) * width + carried + max(blocks)
+        stored = len(plans) * width + max(blocks)
+        for plan in plans:
+            numbers = kept_numbers(config, plan) | {"a": layer_config(config, plan.index).num_attention_heads * context}
+            sizes = {"x": precision.weights.itemsize}
+            stored += sum(numbers[source.part] * sizes.get(source.part, element) for source in plan.exports)
     # The norms around the blocks, and what mechanisms share.
     stored += config.hidden_size * element + width * (1 + config.embedding_norm) + _count_shared(config).saved * element
     tokens, copies = batch_size * context, 1 if gradient_checkpointing else len(plans)
@@ -302,13 +302,6 @@ def activation_bytes(
         # With learned pairs a layer widens the mask.
         "masks": tokens * context * (1 + copies * element + min(copies, widening)) if masked else 0,
     }
-
-
-def _exported_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precision: Precision) -> int:
-    """Bytes per token that a layer exports to later ones."""
-    numbers = kept_numbers(config, plan) | {"a": layer_config(config, plan.index).num_attention_heads * context}
-    sizes = {"x": precision.weights.itemsize}
-    return sum(numbers[source.part] * sizes.get(source.part, precision.compute.itemsize) for source in plan.exports)
 
 
 def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precision: Precision) -> int:

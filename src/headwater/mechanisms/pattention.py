@@ -257,7 +257,15 @@ class Pattention(Mechanism):
         if options["score"] == "softmax" and options["tau"] is not None:
             raise HeadwaterError("Mechanism 'pattention': score 'softmax' has no tau; leave it out.")
         check_form(options["score"], options["gelu"], None)
-        cls._validate_reading(options, config)
+        product_keys, heads = options["product_keys"] or [], options["product_heads"]
+        if heads < 1 or (heads > 1 and not product_keys):
+            raise HeadwaterError(
+                f"Mechanism 'pattention': product_heads must be at least 1, and 1 without product_keys, not {heads}."
+            )
+        for name in get_args(Map):
+            pairs, frozen = cls.count_pairs(options, config, name), (options["frozen"] or {}).get(name, 0)
+            if wrong := find_problem(pairs, cls.top_k_of(options, name), name in product_keys, frozen):
+                raise HeadwaterError(f"Mechanism 'pattention': map {name!r}: {wrong}.")
         for name in ("qkv_bias", "output_bias", "mlp_bias"):
             if getattr(config, name):
                 raise HeadwaterError(f"Mechanism 'pattention' has no biases; set {name} to false.")
@@ -275,18 +283,6 @@ class Pattention(Mechanism):
                     raise HeadwaterError(
                         f"Mechanism 'pattention': {name} must be a standard deviation or 'fan_in', not {value!r}."
                     )
-
-    @classmethod
-    def _validate_reading(cls, options: OptionValues, config: HeadwaterConfig) -> None:
-        product_keys, heads = options["product_keys"] or [], options["product_heads"]
-        if heads < 1 or (heads > 1 and not product_keys):
-            raise HeadwaterError(
-                f"Mechanism 'pattention': product_heads must be at least 1, and 1 without product_keys, not {heads}."
-            )
-        for name in get_args(Map):
-            pairs, frozen = cls.count_pairs(options, config, name), (options["frozen"] or {}).get(name, 0)
-            if wrong := find_problem(pairs, cls.top_k_of(options, name), name in product_keys, frozen):
-                raise HeadwaterError(f"Mechanism 'pattention': map {name!r}: {wrong}.")
 
     @classmethod
     def top_k_of(cls, options: OptionValues, name: Map) -> int | None:

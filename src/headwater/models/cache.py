@@ -82,19 +82,6 @@ class _TailMixin(CacheLayerMixin):
         if self.is_initialized:  # blocking: tails are read before `update`, where the cache waits for its stream
             self.map_tails(lambda t: t.to(self.device))
 
-    def crop_tails(self, removed: int) -> None:
-        """Drop the last `removed` raw tokens, and all that are older than the tails need."""
-        cropped = {}
-        for name, tail in self.tails.items():
-            length_left, length = tail.shape[2] - removed, self.tail_lengths[name]
-            if length_left < length:
-                raise RuntimeError(
-                    f"The cache cannot take back {removed} tokens: it keeps only the last {length} raw keys and "
-                    "values. Call activate_past_recording() on the cache before the tokens that may be taken back."
-                )
-            cropped[name] = tail[:, :, length_left - length : length_left].clone()
-        self.tails = cropped
-
 
 class _GrowingTailMixin(_TailMixin):
     """The tail of a growing layer, which can be cropped, repeated and indexed."""
@@ -109,7 +96,16 @@ class _GrowingTailMixin(_TailMixin):
             raise ValueError(
                 f"crop takes the number of tokens to remove as a negative integer, not {tokens_to_remove}."
             )
-        self.crop_tails(-tokens_to_remove)
+        cropped = {}
+        for name, tail in self.tails.items():  # without all that is older than the tails need
+            length_left, length = tail.shape[2] + tokens_to_remove, self.tail_lengths[name]
+            if length_left < length:
+                raise RuntimeError(
+                    f"The cache cannot take back {-tokens_to_remove} tokens: it keeps only the last {length} raw keys "
+                    "and values. Call activate_past_recording() on the cache before the tokens that may be taken back."
+                )
+            cropped[name] = tail[:, :, length_left - length : length_left].clone()
+        self.tails = cropped
         if self.is_initialized:  # transformers 5.17 does not ask
             super().crop(tokens_to_remove)
 

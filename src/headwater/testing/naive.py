@@ -613,18 +613,17 @@ class Reference:
         return q, k, v
 
     def kv_shift(self, layer: int, q: ByHead, k: ByHead, v: ByHead) -> QKV:
-        options, total = self.config.mechanisms["kv_shift"], self.layer_config.num_key_value_heads
+        options, c = self.config.mechanisms["kv_shift"], self.layer_config
         if not options["variant"].startswith("half"):
-            return (
-                self.shift_heads(layer, q, "gamma"),
-                self.shift_heads(layer, k, "alpha"),
-                self.shift_heads(layer, v, "beta"),
-            )
-        return (
-            self.shift_halves(q, self.layer_config.num_attention_heads) if options["queries"] else q,
-            self.shift_halves(k, total) if options["keys"] else k,
-            self.shift_halves(v, total) if options["values"] else v,
+            q, k, v = (self.shift_heads(layer, *part) for part in ((q, "gamma"), (k, "alpha"), (v, "beta")))
+            return q, k, v
+        parts = (
+            (q, "queries", c.num_attention_heads),
+            (k, "keys", c.num_key_value_heads),
+            (v, "values", c.num_key_value_heads),
         )
+        q, k, v = (self.shift_halves(x, total) if options[name] else x for x, name, total in parts)
+        return q, k, v
 
     def shift_heads(self, layer: int, x: ByHead, parameter: str) -> ByHead:
         """Mix each head's tokens with those before them, with the taps of KV shift that `parameter` holds."""
