@@ -73,8 +73,8 @@ def _list_models(
     trained: PreTrainedModel | None, sources: Sequence[str], trust_remote_code: bool, seed: int
 ) -> Iterator[tuple[str, PreTrainedModel]]:
     """List names and models, each made when its turn comes. Mechanisms that are invalid alone are left out."""
-    from headwater.verification.own import build_tiny
     from headwater.plugins.registry import MECHANISMS
+    from headwater.verification.own import build_tiny
     from headwater_lab.training.hub_models import open_model
 
     if trained is not None:
