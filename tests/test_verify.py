@@ -17,10 +17,10 @@ from headwater.mechanisms import kv_shift
 from headwater.models import cache, inputs
 from headwater.plugins.registry import MECHANISMS, Registry
 from headwater.util.precision import Precision
-from headwater.verification import WAYS, Parting, Verified, build_tiny, own, verdicts
-from headwater.verification.own import OWN_WAYS
+from headwater.verification import Verified, own, verdicts
+from headwater.verification.own import OWN_WAYS, build_tiny
 from headwater.verification.subject import Subject
-from headwater.verification.ways import Probe, texts_for
+from headwater.verification.ways import WAYS, Parting, Probe, texts_for
 from remade import remade
 
 ALONE, PAIRS, TRIPLES = (

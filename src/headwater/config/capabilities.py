@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from headwater.plugins.registry import resolve
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -71,6 +73,17 @@ class ReplacesLinear(Protocol):
         cls, options: dict[str, Any], config: Any, layer: int, name: Map, d_in: int, d_out: int
     ) -> Cost | None:
         """Return the cost of that module; None where `build_linear` returns None."""
+
+
+def find_replacement(config: Any, method: str, *linear: Any) -> Any:
+    """Call this method of `ReplacesLinear` for a linear layer (layer, name, d_in, d_out) of the first mechanism that
+    replaces it; None if none does."""
+    for mechanism, options in config.mechanisms.items():
+        kind = resolve(mechanism)
+        result = getattr(kind, method)(options, config, *linear) if isinstance(kind, ReplacesLinear) else None
+        if result is not None:
+            return result
+    return None
 
 
 def replaces_linear(mechanism: type, options: dict[str, Any], config: Any, layer: int, name: Map, width: int) -> bool:

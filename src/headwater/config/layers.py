@@ -7,7 +7,7 @@ import copy
 from typing import Any
 
 from headwater.config.rope import complete_rope
-from headwater.util.errors import HeadwaterError, nearest, shown
+from headwater.util.errors import HeadwaterError, check_known, shown
 
 # Limits that no real model reaches; planning, which lists every key/value head of every layer, would take forever.
 MOST = {"num_hidden_layers": 4096, "num_attention_heads": 4096, "num_key_value_heads": 4096}
@@ -55,8 +55,7 @@ def complete_sliding(config: Any) -> None:
             "fields for all layers."
         )
     for name in config.sliding_fields:
-        if name not in _FIELDS:
-            raise HeadwaterError(f"sliding_fields has no field {name!r}; {nearest(str(name), _FIELDS)}")
+        check_known("sliding_fields has no field", name, _FIELDS)
     inside = layer_config(config, config.sliding_layers[0])
     for name in _HEADS:
         size = getattr(inside, name)

@@ -18,12 +18,11 @@ def parse_options(mechanism: type[Any], options: dict[str, Any] | None) -> dict[
             f"The options of mechanism {name!r} must be a mapping, not {options!r}; write {{}} for none."
         )
     names = [field.name for field in fields(kind)]
-    for key in options:
+    for key, value in options.items():
         if key not in names:
             raise HeadwaterError(
                 f"Mechanism {name!r} has no option {key!r}; {nearest(key, names) if names else 'it has none.'}"
             )
-    for key, value in options.items():
         try:
             kind(**{key: value})
         except StrictDataclassError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.errors import check_known
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
@@ -46,8 +46,7 @@ class Stage(Enum):
         """The stage of a method, such as `Mechanism.transform_qkv`. Raises `HeadwaterError` for any other method."""
         stages = {stage.value: stage for stage in cls}
         name = getattr(method, "__name__", str(method))
-        if name not in stages:
-            raise HeadwaterError(f"There is no stage {name!r}; {nearest(name, stages)}")
+        check_known("There is no stage", name, stages)
         return stages[name]
 
 

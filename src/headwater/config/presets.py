@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.util.errors import HeadwaterError, nearest, sentence
+from headwater.util.errors import HeadwaterError, check_known, nearest, sentence
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ def preset(name: str, **changes: Any) -> HeadwaterConfig:
     field_names = {*kind.field_names(), "attn_implementation", "dtype"} - {"layer_types"}
     field_names |= {"num_labels", "id2label", "label2id"} if base == "vit" else set()
     for field in changes:
-        if field not in field_names:
-            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, field_names)}")
+        check_known("A model has no field", field, field_names)
     if {"num_labels", "id2label"} & changes.keys():
         fields.pop("num_labels", None)
     try:
@@ -212,23 +211,22 @@ def _vision_presets() -> Iterator[Preset]:
     base = dict(base="vit", num_labels=1000, num_hidden_layers=12, hidden_size=768, num_attention_heads=12)
     large = base | dict(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16)
     tokens = _BARE_NORMS | dict(qkv_bias=False, output_bias=False, mlp_bias=False)
-    yield _make_preset("vit-b-16", TOKENFORMER, "baseline; the figure, cut off, is ViT's own", "86M", base)
     for name, figure, note, pairs in (
-        ("b-16-matched", "86M", "pairs of Table 8, matched to ViT-B/16", (576, 2304)),
-        ("b-16", "109M", "pairs of Table 8, which do not give the 109M of Table 2", (768, 3072)),
+        ("vit-b-16", "86M", "baseline; the figure, cut off, is ViT's own", None),
+        ("tokenformer-vit-b-16-matched", "86M", "pairs of Table 8, matched to ViT-B/16", (576, 2304)),
+        ("tokenformer-vit-b-16", "109M", "pairs of Table 8, which do not give the 109M of Table 2", (768, 3072)),
+        ("vit-l-16", "307M", "baseline; the figure is ViT's own, and 1% above what its sizes give", None),
+        (
+            "tokenformer-vit-l-16-matched",
+            "307M",
+            "3072 pairs; the 768 that Table 8 prints would give 191M",
+            (768, 3072),
+        ),
+        ("tokenformer-vit-l-16", "407M", "pairs of Table 8; Table 2 counts 100M more than its 307M", (1024, 4096)),
     ):
-        yield _make_preset(
-            f"tokenformer-vit-{name}", TOKENFORMER, note, figure, base, tokens, pattention=_pair_options(*pairs)
-        )
-    note = "baseline; the figure is ViT's own, and 1% above what its sizes give"
-    yield _make_preset("vit-l-16", TOKENFORMER, note, "307M", large)
-    for name, figure, note, pairs in (
-        ("l-16-matched", "307M", "3072 pairs; the 768 that Table 8 prints would give 191M", (768, 3072)),
-        ("l-16", "407M", "pairs of Table 8; Table 2 counts 100M more than its 307M", (1024, 4096)),
-    ):
-        yield _make_preset(
-            f"tokenformer-vit-{name}", TOKENFORMER, note, figure, large, tokens, pattention=_pair_options(*pairs)
-        )
+        mechanisms = {"pattention": _pair_options(*pairs)} if pairs else {}
+        size = large if "-l-" in name else base
+        yield _make_preset(name, TOKENFORMER, note, figure, size, tokens if pairs else {}, **mechanisms)
 
 
 # Released models, in the shapes of their public configs.

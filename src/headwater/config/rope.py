@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from headwater.util.errors import HeadwaterError, nearest, sentence, shown
+from headwater.util.errors import HeadwaterError, check_known, sentence, shown
 
 # The fields that transformers' RoPE functions read.
 _KEYS = sorted({*RopeParameters.__annotations__, "mscale", "mscale_all_dim", "truncate"} - {"mrope_section"})
@@ -33,8 +33,7 @@ def check_rope(config: Any) -> None:
     kind, fraction = parameters["rope_type"], parameters.get("partial_rotary_factor", 1.0)
     for key, value in parameters.items():
         _check_type(key, value)
-    if kind not in ("default", *ROPE_INIT_FUNCTIONS):
-        raise HeadwaterError(f"There is no rope_type {kind!r}; {nearest(kind, ['default', *ROPE_INIT_FUNCTIONS])}")
+    check_known("There is no rope_type", kind, ["default", *ROPE_INIT_FUNCTIONS])
     for name, value in parameters.items():
         if name.startswith("rope_theta") and not 0 < value < float("inf"):
             raise HeadwaterError(f"{name} must be above zero and finite, not {value}.")
@@ -52,8 +51,7 @@ def check_rope(config: Any) -> None:
 
 
 def _check_type(key: Any, value: Any) -> None:
-    if key not in _KEYS:
-        raise HeadwaterError(f"rope_parameters has no field {key!r}; {nearest(str(key), _KEYS)}")
+    check_known("rope_parameters has no field", key, _KEYS)
     if value is None and key not in _NEEDED:
         return
     types, words = _TYPES.get(key, ((int, float), "a number"))

@@ -18,7 +18,7 @@ from headwater.config.options import parse_options
 from headwater.config.rope import check_rope, complete_rope
 from headwater.plugins import outside
 from headwater.plugins.registry import MECHANISMS, as_mapping, resolve
-from headwater.util.errors import HeadwaterError, find_unusable, nearest, sentence, shown
+from headwater.util.errors import HeadwaterError, check_known, find_unusable, sentence, shown
 
 _SIZES = (
     "vocab_size",
@@ -113,6 +113,8 @@ class HeadwaterConfig(PreTrainedConfig):
     # What differs for images (vision_config.py): tokens see only earlier ones, and no residual branch is dropped whole.
     is_causal = True
     drop_path = 0.0
+    # Derived, and with types that plain transformers does not know.
+    unsaved = frozenset({"layer_types"})
 
     vocab_size: int = 50304
     hidden_size: int = 768
@@ -187,7 +189,9 @@ class HeadwaterConfig(PreTrainedConfig):
                     f"position {self.position!r} has no rope_parameters; leave them out, or set position to rope."
                 )
         else:
-            self._check_outside()
+            for name in as_mapping(self.mechanisms) or {}:
+                if isinstance(name, str) and not MECHANISMS.is_built_in(name):
+                    resolve(name)  # raises for one that is missing, or that a file may not import
         kwargs.setdefault("auto_map", {})  # TRL reads it from every config whose class is not transformers' own
         super().__post_init__(**kwargs)
         self.complete_fields()
@@ -242,12 +246,6 @@ class HeadwaterConfig(PreTrainedConfig):
             if close := difflib.get_close_matches(name, cls.field_names(), n=1, cutoff=0.8):
                 raise HeadwaterError(f"{cls.__name__} has no field {name!r}; did you mean {close[0]!r}?")
 
-    def _check_outside(self) -> None:
-        """Raise `HeadwaterError` if a file names an external mechanism that is missing, or that it may not import."""
-        for name in as_mapping(self.mechanisms) or {}:
-            if isinstance(name, str) and not MECHANISMS.is_built_in(name):
-                resolve(name)
-
     def complete_fields(self) -> None:
         """Fill in defaults and check everything. Models call it too, since fields may have been set after creation.
 
@@ -298,15 +296,15 @@ class HeadwaterConfig(PreTrainedConfig):
     def _complete_mechanisms(self) -> None:
         """Store the options with their defaults filled in, so that a saved config says what the model does."""
         mechanisms = as_mapping(self.mechanisms) or {}
-        entries = [(_name_of(str(name)), options) for name, options in mechanisms.items()]
-        self.mechanisms = {name: self._complete_options(name, options) for name, options in entries}
-        if len(self.mechanisms) < len(entries):
+        completed = {}
+        for name, options in mechanisms.items():
+            mechanism = resolve(registered := _name_of(str(name)))
+            parsed = parse_options(mechanism, options)
+            completes = isinstance(mechanism, CompletesOptions)
+            completed[registered] = mechanism.complete_options(parsed, self) if completes else parsed
+        if len(completed) < len(mechanisms):
             raise HeadwaterError(f"mechanisms has a repeated name: {', '.join(map(str, mechanisms))}; name each once.")
-
-    def _complete_options(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
-        mechanism = resolve(name)
-        parsed = parse_options(mechanism, options)
-        return mechanism.complete_options(parsed, self) if isinstance(mechanism, CompletesOptions) else parsed
+        self.mechanisms = completed
 
     def slides(self, layer: int) -> bool:
         """Whether a layer has the sliding window."""
@@ -343,10 +341,7 @@ class HeadwaterConfig(PreTrainedConfig):
             raise HeadwaterError("unit_offset_norm needs an RMSNorm with a weight; set norm=rms_norm and norm_weight.")
         if (problem := find_unusable({name: getattr(self, name) for name in self.field_names()})) is not None:
             raise HeadwaterError(f"{'.'.join(problem[0])}: {problem[1]}.")
-        if self.hidden_act not in ACT2FN:
-            raise HeadwaterError(
-                f"There is no activation named {self.hidden_act!r}; {nearest(self.hidden_act, ACT2FN)}"
-            )
+        check_known("There is no activation named", self.hidden_act, ACT2FN)
         if self.position == "rope":
             self.check_rope()
         for name, options in self.mechanisms.items():
@@ -401,7 +396,7 @@ class HeadwaterConfig(PreTrainedConfig):
     def to_json_string(self, use_diff: bool = True) -> str:
         """transformers' method, which sorts all keys; but mechanisms keep their order. Derived fields are left out."""
         content = json.loads(super().to_json_string(use_diff))
-        content.pop("layer_types", None)  # derived, and with types that plain transformers does not know
+        content = {name: value for name, value in content.items() if name not in self.unsaved}
         if not content.get("auto_map"):
             content.pop("auto_map", None)
         if content.get("mechanisms"):

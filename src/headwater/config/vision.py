@@ -1,6 +1,5 @@
 """`HeadwaterVisionConfig`: the config of image models, with the same blocks and mechanisms as the language model."""
 
-import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -70,6 +69,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
     # RoPE-ViT's choice (arXiv 2403.13298): rows and columns count to a few dozen, not to thousands.
     default_theta = 100.0
     is_causal = False
+    unsaved = frozenset({"layer_types", *LANGUAGE})
 
     image_size: int | list[int] | tuple[int, ...] = 224
     patch_size: int | list[int] | tuple[int, ...] = 16
@@ -189,11 +189,6 @@ class HeadwaterVisionConfig(HeadwaterConfig):
                 f"crop it to {height // high * high} x {width // wide * wide}, or change patch_size."
             )
         return height // high, width // wide
-
-    def to_json_string(self, use_diff: bool = True) -> str:
-        """The same as `HeadwaterConfig.to_json_string`, without the fields of language models."""
-        content = json.loads(super().to_json_string(use_diff))
-        return json.dumps({name: value for name, value in content.items() if name not in LANGUAGE}, indent=2) + "\n"
 
 
 def _as_pair(size: int | Sequence[int]) -> tuple[int, int]:

@@ -6,7 +6,7 @@ as is usual. Each mechanism states its cost in its own file.
 
 from collections.abc import Iterable, Sequence
 
-from headwater.config.capabilities import Map, ReplacesLinear
+from headwater.config.capabilities import Map, find_replacement
 from headwater.config.layers import layer_config
 from headwater.config.plan import Cost, Kept, LayerPlan, Stage
 from headwater.config.planner import output_only_from, plan_layers
@@ -32,16 +32,8 @@ def _count_linear(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_o
     if d_out == 0:
         return Cost()
     linear = Cost(parameters=d_in * d_out + bias * d_out, flops=2 * d_in * d_out)
-    return _count_replacement(config, layer, name, d_in, d_out) or linear
-
-
-def _count_replacement(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int) -> Cost | None:
-    for mechanism, options in config.mechanisms.items():
-        if isinstance(kind := resolve(mechanism), ReplacesLinear):
-            replacement = kind.count_linear_cost(options, config, layer, name, d_in, d_out)
-            if replacement is not None:
-                return replacement
-    return None
+    cost: Cost | None = find_replacement(config, "count_linear_cost", layer, name, d_in, d_out)
+    return cost or linear
 
 
 def _add_up(costs: Iterable[Cost]) -> Cost:
@@ -50,7 +42,7 @@ def _add_up(costs: Iterable[Cost]) -> Cost:
 
 def _count_feed_forward(config: HeadwaterConfig, layer: int) -> Cost:
     width, inner = config.hidden_size, config.intermediate_size
-    replacement = _count_replacement(config, layer, "feed_forward", width, width)
+    replacement: Cost | None = find_replacement(config, "count_linear_cost", layer, "feed_forward", width, width)
     if replacement is not None:
         return replacement
     gated = config.feed_forward == "gated"
@@ -87,13 +79,6 @@ def _norm_parameters(config: HeadwaterConfig, size: int, final: bool = False) ->
     return size * (weight + (bias and config.norm == "layer_norm"))
 
 
-def _count_mechanisms(config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-    """Cost that mechanisms add to a layer, without the linear layers that they replace."""
-    names = dict.fromkeys(name for _, name in plan.acts)
-    layer = layer_config(config, plan.index)
-    return _add_up(resolve(name).count_cost(config.mechanisms[name], layer, plan) for name in names)
-
-
 def _count_shared(config: HeadwaterConfig) -> Cost:
     """Cost of the modules that mechanisms share across all layers."""
     return _add_up(
@@ -108,7 +93,11 @@ def _count_layers(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> dict[s
     return {
         "attention": _add_up(_count_attention(config, plan) for plan in plans),
         "feed-forward": _add_up(_count_feed_forward(config, plan.index) for plan in plans),
-        "mechanisms": _add_up(_count_mechanisms(config, plan) for plan in plans),
+        "mechanisms": _add_up(  # without the linear layers that they replace
+            resolve(name).count_cost(config.mechanisms[name], layer_config(config, plan.index), plan)
+            for plan in plans
+            for name in dict.fromkeys(name for _, name in plan.acts)
+        ),
     }
 
 
@@ -292,8 +281,11 @@ def activation_bytes(
     blocks = [_block_bytes(config, plan, context, precision) for plan in plans]
     stored = sum(blocks)
     if gradient_checkpointing:
-        carried = sum(_exported_bytes(config, plan, context, precision) for plan in plans)
-        stored = len(plans) * width + carried + max(blocks)
+        stored = len(plans) * width + max(blocks)
+        for plan in plans:
+            numbers = kept_numbers(config, plan) | {"a": layer_config(config, plan.index).num_attention_heads * context}
+            sizes = {"x": precision.weights.itemsize}
+            stored += sum(numbers[source.part] * sizes.get(source.part, element) for source in plan.exports)
     # The norms around the blocks, and what mechanisms share.
     stored += config.hidden_size * element + width * (1 + config.embedding_norm) + _count_shared(config).saved * element
     tokens, copies = batch_size * context, 1 if gradient_checkpointing else len(plans)
@@ -312,39 +304,24 @@ def activation_bytes(
     }
 
 
-def _exported_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precision: Precision) -> int:
-    """Bytes per token that a layer exports to later ones."""
-    numbers = kept_numbers(config, plan) | {"a": layer_config(config, plan.index).num_attention_heads * context}
-    sizes = {"x": precision.weights.itemsize}
-    return sum(numbers[source.part] * sizes.get(source.part, precision.compute.itemsize) for source in plan.exports)
-
-
 def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precision: Precision) -> int:
     """Bytes per token of what a block stores."""
-    element = precision.compute.itemsize
+    element, width = precision.compute.itemsize, config.hidden_size
     numbers = _add_up(_count_layers(config, [plan]).values()).saved
     # Two norms, the first of one input or several: each stores its input, and the next linear layers its output;
     # those of outputs store the input.
     extra_inputs = len(plan.inputs) - 1
     inputs = (1 if config.parallel_residual else 2) + extra_inputs
-    # Under autocast each linear layer casts its input to a separate copy.
-    outputs = (_count_readers(config, plan) if precision.is_mixed else 2 + extra_inputs) + 2 * config.output_norms
-    weights = _shown_weights(config, plan) * layer_config(config, plan.index).num_attention_heads * context
-    norms = inputs * precision.weights.itemsize + outputs * element
-    return norms * config.hidden_size + (numbers + weights) * element
-
-
-def _count_readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
-    """Number of linear layers that read the output of a layer's two norms."""
-    replaced = _count_replacement(config, plan.index, "feed_forward", config.hidden_size, config.hidden_size)
-    gated = config.feed_forward == "gated" and replaced is None
-    return 2 + gated + bool(plan.k_heads) + bool(plan.v_heads)
-
-
-def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:
-    """Count the stored sets of attention weights: none with a fused kernel, else the softmax's and derived ones."""
-    acting, capped = bool(plan.at(Stage.ATTENTION_WEIGHTS)), config.attention_softcap is not None  # its tanh is kept
-    return acting + capped + (acting or capped or any(source.kind == "probabilities" for source in plan.exports))
+    outputs = 2 + extra_inputs
+    if precision.is_mixed:  # each linear layer casts its input to a separate copy
+        replaced = find_replacement(config, "count_linear_cost", plan.index, "feed_forward", width, width)
+        outputs = 2 + (replaced is None and config.feed_forward == "gated") + bool(plan.k_heads) + bool(plan.v_heads)
+    # Sets of attention weights: none with a fused kernel, else the softmax's and derived ones, and a softcap's tanh.
+    acting, capped = bool(plan.at(Stage.ATTENTION_WEIGHTS)), config.attention_softcap is not None
+    sets = acting + capped + (acting or capped or any(source.kind == "probabilities" for source in plan.exports))
+    weights = sets * layer_config(config, plan.index).num_attention_heads * context
+    norms = inputs * precision.weights.itemsize + (outputs + 2 * config.output_norms) * element
+    return norms * width + (numbers + weights) * element
 
 
 def state_bytes(

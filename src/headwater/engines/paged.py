@@ -50,11 +50,8 @@ class FlatBatch:
 
     def find_lookback(self, length: int, slots: int) -> Lookback:
         """Find the `length` tokens before each, if a block keeps the last `slots` of its tokens."""
-        if (length, slots) not in self.lookbacks:
-            self.lookbacks[length, slots] = self._make_lookback(length, slots)
-        return self.lookbacks[length, slots]
-
-    def _make_lookback(self, length: int, slots: int) -> Lookback:
+        if (length, slots) in self.lookbacks:
+            return self.lookbacks[length, slots]
         size, device = self.block_size, self.position.device
         back = torch.arange(length, 0, -1, device=device)
         # From the cache: the tokens before each sequence's first new one, oldest first.
@@ -70,13 +67,14 @@ class FlatBatch:
         # Of a sequence's new tokens in one block, the last `slots` are kept.
         final = torch.minimum(self.ends[self.sequence] - 1, (self.position // size + 1) * size - 1)
         stored = (self.position > final - slots).nonzero().flatten()
-        return Lookback(
+        self.lookbacks[length, slots] = Lookback(
             (block, clamped % size % slots),
             is_own[:, :, None],
             index,
             stored,
             (self.token_blocks[stored], self.token_offsets[stored] % slots),
         )
+        return self.lookbacks[length, slots]
 
 
 class Lookback(NamedTuple):

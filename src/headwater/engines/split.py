@@ -73,10 +73,8 @@ class Portion:
     size: int = 1
 
     def __post_init__(self) -> None:
-        if self.size > 1:
-            self._check_heads()
-
-    def _check_heads(self) -> None:
+        if self.size == 1:
+            return
         config = self.config
         if config.num_key_value_heads % self.size:
             raise HeadwaterError(
@@ -202,7 +200,8 @@ def split_attention(full: Attention, share: Portion, processes: Processes) -> At
         _fill_parameters(portion.mechanisms[name], cast(Mechanism, module), share, plan)
     for kind, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
         if getattr(portion, name) is not None:
-            channels = list_channels(share.list_positions(plan)[kind][1], portion.head_dim)
+            heads = torch.tensor(share.list_positions(plan)[kind][1], dtype=torch.long)
+            channels = (heads[:, None] * portion.head_dim + torch.arange(portion.head_dim)).flatten()
             layer = getattr(full, name)
             is_linear = isinstance(layer, nn.Linear)
             setattr(portion, name, select_rows(layer, channels) if is_linear else SomeOutputs(layer, channels))
@@ -252,11 +251,6 @@ class SummedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.processes.add_up(self.linear(x))
         return y if self.bias is None else y + self.bias
-
-
-def list_channels(heads: Sequence[int], width: int) -> Tensor:
-    """The channels of heads that have `width` each."""
-    return (torch.tensor(heads, dtype=torch.long)[:, None] * width + torch.arange(width)).flatten()
 
 
 class SomeOutputs(nn.Module):

@@ -273,7 +273,7 @@ class Moves:
         """Choose the origin of the new entries along an axis; None: they are the old ones."""
         growth = self.growth
         if axis.kind == "layers":
-            return self.copies_of_layers(name, axis, new)
+            return self.copies_of_layers(name, axis)
         exact = growth.fill != "any"
         if axis.kind in ("k", "v", "kv", "q"):
             return self.copies_of_heads(name, axis, old, new, exact)
@@ -289,8 +289,11 @@ class Moves:
         """Choose the origin of the new channels of the residual stream."""
         growth = self.growth
         mean = growth.fill == "mean" and growth.pads
-        if mean:
-            _check_mean(name, axis)
+        if mean and (axis.kind == "outputs" or axis.normed):  # the mean of the others cannot take their place
+            raise HeadwaterError(
+                f"{name} has an entry per channel, and under LayerNorm new channels hold the mean of the others; "
+                "multiply hidden_size (hypercloning), grow other sizes, or use the method net2net."
+            )
         writes = axis.kind in ("stream", "outputs") and not axis.reads
         source = [old if channel < 0 and mean and writes else channel for channel in growth.stream]
         return Copied(source, zero=writes and exact, mean=mean and writes, factor=self.norm_factor(name, axis, exact))
@@ -329,7 +332,7 @@ class Moves:
         sources = growth.kv if growth.extends("kv") else range(max(heads, default=0) + 1)
         return [stored.index(sources[head]) if sources[head] in stored else -1 for head in heads], len(stored)
 
-    def copies_of_layers(self, name: str, axis: Dim, new: int) -> Copied:
+    def copies_of_layers(self, name: str, axis: Dim) -> Copied:
         layer = self.layer_of(name)
         owner, inner = owner_of(self.large, name)
         assert owner is not None
@@ -357,15 +360,6 @@ class Copied(NamedTuple):
 def _shape_along(dim: int, dims: int) -> list[int]:
     """The shape in which numbers for the entries along one dimension are broadcast."""
     return [-1 if index == dim else 1 for index in range(dims)]
-
-
-def _check_mean(name: str, axis: Dim) -> None:
-    """Raise `HeadwaterError` for entries that the mean of the others cannot take the place of."""
-    if axis.kind == "outputs" or axis.normed:
-        raise HeadwaterError(
-            f"{name} has an entry per channel, and under LayerNorm new channels hold the mean of the others; "
-            "multiply hidden_size (hypercloning), grow other sizes, or use the method net2net."
-        )
 
 
 def _scale_copies(axis: Dim, way: Copied, shares: Tensor, power: int) -> Tensor:

@@ -26,7 +26,7 @@ from typing import Literal, get_args
 from headwater.config.layers import MOST
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.enlarging import Larger
-from headwater.util.errors import HeadwaterError, either, nearest
+from headwater.util.errors import HeadwaterError, check_known, either
 
 DEEPER = ("identity", "stack", "interleave")
 WIDER = ("exact", "hypercloning", "lemon", "net2net")
@@ -110,8 +110,7 @@ def parse_method(method: str) -> tuple[str | None, str | None]:
         raise HeadwaterError(f"method must be a name, such as 'exact', not {method!r}.")
     deeper = wider = None
     for way in (names := method.split("+")):
-        if way not in (*DEEPER, *WIDER):
-            raise HeadwaterError(f"There is no growth method {way!r}; {nearest(way, (*DEEPER, *WIDER))}")
+        check_known("There is no growth method", way, (*DEEPER, *WIDER))
         deeper, wider = (way, wider) if way in DEEPER else (deeper, way)
     if len(names) > 2 or (len(names) == 2 and None in (deeper, wider)):
         raise HeadwaterError(
@@ -133,7 +132,12 @@ def make_larger(config: HeadwaterConfig, options: GrowthOptions) -> Larger:
     _check_directions(method, deeper, wider, grows)
     layers, silent = _map_layers(old["num_hidden_layers"], new["num_hidden_layers"], deeper)
     if wider == "hypercloning":
-        _check_multiples(old, new, grows - {"num_hidden_layers"})
+        for name in grows - {"num_hidden_layers"}:
+            if new[name] % old[name]:
+                raise HeadwaterError(
+                    f"hypercloning multiplies: {name} can be {old[name] * 2} or {old[name] * 3}, not {new[name]}; use "
+                    "the method lemon for other sizes."
+                )
     copies = wider in NOISE
     kv, q = _map_heads(config, new["num_attention_heads"], new["num_key_value_heads"], copies)
     layer_norm, units = config.norm == "layer_norm", old["intermediate_size"]
@@ -188,16 +192,6 @@ def _check_directions(method: str, deeper: str | None, wider: str | None, grows:
         raise HeadwaterError(
             f"The model grows in one direction only, and {unread!r} is for the other; use the method {only}."
         )
-
-
-def _check_multiples(old: dict[str, int], new: dict[str, int], names: set[str]) -> None:
-    """Raise `HeadwaterError` for a size that is not a multiple of the old one."""
-    for name in names:
-        if new[name] % old[name]:
-            raise HeadwaterError(
-                f"hypercloning multiplies: {name} can be {old[name] * 2} or {old[name] * 3}, not {new[name]}; use "
-                "the method lemon for other sizes."
-            )
 
 
 def _map_layers(old: int, new: int, way: str | None) -> tuple[tuple[int, ...], frozenset[int]]:

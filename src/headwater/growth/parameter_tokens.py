@@ -245,12 +245,9 @@ def _settle_config(model: HeadwaterPreTrainedModel, counts: Counts, frozen: Coun
     """Update the config to the new sizes, and to what learns."""
     thawed = options_of(model.config)["frozen"] is not None and frozen is None
     _write_counts(model.config, counts, frozen)
-    for module in model.modules():
-        if isinstance(module, Pattention):
-            continue
-        if thawed:
-            for parameter in module.parameters(recurse=False):
-                parameter.requires_grad_(True)
+    for module in model.modules() if thawed else ():
+        for parameter in () if isinstance(module, Pattention) else module.parameters(recurse=False):
+            parameter.requires_grad_(True)
     model.freeze_parameters()
 
 

@@ -111,7 +111,10 @@ def find_fastest(operation: tuple[Any, ...], forms: Callable[[], Mapping[str, Ca
             if seconds and seconds[fastest] >= CLEAR * seconds[PLAIN]:
                 fastest = PLAIN
             if seconds and file is not None:
-                _store_fastest(file, threads, name, fastest)
+                about = {"cpu": describe_cpu(), "torch": torch.__version__, "threads": threads}
+                with suppress(OSError):
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    replace_text(file, json.dumps(about | {"fastest": _read_file(file) | {name: fastest}}, indent=1))
         return _fastest.setdefault((threads, operation), fastest)
 
 
@@ -160,10 +163,3 @@ def _read_file(file: Path) -> dict[str, str]:
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         return dict(json.loads(file.read_text(encoding="utf-8"))["fastest"])
     return {}
-
-
-def _store_fastest(file: Path, threads: int, name: str, fastest: str) -> None:
-    about = {"cpu": describe_cpu(), "torch": torch.__version__, "threads": threads}
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(file, json.dumps(about | {"fastest": _read_file(file) | {name: fastest}}, indent=1))

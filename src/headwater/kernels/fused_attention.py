@@ -88,7 +88,12 @@ def matmul_attention(
     if attention_mask is None:
         scores = torch.bmm(q, k.transpose(1, 2)) * scaling
     else:
-        bias = _as_bias(attention_mask, q.dtype)
+        if attention_mask.dtype == torch.bool:
+            # Half of the lowest number, so that adding a score cannot overflow: a query without keys gets no NaN.
+            bias = torch.zeros(attention_mask.shape, dtype=q.dtype, device=q.device)
+            bias.masked_fill_(~attention_mask, torch.finfo(q.dtype).min / 2)
+        else:
+            bias = attention_mask.to(q.dtype)
         if bias.ndim == 2:
             bias = bias.repeat(groups, 1)
         else:
@@ -97,14 +102,6 @@ def matmul_attention(
     weights = nn.functional.dropout(scores.softmax(-1), p=dropout, training=module.training)
     out = torch.bmm(weights, v).view(batch, heads, length, v.shape[-1])
     return out.transpose(1, 2), None
-
-
-def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bias that sdpa's mask adds to the scores."""
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    # Half of the lowest number, so that adding a score cannot overflow: a query without keys gets no NaN.
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min / 2)
 
 
 AttentionInterface.register(MATMUL, matmul_attention)

@@ -1,22 +1,22 @@
 """RMSNorm on a CPU that stores x and one number per row, instead of two copies of x in fp32."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwater.kernels import can_fuse
 from headwater.kernels.scratch import get_scratch
 
 
-def can_fuse_rms_norm(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether `fused_rms_norm` may run and helps: on other devices PyTorch's own kernel stores just as little."""
-    if not can_fuse(x, weight, cpu_only=True):
-        return False
-    return x.numel() > 0 and (weight is None or weight.dtype in (x.dtype, torch.float32))
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, widens: bool = False) -> Tensor:
+    """x / rms(x) · weight over the last dimension of x [..., D]; weight [D] or None. Returned in the dtype of x.
 
-
-def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x) · weight over the last dimension of x [..., D]; weight [D] or None. Returned in the dtype of x."""
-    return _RMSNorm.apply(x, weight, eps)
+    widens: compute in the weight's dtype. On devices other than a CPU, PyTorch's own kernel stores just as little.
+    """
+    fits = weight is None or weight.dtype in (x.dtype, torch.float32)
+    if can_fuse(x, weight, cpu_only=True) and fits and x.numel():
+        return _RMSNorm.apply(x, weight, eps)
+    wide = x.to(weight.dtype) if widens and weight is not None else x
+    return nn.functional.rms_norm(wide, x.shape[-1:], weight, eps).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):

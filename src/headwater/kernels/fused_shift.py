@@ -27,11 +27,11 @@ class Shift(torch.autograd.Function):
         wide, taps = torch.promote_types(x.dtype, weight.dtype), _expand_taps(weight, x.shape[-1])
         y = torch.empty_like(x) if wide == x.dtype else x.new_empty(x.shape)
         for x_rows, y_rows in zip(*_split_rows(x, y), strict=True):
-            flat = _flatten_heads(x_rows, wide)
-            mixed = torch.mul(flat, taps[0], out=get_scratch(1, flat.shape, wide, flat)[0])
+            x_BTE = _flatten_heads(x_rows, wide)
+            mixed_BTE = torch.mul(x_BTE, taps[0], out=get_scratch(1, x_BTE.shape, wide, x_BTE)[0])
             for back, tap in enumerate(taps[1:], 1):
-                mixed[:, back:].addcmul_(flat[:, :-back], tap)
-            y_rows.copy_(_split_heads(mixed, x.shape[-1]))
+                mixed_BTE[:, back:].addcmul_(x_BTE[:, :-back], tap)
+            y_rows.copy_(_split_heads(mixed_BTE, x.shape[-1]))
         return y
 
     @staticmethod
@@ -39,20 +39,20 @@ class Shift(torch.autograd.Function):
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         wide, taps = torch.promote_types(x.dtype, weight.dtype), _expand_taps(weight, x.shape[-1])
-        gx = x.new_empty(len(x), x.shape[2], len(taps[0]))
+        gx_BTE = x.new_empty(len(x), x.shape[2], len(taps[0]))
         gw = torch.zeros(len(taps), len(taps[0]), dtype=wide, device=x.device)
-        for x_rows, g_rows, gx_rows in zip(*_split_rows(x, grads[0], gx), strict=True):
-            flat, g = _flatten_heads(x_rows, wide), _flatten_heads(g_rows, wide)
-            mixed, product = get_scratch(2, flat.shape, wide, flat)
-            torch.mul(g, taps[0], out=mixed)
+        for x_rows, g_rows, gx_rows in zip(*_split_rows(x, grads[0], gx_BTE), strict=True):
+            x_BTE, g_BTE = _flatten_heads(x_rows, wide), _flatten_heads(g_rows, wide)
+            mixed_BTE, product_BTE = get_scratch(2, x_BTE.shape, wide, x_BTE)
+            torch.mul(g_BTE, taps[0], out=mixed_BTE)
             # One dimension at a time: PyTorch sums two dimensions of a slice many times more slowly.
-            gw[0].add_(torch.mul(g, flat, out=product).sum(1).sum(0))
+            gw[0].add_(torch.mul(g_BTE, x_BTE, out=product_BTE).sum(1).sum(0))
             for back, tap in enumerate(taps[1:], 1):
-                mixed[:, :-back].addcmul_(g[:, back:], tap)
-                gw[back].add_(torch.mul(g[:, back:], flat[:, :-back], out=product[:, back:]).sum(1).sum(0))
-            gx_rows.copy_(mixed)
+                mixed_BTE[:, :-back].addcmul_(g_BTE[:, back:], tap)
+                gw[back].add_(torch.mul(g_BTE[:, back:], x_BTE[:, :-back], out=product_BTE[:, back:]).sum(1).sum(0))
+            gx_rows.copy_(mixed_BTE)
         gw = gw.unflatten(1, (-1, x.shape[-1]))
-        return _split_heads(gx, x.shape[-1]), (gw if weight.ndim == 3 else gw.sum(2)).to(weight.dtype)
+        return _split_heads(gx_BTE, x.shape[-1]), (gw if weight.ndim == 3 else gw.sum(2)).to(weight.dtype)
 
 
 def shift_back(x: Tensor, steps: int, reach: Tensor | None) -> Tensor:

@@ -87,21 +87,21 @@ class DepthAttention(Mechanism):
         for h in written:
             wide = torch.promote_types(h.dtype, torch.float32)
             # vector_norm keeps no copy of h in fp32.
-            norm = (torch.linalg.vector_norm(h, dim=-1, dtype=wide).square() / width + self.eps).rsqrt()
+            norm_BT = (torch.linalg.vector_norm(h, dim=-1, dtype=wide).square() / width + self.eps).rsqrt()
             if h.ndim == 4:
-                score = torch.einsum("sbtd,sd->sbt", h, query)
+                score_WBT = torch.einsum("sbtd,sd->sbt", h, query)
             else:
-                score = nn.functional.linear(h, query).movedim(2, 0)
-            scores.append(score * norm)
-            norms.append(norm)
+                score_WBT = nn.functional.linear(h, query).movedim(2, 0)
+            scores.append(score_WBT * norm_BT)
+            norms.append(norm_BT)
         weights: list[Tensor] = list(torch.stack(scores, dim=3).softmax(3).unbind(3))
         if self.variant == "inkling_2":
-            weights = [weight * norm for weight, norm in zip(weights, norms, strict=True)]
+            weights = [weight * norm_BT for weight, norm_BT in zip(weights, norms, strict=True)]
         weights = [weight.unsqueeze(3).to(x.dtype) for weight in weights]
-        y = weights[0] * written[0]
+        y_WBTD = weights[0] * written[0]
         for weight, h in zip(weights[1:], written[1:], strict=True):
-            y = torch.addcmul(y, weight, h)
-        return y[0] if len(self.query) == 1 else y
+            y_WBTD = torch.addcmul(y_WBTD, weight, h)
+        return y_WBTD[0] if len(self.query) == 1 else y_WBTD
 
     def transform_block_input(self, x: Tensor, context: Context) -> Tensor:
         return self(x, *(context.sources[slot] for slot in self.slots))
@@ -115,7 +115,7 @@ class DepthAttention(Mechanism):
 
     @classmethod
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
-        check_receivers(cls.registered_name(), options, config)
+        check_receivers(cls, options, config)
         check_least(cls, options, block=1)
 
     @classmethod

@@ -64,16 +64,16 @@ class Exclusive(KeepsPrecision, Mechanism):
 
     def forward(self, out: Tensor, values: Tensor) -> Tensor:
         """Return out [B, T, H, d] without its part along the tokens' own values [B, K, T, d]."""
-        v = values.transpose(1, 2).unsqueeze(3)
-        y = out.unflatten(2, (v.shape[2], -1))
+        v_BTK1d = values.transpose(1, 2).unsqueeze(3)
+        y_BTKGd = out.unflatten(2, (v_BTK1d.shape[2], -1))
         # float16 cannot hold the squares of large values.
-        a, b = (y.float(), v.float()) if v.dtype == torch.float16 else (y, v)
+        a, b = (y_BTKGd.float(), v_BTK1d.float()) if v_BTK1d.dtype == torch.float16 else (y_BTKGd, v_BTK1d)
         # Not by v̂: of a token that reads itself alone, y = v, nothing must be left, not even a rounding error.
-        square = torch.linalg.vecdot(b, b)
-        times = torch.linalg.vecdot(a, b) / square.clamp(min=GUARD)
+        square_BTK1 = torch.linalg.vecdot(b, b)
+        times_BTKG = torch.linalg.vecdot(a, b) / square_BTK1.clamp(min=GUARD)
         if self.alpha is not None:
-            times = times * self.alpha.tanh().view(y.shape[2:4])
-        return torch.addcmul(y, times.to(y.dtype).unsqueeze(4), v, value=-1).flatten(2, 3)
+            times_BTKG = times_BTKG * self.alpha.tanh().view(y_BTKGd.shape[2:4])
+        return torch.addcmul(y_BTKGd, times_BTKG.to(y_BTKGd.dtype).unsqueeze(4), v_BTK1d, value=-1).flatten(2, 3)
 
     def transform_head_outputs(self, out: Tensor, context: Context) -> Tensor:
         return self(out, join_heads(context.sources, self.value_slots))

@@ -33,7 +33,7 @@ from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionVa
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.shift import read_tail, shift, shift_second
-from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.errors import HeadwaterError, check_known
 
 ShiftVariant = Literal["free", "gate", "clamped", "half_heads", "half_channels"]
 HALVES = "half_heads", "half_channels"
@@ -259,8 +259,7 @@ class KVShift(KeepsPrecision, Mechanism):
 def check_form(window: int, variant: str, init: str) -> None:
     """Raise `HeadwaterError` for options that are unknown or contradict each other."""
     for name, value, choices in (("variant", variant, get_args(ShiftVariant)), ("init", init, ("random", "identity"))):
-        if value not in choices:
-            raise HeadwaterError(f"KV shift has no {name} {value!r}; {nearest(str(value), choices)}")
+        check_known(f"KV shift has no {name}", value, choices)
     if window < 2:
         raise HeadwaterError(f"KV shift's window must be at least 2, not {window}.")
     if variant != "free" and window != 2:

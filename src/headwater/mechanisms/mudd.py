@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
-from headwater.kernels.fused_norm import can_fuse_rms_norm, fused_rms_norm
+from headwater.kernels.fused_norm import rms_norm
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import READS, SAME, Dim
@@ -97,19 +97,16 @@ class MUDD(KeepsPrecision, Mechanism):
         summands: [ways, B, T, D], what each way sums in place of x; default: x itself.
         """
         *weights, own_weight = self.weights(x)
-        y = own_weight * (x if summands is None else summands)
+        y_WBTD = own_weight * (x if summands is None else summands)
         for weight, state in zip(weights, earlier, strict=True):
-            y = torch.addcmul(y, weight, state)
-        return y
+            y_WBTD = torch.addcmul(y_WBTD, weight, state)
+        return y_WBTD
 
     def weights(self, x: Tensor) -> list[Tensor]:
         """x [B, T, D] -> the weight of each term, [ways, B, T, 1]."""
-        if can_fuse_rms_norm(x, None):
-            normed = fused_rms_norm(x, None, self.eps)
-        else:
-            normed = nn.functional.rms_norm(x, x.shape[-1:], None, self.eps).to(x.dtype)
-        weights = self.down(nn.functional.gelu(self.up(normed))).unflatten(2, (self.ways, -1)) + self.bias
-        return list(weights.to(x.dtype).movedim(2, 0).unsqueeze(3).unbind(4))
+        inner = nn.functional.gelu(self.up(rms_norm(x, None, self.eps)))
+        weights_BTWJ = self.down(inner).unflatten(2, (self.ways, -1)) + self.bias
+        return list(weights_BTWJ.to(x.dtype).movedim(2, 0).unsqueeze(3).unbind(4))
 
     def split_attention_inputs(self, x: AttentionInputs, context: Context) -> AttentionInputs:
         summands = None if self.alike else torch.stack([*x.list_inputs(), x.stream])

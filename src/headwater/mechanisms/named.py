@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 from torch import Tensor, nn
 
-from headwater.config.plan import LayerPlan, Part, Stage
-from headwater.mechanisms.contract import Mechanism, Tail
+from headwater.config.plan import LayerPlan, Part, Source, Stage
+from headwater.mechanisms.contract import Context, Mechanism, Tail
 from headwater.plugins.registry import resolve
 
 if TYPE_CHECKING:
@@ -42,17 +42,37 @@ class Named(nn.ModuleDict):
         named.stages = {stage.value: plan.at(stage) for stage in stages}
         return named
 
-    def list_acting(self, stage: Stage) -> Sequence[Mechanism]:
-        """The mechanisms that act at a stage, in the order of application."""
-        names = self.stages[stage.value]
-        return [cast(Mechanism, self[name]) for name in names] if names else ()
-
     def __getitem__(self, name: str) -> nn.Module:
         return super().__getitem__(self.names.get(name, name))
 
     def named(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield each mechanism's name and its module."""
         return ((name, self[name]) for name in self.names)
+
+
+class Staged:
+    """A module with `mechanisms`, and their `stages`: looked up in it, since attributes of modules take longer."""
+
+    mechanisms: Named
+    stages: Mapping[str, Sequence[str]]
+
+    def list_acting(self, stage: Stage) -> Sequence[Mechanism]:
+        """The mechanisms that act at a stage, in the order of application."""
+        names = self.stages[stage.value]
+        return [cast(Mechanism, self.mechanisms[name]) for name in names] if names else ()
+
+    def run_stage(self, stage: Stage, x: Any, context: Context) -> Any:
+        """Transform x by the mechanisms that act at a stage, each by the method that the stage names."""
+        for name in self.stages[stage.value]:
+            x = getattr(self.mechanisms[name], stage.value)(x, context)
+        return x
+
+
+def run_shared(
+    modules: Iterable[tuple[str, nn.Module]], ids: Tensor | None = None, id_readers: Sequence[str] = ()
+) -> dict[Source, Tensor]:
+    """Return the outputs of the modules that a model has once, by mechanism. ids: the new tokens [B, T]."""
+    return {Source("shared", name, -1): module(ids) if name in id_readers else module() for name, module in modules}
 
 
 def owner_of(model: nn.Module, qualified: str) -> tuple[Mechanism | None, str]:

@@ -145,26 +145,26 @@ class NGramTable(KeepsPrecision, Mechanism):
     def list_past(self, ids: Tensor, reach: Reach, tail: Tail | None) -> list[Tensor]:
         """The ids of each token and of those before it, [B, T] each."""
         # Counted from 1: 0 is no token, in the cache too.
-        tokens = (ids.long() + 1)[:, None, :, None]
-        previous = read_tail(tail, self.tail, tokens, self.back, reach)
+        tokens_B1T1 = (ids.long() + 1)[:, None, :, None]
+        previous = read_tail(tail, self.tail, tokens_B1T1, self.back, reach)
         is_known, ids = None, ids.long()
         past = [ids]
-        for step in (earlier(tokens, back, reach, previous) for back in range(1, self.back + 1)):
-            step_ids = step[:, 0, :, 0]
-            is_known = step_ids > 0 if is_known is None else is_known & (step_ids > 0)
+        for step in (earlier(tokens_B1T1, back, reach, previous) for back in range(1, self.back + 1)):
+            ids_BT = step[:, 0, :, 0]
+            is_known = ids_BT > 0 if is_known is None else is_known & (ids_BT > 0)
             if self.end_of_text is not None:
-                is_known = is_known & (step_ids != self.end_of_text + 1)
-            past.append(torch.where(is_known, step_ids - 1, self.missing))
+                is_known = is_known & (ids_BT != self.end_of_text + 1)
+            past.append(torch.where(is_known, ids_BT - 1, self.missing))
         return past
 
     def find_rows(self, past: list[Tensor]) -> Tensor:
         """The rows in the table of the n-grams of ids, [B, T, orders·heads]."""
-        mixed, rows = past[0] * self.factors[0], []
+        mixed_BT, rows = past[0] * self.factors[0], []
         for order in range(2, self.back + 2):
-            mixed = mixed ^ past[order - 1] * self.factors[order - 1]
+            mixed_BT = mixed_BT ^ past[order - 1] * self.factors[order - 1]
             if order in self.orders:
                 index = self.orders.index(order)
-                rows.append(mixed.unsqueeze(2) % self.moduli[index] + self.first_row[index])
+                rows.append(mixed_BT.unsqueeze(2) % self.moduli[index] + self.first_row[index])
         return torch.cat(rows, dim=2)
 
     # Capabilities
@@ -246,10 +246,10 @@ class NGramMemory(KeepsPrecision, Mechanism):
         factor = None if self.scalar is None else self.scalar.to(y.dtype)
         if self.key is not None:
             channels = x.shape[-1:]
-            normed = nn.functional.rms_norm(x, channels, eps=self.eps)
-            normed_key = nn.functional.rms_norm(self.key(rows), channels, eps=self.eps)
-            match = (normed * normed_key).sum(-1, keepdim=True) / x.shape[-1] ** 0.5
-            factor = (match.sign() * match.abs().clamp(min=LEAST).sqrt()).sigmoid().to(y.dtype)
+            normed_BTD = nn.functional.rms_norm(x, channels, eps=self.eps)
+            key_BTD = nn.functional.rms_norm(self.key(rows), channels, eps=self.eps)
+            match_BT1 = (normed_BTD * key_BTD).sum(-1, keepdim=True) / x.shape[-1] ** 0.5
+            factor = (match_BT1.sign() * match_BT1.abs().clamp(min=LEAST).sqrt()).sigmoid().to(y.dtype)
         added = (rows if self.up is None else self.up(rows)).to(y.dtype)
         if self.head_dim is not None:
             added = added.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
@@ -309,7 +309,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         tail: tuple[Kept, int] = "id", max(options["orders"]) - 1
         values = options["target"] == "values"
         new = list(plans)
-        for layer in layers_with_values(cls.registered_name(), options, chosen, plans) if values else chosen:
+        for layer in layers_with_values(cls, options, chosen, plans) if values else chosen:
             cls.count_numbers(options, cls.count_channels(options, layer_config(config, layer), plans[layer]))
             new[layer] = plans[layer].acting(cls, cls.transform_qkv if values else cls.update_residual, [tail])
         return new

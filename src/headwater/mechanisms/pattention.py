@@ -44,7 +44,7 @@ from headwater.mechanisms.contract import Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import LINEAR_IN, LINEAR_OUT, SAME, Dim, Larger
 from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.mechanisms.product_keys import ProductKeys, find_largest, take_entries, weighted_rows
-from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.errors import HeadwaterError, check_known
 
 ScoreFunction = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", "exp_l1_norm", "softmax"]
 Gelu = Literal["erf", "tanh"]
@@ -149,11 +149,11 @@ class Pattention(Mechanism):
         key, value, tau = self.keys, self.values, self.scale()
         if self._is_default and can_fuse(x, key, value, needs_grad=False, cpu_only=True):
             return fused_pattention(x, key, value, tau, GELU[self.gelu], GUARD)
-        scores = x @ key.T
+        scores_BTN = x @ key.T
         if self.top_k is None:
-            return self._theta(scores, tau).to(x.dtype) @ value
-        pairs, weights = self._read_pairs(scores, tau)
-        return weighted_rows(value, pairs, weights.to(value.dtype)).to(scores.dtype)
+            return self._theta(scores_BTN, tau).to(x.dtype) @ value
+        pairs, weights = self._read_pairs(scores_BTN, tau)
+        return weighted_rows(value, pairs, weights.to(value.dtype)).to(scores_BTN.dtype)
 
     def _read_pairs(self, scores: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         """The pairs that a token reads, of all heads, and their weights Θ [..., top_k] or [..., heads·top_k]."""
@@ -213,10 +213,10 @@ class Pattention(Mechanism):
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
         """Θ(x·K_Pᵀ): x [..., d_in] -> the weight of each pair's value [..., n], in at least fp32; 0 if unread."""
-        scores = x @ self.keys.T
+        scores_BTN = x @ self.keys.T
         if self.top_k is None:
-            return self._theta(scores, self.scale())
-        pairs, weights = self._read_pairs(scores, self.scale())
+            return self._theta(scores_BTN, self.scale())
+        pairs, weights = self._read_pairs(scores_BTN, self.scale())
         return weights.new_zeros(*x.shape[:-1], self.n).scatter_add_(-1, pairs, weights)
 
     def find_tau_path(self) -> tuple[float, float] | None:
@@ -257,30 +257,6 @@ class Pattention(Mechanism):
         if options["score"] == "softmax" and options["tau"] is not None:
             raise HeadwaterError("Mechanism 'pattention': score 'softmax' has no tau; leave it out.")
         check_form(options["score"], options["gelu"], None)
-        cls._validate_reading(options, config)
-        for name in ("qkv_bias", "output_bias", "mlp_bias"):
-            if getattr(config, name):
-                raise HeadwaterError(f"Mechanism 'pattention' has no biases; set {name} to false.")
-
-    @staticmethod
-    def _validate_maps(options: OptionValues) -> None:
-        for name in ("key_init", "value_init", "frozen", "top_k", "product_keys"):
-            maps = options[name] if isinstance(options[name], dict | list) else ()
-            if wrong := [which for which in maps if which not in get_args(Map)]:
-                raise HeadwaterError(
-                    f"Mechanism 'pattention': {name} has no map {wrong[0]!r}; {nearest(str(wrong[0]), get_args(Map))}"
-                )
-        for name in ("key_init", "value_init"):
-            values = options[name].values() if isinstance(options[name], dict) else [options[name]]
-            for value in values:
-                number = value if isinstance(value, float | int) and not isinstance(value, bool) else -1
-                if value not in (None, "fan_in") and not 0 <= number < float("inf"):
-                    raise HeadwaterError(
-                        f"Mechanism 'pattention': {name} must be a standard deviation or 'fan_in', not {value!r}."
-                    )
-
-    @classmethod
-    def _validate_reading(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         product_keys, heads = options["product_keys"] or [], options["product_heads"]
         if heads < 1 or (heads > 1 and not product_keys):
             raise HeadwaterError(
@@ -290,6 +266,23 @@ class Pattention(Mechanism):
             pairs, frozen = cls.count_pairs(options, config, name), (options["frozen"] or {}).get(name, 0)
             if wrong := find_problem(pairs, cls.top_k_of(options, name), name in product_keys, frozen):
                 raise HeadwaterError(f"Mechanism 'pattention': map {name!r}: {wrong}.")
+        for name in ("qkv_bias", "output_bias", "mlp_bias"):
+            if getattr(config, name):
+                raise HeadwaterError(f"Mechanism 'pattention' has no biases; set {name} to false.")
+
+    @staticmethod
+    def _validate_maps(options: OptionValues) -> None:
+        for name in ("key_init", "value_init", "frozen", "top_k", "product_keys"):
+            for map_name in options[name] if isinstance(options[name], dict | list) else ():
+                check_known(f"Mechanism 'pattention': {name} has no map", map_name, get_args(Map))
+        for name in ("key_init", "value_init"):
+            values = options[name].values() if isinstance(options[name], dict) else [options[name]]
+            for value in values:
+                number = value if isinstance(value, float | int) and not isinstance(value, bool) else -1
+                if value not in (None, "fan_in") and not 0 <= number < float("inf"):
+                    raise HeadwaterError(
+                        f"Mechanism 'pattention': {name} must be a standard deviation or 'fan_in', not {value!r}."
+                    )
 
     @classmethod
     def top_k_of(cls, options: OptionValues, name: Map) -> int | None:
@@ -454,8 +447,7 @@ def default_tau(score: ScoreFunction, pairs: int) -> float:
 def check_form(score: str, gelu: str, tau: float | None) -> None:
     """Raise `HeadwaterError` for an unknown or contradictory Θ."""
     for name, value, choices in (("score", score, get_args(ScoreFunction)), ("gelu", gelu, GELU)):
-        if value not in choices:
-            raise HeadwaterError(f"Pattention has no {name} {value!r}; {nearest(str(value), choices)}")
+        check_known(f"Pattention has no {name}", value, choices)
     if "gelu" not in score and gelu != "erf":
         raise HeadwaterError(f"Pattention's score {score!r} has no GELU; leave gelu out.")
     if tau is not None and not 0 < tau < float("inf"):

@@ -21,9 +21,10 @@ def list_receivers(options: OptionValues, config: HeadwaterConfig) -> list[int]:
     return sorted(set(options["layers"]))
 
 
-def check_receivers(name: str, options: OptionValues, config: HeadwaterConfig) -> None:
+def check_receivers(mechanism: type[Mechanism], options: OptionValues, config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` unless the source and the receiving layers exist, and come in this order."""
-    depth, source, layers = config.num_hidden_layers, options.get("source", 0), options["layers"]
+    name, depth = mechanism.registered_name(), config.num_hidden_layers
+    source, layers = options.get("source", 0), options["layers"]
     if not 0 <= source < depth:
         raise HeadwaterError(f"Mechanism {name!r}: source must be a layer from 0 to {depth - 1}, not {source}.")
     if layers is not None and not layers:
@@ -58,12 +59,14 @@ def check_layers(mechanism: type[Mechanism], options: OptionValues, config: Head
             raise HeadwaterError(f"Mechanism {name!r}: layers must be between 0 and {depth - 1}, not {layer}.")
 
 
-def layers_with_values(name: str, options: OptionValues, layers: list[int], plans: Sequence[LayerPlan]) -> list[int]:
+def layers_with_values(
+    mechanism: type[Mechanism], options: OptionValues, layers: list[int], plans: Sequence[LayerPlan]
+) -> list[int]:
     """List those `layers` that have their own values.
 
     Raises `HeadwaterError` if none has, or if one that the option `layers` names lacks them.
     """
-    lacking = [layer for layer in layers if not plans[layer].v_heads]
+    name, lacking = mechanism.registered_name(), [layer for layer in layers if not plans[layer].v_heads]
     if lacking and (options["layers"] is not None or lacking == layers):
         raise HeadwaterError(
             f"Mechanism {name!r} adds to a layer's own values, but layer {lacking[0]} has none, because it shares "

@@ -25,7 +25,10 @@ def shift(
     """
     window, length = weight.shape[0], x.shape[2]
     if length == 1 and window > 2 and previous is not None and reach is None:
-        return _shift_step(x, weight, previous, residual)
+        # A decoding step: one product, not one for each tap, and no taps with 1 added.
+        terms = weight.view(window, x.shape[1], -1).flip(0).transpose(0, 1) * torch.cat((previous, x), dim=2)
+        y = terms.sum(2, keepdim=True)
+        return (y + x if residual else y).to(x.dtype)
     if residual:
         weight = torch.cat((weight[:1] + 1, weight[1:]))
     if previous is None and reach is None and can_fuse(x, weight, needs_grad=False, cpu_only=True):
@@ -37,13 +40,6 @@ def shift(
     for steps in range(1, window):
         y = torch.addcmul(y, taps[steps], earlier(x, steps, reach, previous))
     return y.to(x.dtype)
-
-
-def _shift_step(x: Tensor, weight: Tensor, previous: Tensor, residual: bool) -> Tensor:
-    """A decoding step: one product, not one for each tap, and no taps with 1 added."""
-    terms = weight.view(len(weight), x.shape[1], -1).flip(0).transpose(0, 1) * torch.cat((previous, x), dim=2)
-    y = terms.sum(2, keepdim=True)
-    return (y + x if residual else y).to(x.dtype)
 
 
 def shift_second(x: Tensor, dim: int, size: int, reach: Reach = None, previous: Tensor | None = None) -> Tensor:

@@ -38,7 +38,7 @@ from headwater.mechanisms.enlarging import READS, SAME, Dim
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, check_least, is_chosen, move_layers
 from headwater.mechanisms.shift import dynamic_shift, read_tail, shift
-from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.errors import HeadwaterError, check_known
 
 Site = Literal[
     "queries",
@@ -164,8 +164,8 @@ class ShortConv(KeepsPrecision, Mechanism):
     def of_stream(self, x: Tensor, name: str, context: Context) -> Tensor:
         """x [B, T, channels], convolved with the taps of a name."""
         heads = self.get_parameter(f"{name}_taps").shape[1]
-        pieces = x.unflatten(2, (heads, -1)).transpose(1, 2)
-        return self(pieces, name, context.reach, context.tail).transpose(1, 2).flatten(2)
+        x_BHTd = x.unflatten(2, (heads, -1)).transpose(1, 2)
+        return self(x_BHTd, name, context.reach, context.tail).transpose(1, 2).flatten(2)
 
     def transform_attention_input(self, x: Tensor, context: Context) -> Tensor:
         return self.of_stream(x, "attention_input", context)
@@ -195,10 +195,7 @@ class ShortConv(KeepsPrecision, Mechanism):
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_layers(cls, options, config)
         for site in cls.list_sites(options):
-            if site not in get_args(Site):
-                raise HeadwaterError(
-                    f"Mechanism 'short_conv': sites cannot contain {site!r}; {nearest(site, get_args(Site))}"
-                )
+            check_known("Mechanism 'short_conv': sites cannot contain", site, get_args(Site))
         if not cls.list_sites(options):
             raise HeadwaterError("Mechanism 'short_conv': sites is empty; leave it out for keys and values.")
         for site in options["dynamic"] or []:

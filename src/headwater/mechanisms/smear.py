@@ -65,11 +65,11 @@ class Smear(KeepsPrecision, Mechanism):
     def forward(self, x: Tensor, reach: Reach = None, tail: Tail | None = None) -> Tensor:
         """x [B, T, D] -> same. reach: as in `Context`; default: a row is one document. tail: has the tokens before."""
         x = nn.functional.rms_norm(x, x.shape[-1:]) if self.norm == "before" else x
-        pieces = x.unflatten(2, (-1, self.width or x.shape[2])).transpose(1, 2)
-        previous = previous_token(pieces, reach, tail, self.tail).transpose(1, 2).flatten(2)
-        gate = self.strength * self.gate(x[..., : self.channels]).sigmoid()
-        y = torch.addcmul(x, previous, gate.to(x.dtype))
-        return nn.functional.rms_norm(y, y.shape[-1:]) if self.norm == "after" else y
+        x_BHTd = x.unflatten(2, (-1, self.width or x.shape[2])).transpose(1, 2)
+        previous_BTD = previous_token(x_BHTd, reach, tail, self.tail).transpose(1, 2).flatten(2)
+        gate_BT1 = self.strength * self.gate(x[..., : self.channels]).sigmoid()
+        y_BTD = torch.addcmul(x, previous_BTD, gate_BT1.to(x.dtype))
+        return nn.functional.rms_norm(y_BTD, y_BTD.shape[-1:]) if self.norm == "after" else y_BTD
 
     def transform_embedding(self, x: Tensor, context: Context) -> Tensor:
         return self(x, context.reach, context.tail)

@@ -29,9 +29,7 @@ class SVFormer(Mechanism):
         source: int = 0  # the layer whose values they share
         layers: list[int] | None = None  # that share; default: all after the source
 
-    @classmethod
-    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
-        check_receivers(cls.registered_name(), options, config)
+    validate_options = classmethod(check_receivers)
 
     @classmethod
     def redirect_heads(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:

@@ -121,11 +121,11 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             rows = self.table(ids)
         if self.up is not None:
             rows = self.up(rows)
-        rows = rows.unflatten(2, (-1, self.width)).transpose(1, 2).to(v.dtype)
+        rows_BKTd = rows.unflatten(2, (-1, self.width)).transpose(1, 2).to(v.dtype)
         if self.gate is not None:
-            gate = self.scale * self.gate(x[..., : self.channels]).sigmoid()
-            return torch.addcmul(v, rows, gate.transpose(1, 2).unsqueeze(3).to(v.dtype))
-        return v + rows if self.scalar is None else torch.addcmul(v, rows, self.scalar.to(v.dtype))
+            gate_BTK = self.scale * self.gate(x[..., : self.channels]).sigmoid()
+            return torch.addcmul(v, rows_BKTd, gate_BTK.transpose(1, 2).unsqueeze(3).to(v.dtype))
+        return v + rows_BKTd if self.scalar is None else torch.addcmul(v, rows_BKTd, self.scalar.to(v.dtype))
 
     def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         if self.table is not None:
@@ -156,7 +156,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     @classmethod
     def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         chosen = [plan.index for plan in plans if is_chosen(plan.index, options)]
-        receiving = layers_with_values(cls.registered_name(), options, chosen, plans)
+        receiving = layers_with_values(cls, options, chosen, plans)
         cls._check_tables(options, config, receiving)
         shared = () if options["tables"] is None else (SHARED,)
         new = list(plans)

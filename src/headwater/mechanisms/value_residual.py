@@ -34,7 +34,7 @@ from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_receivers, join_heads, list_receivers, move_receivers
 from headwater.mechanisms.weighted_sum import weighted_sum
-from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.errors import HeadwaterError, check_known
 
 Mode = Literal["identity", "constant", "sparse", "learnable", "learnable_plus", "dense"]
 Target = Literal["values", "queries", "keys", "probabilities", "hidden"]
@@ -177,7 +177,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     @classmethod
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
-        check_receivers(cls.registered_name(), options, config)
+        check_receivers(cls, options, config)
         mode, target = options["mode"], options["target"]
         check_form(mode, options["weight"], init=options["init"], plus_init=options["plus_init"])
         if mode in ("learnable_plus", "dense") and target != "values":
@@ -341,8 +341,8 @@ def check_form(mode: str, weight: float | None, **inits: str | None) -> None:
     """Raise `HeadwaterError` for a mode or an init that is unknown, or for what the mode does not read."""
     choices = {"mode": get_args(Mode), "init": get_args(LearnableInit), "plus_init": get_args(PlusInit)}
     for name, value in {"mode": mode, **inits}.items():
-        if value not in (None, *choices[name]):
-            raise HeadwaterError(f"A value residual has no {name} {value!r}; {nearest(str(value), choices[name])}")
+        if value is not None:
+            check_known(f"A value residual has no {name}", value, choices[name])
     readers = {"weight": ("constant", "sparse"), "init": ("learnable",), "plus_init": ("learnable_plus",)}
     for name, option in {"weight": weight, **inits}.items():
         if option is not None and mode not in readers[name]:

@@ -16,12 +16,6 @@ from headwater.util.errors import HeadwaterError
 # The name of the tail that holds the positions of the tokens in the other tails.
 POSITIONS = "positions"
 
-# Slots after the values of a static layer that is initialized early, for its tails: exported programs keep the keys and
-# values, and nothing else.
-TAIL_ROOM = 32
-# Integers are kept there as digits, which half precision holds exactly: this many, of this many bits.
-DIGITS, DIGIT_BITS = 4, 8
-
 
 class _TailMixin(CacheLayerMixin):
     """Raw tokens next to the cache: `tails[name]` [B, heads, n, d] holds the last n = `tail_lengths[name]`.
@@ -54,8 +48,6 @@ class _TailMixin(CacheLayerMixin):
 
     def put_positions(self, position_ids: Tensor, batch: int, length: int) -> None:
         """Store the positions [B or 1, T] of the tokens that come next."""
-        if getattr(self, "is_early", False):
-            return  # `positions` then returns None
         self.update_tail(POSITIONS, (position_ids + 1).expand(batch, -1)[:, None, :, None], length)
 
     def allocate_tail(self, tail: Tensor) -> Tensor:
@@ -90,19 +82,6 @@ class _TailMixin(CacheLayerMixin):
         if self.is_initialized:  # blocking: tails are read before `update`, where the cache waits for its stream
             self.map_tails(lambda t: t.to(self.device))
 
-    def crop_tails(self, removed: int) -> None:
-        """Drop the last `removed` raw tokens, and all that are older than the tails need."""
-        cropped = {}
-        for name, tail in self.tails.items():
-            length_left, length = tail.shape[2] - removed, self.tail_lengths[name]
-            if length_left < length:
-                raise RuntimeError(
-                    f"The cache cannot take back {removed} tokens: it keeps only the last {length} raw keys and "
-                    "values. Call activate_past_recording() on the cache before the tokens that may be taken back."
-                )
-            cropped[name] = tail[:, :, length_left - length : length_left].clone()
-        self.tails = cropped
-
 
 class _GrowingTailMixin(_TailMixin):
     """The tail of a growing layer, which can be cropped, repeated and indexed."""
@@ -117,7 +96,16 @@ class _GrowingTailMixin(_TailMixin):
             raise ValueError(
                 f"crop takes the number of tokens to remove as a negative integer, not {tokens_to_remove}."
             )
-        self.crop_tails(-tokens_to_remove)
+        cropped = {}
+        for name, tail in self.tails.items():  # without all that is older than the tails need
+            length_left, length = tail.shape[2] + tokens_to_remove, self.tail_lengths[name]
+            if length_left < length:
+                raise RuntimeError(
+                    f"The cache cannot take back {-tokens_to_remove} tokens: it keeps only the last {length} raw keys "
+                    "and values. Call activate_past_recording() on the cache before the tokens that may be taken back."
+                )
+            cropped[name] = tail[:, :, length_left - length : length_left].clone()
+        self.tails = cropped
         if self.is_initialized:  # transformers 5.17 does not ask
             super().crop(tokens_to_remove)
 
@@ -156,7 +144,9 @@ class _Growing:
     def extend_history(self, stored: Tensor, new: Tensor) -> Tensor:
         """Append `new` [B, heads, T, d] to `stored` [B, heads, S, d]."""
         # With gradients, whatever attention has read must not change, even if these tensors need none.
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or _copies_strided(new):
+        # PyTorch's half-precision matmuls on a CPU would copy a history that is not contiguous.
+        copies_strided = new.device.type == "cpu" and new.dtype in (torch.bfloat16, torch.float16)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or copies_strided:
             return torch.cat((stored, new), dim=2)
         (*rows, start, width), (*new_rows, length, new_width) = stored.shape, new.shape
         if rows != new_rows or width != new_width:
@@ -178,11 +168,6 @@ class _Growing:
         """Free the memory if `stored` is no longer in it."""
         if self.latest is not stored:
             self.memory = self.latest = None
-
-
-def _copies_strided(x: Tensor) -> bool:
-    """Whether PyTorch's attention copies a non-contiguous history: its half-precision matmuls on a CPU do."""
-    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
 
 
 class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
@@ -251,7 +236,7 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
 class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     """The same in buffers allocated once, for `torch.compile`.
 
-    Initialized early (for export, and where `generate` splits a prompt), it has room for all heads, then for tails.
+    Initialized early (for export, and where `generate` splits a prompt), it has room for all heads.
     """
 
     _layer_type = "headwater_attention"
@@ -261,16 +246,12 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_early = False
-        self.tail_slots: dict[str, tuple[int, int]] = {}  # of tails after the values: first and last slot
-        self.next_slot = self.max_cache_len
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        if key_states.shape[2] == 0:  # `early_initialization`: all heads, since it is unknown which the layer stores
-            self.is_early = True
-            self.values = self.values.new_zeros(*key_states.shape[:2], self.max_cache_len + TAIL_ROOM, self.v_head_dim)
-            _mark_static(self.values)
-        elif value_states.shape[1] != key_states.shape[1]:  # transformers takes the number of heads from the keys
+        # `early_initialization`, with all heads, since it is unknown which the layer stores.
+        self.is_early = key_states.shape[2] == 0
+        if value_states.shape[1] != key_states.shape[1]:  # transformers takes the number of heads from the keys
             self.values = value_states.new_zeros(
                 *value_states.shape[:2], self.max_cache_len, value_states.shape[3], device=self.device
             )
@@ -279,7 +260,7 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_early:
             return super().update(key_states, value_states, *args, **kwargs)
-        history = self.keys[:, : key_states.shape[1]], self.values[:, : value_states.shape[1], : self.max_cache_len]
+        history = self.keys[:, : key_states.shape[1]], self.values[:, : value_states.shape[1]]
         slots = torch.arange(key_states.shape[2], device=self.device) + self.cumulative_length
         self.cumulative_length.add_(key_states.shape[2])
         for stored, new in zip(history, (key_states, value_states), strict=True):
@@ -288,43 +269,21 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
         return history
 
     def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
-        if not self.is_early:
-            return super().update_tail(name, x, length, everything)
-        if not x.is_floating_point():
-            return _join_digits(self.update_tail(name, _split_digits(x, self.values), length), x.dtype)
-        tail, folds = self.find_room(name, x, length)
-        old_tail = tail.unflatten(2, (folds, length)).flatten(1, 2).to(x.dtype, copy=True)
-        tail.copy_(_keep_last(old_tail, x, length).unflatten(1, (tail.shape[1], folds)).flatten(2, 3))
-        return old_tail
-
-    def find_room(self, name: str, x: Tensor, length: int) -> tuple[Tensor, int]:
-        """Find the room for a tail of x [B, heads, T, d] after the values, [B, heads / n, n·length, d], and n."""
-        heads, (rows, end) = x.shape[1], self.values.shape[1:3]
-        if x.shape[3] != self.values.shape[3]:
+        if self.is_early and torch.compiler.is_exporting():
             raise HeadwaterError(
-                "A static cache that is initialized early (as for export) keeps raw tokens in pieces as wide as a head "
-                f"({self.values.shape[3]}), and {name!r} has {x.shape[3]} channels; use a head_dim that divides "
-                "hidden_size."
+                "A program that is exported with a static cache keeps keys and values only, without the raw tokens to "
+                "which this model's mechanisms look back; export it with a growing cache "
+                "(transformers.exporters.DynamoExporter), or remove these mechanisms."
             )
-        folds = next(count for count in range(1, heads + 1) if heads % count == 0 and heads // count <= rows)
-        if name not in self.tail_slots:
-            self.tail_slots[name] = self.next_slot, self.next_slot + folds * length
-            self.next_slot += folds * length
-        start, stop = self.tail_slots[name]
-        if stop > end:
-            raise HeadwaterError(
-                f"A static cache that is initialized early (as for export) has room for {TAIL_ROOM} raw tokens of "
-                f"{rows} heads, which is too few for {name!r}; use a shorter window."
-            )
-        return self.values[:, : heads // folds, start:stop], folds
+        return super().update_tail(name, x, length, everything)
 
     @property
     def is_croppable(self) -> bool:
         """Whether tokens can be taken back, as transformers asks from 5.24 on: raw tokens overwrite earlier ones."""
-        return getattr(super(), "is_croppable", False) and not (self.tails or self.tail_slots)
+        return getattr(super(), "is_croppable", False) and not self.tails
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove and (self.tails or self.tail_slots):
+        if tokens_to_remove and self.tails:
             raise RuntimeError(
                 "A static cache that keeps raw tokens cannot take tokens back; use DynamicCache(config=model.config)."
             )
@@ -381,26 +340,6 @@ def _keep_last(tail: Tensor, x: Tensor, length: int) -> Tensor:
     """Keep the last `length` tokens of x, preceded by those of `tail` if x is shorter."""
     enough = not torch.compiler.is_compiling() and x.shape[2] >= length
     return (x if enough else torch.cat((tail, x), dim=2))[:, :, -length:]
-
-
-def _split_digits(x: Tensor, like: Tensor) -> Tensor:
-    """Split integers [B, heads, T, 1] below 2^32 into digits padded with zeros, in the width and dtype of `like`.
-
-    Raises `HeadwaterError` if there is no room for all digits.
-    """
-    if like.shape[3] < DIGITS:
-        raise HeadwaterError(
-            f"A static cache that is initialized early (as for export) keeps a token's id in {DIGITS} channels, but "
-            f"its heads have {like.shape[3]}; use a larger head_dim."
-        )
-    digits = [(x >> DIGIT_BITS * place) & (2**DIGIT_BITS - 1) for place in range(DIGITS)]
-    return torch.nn.functional.pad(torch.cat(digits, dim=3).to(like.dtype), (0, like.shape[3] - DIGITS))
-
-
-def _join_digits(digits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Join the digits of `_split_digits` into integers."""
-    places = [digits[..., place : place + 1].to(dtype) << DIGIT_BITS * place for place in range(DIGITS)]
-    return torch.cat(places, dim=3).sum(3, keepdim=True, dtype=dtype)
 
 
 def _mark_static(tensor: Tensor) -> None:

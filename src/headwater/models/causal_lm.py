@@ -20,6 +20,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.kernels.autotune import allow_autotuning
 from headwater.kernels.fused_attention import MATMUL
 from headwater.kernels.varlen import VARLEN
+from headwater.mechanisms.named import run_shared
 from headwater.models.cache import restart_cache  # the module registers the cache layers, too
 from headwater.models.input_checks import check_paged
 from headwater.models.inputs import (
@@ -33,7 +34,8 @@ from headwater.models.inputs import (
     prepare_inputs,
 )
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
-from headwater.models.stack import LastTokens, Stack
+from headwater.models.stack import LastTokens, last_readers, run_blocks
+from headwater.nn.block import Block
 from headwater.nn.cache_name import CACHE, cache_of, one_cache
 from headwater.nn.checks import refuse_where
 from headwater.nn.documents import count_positions
@@ -66,7 +68,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.sliding_rotary_emb = RotaryEmbedding(self.input_spec.kinds[True].config) if differs else None
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.embedding_dropout)
-        self.layers = Stack(config, plans)
+        self.layers = nn.ModuleList(Block(config, plan) for plan in plans)
+        self.last_reader = last_readers(plans)
         self.mechanisms = shared_modules(config)
         self.norm = make_norm(config, final=True)
         self.is_pageable = False
@@ -131,7 +134,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         x = self.embed_inputs(inputs_embeds, inputs.position_ids)
         inputs = inputs._replace(position_embeddings=self.compute_angles(x, inputs.position_ids))
         last_tokens = self.find_last(inputs, x, logits_to_keep)
-        x = self.layers(self.dropout(x), self.shared_tensors(input_ids), inputs.arguments(), last_tokens)
+        shared = self.shared_tensors(input_ids)
+        x = run_blocks(self.layers, self.last_reader, self.dropout(x), shared, inputs.arguments(), last_tokens)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: inputs.cache})
 
     def embed_inputs(self, x: Tensor, position_ids: Tensor) -> Tensor:
@@ -194,7 +198,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             position_embeddings=self.compute_angles(x, positions),
             kwargs={"token_ids": ids} if self.input_spec.id_readers else {},
         )
-        return self.norm(self.layers(x, self.shared_tensors(ids), inputs.arguments()))[:, 0]
+        x = run_blocks(self.layers, self.last_reader, x, self.shared_tensors(ids), inputs.arguments())
+        return self.norm(x)[:, 0]
 
     def find_last(self, inputs: ModelInputs, x: Tensor, tokens: int | Tensor) -> LastTokens | None:
         """Arguments for blocks from `output_only_from` on, which run only for the last `tokens` of x [B, T, D].
@@ -217,10 +222,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
     def shared_tensors(self, input_ids: Tensor | None) -> dict[Source, Tensor]:
         """Return the outputs of the modules that exist once per model. input_ids: the new tokens [B, T]."""
-        return {
-            Source("shared", name, -1): module(input_ids) if name in self.input_spec.id_readers else module()
-            for name, module in self.mechanisms.named()
-        }
+        return run_shared(self.mechanisms.named(), input_ids, self.input_spec.id_readers)
 
     def may_be_paged(self) -> bool:
         """Whether the attention kernel is neither transformers' nor ours, and may manage keys and values itself."""

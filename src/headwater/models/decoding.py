@@ -110,9 +110,10 @@ class Decoder:
             )
         ends = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
         choice = Choice(temperature, top_k, top_p, tuple(ends), pad_token_id)
-        if self.state is None or not self.state.fits_call(rows, length + max_new_tokens, choice):
-            self.state = None  # its memory is free before more is taken
-            self.state = DecodingState(self.model, rows, length + max_new_tokens, choice, self.compiled, self.backend)
+        state, slots = self.state, length + max_new_tokens
+        if state is None or (state.rows, state.choice) != (rows, choice) or state.length < slots:
+            self.state = state = None  # its memory is free before more is taken
+            self.state = DecodingState(self, rows, slots, choice)
         device = self.model.device
         on_it = torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # for its streams and events
         with on_it, allow_autotuning(self.model.packs_weights):
@@ -128,15 +129,8 @@ class Decoder:
 class DecodingState:
     """The memory that a step reads and writes, and the step."""
 
-    def __init__(
-        self,
-        model: HeadwaterForCausalLM,
-        rows: int,
-        length: int,
-        choice: Choice,
-        compiled: bool,
-        backend: str,
-    ) -> None:
+    def __init__(self, decoder: Decoder, rows: int, length: int, choice: Choice) -> None:
+        model = decoder.model
         self.model, self.rows, self.choice = model, rows, choice
         self.length = -(-length // SLOTS) * SLOTS
         self.warpers = choice.make_warpers()
@@ -153,15 +147,12 @@ class DecodingState:
         self.noise = torch.ones(rows, model.config.vocab_size if choice.temperature else 0, device=device)
         self.draw = torch.Generator(device)
         self.run: Callable[[], None] = self.step
-        if compiled:
+        if decoder.compiled:
             silence_tf32_advice()
-            self.run = torch.compile(self.step, fullgraph=True, dynamic=False, backend=backend)
+            self.run = torch.compile(self.step, fullgraph=True, dynamic=False, backend=decoder.backend)
         self.steps = 0
         on_gpu = {parameter.device.type for parameter in model.parameters()} == {"cuda"}
         self.graph = torch.cuda.CUDAGraph() if on_gpu else None
-
-    def fits_call(self, rows: int, length: int, choice: Choice) -> bool:
-        return rows == self.rows and length <= self.length and choice == self.choice
 
     def continue_prompts(
         self,

@@ -14,11 +14,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from headwater.config.plan import Source
 from headwater.config.vision import HeadwaterVisionConfig
+from headwater.mechanisms.named import run_shared
 from headwater.models.inputs import ModelInputs
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
-from headwater.models.stack import Stack
+from headwater.models.stack import last_readers, run_blocks
+from headwater.nn.block import Block
 from headwater.nn.lookback import LookbackLimits, find_reach
 from headwater.nn.loss import classification_loss
 from headwater.nn.norm import make_norm
@@ -59,7 +60,8 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         self.registers = nn.Embedding(config.register_tokens, width) if config.register_tokens else None
         self.embed_positions = nn.Embedding(config.tokens, width) if config.position == "learned" else None
         self.dropout = nn.Dropout(config.embedding_dropout)
-        self.layers = Stack(config, plans)
+        self.layers = nn.ModuleList(Block(config, plan) for plan in plans)
+        self.last_reader = last_readers(plans)
         self.mechanisms = shared_modules(config)
         self.lookback = LookbackLimits.from_plans(plans)
         self.norm = make_norm(config, final=True)
@@ -86,14 +88,10 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         x = self.embed_images(pixel_values, grid, interpolate_pos_encoding)
         reach, angles = self.prepare_reach(grid, x.device), self.compute_angles(x, grid)
         inputs = ModelInputs({False: None}, reach=reach, position_embeddings=angles, kwargs=kwargs)  # no mask
-        x = self.layers(self.dropout(x), self.shared_tensors(), inputs.arguments())
-        x = self.norm(x)
+        shared = run_shared(self.mechanisms.named())
+        x = self.norm(run_blocks(self.layers, self.last_reader, self.dropout(x), shared, inputs.arguments()))
         pooled = x[:, self.config.first_patch :].mean(1) if self.class_token is None else x[:, 0]
         return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
-
-    def shared_tensors(self, input_ids: Tensor | None = None) -> dict[Source, Tensor]:
-        """The same as `HeadwaterModel.shared_tensors`; images have no ids."""
-        return {Source("shared", name, -1): module() for name, module in self.mechanisms.named()}
 
     def grid_of(self, images: Tensor | None) -> tuple[int, int]:
         """Rows and columns of patches. Raises `HeadwaterError` for images that the model does not take."""

@@ -2,8 +2,6 @@
 
 `prepare_inputs` is the one way for all callers, whether they decode with a cache, pack documents, compile, export or
 serve. Its result, `ModelInputs`, is what the blocks read in addition to the residual stream.
-
-In shapes: B batch, T new tokens, S all tokens including cached ones, D model width.
 """
 
 from collections.abc import Sequence

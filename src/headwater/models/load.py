@@ -184,16 +184,6 @@ def check_size(skeleton: PreTrainedModel, stored: int, folder: Path) -> None:
         )
 
 
-def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """The generation_config.json of a folder; None if there is none. Raises `HeadwaterError`."""
-    file = folder / GENERATION
-    if not os.path.lexists(file):
-        return None
-    read_object(file)
-    with reading(repr(str(file)), "correct it, or remove it"):
-        return GenerationConfig.from_pretrained(folder)
-
-
 # Weights
 
 
@@ -317,8 +307,10 @@ def build_model(
             ignore_mismatched_sizes=True,  # they are in the list
         )
     model.name_or_path = model.config.name_or_path = str(folder)
-    if (generation := read_generation_config(folder)) is not None:
-        model.generation_config = generation
+    if os.path.lexists(file := folder / GENERATION):
+        read_object(file)
+        with reading(repr(str(file)), "correct it, or remove it"):
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     return model, mismatches
 
 

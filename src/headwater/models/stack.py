@@ -1,13 +1,11 @@
 """The depth loop: runs the blocks and carries what later layers read."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwater.config.plan import EMBEDDING, Kind, LayerPlan, Source
-from headwater.config.text import HeadwaterConfig
-from headwater.nn.block import Block
 
 # The keyword arguments of blocks: of those with a sliding window (True), and of the others.
 BlockArguments = dict[bool, dict[str, Any]]
@@ -28,36 +26,18 @@ class LastTokens(NamedTuple):
         return tensor if dim is None else tensor.narrow(dim, tensor.shape[dim] - self.tokens, self.tokens)
 
 
-class Stack(nn.ModuleList):
-    """The blocks of a model, in order."""
-
-    def __init__(self, config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> None:
-        super().__init__(Block(config, plan) for plan in plans)
-        self.last_reader = last_readers(plans)
-
-    def __getitem__(self, index):
-        """A slice is a plain ModuleList: only the whole stack can carry tensors between its blocks."""
-        return nn.ModuleList(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
-
-    def forward(
-        self, x: Tensor, shared: dict[Source, Tensor], arguments: BlockArguments, last_tokens: LastTokens | None = None
-    ) -> Tensor:
-        """x [B, T, D] -> [B, T, D], or of fewer tokens, with `last_tokens`.
-
-        shared: tensors from mechanisms for all blocks.
-        """
-        return run_blocks(cast(Iterable[Block], self), self.last_reader, x, shared, arguments, last_tokens)
-
-
 def run_blocks(
-    blocks: Iterable[Block],
+    blocks: Iterable[Any],
     last_reader: dict[Source, int],
     x: Tensor,
     shared: dict[Source, Tensor],
     arguments: BlockArguments,
     last_tokens: LastTokens | None = None,
 ) -> Tensor:
-    """`Stack.forward`, for blocks that another package may hold. last_reader: see `last_readers`."""
+    """Run `Block`s in order: x [B, T, D] -> [B, T, D], or of fewer tokens, with `last_tokens`.
+
+    last_reader: see `last_readers`. shared: tensors from mechanisms for all blocks.
+    """
     carried = {source: tensor for source, tensor in {EMBEDDING: x, **shared}.items() if source in last_reader}
     for block in blocks:
         if last_tokens is not None and block.plan.index == last_tokens.first_layer:

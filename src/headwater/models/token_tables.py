@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from headwater.config.text import HeadwaterConfig
@@ -48,7 +48,8 @@ def resize_token_tables(model: PreTrainedModel, new: int, from_mean: bool = True
         parameter.data = rows.new_empty(count * new, *rows.shape[2:])
         old = rows.shape[1]
         if from_mean:
-            added = _mean_rows(rows, new - old)
+            mean = rows.mean(1, keepdim=True, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
+            added = mean.expand(-1, max(0, new - old), *rows.shape[2:])
         else:
             added = model.initial_value(holder, inner).unflatten(0, (count, -1))[:, old:].to(rows)
         parameter.copy_(torch.cat((rows[:, :new], added), dim=1).flatten(0, 1))
@@ -71,9 +72,3 @@ def _mechanism_shapes(model: PreTrainedModel, config: HeadwaterConfig) -> dict[s
     skeleton = type(model).make_skeleton(copy.deepcopy(config))
     parameters = skeleton.named_parameters()
     return {name: parameter.shape for name, parameter in parameters if owner_of(skeleton, name)[0] is not None}
-
-
-def _mean_rows(rows: Tensor, count: int) -> Tensor:
-    """`count` times the mean of rows [tables, old, …], none if it is not positive."""
-    mean = rows.mean(1, keepdim=True, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
-    return mean.expand(-1, max(0, count), *rows.shape[2:])

@@ -5,11 +5,8 @@ HEAD_OUTPUTS → project
 
 The cache holds what the layer itself projects; what other layers own is read from their caches. With
 `config.materialise` each layer first gathers the keys and values of all its heads, and caches them in any cache.
-
-B batch, T new tokens, S all tokens, D model width, H query heads, K key/value heads, d head width
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,8 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from headwater.config.layers import layer_config
 from headwater.config.plan import ATTENTION_STAGES, LayerPlan, Stage
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import KV, Context, Mechanism, Reach
-from headwater.mechanisms.named import Named
+from headwater.mechanisms.contract import KV, Context, Reach
+from headwater.mechanisms.named import Named, Staged
 from headwater.nn.attention_kernel import attend_in_groups, eager_attention, read_groups, weigh_keys
 from headwater.nn.cache_name import is_paged
 from headwater.nn.engine import Engine
@@ -31,7 +28,7 @@ from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
 
 
-class Attention(nn.Module):
+class Attention(Staged, nn.Module):
     """Multi-head attention of one layer, built from its plan."""
 
     def __init__(self, config: HeadwaterConfig, plan: LayerPlan) -> None:
@@ -59,15 +56,11 @@ class Attention(nn.Module):
         self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and plan.k_heads else None
 
         self.mechanisms = Named.build(config, plan, ATTENTION_STAGES)
-        self.stages = self.mechanisms.stages  # looked up here: attributes of modules take longer
+        self.stages = self.mechanisms.stages
         self.exports = tuple(plan.slot(source) for source in plan.exports if source.kind != "stream")
         has_weights = any(source.kind == "probabilities" for source in plan.exports)
         self.shows_weights = has_weights or bool(self.mechanisms.stages[Stage.ATTENTION_WEIGHTS.value])
         self.groups = tuple(GroupSlots.from_plan(plan, group, self.num_key_value_groups) for group in plan.groups)
-
-    def list_acting(self, stage: Stage) -> Sequence[Mechanism]:
-        """The mechanisms that act at a stage, in the order of application."""
-        return self.mechanisms.list_acting(stage) if self.stages[stage.value] else ()
 
     def forward(
         self,
@@ -136,11 +129,11 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, D] -> q [B, H, T, d], and k, v [B, heads, T, d] of the heads that the layer stores; not normed."""
 
-        def split_heads(projection: nn.Module | None, y: Tensor) -> Tensor:
+        def split_heads(projection: nn.Module | None, y_BTD: Tensor) -> Tensor:
             if projection is None:
                 return x.new_empty(x.shape[0], 0, x.shape[1], self.head_dim)
-            y = apply_linear(projection, y)
-            return y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
+            y_BTE = apply_linear(projection, y_BTD)
+            return y_BTE.view(*y_BTE.shape[:2], -1, self.head_dim).transpose(1, 2)
 
         q, k = split_heads(self.q_proj, x), split_heads(self.k_proj, x if key_input is None else key_input)
         return q, k, split_heads(self.v_proj, x if value_input is None else value_input)
@@ -155,9 +148,7 @@ class Attention(nn.Module):
         """Keys and values that all heads attend to, [B, K, S, d] each."""
         by_group = [group.select_kv(context.sources) for group in self.groups]
         kv = KV(*(join_groups(tensors, dim=1) for tensors in zip(*by_group, strict=True)))
-        for mechanism in self.list_acting(Stage.ATTENDED_KV):
-            kv = mechanism.transform_attended_kv(kv, context)
-        return kv
+        return self.run_stage(Stage.ATTENDED_KV, kv, context)
 
     def select_inputs(self, q: Tensor, attention_mask: Any, context: Context) -> list[KernelInputs]:
         """One call of the kernel for each group of heads that attend to the same layers; one for all, once gathered."""
@@ -174,16 +165,14 @@ class Attention(nn.Module):
         """Compute the heads' outputs [B, T, H, d], and the tokens' attention weights if the kernel returns them."""
         if not self.shows_weights:
             return attend_in_groups(self, self.config._attn_implementation, inputs, options)
-        weights_of_keys = weigh_keys(self, inputs, self.scaling, self.softcap)
+        weights_of_keys = weigh_keys(inputs, self.scaling, self.softcap)
         weights = of_tokens(weights_of_keys, inputs)
         context.sources.append(weights)
-        for mechanism in self.list_acting(Stage.ATTENTION_WEIGHTS):
-            weights = mechanism.transform_attention_weights(weights, context)
+        weights = self.run_stage(Stage.ATTENTION_WEIGHTS, weights, context)
         return read_groups(self, inputs, weights, weights_of_keys, options["dropout"]), weights
 
-    def collect_results(self, out: Tensor, weights: Tensor | None, context: Context) -> tuple[Tensor | None, ...]:
+    def collect_results(self, out_BTHd: Tensor, weights: Tensor | None, context: Context) -> tuple[Tensor | None, ...]:
         """Results of `forward`. out: what each head read, [B, T, H, d]."""
-        for mechanism in self.list_acting(Stage.HEAD_OUTPUTS):
-            out = mechanism.transform_head_outputs(out, context)
-        out = apply_linear(self.o_proj, out.flatten(2))
-        return out, weights, *(context.sources[slot] for slot in self.exports)
+        out_BTHd = self.run_stage(Stage.HEAD_OUTPUTS, out_BTHd, context)
+        x_BTD = apply_linear(self.o_proj, out_BTHd.flatten(2))
+        return x_BTD, weights, *(context.sources[slot] for slot in self.exports)

@@ -76,9 +76,9 @@ def attend_in_group(
     return out[:, pairs:].clone() if from_start else out, None
 
 
-def weigh_keys(module: nn.Module, inputs: Sequence[KernelInputs], scaling: float, softcap: float | None) -> Tensor:
+def weigh_keys(inputs: Sequence[KernelInputs], scaling: float, softcap: float | None) -> Tensor:
     """Compute the attention weights of all keys, [B, H, T, S], with those of added keys last."""
-    weights = [attention_weights(module, q, k, mask, scaling, softcap, beside) for q, k, _, mask, beside in inputs]
+    weights = [attention_weights(q, k, mask, scaling, softcap, beside) for q, k, _, mask, beside in inputs]
     return join_groups(weights, dim=1)
 
 
@@ -152,12 +152,11 @@ def eager_attention(
     softcap: c·tanh(scores / c) replaces the scores.
     beside: further keys and values, each [K, n, d], that every query sees; the last n of the weights are theirs.
     """
-    weights = attention_weights(module, q, k, attention_mask, scaling, softcap, beside)
+    weights = attention_weights(q, k, attention_mask, scaling, softcap, beside)
     return read_values(module, weights, v, dropout, beside), weights
 
 
 def attention_weights(
-    module: nn.Module,
     q: Tensor,
     k: Tensor,
     mask: Tensor | None,
@@ -169,18 +168,18 @@ def attention_weights(
     by_key = group_heads(q, k.shape[1])
 
     def scored(keys: Tensor) -> Tensor:
-        scores = (by_key @ keys.transpose(-1, -2)).view(*q.shape[:3], -1) * scaling
-        return scores if softcap is None else softcap * (scores / softcap).tanh()
+        scores_BHTS = (by_key @ keys.transpose(-1, -2)).view(*q.shape[:3], -1) * scaling
+        return scores_BHTS if softcap is None else softcap * (scores_BHTS / softcap).tanh()
 
-    scores = scored(k)
+    scores_BHTS = scored(k)
     if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(scores_BHTS.dtype).min)
     elif mask is not None:
-        scores = scores + mask
+        scores_BHTS = scores_BHTS + mask
     if beside is not None:  # joined here, where they are small
-        scores = torch.cat((scores, scored(beside.k)), dim=-1)
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(dim=-1, dtype=wide).to(q.dtype)
+        scores_BHTS = torch.cat((scores_BHTS, scored(beside.k)), dim=-1)
+    wide = torch.promote_types(scores_BHTS.dtype, torch.float32)
+    return scores_BHTS.softmax(dim=-1, dtype=wide).to(q.dtype)
 
 
 def read_values(module: nn.Module, weights: Tensor, v: Tensor, dropout: float, beside: KV | None = None) -> Tensor:

@@ -1,6 +1,5 @@
 """One Transformer block: attention and feed-forward around the residual stream."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -10,8 +9,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headwater.config.layers import layer_config
 from headwater.config.plan import BLOCK_STAGES, EMBEDDING, LayerPlan, Part, Source, Stage
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import AttentionInputs, Context, Hidden, Mechanism
-from headwater.mechanisms.named import Named, PartTail
+from headwater.mechanisms.contract import AttentionInputs, Context
+from headwater.mechanisms.named import Named, PartTail, Staged
 from headwater.nn.attention import Attention
 from headwater.nn.cache_name import CACHE
 from headwater.nn.feed_forward import make_feed_forward
@@ -23,7 +22,7 @@ from headwater.nn.norm import make_norm
 OUTSIDE = "__call__" in vars(GradientCheckpointingLayer)
 
 
-class Block(GradientCheckpointingLayer):
+class Block(Staged, GradientCheckpointingLayer):
     """x [B, T, D] and the tensors of earlier layers that it reads -> (x, *tensors that later layers read).
 
     All are positional: re-entrant checkpointing tracks no other gradients.
@@ -44,7 +43,7 @@ class Block(GradientCheckpointingLayer):
         self.residual_dropout = config.residual_dropout
         self.drop_path = config.drop_path * plan.index / max(1, config.num_hidden_layers - 1)
         self.mechanisms = Named.build(layer_config(config, plan.index), plan, BLOCK_STAGES)
-        self.stages = self.mechanisms.stages  # looked up here: attributes of modules take longer
+        self.stages = self.mechanisms.stages
         self.inputs = plan.inputs
         self.exports_stream = Source("stream", "x", plan.index) in plan.exports
         self.exports_embedding = EMBEDDING in plan.exports
@@ -52,10 +51,6 @@ class Block(GradientCheckpointingLayer):
 
     if OUTSIDE:
         __call__ = nn.Module.__call__
-
-    def list_acting(self, stage: Stage) -> Sequence[Mechanism]:
-        """The mechanisms that act at a stage, in the order of application."""
-        return self.mechanisms.list_acting(stage) if self.stages[stage.value] else ()
 
     def forward(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         if OUTSIDE and self.gradient_checkpointing and self.training:
@@ -69,13 +64,11 @@ class Block(GradientCheckpointingLayer):
         # Under transformers' own name until here, since newer versions take it away while they checkpoint.
         cache = kwargs.pop(CACHE, None)
         context = Context([*sources], kwargs.get("reach"), find_tail(self.plan, cache), kwargs.get("token_ids"))
-        for mechanism in self.list_acting(Stage.EMBEDDING):
-            x = mechanism.transform_embedding(x, context)
+        x = self.run_stage(Stage.EMBEDDING, x, context)
         if self.mechanisms.stages[Stage.EMBEDDING.value] and self.embedding is not None:
             context.sources[self.embedding] = x
         embedding = x
-        for mechanism in self.list_acting(Stage.RESIDUAL):
-            x = mechanism.update_residual(x, context)
+        x = self.run_stage(Stage.RESIDUAL, x, context)
 
         inputs = self.prepare_attention(x, context)
         attended, _, *exports = self.self_attn(
@@ -83,9 +76,7 @@ class Block(GradientCheckpointingLayer):
         )
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
-        for mechanism in self.list_acting(Stage.ATTENTION_OUTPUT):
-            attended = mechanism.transform_attention_output(attended, context)
-        attended = self.drop_output(attended)
+        attended = self.drop_output(self.run_stage(Stage.ATTENTION_OUTPUT, attended, context))
         x = inputs.stream + attended if self.residual else attended
 
         x = x + self.drop_output(self.feed_forward(inputs.stream if self.parallel else x, context))
@@ -96,51 +87,32 @@ class Block(GradientCheckpointingLayer):
             exports.append(embedding)
         if self.exports_stream:
             exports.append(x)
-        for mechanism in self.list_acting(Stage.BLOCK_OUTPUT):
-            x = mechanism.transform_block_output(x, context)
-        return x, *exports
+        return self.run_stage(Stage.BLOCK_OUTPUT, x, context), *exports
 
     def feed_forward(self, x: Tensor, context: Context) -> Tensor:
         """Compute the output of the feed-forward and its norms for the stream x [B, T, D]."""
-        x = self.post_attention_layernorm(x)
-        for mechanism in self.list_acting(Stage.FEED_FORWARD_INPUT):
-            x = mechanism.transform_feed_forward_input(x, context)
+        x = self.run_stage(Stage.FEED_FORWARD_INPUT, self.post_attention_layernorm(x), context)
         if self.mechanisms.stages[Stage.FEED_FORWARD_HIDDEN.value]:
-            x = self.mlp(x, partial(self.transform_hidden, context=context))
+            x = self.mlp(x, partial(self.run_stage, Stage.FEED_FORWARD_HIDDEN, context=context))
         else:
             x = self.mlp(x)
         if self.feed_forward_output_norm is not None:
             x = self.feed_forward_output_norm(x)
-        for mechanism in self.list_acting(Stage.FEED_FORWARD_OUTPUT):
-            x = mechanism.transform_feed_forward_output(x, context)
-        return x
-
-    def transform_hidden(self, x: Hidden, context: Context) -> Hidden:
-        """Input of the feed-forward's activation, after the mechanisms that act there."""
-        for mechanism in self.list_acting(Stage.FEED_FORWARD_HIDDEN):
-            x = mechanism.transform_feed_forward_hidden(x, context)
-        return x
+        return self.run_stage(Stage.FEED_FORWARD_OUTPUT, x, context)
 
     def prepare_attention(self, x: Tensor, context: Context) -> AttentionInputs:
         """Compute the inputs of attention, one for all or one each for q, k and v, and the stream, from x [B, T, D]."""
-        entered = x
-        for mechanism in self.list_acting(Stage.BLOCK_INPUT):
-            entered = mechanism.transform_block_input(entered, context)
+        entered = self.run_stage(Stage.BLOCK_INPUT, x, context)
         if not self.mechanisms.stages[Stage.ATTENTION_INPUTS.value]:
             return AttentionInputs(self.normalize_input(entered, context), None, None, x)
         k, v = (entered if letter in self.inputs else None for letter in ("k", "v"))
-        inputs = AttentionInputs(entered, k, v, x)
-        for mechanism in self.list_acting(Stage.ATTENTION_INPUTS):
-            inputs = mechanism.split_attention_inputs(inputs, context)
+        inputs = self.run_stage(Stage.ATTENTION_INPUTS, AttentionInputs(entered, k, v, x), context)
         k, v = (self.normalize_part("k", inputs.k, context), self.normalize_part("v", inputs.v, context))
         return AttentionInputs(self.normalize_input(inputs.q, context), k, v, inputs.stream)
 
     def normalize_input(self, x: Tensor, context: Context) -> Tensor:
         """Compute the input of attention from x [B, T, D], before its norm."""
-        x = self.input_layernorm(x)
-        for mechanism in self.list_acting(Stage.ATTENTION_INPUT):
-            x = mechanism.transform_attention_input(x, context)
-        return x
+        return self.run_stage(Stage.ATTENTION_INPUT, self.input_layernorm(x), context)
 
     def normalize_part(self, letter: Part, x: Tensor | None, context: Context) -> Tensor | None:
         """`normalize_input` of the input of keys or values alone, with separate tails; None if there is none."""

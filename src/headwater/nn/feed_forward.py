@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from headwater.config.capabilities import find_replacement
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels.activation import apply_activation
 from headwater.mechanisms.contract import Hidden
-from headwater.nn.linear import apply_linear, own_map
+from headwater.nn.linear import apply_linear
 
 
 class FeedForward(nn.Module):
@@ -46,4 +47,5 @@ class FeedForward(nn.Module):
 def make_feed_forward(config: HeadwaterConfig, layer: int) -> nn.Module:
     """Make the feed-forward of one layer: a mechanism's module if one replaces it, otherwise the config's."""
     width = config.hidden_size
-    return own_map(config, layer, "feed_forward", width, width) or FeedForward(config)
+    replacement: nn.Module | None = find_replacement(config, "build_linear", layer, "feed_forward", width, width)
+    return replacement or FeedForward(config)

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from headwater.config.capabilities import Map, ReplacesLinear
+from headwater.config.capabilities import Map, find_replacement
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels.autotune import get_choices
 from headwater.kernels.fused_linear import choose_linear
 from headwater.mechanisms.named import owner_of
-from headwater.plugins.registry import resolve
 
 
 def make_map(
@@ -18,24 +17,16 @@ def make_map(
     """Make a linear layer d_in -> d_out, or a mechanism's replacement; None if d_out is 0."""
     if d_out == 0:
         return None
-    return own_map(config, layer, name, d_in, d_out) or nn.Linear(d_in, d_out, bias=bias)
-
-
-def own_map(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int) -> nn.Module | None:
-    """Build the module with which one of the config's mechanisms replaces a linear layer; None if none does."""
-    for mechanism, options in config.mechanisms.items():
-        kind = resolve(mechanism)
-        if isinstance(kind, ReplacesLinear):
-            replacement = kind.build_linear(options, config, layer, name, d_in, d_out)
-            if replacement is not None:
-                return replacement
-    return None
+    replacement: nn.Module | None = find_replacement(config, "build_linear", layer, name, d_in, d_out)
+    return replacement or nn.Linear(d_in, d_out, bias=bias)
 
 
 def apply_linear(layer: nn.Module, x: Tensor) -> Tensor:
     """layer(x): x [..., d_in] -> [..., d_out]; while a model generates, a plain `nn.Linear` runs its fastest kernel."""
     choices = get_choices()
-    if choices is None or type(layer) is not nn.Linear or type(x) is not Tensor or _is_hooked(layer):
+    if choices is None or type(layer) is not nn.Linear or type(x) is not Tensor:
+        return layer(x)
+    if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):  # accelerate's hooks replace it
         return layer(x)
     key = layer, x.shape, x.dtype
     if key not in choices.forms:
@@ -49,8 +40,3 @@ def model_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if type(module) is nn.Linear and owner_of(model, f"{name}.weight")[0] is None:
             yield name, module
-
-
-def _is_hooked(layer: nn.Module) -> bool:
-    """Whether calling the layer does more than its class does; accelerate's hooks replace `forward` in the instance."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))

@@ -167,18 +167,18 @@ def add_alibi(kind: LayerKind, tokens: NewTokens, mask: Tensor, attention_mask: 
     slot = find_slots(mask, tokens.cache, kind.layer)
     query = torch.arange(length, device=device) + tokens.past
     if attention_mask is None:
-        distance = (query[:, None] - slot)[None]
+        distance_BTS = (query[:, None] - slot)[None]
     else:
         count = attention_mask.long().cumsum(-1).to(device)
         query_count = select_columns(count, tokens.past, length)
-        distance = query_count[:, :, None] - count[:, slot.clamp(max=count.shape[1] - 1)][:, None]
+        distance_BTS = query_count[:, :, None] - count[:, slot.clamp(max=count.shape[1] - 1)][:, None]
     wide = torch.promote_types(dtype, torch.float32)
     slopes = alibi_slopes(kind.config.num_attention_heads, wide, device)
-    bias = -slopes[:, None, None] * distance[:, None]
+    bias_BHTS = -slopes[:, None, None] * distance_BTS[:, None]
     sees = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     # At least the lowest number of bf16, in fp32 too: autocast may round the mask, and must not round it to -inf.
     hidden = max(torch.finfo(dtype).min, torch.finfo(torch.bfloat16).min)
-    return torch.where(sees, bias, hidden).to(dtype)
+    return torch.where(sees, bias_BHTS, hidden).to(dtype)
 
 
 def keep_last_rows(kind: LayerKind, tokens: NewTokens, mask: Any, count: int) -> tuple[bool, Tensor | None]:

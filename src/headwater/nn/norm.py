@@ -4,19 +4,20 @@ import torch
 from torch import Tensor, nn
 
 from headwater.config.text import HeadwaterConfig
-from headwater.kernels.fused_norm import can_fuse_rms_norm, fused_rms_norm
+from headwater.kernels.fused_norm import rms_norm
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """x / rms(x) · weight over the last dimension of x [..., size], in at least fp32; returned in x's dtype.
 
     offset: it multiplies by 1 + weight, which is added in at least fp32.
     """
 
     def __init__(self, size: int, eps: float, weight: bool = True, offset: bool = False) -> None:
-        super().__init__()
-        self.size, self.eps, self.offset = size, eps, offset
-        self.weight = nn.Parameter(torch.full((size,), float(not offset))) if weight else None
+        super().__init__(size, eps, elementwise_affine=weight)
+        self.offset = offset
+        if weight and offset:
+            nn.init.zeros_(self.weight)
 
     def factor(self) -> Tensor | None:
         """Factor of x / rms(x)."""
@@ -25,30 +26,16 @@ class RMSNorm(nn.Module):
         return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        factor = self.factor()
-        if can_fuse_rms_norm(x, factor):
-            return fused_rms_norm(x, factor, self.eps)
-        wide = x.to(factor.dtype) if self.offset and factor is not None else x
-        return nn.functional.rms_norm(wide, (self.size,), factor, self.eps).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.size}, eps={self.eps}, weight={self.weight is not None}" + ", offset=True" * self.offset
+        return rms_norm(x, self.factor(), self.eps, widens=self.offset)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(nn.LayerNorm):
     """(x - mean(x)) / std(x) · weight + bias over the last dimension of x [..., size]."""
 
     def __init__(self, size: int, eps: float, weight: bool = True, bias: bool = True) -> None:
-        super().__init__()
-        self.size, self.eps = size, eps
-        self.weight = nn.Parameter(torch.ones(size)) if weight else None
-        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.size}, eps={self.eps}, weight={self.weight is not None}, bias={self.bias is not None}"
+        super().__init__(size, eps, elementwise_affine=weight, bias=bias)
+        if bias and not weight:  # which PyTorch's own cannot have
+            self.bias = nn.Parameter(torch.zeros(size))
 
 
 def make_norm(config: HeadwaterConfig, size: int | None = None, final: bool = False) -> nn.Module:

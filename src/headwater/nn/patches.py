@@ -19,14 +19,19 @@ def patch_coordinates(grid: tuple[int, int], device: torch.device | None = None)
     return index // columns, index % columns
 
 
+def scale_coordinates(grid: tuple[int, int], width: int, base: float, like: Tensor) -> list[Tensor]:
+    """Multiply the row and the column of each patch by base^(-4i/width), i < width/4: [patches, width/4] each."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    rates = base ** -(torch.arange(width // 4, dtype=wide, device=like.device) * 4 / width)
+    return [coordinate[:, None] * rates for coordinate in patch_coordinates(grid, like.device)]
+
+
 def sincos_positions(grid: tuple[int, int], width: int, like: Tensor) -> Tensor:
     """Fixed positions of the patches, [patches, width], in the dtype of `like`: the column's, then the row's.
 
     For each, sin and cos of p / 10000^(4i/width), i < width/4, as in MAE (arXiv 2111.06377), with its order of the two.
     """
-    wide = torch.promote_types(like.dtype, torch.float32)
-    rates = 10_000.0 ** -(torch.arange(width // 4, dtype=wide, device=like.device) * 4 / width)
-    row, column = (coordinate[:, None] * rates for coordinate in patch_coordinates(grid, like.device))
+    row, column = scale_coordinates(grid, width, 10_000.0, like)
     return torch.cat((column.sin(), column.cos(), row.sin(), row.cos()), -1).to(like.dtype)
 
 
@@ -38,9 +43,7 @@ def rotary_angles(
     Channel i is paired with channel i + channels/2. The first half of these pairs is rotated by row·θ^(-4i/channels),
     the second by column·θ^(-4i/channels), i < channels/4. The `prefix` tokens before the patches are not rotated.
     """
-    wide = torch.promote_types(like.dtype, torch.float32)
-    rates = theta ** -(torch.arange(channels // 4, dtype=wide, device=like.device) * 4 / channels)
-    row, column = (coordinate[:, None] * rates for coordinate in patch_coordinates(grid, like.device))
+    row, column = scale_coordinates(grid, channels, theta, like)
     angles = nn.functional.pad(torch.cat((row, column, row, column), -1), (0, 0, prefix, 0))[None]
     return for_heads(angles.cos().to(like.dtype), angles.sin().to(like.dtype))
 

@@ -56,8 +56,11 @@ def trust_names_in(values: Any) -> None:
     """Trust every "package.module:attribute", and every path out of the current folder, in nested values that the user
     wrote, keys of mappings included.
     """
-    if names := [text for text in _texts_in(values) if _NAME.fullmatch(text) or _is_elsewhere(text)]:
-        trust_names(names)
+    for text in _texts_in(values):
+        # Not a folder around the current one, such as the title "/".
+        is_elsewhere = _is_path(text) and _leads_out(text) and not _is_below(os.curdir, text)
+        if is_elsewhere or _NAME.fullmatch(text):
+            trust_names([text])
 
 
 def may_read(path: str) -> bool:
@@ -175,11 +178,6 @@ def _leads_out(name: str) -> bool:
 def _is_trusted_path(path: str) -> bool:
     """Whether the user trusts a path: as it stands, or by a folder above."""
     return any(path == folder or _is_below(path, folder) for folder in _list_trusted())
-
-
-def _is_elsewhere(name: str) -> bool:
-    """Whether a name is a path out of the current folder, other than a folder around it, such as the title "/"."""
-    return _is_path(name) and _leads_out(name) and not _is_below(os.curdir, name)
 
 
 def _is_below(path: str, folder: str) -> bool:

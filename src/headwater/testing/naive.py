@@ -503,10 +503,8 @@ class Reference:
 
     def transform_head_outputs(self, name: str, layer: int, outputs: list[Tensor]) -> list[Tensor]:
         """Return what each query head has read."""
-        options, groups = (
-            self.config.mechanisms[name],
-            self.layer_config.num_attention_heads // self.layer_config.num_key_value_heads,
-        )
+        options, c = self.config.mechanisms[name], self.layer_config
+        groups = c.num_attention_heads // c.num_key_value_heads
         sources = [self.find_sources(layer, h // groups)[1] for h in range(len(outputs))]
         if name == "neutreno" and layer > 0:
             learned = self.find_parameter(name, layer, "lambdas")
@@ -519,11 +517,11 @@ class Reference:
         return self.output_gate(layer, outputs) if name == "output_gate" and self.acts_in(options, layer) else outputs
 
     def output_gate(self, layer: int, outputs: list[Tensor]) -> list[Tensor]:
-        weight, scale = (
-            self.find_parameter("output_gate", layer, "gate.weight"),
-            self.config.mechanisms["output_gate"]["scale"],
+        weight = self.find_parameter("output_gate", layer, "gate.weight")
+        gates = (
+            self.config.mechanisms["output_gate"]["scale"]
+            * (self.inputs[layer][:, : weight.shape[1]] @ weight.T).sigmoid()
         )
-        gates = scale * (self.inputs[layer][:, : weight.shape[1]] @ weight.T).sigmoid()
         return [gate * x for gate, x in zip(gates.chunk(len(outputs), dim=1), outputs, strict=True)]
 
     def exclude_own_values(self, alpha: Tensor | None, outputs: list[Tensor], values: list[Tensor]) -> list[Tensor]:
@@ -615,18 +613,17 @@ class Reference:
         return q, k, v
 
     def kv_shift(self, layer: int, q: ByHead, k: ByHead, v: ByHead) -> QKV:
-        options, total = self.config.mechanisms["kv_shift"], self.layer_config.num_key_value_heads
+        options, c = self.config.mechanisms["kv_shift"], self.layer_config
         if not options["variant"].startswith("half"):
-            return (
-                self.shift_heads(layer, q, "gamma"),
-                self.shift_heads(layer, k, "alpha"),
-                self.shift_heads(layer, v, "beta"),
-            )
-        return (
-            self.shift_halves(q, self.layer_config.num_attention_heads) if options["queries"] else q,
-            self.shift_halves(k, total) if options["keys"] else k,
-            self.shift_halves(v, total) if options["values"] else v,
+            q, k, v = (self.shift_heads(layer, *part) for part in ((q, "gamma"), (k, "alpha"), (v, "beta")))
+            return q, k, v
+        parts = (
+            (q, "queries", c.num_attention_heads),
+            (k, "keys", c.num_key_value_heads),
+            (v, "values", c.num_key_value_heads),
         )
+        q, k, v = (self.shift_halves(x, total) if options[name] else x for x, name, total in parts)
+        return q, k, v
 
     def shift_heads(self, layer: int, x: ByHead, parameter: str) -> ByHead:
         """Mix each head's tokens with those before them, with the taps of KV shift that `parameter` holds."""
@@ -757,11 +754,8 @@ class Reference:
 
     def project(self, name: str, x: Tensor, heads: Sequence[int]) -> ByHead:
         """Queries, keys or values."""
-        return (
-            dict(zip(heads, self.linear(name, x).split(self.layer_config.head_dim, dim=1), strict=True))
-            if heads
-            else {}
-        )
+        width = self.layer_config.head_dim
+        return dict(zip(heads, self.linear(name, x).split(width, dim=1), strict=True)) if heads else {}
 
     def feed_forward(self, layer: int, x: Tensor) -> Tensor:
         name = f"model.layers.{layer}.mlp"

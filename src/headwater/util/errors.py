@@ -2,7 +2,7 @@
 
 import difflib
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import isfinite
 from typing import Any
 
@@ -25,6 +25,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
     names = sorted(names)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(names)}."
+
+
+def check_known(message: str, name: Any, names: Collection[str]) -> None:
+    """Raise `HeadwaterError` unless a name is known: "MESSAGE 'name'; did you mean …?"."""
+    if name not in names:
+        raise HeadwaterError(f"{message} {name!r}; {nearest(str(name), names)}")
 
 
 def either(names: Sequence[str]) -> str:

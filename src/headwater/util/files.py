@@ -196,29 +196,25 @@ def stage_folder(target: Path, explain: Callable[[str], str] | None = None) -> I
     """
     check_free(target)
     target = target.absolute()
-    with explain_disk_errors(explain or (lambda problem: f"{str(target)!r} could not be written: {problem}.")):
-        yield from _stage_folder(target)
-
-
-def _stage_folder(target: Path) -> Iterator[Path]:
     folder = target.with_name(f"{STAGING}{target.name}-{secrets.token_hex(4)}")
-    new = missing_folders(target.parent)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
-        yield folder
-        for path in folder.rglob("*"):
-            flush_path(path)
-        flush_path(folder)
+    with explain_disk_errors(explain or (lambda problem: f"{str(target)!r} could not be written: {problem}.")):
+        new = missing_folders(target.parent)
         try:
-            folder.rename(target)
-        except OSError:
-            check_free(target)  # another process was faster
-            raise
-        flush_path(target.parent)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        remove_empty(new)  # not if the target is in them
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+            yield folder
+            for path in folder.rglob("*"):
+                flush_path(path)
+            flush_path(folder)
+            try:
+                folder.rename(target)
+            except OSError:
+                check_free(target)  # another process was faster
+                raise
+            flush_path(target.parent)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            remove_empty(new)  # not if the target is in them
 
 
 def disk_problem(error: BaseException) -> str | None:

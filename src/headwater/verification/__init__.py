@@ -4,15 +4,7 @@
 `own` is for headwater's models.
 """
 
-from headwater.verification.own import build_tiny, verify
+from headwater.verification.own import verify
 from headwater.verification.verdicts import Verified
-from headwater.verification.ways import WAYS, Parting, Way
 
-__all__ = [
-    "WAYS",
-    "Parting",
-    "Verified",
-    "Way",
-    "build_tiny",
-    "verify",
-]
+__all__ = ["Verified", "verify"]

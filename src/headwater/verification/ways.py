@@ -194,18 +194,15 @@ class Feed:
 # Without a cache
 
 
-def _read_prefixes(probe: Probe) -> None:
-    for length in (1, 2, 7, SHARED, LENGTH - 1):
-        Feed(probe).read_tokens(length, use_cache=False)
-
-
-def _read_alone(probe: Probe) -> None:
-    for text in range(ROWS):
-        Feed(probe, [text]).read_tokens(use_cache=False)
-
-
-def _read_padded(probe: Probe) -> None:
-    Feed(probe, range(len(PADS)), PADS).read_tokens(use_cache=False)
+def _read_uncached(
+    probe: Probe,
+    batches: Sequence[Sequence[int] | None] = (None,),
+    lengths: Sequence[int | None] = (None,),
+    pads: Sequence[int] | None = None,
+) -> None:
+    """Read batches of texts; default: all texts. lengths: how many tokens; default: all."""
+    for texts, length in itertools.product(batches, lengths):
+        Feed(probe, texts, pads).read_tokens(length, use_cache=False)
 
 
 # Documents in one row, as DataCollatorWithFlattening packs them: (text, tokens).
@@ -295,39 +292,22 @@ def _crop_cache(probe: Probe) -> None:
     feed.read_singly()
 
 
-def _change_batch(feed: Feed, operation: str, argument: Any, order: Sequence[int], rows: Sequence[int]) -> None:
-    change = getattr(feed.cache, operation, None)
-    if change is None:
-        raise DoesNotApply(f"{type(feed.cache).__name__} has no {operation}")
-    change(argument)
-    feed.pads = [feed.pads[row] for row in order]
-    feed.rows = list(rows)
+REORDER, SELECT = "reorder_cache", "batch_select_indices"
 
 
-def _reorder_rows(probe: Probe) -> None:
-    """Continue the first row's prefix in two ways, and drop another row, as beam search does."""
-    feed = Feed(probe, [0, 1, 2])
+def _change_rows(
+    probe: Probe, changes: Sequence[tuple[str, Any, Sequence[int]]], texts: Sequence[int] = (0, 1, 2)
+) -> None:
+    """Continue after each change of the cache's rows: (method, rows to take or copies, texts that follow)."""
+    feed = Feed(probe, texts)
     feed.read_tokens(SHARED - 1)
-    feed.read_tokens(1)
-    _change_batch(feed, "reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0], [2, 0, 3])
-    feed.read_singly(3)
-    _change_batch(feed, "reorder_cache", torch.tensor([1, 2, 0]), [1, 2, 0], [0, 3, 2])
-    feed.read_tokens()
-
-
-def _select_rows(probe: Probe, order: Sequence[int]) -> None:
-    feed = Feed(probe, [0, 1, 2])
-    feed.read_tokens(SHARED)
-    _change_batch(feed, "batch_select_indices", torch.tensor(order), order, order)
-    feed.read_singly(3)
-    feed.read_tokens()
-
-
-def _repeat_rows(probe: Probe) -> None:
-    feed = Feed(probe, [0, 1])
-    feed.read_tokens(SHARED)
-    _change_batch(feed, "batch_repeat_interleave", 2, [0, 0, 1, 1], [0, 3, 1, 1])
-    feed.read_singly(3)
+    feed.read_singly(1)
+    for method, argument, rows in changes:
+        if not hasattr(feed.cache, method):
+            raise DoesNotApply(f"{type(feed.cache).__name__} has no {method}")
+        getattr(feed.cache, method)(torch.tensor(argument) if isinstance(argument, list) else argument)
+        feed.rows, feed.pads = list(rows), [0] * len(rows)
+        feed.read_singly(3)
     feed.read_tokens()
 
 
@@ -479,9 +459,9 @@ CAUSAL = "prefixes"
 STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=True)
 SAMPLED: dict[str, Any] = dict(do_sample=True, top_k=0, num_return_sequences=2)
 WAYS = [
-    Way(CAUSAL, _read_prefixes),
-    Way("rows alone", _read_alone),
-    Way("padding", _read_padded),
+    Way(CAUSAL, partial(_read_uncached, lengths=(1, 2, 7, SHARED, LENGTH - 1))),
+    Way("rows alone", partial(_read_uncached, batches=[[text] for text in range(ROWS)])),
+    Way("padding", partial(_read_uncached, batches=[range(len(PADS))], pads=PADS)),
     Way("packing", read_packed),
     Way("packing+", partial(read_packed, with_borders=True)),
     Way("1 by 1", partial(_in_chunks, sizes=[1])),
@@ -494,10 +474,11 @@ WAYS = [
     Way("padded, 1 by 1", partial(_in_chunks, sizes=[LENGTH - 2, 1], padded=True)),
     Way("padded, chunks", partial(_in_chunks, sizes=[4], padded=True)),
     Way("crop", _crop_cache),
-    Way("reorder", _reorder_rows),
-    Way("select", partial(_select_rows, order=(2, 0))),
-    Way("permute", partial(_select_rows, order=(2, 0, 1))),
-    Way("repeat", _repeat_rows),
+    # As beam search does: the first row's prefix continues in two ways, and another row is dropped.
+    Way("reorder", partial(_change_rows, changes=[(REORDER, [2, 0, 0], [2, 0, 3]), (REORDER, [1, 2, 0], [0, 3, 2])])),
+    Way("select", partial(_change_rows, changes=[(SELECT, [2, 0], [2, 0])])),
+    Way("permute", partial(_change_rows, changes=[(SELECT, [2, 0, 1], [2, 0, 1])])),
+    Way("repeat", partial(_change_rows, changes=[("batch_repeat_interleave", 2, [0, 3, 1, 1])], texts=(0, 1))),
     Way("prefix reuse", _reuse_prefix),
     Way("two streams", _two_streams),
     Way("reset", _reset_cache),

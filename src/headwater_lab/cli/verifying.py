@@ -73,8 +73,8 @@ def _list_models(
     trained: PreTrainedModel | None, sources: Sequence[str], trust_remote_code: bool, seed: int
 ) -> Iterator[tuple[str, PreTrainedModel]]:
     """List names and models, each made when its turn comes. Mechanisms that are invalid alone are left out."""
-    from headwater import verification
     from headwater.plugins.registry import MECHANISMS
+    from headwater.verification.own import build_tiny
     from headwater_lab.training.hub_models import open_model
 
     if trained is not None:
@@ -85,7 +85,7 @@ def _list_models(
     else:
         choices: list[dict[str, Any]] = [{}, *({name: {}} for name in MECHANISMS.names)]
         for mechanisms in choices:
-            if (model := verification.build_tiny(mechanisms, seed=seed)) is not None:
+            if (model := build_tiny(mechanisms, seed=seed)) is not None:
                 yield _write_name(mechanisms), model
 
 

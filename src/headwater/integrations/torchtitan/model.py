@@ -20,12 +20,12 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.module import ModuleDict
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from headwater.config.plan import Source
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.export import export
 from headwater.cost.counts import training_flops
 from headwater.integrations.torchtitan.limits import check_model
 from headwater.mechanisms.fp32 import KeepsPrecision
+from headwater.mechanisms.named import run_shared
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.stack import last_readers, run_blocks
 from headwater.nn.documents import count_positions
@@ -138,7 +138,8 @@ class TitanModel(BaseModel):
             reach=None if self.limit == 0 or positions is None else find_reach(positions, None, 0, self.limit),
             token_ids=tokens if self.id_readers else None,
         )
-        shared, by_kind = self.shared_tensors(tokens), dict.fromkeys((False, True), arguments)
+        modules = ((name, self.mechanisms[key]) for name, key in self.keys.items() if key in self.mechanisms)
+        shared, by_kind = run_shared(modules, tokens, self.id_readers), dict.fromkeys((False, True), arguments)
         x = run_blocks(self.layers.values(), self.last_reader, x, shared, by_kind)
         return self.compute_logits(x)
 
@@ -157,14 +158,6 @@ class TitanModel(BaseModel):
         if self.settings.logit_scale != 1:
             x = x * float(self.settings.logit_scale)
         return x if self._skip_lm_head or self.lm_head is None else self.lm_head(x)
-
-    def shared_tensors(self, tokens: Tensor) -> dict[Source, Tensor]:
-        """The same as `HeadwaterModel.shared_tensors`."""
-        modules = {name: self.mechanisms[key] for name, key in self.keys.items() if key in self.mechanisms}
-        return {
-            Source("shared", name, -1): module(tokens) if name in self.id_readers else module()
-            for name, module in modules.items()
-        }
 
     @torch.no_grad()
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:

@@ -40,7 +40,6 @@ from headwater.integrations.torchtitan.limits import check_model
 from headwater.integrations.torchtitan.model import TitanModel
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.fp32 import KeepsPrecision
-from headwater.mechanisms.named import Named
 from headwater.models.compiling import expect_layers
 from headwater.nn.attention import Attention
 from headwater.nn.block import Block
@@ -311,12 +310,6 @@ def move_tensor(
     return placed.to_local(grad_placements=None if gradient is None else [gradient])
 
 
-def take_share(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Select this process's share of the last dimension."""
-    size = x.shape[-1] // mesh.size()
-    return x.narrow(-1, mesh.get_local_rank() * size, size)
-
-
 # Attention
 
 
@@ -338,7 +331,14 @@ class SplitHeads:
         plan, full = block.plan, block.self_attn
         local = self.heads.build_attention(full, OwnHeads)
         for name, module in full.mechanisms.named():
-            self.split_mechanism(name, cast(Mechanism, module), local.mechanisms, plan)
+            mine, parameters = local.mechanisms[name], dict(module.named_parameters())
+            # The module for this process's heads gets the parameters of all heads, and sees only its own part.
+            for qualified, entries in self.heads.divide_parameters(cast(Mechanism, module), mine, plan).items():
+                owner, _, leaf = qualified.rpartition(".")
+                inside = mine.get_submodule(owner)
+                setattr(inside, leaf, parameters[qualified])
+                then = None if entries is None else partial(pick_entries, entries[0], list(entries[1]))
+                self.placings[inside, leaf] = Placing(gradient=Partial(), then=then)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
             setattr(local, name, module := getattr(full, name))
             for inner in () if module is None or name == "o_proj" else module.modules():
@@ -352,16 +352,6 @@ class SplitHeads:
         local.stores_some = not plan.k_heads == plan.v_heads == everything
         order_children(local, full)
         block.self_attn = local
-
-    def split_mechanism(self, name: str, full: Mechanism, narrow: Named, plan: LayerPlan) -> None:
-        """Give a mechanism's module for this process's heads the parameters of all heads; it sees only its own part."""
-        local, parameters = narrow[name], dict(full.named_parameters())
-        for qualified, entries in self.heads.divide_parameters(full, local, plan).items():
-            owner, _, leaf = qualified.rpartition(".")
-            module = local.get_submodule(owner)
-            setattr(module, leaf, parameters[qualified])
-            then = None if entries is None else partial(pick_entries, entries[0], list(entries[1]))
-            self.placings[module, leaf] = Placing(gradient=Partial(), then=then)
 
     def split_projection(self, module: nn.Module | None, stored: tuple[int, ...] | None) -> None:
         """Split the output of a query, key or value map: [B, T, heads·d] of this process's heads and all tokens.
@@ -382,7 +372,7 @@ class SplitHeads:
                     y = move_tensor(y, context, Shard(1), Replicate(), Partial())
                 return y.unflatten(2, (-1, d))[:, :, chosen].flatten(2)
             if tensor is not None and not columns:
-                y = take_share(y, tensor)
+                y = y.chunk(tensor.size(), dim=-1)[tensor.get_local_rank()]
             return y if context is None else move_tensor(y, context, Shard(1), Shard(2))
 
         module.register_forward_hook(divide_output)
