@@ -126,10 +126,11 @@ def serve_model(
 ) -> None:
     """Answer OpenAI-style requests over HTTP.
 
-    Requests use the model name given here. With --engine vllm, vLLM's server receives all other options.
+    Requests use the model name given here. With --engine vllm, vLLM's server receives all options that are not listed
+    here; `vllm serve --help` lists them.
 
     engine: Program that generates the text: transformers' generate, or vLLM with the smaller cache (docs/serving.md).
-    host: The address to listen on; default: this machine only.
+    host: The address to listen on; 127.0.0.1 is for this machine only.
     port: The port to listen on; 0 chooses a free one.
     dtype: The dtype to compute in, such as bfloat16; auto: as in the checkpoint.
     """
