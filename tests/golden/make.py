@@ -61,7 +61,9 @@ def main(arguments: list[str]) -> None:
         else:
             write(name, content)
             if name == "verdicts":
-                lines = [f"{json.dumps(table)}: {json.dumps(of)}" for table, of in count_shipped(content["tables"]).items()]
+                lines = [
+                    f"{json.dumps(table)}: {json.dumps(of)}" for table, of in count_shipped(content["tables"]).items()
+                ]
                 SHIPPED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         print(f"{name}: {'as in the file' if '--check' in arguments else 'written'}", flush=True)
 

@@ -29,7 +29,6 @@ from headwater_lab.papers.arms import RESTORED
 from headwater_lab.papers.kept import read_runs as read_kept_runs
 from headwater_lab.papers.result import reproduce_table as judge_table
 from headwater_lab.papers.table import SCALES, read_tables
-from headwater_lab.papers.table import VERDICTS as SHIPPED
 from headwater_lab.papers.table import reads_models as looks_into_models
 from headwater_lab.papers.work import prepare_work as prepare_table
 from headwater_lab.recipe.recipe_files import load_recipe as read_recipe_file

@@ -32,7 +32,9 @@ def count_shipped(tables: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]
     Where runs of a table are not stored, those that were printed when it was trained.
     """
     counts: dict[str, dict[str, dict[str, int]]] = {}
-    lists = {tuple(name.split(", ")): [claim[0] for claim in table["claims"].values()] for name, table in tables.items()}
+    lists = {
+        tuple(name.split(", ")): [claim[0] for claim in table["claims"].values()] for name, table in tables.items()
+    }
     printed = json.loads((RESULTS / "verdicts-without-records.json").read_text())["tables"]
     lists |= {(name, "cpu"): [claim["verdict"] for claim in table["claims"]] for name, table in printed.items()}
     for (name, scale), judged_claims in sorted(lists.items()):

@@ -11,8 +11,8 @@ import yaml
 
 import processes
 from headwater.util.errors import HeadwaterError
-from headwater_lab.training.loop import train
 from headwater_lab.recipe.training_section import Training
+from headwater_lab.training.loop import train
 from headwater_lab.training.processes import count_processes
 
 TORCHRUN = {
@@ -40,7 +40,9 @@ SLURM = {
 
 def test_a_first_node_names_what_it_waits_for(recipe, tmp_path):
     file = tmp_path / "r.yaml"
-    file.write_text(yaml.safe_dump(recipe(training={"nodes": 2, "device": "cpu", "batch_size": 4}).model_dump(mode="json")))
+    file.write_text(
+        yaml.safe_dump(recipe(training={"nodes": 2, "device": "cpu", "batch_size": 4}).model_dump(mode="json"))
+    )
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29519"}
     process = processes.Command("train", file, "--out", tmp_path / "run", env=os.environ | SLURM | address)
     deadline = time.monotonic() + 120

@@ -100,9 +100,7 @@ def judge_trained(
         yield from _judge_work(work)
 
 
-def _prepare_judged(
-    names: Iterable[str], scale: ScaleName, out: Path, overrides: Sequence[str] = ()
-) -> Iterator[Work]:
+def _prepare_judged(names: Iterable[str], scale: ScaleName, out: Path, overrides: Sequence[str] = ()) -> Iterator[Work]:
     for name in names:
         scales = find_table(name).scales
         if scales and not scales[scale].nothing:
