@@ -217,7 +217,7 @@ def test_the_help_of_options_is_taken_out_of_the_docstring():
     ("arguments", "said"),
     [
         (["trian"], "There is no command trian; did you mean train?"),
-        (["train", "shakespeare", "--resum"], "No such option: --resum (Possible options: --arm, --resume)"),
+        (["train", "shakespeare", "--resum"], "There is no option --resum; did you mean --resume?"),
         (["list", "recipe"], "'recipe' is not one of 'recipes', 'presets', 'mechanisms', 'tasks'"),
         (["train"], "Missing argument 'recipe'"),
     ],

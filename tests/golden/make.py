@@ -13,7 +13,8 @@ They change only in commits that say why. `test_golden.py` compares the code wit
     pictures     the same for images
     comparison   two arms with two seeds: verdict, intervals, table, records
     served       what a server says
-    verdicts     (also papers/verdicts.json, which `headwater reproduce --list` shows) all that `results/*.jsonl` decide: claims of the papers' tables and the ledger's, cells, comparisons
+    verdicts     all that `results/*.jsonl` decide: claims of the papers' tables and the ledger's, cells, comparisons;
+                 and papers/verdicts.json, which `headwater reproduce --list` shows
 
 Numbers are compared with small tolerances, so that they hold on any machine. What stands under "same machine" (hashes
 of exact bits, runs that round to bf16) is compared only where the CPU and the version of PyTorch are those that the

@@ -421,8 +421,8 @@ class Contract:
         cache = cache_of(model(ids, use_cache=True))
         measured, stated = cache_bytes(cache), cost.cache_bytes(model.config, T, batch_size=2, element_size=8)
         assert measured == stated, (
-            f"The cache of two rows of {T} tokens takes {measured:,} bytes, and the layer plan says {stated:,}: the heads "
-            "that are stored and the tails in plan_stages() differ from what the module keeps."
+            f"The cache of two rows of {T} tokens takes {measured:,} bytes, and the layer plan says {stated:,}: the "
+            "stored heads and the tails in plan_stages() are not what the module keeps."
         )
 
     def test_served_from_a_paged_cache_as_alone(self, case):

@@ -58,7 +58,7 @@ def split_words(name: str) -> list[str]:
 
 
 def _count_edits(a: str, b: str) -> int:
-    """Count the letters to insert, delete, replace or swap with the next one until a is b (optimal string alignment)."""
+    """Count the letters to insert, delete, replace or swap with the next until a is b (optimal string alignment)."""
     rows = [list(range(len(b) + 1))]
     for i, letter in enumerate(a, 1):
         row = [i]
