@@ -4,10 +4,12 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+# What pip may install; empty: the newest of all that pyproject.toml allows.
+CONSTRAINTS ?= $(CURDIR)/tests/constraints.txt
 # The tests start many processes, and each would compile every module where Python may not write what it compiled.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX=$(abspath $(VENV))/pycache $(BIN)/python -m pytest
 
-.PHONY: demo test test-all test-floor test-vision test-transformers test-vllm soak-vllm mutations lint types check docs wheel clean
+.PHONY: demo test test-all test-floor test-newest test-vision test-transformers test-vllm test-titan soak-vllm mutations lint types check docs wheel clean
 
 demo: $(VENV)/.installed-compare
 	$(BIN)/headwater compare recipes/demo/induction.yaml recipes/demo/language.yaml --out runs/demo
@@ -21,8 +23,12 @@ test-all: $(VENV)/.installed-dev
 # With the oldest versions of torch and transformers that pyproject.toml allows, in an environment of their own. Of the slow
 # tests, those of `bench gpu` and of compiled graphs: images for GPUs often have these versions.
 test-floor:
-	PIP_CONSTRAINT=$(CURDIR)/tests/floor.txt $(MAKE) test VENV=.venv-floor
+	$(MAKE) test VENV=.venv-floor CONSTRAINTS=$(CURDIR)/tests/floor.txt
 	.venv-floor/bin/python -m pytest -n auto -m slow tests/bench/test_gpu.py tests/nn/test_graphs.py
+
+# With the newest versions that the package index has. If they pass, util/versions.py may name them.
+test-newest:
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
 
 # Those of images, with torchvision, which beside a PyTorch for CPUs only headwater can import: so it is imported first, and
 # pytest is one process. The deselected test starts one without headwater; it runs in test-all.
@@ -52,6 +58,18 @@ soak-vllm: .venv-vllm/.installed-vllm
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# With torchtitan, without its dependencies, which ask for older versions of datasets. The output goes into a file first: a
+# process that multiprocessing leaves behind keeps a pipe open, and whoever reads the pipe would wait for it.
+test-titan: .venv-titan/.installed-titan
+	.venv-titan/bin/python -m pytest -m "slow or not slow" tests/test_titan.py > .venv-titan/output.txt 2>&1; \
+		code=$$?; cat .venv-titan/output.txt; exit $$code
+
+.venv-titan/.installed-titan: pyproject.toml tests/constraints.txt
+	$(MAKE) VENV=.venv-titan .venv-titan/.installed-dev
+	.venv-titan/bin/python -m pip install --quiet --no-deps torchtitan==0.3.0 spmd-types==0.2.3 torch_checkpointing \
+		torchdata tyro docstring-parser typeguard einops triton
+	@touch $@
+
 # 300 changes of the code, drawn by a seed; SAMPLE='--count 100 --seed 1' draws others. Half an hour on two cores.
 mutations: $(VENV)/.installed-dev,mutations
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutations.py $(SAMPLE)
@@ -72,11 +90,11 @@ docs: $(VENV)/.installed-docs
 wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m build
 
-$(VENV)/.installed-%: pyproject.toml
+$(VENV)/.installed-%: pyproject.toml tests/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("headwater needs Python 3.11 or newer; name one with make PYTHON=…") if sys.version_info < (3, 11) else 0'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable ".[$*]"
+	PIP_CONSTRAINT=$(CONSTRAINTS) $(BIN)/python -m pip install --quiet --editable ".[$*]"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-floor .venv-vllm dist site mutants .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-floor .venv-newest .venv-vision .venv-vllm .venv-titan dist site mutants .pytest_cache .mypy_cache .ruff_cache

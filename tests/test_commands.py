@@ -12,7 +12,7 @@ import typer
 import yaml
 
 import headwater
-from headwater.util.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.cli import app
 from headwater_lab.cli.arguments import check_writable
 from headwater_lab.recipe.recipe_files import find_recipe, recipes_folder, shipped_recipes
@@ -216,8 +216,8 @@ def test_the_help_of_options_is_taken_out_of_the_docstring():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["trian"], "No such command 'trian'. Did you mean 'train'?"),
-        (["train", "shakespeare", "--resum"], "No such option: --resum (Possible options: --arm, --resume)"),
+        (["trian"], "There is no command trian; did you mean train?"),
+        (["train", "shakespeare", "--resum"], "There is no option --resum; did you mean --resume?"),
         (["list", "recipe"], "'recipe' is not one of 'recipes', 'presets', 'mechanisms', 'tasks'"),
         (["train"], "Missing argument 'recipe'"),
     ],
@@ -227,3 +227,25 @@ def test_a_command_line_that_cannot_be_parsed_is_one_sentence(run, arguments, sa
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "hint"),
+    [
+        ("kv_shfit", ["kv_shift", "short_conv"], "did you mean 'kv_shift'?"),
+        ("num_heads", ["num_attention_heads", "num_key_value_heads", "head_dim"], "_heads' or 'num_key_value_heads'?"),
+        ("optim", ["optimizer", "steps"], "did you mean 'optimizer'?"),
+        ("block_size", ["batch_size", "context"], "known names: batch_size, context."),
+        ("resformer", ["svformer", "kv_shift"], "known names: kv_shift, svformer."),
+        ("figure-11", ["figure-1", "figure-10"], "known names: figure-1, figure-10."),
+        ("x", ["a", "y"], "known names: a, y."),
+    ],
+)
+def test_only_near_names_are_suggested(name, names, hint):
+    assert nearest(name, names).endswith(hint)
+
+
+def test_an_unknown_option_names_a_near_one_or_the_help(run):
+    assert "There is no option --outt; did you mean --out?" in run("train", "shakespeare", "--outt", "x")[2]
+    assert "There is no option --lr; `" in run("train", "shakespeare", "--lr", "1")[2]
+    assert "There is no command version; `" in run("version")[2]

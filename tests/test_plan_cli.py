@@ -186,7 +186,7 @@ def test_this_machine_can_be_the_hardware(prices):
         (["gpt2-124"], "did you mean 'gpt2-124m'"),
         (["nowhere.json"], "no file"),
         (["nowhere.yaml"], "no recipe"),
-        (["gpt2-124m", "--hardware", "H1000"], "did you mean 'H100'"),
+        (["gpt2-124m", "--hardware", "H100x"], "did you mean 'H100'"),
         (["gpt2-124m", "--tokens", "many"], "--tokens"),
         (["gpt2-124m", "--precision", "fp8"], "precision"),
         (["gpt2-124m", "--mfu", "2"], "mfu"),

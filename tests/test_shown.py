@@ -283,7 +283,7 @@ def recipes_of(name: str, values: dict[str, Any]) -> list[Recipe]:
         return []
     words = values[arguments[name]]
     overrides, names = [word for word in words if "=" in word], [word for word in words if "=" not in word]
-    if name == "reproduce" and (values["list"] or values["records"]):
+    if name == "reproduce" and (values["list"] or values["no_train"]):
         return []
     if name == "reproduce":
         table, scale = paper_table(names[0]), values["scale"]
@@ -309,7 +309,7 @@ def check(command: Command) -> list[str]:
         # Without a text it has nothing to take rows of, and says so.
         and not (name == "retrofit" and option == "--rows" and "--text" not in command.words)
         # Nothing is trained.
-        and not (name == "reproduce" and {"--list", "--records"} & {*command.words})
+        and not (name == "reproduce" and {"--list", "--no-train"} & {*command.words})
         for word in (option, value)
     ]
     recipes = recipes_of(name, values)

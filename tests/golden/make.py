@@ -13,7 +13,8 @@ They change only in commits that say why. `test_golden.py` compares the code wit
     pictures     the same for images
     comparison   two arms with two seeds: verdict, intervals, table, records
     served       what a server says
-    verdicts     all that `results/*.jsonl` decide: claims of the papers' tables and the ledger's, cells, comparisons
+    verdicts     all that `results/*.jsonl` decide: claims of the papers' tables and the ledger's, cells, comparisons;
+                 and papers/verdicts.json, which `headwater reproduce --list` shows
 
 Numbers are compared with small tolerances, so that they hold on any machine. What stands under "same machine" (hashes
 of exact bits, runs that round to bf16) is compared only where the CPU and the version of PyTorch are those that the
@@ -22,6 +23,7 @@ file names. All names of the package's come from `product.py`.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from importlib import import_module
@@ -47,7 +49,8 @@ def main(arguments: list[str]) -> None:
     sys.path.append(str(Path(__file__).parents[1]))
     import torch
     from matching import check, write
-    from product import without_timings
+    from product import SHIPPED, without_timings
+    from verdicts import count_shipped
 
     torch.set_num_threads(1)
     for name in names:
@@ -58,6 +61,11 @@ def main(arguments: list[str]) -> None:
             check(name, content)
         else:
             write(name, content)
+            if name == "verdicts":
+                lines = [
+                    f"{json.dumps(table)}: {json.dumps(of)}" for table, of in count_shipped(content["tables"]).items()
+                ]
+                SHIPPED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         print(f"{name}: {'as in the file' if '--check' in arguments else 'written'}", flush=True)
 
 

@@ -28,7 +28,7 @@ from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.papers.arms import RESTORED
 from headwater_lab.papers.kept import read_runs as read_kept_runs
 from headwater_lab.papers.result import reproduce_table as judge_table
-from headwater_lab.papers.table import SCALES, read_tables
+from headwater_lab.papers.table import SCALES, VERDICTS, read_tables
 from headwater_lab.papers.table import reads_models as looks_into_models
 from headwater_lab.papers.work import prepare_work as prepare_table
 from headwater_lab.recipe.recipe_files import load_recipe as read_recipe_file
@@ -39,6 +39,8 @@ from headwater_lab.training.records import write_record
 # Of the installed package and of the command line, for processes of their own and for those that may not import them.
 PACKAGES = ("headwater",)
 COMMAND = ("-m", "headwater_lab")
+# What `headwater reproduce --list` shows.
+SHIPPED = VERDICTS
 
 DATA_KINDS = tuple(DATA.built_in)
 MECHANISM_NAMES = tuple(MECHANISMS.built_in)

@@ -1,18 +1,19 @@
 """What the code does is what the golden files say. `make.py` says what they are, and makes them."""
 
+import json
 import os
 from importlib.util import find_spec
 
 import pytest
 from exported import exported_logits
 from matching import FOLDER, check, read, tensor_differences
-from product import DATA_KINDS, MECHANISM_NAMES
+from product import DATA_KINDS, MECHANISM_NAMES, SHIPPED
 from safetensors.torch import load_file
 from served import served
 from shipped import estimates, recipe_runs
 from tiny_models import TEXTS, models
 from tiny_runs import LANGUAGE, PICTURES, SYNTHETIC, comparison, data_runs, picture_runs
-from verdicts import verdicts
+from verdicts import count_shipped, verdicts
 
 
 def test_the_same_recipes_are_the_same_runs():
@@ -55,6 +56,10 @@ def test_served_tokens():
 @pytest.mark.slow
 def test_verdicts_of_the_stored_runs():
     check("verdicts", verdicts())
+
+
+def test_the_list_of_tables_shows_the_verdicts_of_the_stored_runs():
+    assert json.loads(SHIPPED.read_text()) == count_shipped(read("verdicts")["tables"])
 
 
 def test_nothing_is_left_out():

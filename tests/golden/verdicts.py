@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,23 @@ def rounded(value: float | None) -> float | str | None:
 
 def judged(verdict: str, count: int, estimate: float | None, interval: tuple[float, float] | None) -> list[Any]:
     return [verdict, count, rounded(estimate), *map(rounded, interval or ())]
+
+
+def count_shipped(tables: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
+    """Count the verdicts of each table at each scale, as `headwater reproduce --list` shows them.
+
+    Where runs of a table are not stored, those that were printed when it was trained.
+    """
+    counts: dict[str, dict[str, dict[str, int]]] = {}
+    lists = {
+        tuple(name.split(", ")): [claim[0] for claim in table["claims"].values()] for name, table in tables.items()
+    }
+    printed = json.loads((RESULTS / "verdicts-without-records.json").read_text())["tables"]
+    lists |= {(name, "cpu"): [claim["verdict"] for claim in table["claims"]] for name, table in printed.items()}
+    for (name, scale), judged_claims in sorted(lists.items()):
+        if judged_claims:
+            counts.setdefault(name, {})[scale] = dict(sorted(Counter(judged_claims).items()))
+    return counts
 
 
 def verdicts() -> dict[str, Any]:

@@ -241,7 +241,7 @@ def test_pairs_decay_and_tau_does_not():
         ({"score": "softmax", "tau": "pairs"}, {}, "has no tau"),
         ({"score": "exp_l1_norm", "gelu": "tanh"}, {}, "has no GELU"),
         ({"gelu": "relu"}, {}, "gelu must be 'erf' or 'tanh'"),
-        ({"pairs": 3}, {}, "no option 'pairs'; did you mean"),
+        ({"pairs": 3}, {}, "no option 'pairs'; known names: attention_pairs"),
     ],
 )
 def test_contradictory_options(options, changes, message):

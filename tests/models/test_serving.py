@@ -425,6 +425,15 @@ def test_a_model_without_a_chat_template_says_so(tmp_path):
 
     with pytest.raises(RequestError, match=r"messages: .*no chat template"):
         encode_chat(byte_tokenizer(), CHATS)
+    speaker(SHIFT).save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    process = processes.Command("serve", str(tmp_path / "base"), *FREE_PORT)
+    with process.folder, stopped(process):
+        server = Server(process, process.files[1])
+        assert "no chat template: chats are answered with HTTP 400" in server.said()
+        with pytest.raises(HTTPError, match="400") as error:
+            server.post("chat/completions", messages=[{"role": "user", "content": "hi"}])
+        assert "no chat template; use /v1/completions" in error.value.read().decode()
 
 
 def test_headwater_serve_refuses_before_it_starts(run, tmp_path):

@@ -100,17 +100,19 @@ def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
     assert [line["run"] for line in lines] == [
         f"cpu/trials/task/{arm}-{seed}" for arm in ("shift", "vanilla") for seed in (0, 1)
     ]
-    code, judged, _ = run("reproduce", "--records", file)
+    code, judged, _ = run("reproduce", "--records", file, "--no-train")
     assert code == 0
     assert judged.count("It is better.") == 1  # of the one table that has runs in the file, and reads no models
     assert " ".join(first.partition("report:")[0].split()) == " ".join(judged.split())
-    code, _, said = run("reproduce", "paper/text", "--records", file)
-    assert (code, "has no run of these tables at cpu scale" in said) == (2, True)
-    assert (
-        "training.steps=1 has no effect with --records"
-        in run("reproduce", "paper/task", "training.steps=1", "--records", file)[2]
-    )
-    code, second, said = run("reproduce", "paper/task", "--out", paper / "two", "--keep", file)
+    assert run("reproduce", "paper/task", "--out", paper / "one", "--no-train")[:2] == (0, judged)
+    for where in (["--records", file], ["--out", paper / "one"]):
+        code, _, said = run("reproduce", "paper/text", "--no-train", *where)
+        assert (code, "has no run of these tables at cpu scale" in said) == (2, True)
+    code, _, said = run("reproduce", "paper/task", "training.steps=1", "--records", file, "--no-train")
+    assert "training.steps=1 has no effect with --no-train and --records" in said
+    before = file.read_text()
+    code, second, said = run("reproduce", "paper/task", "--out", paper / "two", "--records", file)
+    assert file.read_text() == before
     assert code == 0
     assert "4 runs from" in said
     assert "all 4 runs are finished" in said
@@ -119,10 +121,13 @@ def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
         ours = read_record(paper / "two" / line["run"])
         assert ours == read_record(paper / "one" / line["run"]).model_copy(update={"documents": []})
         assert not (paper / "two" / line["run"] / "checkpoints").exists()
-    code, _, said = run("reproduce", "paper/task", "compare.seeds=[0,1,2]", "--out", paper / "three", "--keep", file)
+    another = paper / "more.jsonl"
+    three = ("paper/task", "compare.seeds=[0,1,2]", "--out", paper / "three")
+    code, _, said = run("reproduce", *three, "--records", file, "--keep", another)
     assert code == 0
     assert "6 runs, 4 of them finished" in said
-    after = file.read_text().splitlines()
+    assert file.read_text() == before
+    after = another.read_text().splitlines()
     assert [json.loads(line)["run"].rpartition("-")[2] for line in after] == ["0", "1", "2"] * 2
     assert {json.dumps(line) for line in lines} < {json.dumps(json.loads(line)) for line in after}
 
@@ -280,7 +285,8 @@ def test_a_damaged_file_is_one_sentence(paper, run, damage, complaint):
     before = file.read_text()
     with pytest.raises(HeadwaterError, match=complaint):
         restore_runs(file, work, print)
-    code, _, said = run("reproduce", "paper/task", "--out", paper / "two", "--keep", file)
-    assert code == 2
+    for option in ("--keep", "--records"):
+        code, _, said = run("reproduce", "paper/task", "--out", paper / "two", option, file)
+        assert code == 2
     assert complaint in " ".join(said.split())
     assert file.read_text() == before

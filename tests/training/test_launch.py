@@ -1,14 +1,18 @@
 """Processes that are to start together: one that dies on the way, and environments that no launcher has made."""
 
 import os
+import re
 import signal
 import time
 
 import pytest
+import torch
 import yaml
 
 import processes
+from headwater.util.errors import HeadwaterError
 from headwater_lab.recipe.training_section import Training
+from headwater_lab.training.loop import train
 from headwater_lab.training.processes import count_processes
 
 TORCHRUN = {
@@ -26,6 +30,46 @@ def test_torchruns_numbers_take_precedence(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert count_processes(Training()) == (2, 2)
+
+
+SLURM = {
+    "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0", "SLURM_JOB_NAME": "x",
+}  # fmt: skip
+
+
+def test_a_first_node_names_what_it_waits_for(recipe, tmp_path):
+    file = tmp_path / "r.yaml"
+    file.write_text(
+        yaml.safe_dump(recipe(training={"nodes": 2, "device": "cpu", "batch_size": 4}).model_dump(mode="json"))
+    )
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29519"}
+    process = processes.Command("train", file, "--out", tmp_path / "run", env=os.environ | SLURM | address)
+    deadline = time.monotonic() + 120
+    while "minutes" not in process.output()[1]:
+        assert process.poll() is None, process.output()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    waiting = "node 0: waiting for all 2 processes of this run at 127.0.0.1:29519, for at most 30 minutes"
+    assert said.splitlines() == [waiting]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"devices": 4, "device": "cpu"}, "Slurm has SLURM_NTASKS=2, .*; use srun --nodes=1 --ntasks-per-node=4, or"),
+        ({"nodes": 2, "device": "mps"}, "training.devices=1 needs 1 mps device, and PyTorch finds 0"),
+    ],
+)
+def test_processes_that_cannot_be_are_one_sentence(recipe, tmp_path, monkeypatch, settings, message):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(HeadwaterError, match=message) as error:
+        train(recipe(training={"batch_size": 4} | settings), tmp_path / "run")
+    assert not re.search("Fabric|Lightning|Accelerator", str(error.value))
 
 
 @pytest.fixture

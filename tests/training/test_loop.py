@@ -302,7 +302,9 @@ def test_a_run_killed_before_its_record_is_finished_on_resume(recipe, finished, 
 def test_a_device_that_is_not_there_is_one_sentence(recipe, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(HeadwaterError, match=r"training\.device=cuda with devices=1 cannot be used"):
+    with pytest.raises(
+        HeadwaterError, match=r"training\.devices=1 needs 1 cuda device, and PyTorch finds 0; set training\.device=cpu"
+    ):
         train(recipe(training={"device": "cuda"}), tmp_path / "run")
 
 

@@ -454,13 +454,21 @@ def test_refused_before_anything_is_loaded(case, tmp_path, monkeypatch):
         EngineArgs(**given).create_engine_config()
 
 
-def test_another_version_of_vllm_says_so_and_serves_other_models(monkeypatch, caplog):
-    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("0.31.2", "needs vLLM 0.32 or newer, but 0.31.2 is installed"),
+        ("0.33.1", "was tested with vLLM 0.32, not yet with 0.33.1"),
+        ("0.33.1", "does not fit vLLM 0.33.1"),
+    ],
+)
+def test_another_version_of_vllm_says_so_and_serves_other_models(version, message, monkeypatch, caplog):
+    monkeypatch.setattr(vllm, "__version__", version)
     monkeypatch.setitem(sys.modules, "headwater.integrations.vllm.option_checks", None)  # cannot be imported
     with caplog.at_level("WARNING", "vllm"):
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
         register()
-    assert "is for vLLM 0.32, but 0.33.1 is installed" in caplog.text
+    assert message in caplog.text
 
 
 def test_options_are_refused_in_one_sentence(tmp_path, server):

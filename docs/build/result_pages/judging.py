@@ -80,7 +80,7 @@ class TableResult:
         if self.result is None or self.result.work is None:
             return ""
         file = "ledger" if self.name.startswith("ledger/") else "papers"
-        return f"{self.command} --records results/{file}.jsonl"
+        return f"{self.command} --no-train --records results/{file}.jsonl"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """`HeadwaterConfig`: one Hugging Face config for Llama-like and GPT-2-like bases, and the mechanisms on top."""
 
-import difflib
 import json
 import os
 from collections.abc import Iterable
@@ -18,7 +17,7 @@ from headwater.config.options import parse_options
 from headwater.config.rope import check_rope, complete_rope
 from headwater.plugins import outside
 from headwater.plugins.registry import MECHANISMS, as_mapping, resolve
-from headwater.util.errors import HeadwaterError, check_known, find_unusable, sentence, shown
+from headwater.util.errors import HeadwaterError, check_known, find_misspelt, find_unusable, sentence, shown
 
 _SIZES = (
     "vocab_size",
@@ -243,8 +242,8 @@ class HeadwaterConfig(PreTrainedConfig):
     @classmethod
     def _check_names(cls, names: Iterable[str]) -> None:
         for name in names:
-            if close := difflib.get_close_matches(name, cls.field_names(), n=1, cutoff=0.8):
-                raise HeadwaterError(f"{cls.__name__} has no field {name!r}; did you mean {close[0]!r}?")
+            if close := find_misspelt(name, cls.field_names()):
+                raise HeadwaterError(f"{cls.__name__} has no field {name!r}; did you mean {close!r}?")
 
     def complete_fields(self) -> None:
         """Fill in defaults and check everything. Models call it too, since fields may have been set after creation.

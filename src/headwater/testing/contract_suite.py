@@ -419,7 +419,11 @@ class Contract:
     def test_cache_bytes_follow_the_plan(self, case):
         model, ids = case.model, tokens(2, T)
         cache = cache_of(model(ids, use_cache=True))
-        assert cache_bytes(cache) == cost.cache_bytes(model.config, T, batch_size=2, element_size=8)
+        measured, stated = cache_bytes(cache), cost.cache_bytes(model.config, T, batch_size=2, element_size=8)
+        assert measured == stated, (
+            f"The cache of two rows of {T} tokens takes {measured:,} bytes, and the layer plan says {stated:,}: the "
+            "stored heads and the tails in plan_stages() are not what the module keeps."
+        )
 
     def test_served_from_a_paged_cache_as_alone(self, case):
         """Flat batches of a server: chunks, shared blocks, rows that begin anew, tokens that are taken back."""
@@ -450,7 +454,12 @@ class Contract:
         assert set(ordinary.config.layer_types) <= {"full_attention", "sliding_attention"}
 
     def test_parameters_are_counted(self, case):
-        assert sum(cost.parameters(case.model.config).values()) == case.model.num_parameters()
+        config, measured = case.model.config, case.model.num_parameters()
+        stated = sum(cost.parameters(config).values())
+        assert measured == stated, (
+            f"count_cost() is off by {(measured - stated) / config.num_hidden_layers:+,.6g} parameters per layer: the "
+            f"model has {measured:,}, and {stated:,} are counted."
+        )
 
     def test_saved_is_what_autograd_keeps(self, case):
         """`Cost.saved`, in fp32, uncompiled: the difference from the same model without the mechanism.
@@ -467,7 +476,8 @@ class Contract:
         # Besides a few numbers per head, such as a softmax's sum.
         room = 0.05 * abs(difference) + config.num_hidden_layers * config.num_attention_heads
         assert abs(measured - difference) <= room, (
-            f"Autograd keeps {measured:.1f} numbers per token for it in all layers, and its cost says {difference:.1f}."
+            f"count_cost().saved is off by {(measured - difference) / config.num_hidden_layers:+.1f} numbers per layer "
+            f"and token: autograd keeps {measured:.1f} in all layers, and {difference:.1f} are counted."
         )
 
     def test_work_grows_with_the_tokens_alone(self, case):
@@ -482,7 +492,12 @@ class Contract:
                 with FlopCounterMode(display=False) as counter, Operations() as operation_counter, torch.no_grad():
                     model(ids, use_cache=False)
                 stated = sum(cost.forward_flops(config, length, causal=False).values()) * length
-                assert stated == counter.get_total_flops(), f"in rows of {length} tokens"
+                measured = counter.get_total_flops()
+                assert measured == stated, (
+                    f"count_cost() is off by {(measured - stated) / length / config.num_hidden_layers:+,.6g} FLOPs per "
+                    f"layer and token, in rows of {length} tokens: the model takes {measured / length:,.6g} per token, "
+                    f"and {stated / length:,.6g} are counted."
+                )
                 operations.append(operation_counter.count)
         assert operations[0] == operations[1], f"operations in rows of {T} and of {3 * T} tokens: {operations}"
 

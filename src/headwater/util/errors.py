@@ -1,6 +1,6 @@
 """The exception that users should see, and helpers for its message."""
 
-import difflib
+import re
 import reprlib
 from collections.abc import Collection, Iterable, Sequence
 from math import isfinite
@@ -21,10 +21,53 @@ class NotTrusted(HeadwaterError):
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the end of an "unknown name" message: the nearest known name, or all of them if none is near."""
+    """Return the end of an "unknown name" message: up to three near names, or all names if none is near."""
     names = sorted(names)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(names)}."
+    close = find_near(name, names)
+    return f"did you mean {either(list(map(repr, close)))}?" if close else f"known names: {', '.join(names)}."
+
+
+def find_near(name: str, names: Iterable[str]) -> list[str]:
+    """Find the names that somebody may have meant: a misspelt one, or else up to three that contain all its words."""
+    names = sorted(names)
+    if typo := find_misspelt(name, names):
+        return [typo]
+    words = split_words(name)
+    longer = [
+        known
+        for known in names
+        if all(
+            any(part == word or (len(word) > 3 and part.startswith(word)) for part in split_words(known))
+            for word in words
+        )
+    ]
+    return longer if words and len(longer) <= 3 else []
+
+
+def find_misspelt(name: str, names: Iterable[str]) -> str | None:
+    """Find the name of which this one is a misspelling: one letter in four is wrong at most, and no digit."""
+    digits = re.sub(r"\D", "", name)
+    edits = {known: _count_edits(name, known) for known in names if re.sub(r"\D", "", known) == digits}
+    close = min(edits, key=lambda known: (edits[known], known), default=None)
+    return close if close is not None and edits[close] <= max(1, len(name) // 4) and len(name) > 2 else None
+
+
+def split_words(name: str) -> list[str]:
+    """Split a name into its words, in lower case."""
+    return re.findall(r"[^\W_]+", name.lower())
+
+
+def _count_edits(a: str, b: str) -> int:
+    """Count the letters to insert, delete, replace or swap with the next until a is b (optimal string alignment)."""
+    rows = [list(range(len(b) + 1))]
+    for i, letter in enumerate(a, 1):
+        row = [i]
+        for j, other in enumerate(b, 1):
+            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != other)))
+            if i > 1 and j > 1 and a[i - 2 : i] == b[j - 1] + b[j - 2]:
+                row[j] = min(row[j], rows[-2][j - 2] + 1)
+        rows.append(row)
+    return rows[-1][-1]
 
 
 def check_known(message: str, name: Any, names: Collection[str]) -> None:

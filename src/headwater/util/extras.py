@@ -1,19 +1,24 @@
 """Extras and the modules they install, and the error for a missing module.
 
 A module that headwater imports and Python does not find is looked up here last: whichever function a program calls, the
-error names the command that installs it, as the commands do. Imports by other packages are left alone.
+error has the command that installs it, as the commands' errors do. Imports by other packages are left alone.
 """
 
 import re
+import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from importlib import metadata
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
 from headwater.util.errors import HeadwaterError
-from headwater.util.layout import is_ours
+from headwater.util.layout import LIBRARY, is_ours, package_folder
 
 # Modules by the extra of pyproject.toml that installs them. Dependencies of torch and transformers are always there.
 MODULES = {
@@ -21,6 +26,7 @@ MODULES = {
     "train": ("lightning_fabric", "datasets", "pandas", "pyarrow", "tensorboard", "filelock"),
     "report": ("scipy", "matplotlib", "jinja2"),
     "evaluate": ("lm_eval",),
+    "serve": ("uvicorn", "starlette"),
     "wandb": ("wandb",),
     "titan": ("torchtitan",),
     "vllm": ("vllm",),
@@ -34,13 +40,50 @@ class MissingExtra(HeadwaterError, ModuleNotFoundError):
     """A package of an extra is not installed. what: its name, or what needs several packages."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(
-            f"This needs {what}, which is not installed; install it with: pip install 'headwater[{extra}]'"
-        )
+        super().__init__(f"This needs {what}, which is not installed; install it with: {install_command(extra)}")
         self.what, self.extra, self.name = what, extra, what
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
         return type(self), (self.what, self.extra)
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra: from the clone that this code is in, or else its packages by name."""
+    clone = package_folder(__name__).parents[1]
+    if (clone / "pyproject.toml").is_file():
+        where = "." if clone == Path.cwd() else str(clone)
+        return f"pip install -e {shlex.quote(f'{where}[{extra}]')}"
+    packages = list(dict.fromkeys(_list_packages(extra)))
+    missing = [package for package in packages if not _is_installed(package)]
+    return f"pip install {shlex.join(missing or packages)}"
+
+
+def _list_packages(extra: str) -> Iterator[str]:
+    """Yield the packages of an extra as the installed metadata name them, without versions except pinned ones."""
+    try:
+        requirements = [Requirement(text) for text in metadata.requires(LIBRARY) or ()]
+    except metadata.PackageNotFoundError:  # a copy of the code without its metadata
+        yield from (module.replace("_", "-") for module in MODULES.get(extra, ()))
+        return
+    for requirement in requirements:
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
+            continue
+        if requirement.name == LIBRARY:
+            for inner in sorted(requirement.extras):
+                yield from _list_packages(inner)
+            continue
+        requirement.marker = None
+        if not str(requirement.specifier).startswith("=="):
+            requirement.specifier = SpecifierSet()
+        yield str(requirement)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.version(Requirement(package).name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 class _LastFinder:

@@ -14,9 +14,10 @@ import headwater
 from headwater import kernels
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import first_line
-from headwater.util.extras import MODULES
+from headwater.util.extras import MODULES, install_command
 from headwater.util.layout import package_folder
 from headwater.util.processor import describe_cpu
+from headwater.util.versions import describe_untested
 from headwater_lab.util.machine import available_memory, c_compiler, cores, memory_of
 
 NamedFacts = Iterator[tuple[str, str]]
@@ -68,6 +69,8 @@ def _find_installation() -> NamedFacts:
 def _list_packages() -> NamedFacts:
     for package in PACKAGES:
         yield package, importlib.metadata.version(package)
+    if untested := describe_untested():
+        yield "untested", untested
 
 
 def _list_extras() -> NamedFacts:
@@ -76,7 +79,7 @@ def _list_extras() -> NamedFacts:
         versions = {PACKAGE_OF.get(module, module.replace("_", "-")): find_spec(module) for module in modules}
         installed = [f"{name} {_find_version(name)}" for name, spec in versions.items() if spec is not None]
         missing = [name for name, spec in versions.items() if spec is None]
-        advice = [f"missing: {', '.join(missing)} (pip install 'headwater[{extra}]')"] if missing else []
+        advice = [f"missing: {', '.join(missing)} ({install_command(extra)})"] if missing else []
         yield extra, "; ".join([", ".join(installed), *advice] if installed else advice)
 
 

@@ -1,6 +1,7 @@
 """The function `lab.reproduce` and its result."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from headwater_lab.papers.result import (
     to_json,
     write_result,
 )
-from headwater_lab.papers.table import SCALES, PaperTable, find_table, read_tables, reads_models
+from headwater_lab.papers.table import SCALES, VERDICTS, PaperTable, find_table, read_tables, reads_models
 from headwater_lab.papers.training_runs import train_table
 from headwater_lab.papers.work import Work, prepare_work
 from headwater_lab.training.journal import OnEvent
@@ -69,6 +70,7 @@ def reproduce(
     workers: int | None = None,
     task_files: PathLike | None = None,
     device: str = "cpu",
+    records: PathLike | None = None,
     keep: PathLike | None = None,
     watch: Observer = SILENT,
     trust: Sequence[str] = (),
@@ -76,8 +78,8 @@ def reproduce(
     """Train the models behind a paper's table or figure and judge its claims, like `headwater reproduce`.
 
     Call it again to resume. task_files: task files to use first; device: where to measure what the records lack.
-    keep: take finished runs from this file instead of training them, and add those that are trained. trust: as in
-    `train`. Raises `HeadwaterError`, also if no run is finished.
+    records: take finished runs from this file instead of training them. keep: add the table's finished runs to this
+    file, which may be the same. trust: as in `train`. Raises `HeadwaterError`, also if no run is finished.
     """
     outside.trust_names(trust)
     folder, files = local(out, "out"), None if task_files is None else local(task_files, "task_files")
@@ -94,8 +96,10 @@ def reproduce(
     work = prepare_work(table, scale, folder, overrides)
     work.check_tasks(files)
     keep_file = None if keep is None else local(keep, "keep")
-    if keep_file is not None:
-        restore_runs(keep_file, work, watch.tell)
+    if keep_file is not None and keep_file.exists():
+        read_runs(keep_file)  # damage is found before there is work to lose
+    if records is not None:
+        restore_runs(local(records, "records"), work, watch.tell)
     if watch.listens:
         watch.tell(_describe_cost(work))
     if work.cannot_show:
@@ -153,7 +157,9 @@ def choose_tables(papers: Sequence[str]) -> dict[str, PaperTable]:
     tables = read_tables()
     names = sorted({name.partition("/")[0] for name in tables})
     for paper in papers:
-        if paper not in names and paper not in tables:
+        if "/" in paper:
+            find_table(paper)
+        elif paper not in names:
             raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, names)}")
     return {name: table for name, table in tables.items() if not papers or {name, name.partition("/")[0]} & {*papers}}
 
@@ -197,13 +203,17 @@ def read_results(files: Sequence[PathLike], papers: Sequence[str] = ()) -> list[
 
 
 def list_tables(papers: Sequence[str], folder: Path) -> Table:
-    """List the tables of `papers`; default: all."""
+    """List the tables of `papers` with the verdicts that headwater has come to; default: all."""
     caption = (
-        "Time for all runs of one table, from the FLOPs that `headwater plan` counts: on two idle cores at 4·10¹⁰ "
-        "FLOP/s each and 40 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share runs. k/n: how many of "
-        "its runs exist."
+        "cpu, gpu, paper: --scale, with the time for all runs of one table, from the FLOPs that `headwater plan` "
+        "counts: on two idle cores at 4·10¹⁰ FLOP/s each and 40 ms a step (cpu), else on one H100 at an MFU of 0.4. "
+        f"Tables share runs. k/n: how many of its runs exist in {str(folder)!r}. Computed: needs no training. Nothing: "
+        "means nothing at this scale and is not run. Cannot show it: models of this size cannot show the effect, so "
+        "there is no verdict.\nVerdicts: the claims of this version's own runs at cpu scale (gpu: at gpu scale): "
+        "+ replicates, − fails, ? inconclusive."
     )
-    names = ("table", "title", *SCALES)
+    shipped = json.loads(VERDICTS.read_text())
+    names = ("table", "title", *SCALES, "verdicts")
     listing = lined(*names, left=names, caption=caption)
     listing.columns[0].no_wrap = True
     for name, table in choose_tables(papers).items():
@@ -216,8 +226,18 @@ def list_tables(papers: Sequence[str], folder: Path) -> Table:
             time = write_duration(estimate_price(work.trained_arms, scale)[1])
             note = "; cannot show it" if settings.cannot_show else ""
             cells.append(f"{time}, {work.runs - len(work.list_missing())}/{work.runs}{note}")
-        listing.add_row(name, table.title, *cells)
+        listing.add_row(name, table.title, *cells, write_verdicts(shipped.get(name, {})))
     return listing
+
+
+def write_verdicts(counts: Mapping[str, Mapping[str, int]]) -> str:
+    """Write the counts of verdicts at each scale, such as +2 −1 ?3; gpu +6."""
+    signs = {"replicates": "+", "fails": "−", "inconclusive": "?"}
+    texts = []
+    for scale, verdicts in counts.items():
+        text = " ".join(f"{sign}{verdicts[verdict]}" for verdict, sign in signs.items() if verdict in verdicts)
+        texts.append(text if scale == "cpu" else f"{scale} {text}")
+    return "; ".join(texts)
 
 
 def write_duration(hours: float) -> str:

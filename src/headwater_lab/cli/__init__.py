@@ -1,13 +1,14 @@
 """The command line. Each command parses, calls the library, and prints; errors become one sentence and exit code 2."""
 
 import pkgutil
+import re
 import sys
 from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from headwater.util.errors import HeadwaterError, first_line
+from headwater.util.errors import HeadwaterError, either, find_near, first_line
 from headwater.util.files import disk_problem
 from headwater_lab.cli.options import app
 from headwater_lab.util.endings import Interrupted
@@ -48,6 +49,20 @@ def explain_encoding(error: UnicodeEncodeError) -> str:
     )
 
 
+def explain_usage(error: Any) -> str:
+    """Explain a command line that cannot be parsed, with near names in place of those that Click guesses."""
+    if type(error).__name__ == "NoSuchOption":
+        unknown, kind = error.option_name, "option"
+        names = [name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("--")]
+    elif match := re.match("No such command '(.*?)'", error.message):
+        unknown, kind, names = match[1], "command", list(error.ctx.command.commands)
+    else:
+        return error.format_message().replace("Value error, ", "")
+    near = find_near(unknown, names)
+    hint = f"did you mean {either(near)}?" if near else f"`{error.ctx.command_path} --help` lists all."
+    return f"There is no {kind} {unknown}; {hint}"
+
+
 def main() -> None:
     """Run a command, and turn errors that the user can fix into one sentence."""
     try:
@@ -56,7 +71,7 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.message, end="")  # the help, if it is not printed yet
             sys.exit(2)
-        _end(2, literal(error.format_message().replace("Value error, ", "")))
+        _end(2, literal(explain_usage(error)))
     except (Interrupted, KeyboardInterrupt) as error:  # SIGINT or SIGTERM
         _end(130, str(error))
     except BrokenPipeError:  # the reader closed the pipe

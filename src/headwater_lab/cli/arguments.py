@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import explain_absence
+from headwater.util.versions import describe_untested
 from headwater_lab.util.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -58,6 +59,13 @@ def quiet() -> None:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+
+
+def warn_untested() -> None:
+    """Name on stderr the packages that are newer than what was tested; of a run's processes only the first does so."""
+    is_first = all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    if is_first and (untested := describe_untested()):
+        tell(untested)
 
 
 def mechanisms_of(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:

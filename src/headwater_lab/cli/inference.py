@@ -126,32 +126,31 @@ def serve_model(
 ) -> None:
     """Answer OpenAI-style requests over HTTP.
 
-    Requests use the model name given here. With --engine vllm, vLLM's server receives all other options.
+    Requests use the model name given here. With --engine vllm, vLLM's server receives all options that are not listed
+    here; `vllm serve --help` lists them.
 
     engine: Program that generates the text: transformers' generate, or vLLM with the smaller cache (docs/serving.md).
-    host: The address to listen on; default: this machine only.
+    host: The address to listen on; 127.0.0.1 is for this machine only.
     port: The port to listen on; 0 chooses a free one.
     dtype: The dtype to compute in, such as bfloat16; auto: as in the checkpoint.
     """
     from importlib.util import find_spec
 
     import torch
-    from transformers.utils import is_serve_available
 
-    from headwater.util.extras import MissingExtra
+    from headwater.util import extras
 
     options = extra_arguments()
     if engine == "vllm":
         if find_spec("vllm") is None:
-            raise MissingExtra("vLLM", "vllm")
+            raise extras.MissingExtra("vLLM", "vllm")
         refuse("with --engine vllm", "--device")
         options += ["--host", host, "--port", str(port), *(["--dtype", dtype] if dtype != "auto" else [])]
         from headwater_lab.serving.vllm import serve_with_vllm
 
         serve_with_vllm(str(checkpoint), _find_text_checkpoint(checkpoint), options)
         return
-    if not is_serve_available():
-        raise MissingExtra("The server", "serve")
+    extras.check_extra("serve")
     if options:
         raise HeadwaterError(f"There is no option {options[0]} with --engine transformers; leave it out, or use vllm.")
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from headwater.util.errors import HeadwaterError, find_unusable, shown
 from headwater.util.files import check_local
-from headwater_lab.cli.arguments import quiet
+from headwater_lab.cli.arguments import quiet, warn_untested
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,7 @@ def _declare(function: Callable[..., Any], trusts: bool) -> tuple[str, Callable[
         _running.set(command_line)
         outside.trust_names(trust)
         quiet()
+        warn_untested()
         for name, section in sections.items():
             values[name] = section(**{field.name: values.pop(field.name) for field in fields(section)})
         function(**values)

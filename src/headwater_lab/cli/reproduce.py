@@ -28,6 +28,7 @@ def reproduce_table(
     device: DeviceName = "auto",
     records: FilePath | None = None,
     keep: FilePath | None = None,
+    no_train: bool = False,
 ) -> None:
     """Train the models behind a paper's table or figure, and judge its claims. Run it again to resume.
 
@@ -36,8 +37,9 @@ def reproduce_table(
     list: List all tables, or one paper's, with the time that they take.
     out: Output folder for runs and results.
     task_files: Task files to use first, as in evaluate.
-    records: Judge the named tables, or all, by the finished runs in this file; train nothing.
-    keep: Take finished runs from this file instead of training them, and add those that are trained.
+    records: Take finished runs from this file instead of training them.
+    keep: Add the table's finished runs to this file, which may be the one of --records.
+    no_train: Judge the named tables, or all, by the finished runs in --records, or else in --out; train nothing.
     """
     names, overrides = split_overrides(arguments)
 
@@ -45,15 +47,17 @@ def reproduce_table(
         refuse(where, *OF_TRAINING, *options, overrides=overrides)
 
     if list:
-        refuse_training("with --list", "--records", "--scale")
+        refuse_training("with --list", "--records", "--no-train", "--scale")
         extras.check_extra("compare")
         from headwater_lab.api.reproducing import list_tables
 
         stdout.print(list_tables(names, out))
         return
-    if records is not None:
-        refuse_training("with --records")
-        _judge_records(records, names, scale)
+    if no_train:
+        refuse("with --no-train", *OF_TRAINING)
+        if records is not None:
+            refuse("with --no-train and --records", "--out", overrides=overrides)
+        _judge_runs(names, scale, out, overrides, records)
         return
     if len(names) != 1:
         raise HeadwaterError("Name one table, such as kv-shifting/figure-1a; `headwater reproduce --list` lists all.")
@@ -75,6 +79,7 @@ def reproduce_table(
             workers=workers,
             task_files=task_files,
             device=device_of(device),
+            records=records,
             keep=keep,
             watch=report,
         )
@@ -92,10 +97,10 @@ def _check_table(name: str, scale: ScaleOption, refuse_training: Callable[..., N
 
     table = find_table(name)
     if table.computed:
-        refuse_training(f"for {name}, which is computed without training", "--scale")
+        refuse_training(f"for {name}, which is computed without training", "--scale", "--records")
         return True
     if why := table.scales[scale].nothing:
-        refuse_training(f"for {name}, which is not run at {scale} scale")
+        refuse_training(f"for {name}, which is not run at {scale} scale", "--records")
         scales = " or ".join(option for option in SCALES if not table.scales[option].nothing)
         say(f"{name} is meaningless at {scale} scale and was not run: {why} Use --scale {scales}.")
         return False
@@ -107,17 +112,25 @@ def _check_table(name: str, scale: ScaleOption, refuse_training: Callable[..., N
     return True
 
 
-def _judge_records(records: Path, names: Sequence[str], scale: ScaleOption) -> None:
-    """Print the tables whose runs are in a file, with their claims."""
+def _judge_runs(
+    names: Sequence[str], scale: ScaleOption, out: Path, overrides: Sequence[str], records: Path | None
+) -> None:
+    """Print the tables that have finished runs in a file, or else in the output folder, with their claims."""
     extras.check_extra("compare")
     from headwater_lab.api.reproducing import choose_tables
-    from headwater_lab.papers.kept import judge_recorded, read_runs
+    from headwater_lab.papers.kept import judge_recorded, judge_trained, read_runs
     from headwater_lab.papers.result import terminal_tables
 
+    tables = choose_tables(names)
+    if records is None:
+        reproductions = judge_trained(tables, scale, out, overrides)
+    else:
+        reproductions = judge_recorded(tables, scale, read_runs(records))
     reproduction = None
-    for reproduction in judge_recorded(choose_tables(names), scale, read_runs(records)):
+    for reproduction in reproductions:
         for renderable in terminal_tables(reproduction):
             stdout.print(renderable)
         stdout.print()
     if reproduction is None:
-        raise HeadwaterError(f"{str(records)!r} has no run of these tables at {scale} scale with these settings.")
+        where = str(out if records is None else records)
+        raise HeadwaterError(f"{where!r} has no run of these tables at {scale} scale with these settings.")

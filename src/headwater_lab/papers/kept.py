@@ -86,14 +86,30 @@ def judge_recorded(names: Iterable[str], scale: ScaleName, runs: Sequence[KeptRu
     Tables that need the models themselves are left out.
     """
     with TemporaryDirectory() as folder:
-        for name in names:
-            scales = find_table(name).scales
-            if not scales or scales[scale].nothing or reads_models(find_table(name)):
-                continue
-            work = prepare_work(name, scale, Path(folder))
-            _write_records(runs, work)
-            if any(finished_runs(arm, work.trials) for arm in work.trained_arms):
-                yield reproduce_table(work)
+        for work in _prepare_judged(names, scale, Path(folder)):
+            if not reads_models(work.table):
+                _write_records(runs, work)
+                yield from _judge_work(work)
+
+
+def judge_trained(
+    names: Iterable[str], scale: ScaleName, out: Path, overrides: Sequence[str] = ()
+) -> Iterator[Reproduction]:
+    """Judge each of these tables that has finished runs below the output folder `out`, without training."""
+    for work in _prepare_judged(names, scale, out, overrides):
+        yield from _judge_work(work)
+
+
+def _prepare_judged(names: Iterable[str], scale: ScaleName, out: Path, overrides: Sequence[str] = ()) -> Iterator[Work]:
+    for name in names:
+        scales = find_table(name).scales
+        if scales and not scales[scale].nothing:
+            yield prepare_work(name, scale, out, overrides)
+
+
+def _judge_work(work: Work) -> Iterator[Reproduction]:
+    if any(finished_runs(arm, work.trials) for arm in work.trained_arms):
+        yield reproduce_table(work)
 
 
 def restore_runs(file: Path, work: Work, tell: Tell) -> None:
@@ -101,9 +117,6 @@ def restore_runs(file: Path, work: Work, tell: Tell) -> None:
 
     Runs whose settings differ from the recipe's are left out. Raises `HeadwaterError` for a damaged file.
     """
-    if not file.exists():
-        tell(f"There is no {str(file)!r} yet; finished runs will be added to it.")
-        return
     runs = read_runs(file)
     if reads_models(work.table):
         tell(f"{work.name} needs the models themselves, which are not in {str(file)!r}, so its runs are trained here.")

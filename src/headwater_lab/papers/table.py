@@ -17,6 +17,8 @@ from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.util.settings import Settings
 
 TABLES = Path(__file__).parent / "tables"
+# How many claims of each table this version's own runs decide, and how; tests/golden/make.py counts them.
+VERDICTS = TABLES.with_name("verdicts.json")
 ScaleName = Literal["cpu", "gpu", "paper"]
 SCALES: tuple[ScaleName, ...] = ("cpu", "gpu", "paper")
 

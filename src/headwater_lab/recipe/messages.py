@@ -1,12 +1,11 @@
 """Sentences for pydantic's errors, with each field's full name and the nearest valid one."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from headwater.util.errors import HeadwaterError, NotTrusted, nearest, shown
+from headwater.util.errors import HeadwaterError, NotTrusted, find_misspelt, nearest, shown
 from headwater_lab.data.base import DataSettings
 from headwater_lab.recipe.synonyms import SYNONYMS
 
@@ -25,7 +24,7 @@ def describe_unknown_field(name: str, where: str, fields: Iterable[str], section
     """Write the sentence for a name that is not a field of a section."""
     fields = sorted(fields)
     section, field = SYNONYMS.get(name, ("", ""))
-    if not field and not get_close_matches(name, fields, n=1, cutoff=0.8):
+    if not field and not find_misspelt(name, fields):
         section, field = next(((title, name) for title, names in sections.items() if name in names), ("", ""))
     if field in fields:
         hint = f"did you mean {field!r}?"

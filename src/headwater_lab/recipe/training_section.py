@@ -160,4 +160,4 @@ class Reporting(Settings):
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
     wandb: str | None = None
-    """Weights & Biases project to log to (needs `pip install headwater[wandb]`)."""
+    """Weights & Biases project to log to (needs the package wandb)."""

@@ -54,6 +54,7 @@ from headwater_lab.util.deadline import SECONDS, within
 logger = logging.getLogger(__name__)
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
+NO_TEMPLATE = "the model's tokenizer has no chat template"
 # New tokens of a request that does not say how many.
 DEFAULT_LENGTH = 1024
 # How often to look whether the client of an answer is still there.
@@ -70,6 +71,8 @@ def serve_checkpoint(name: str, source: Path, host: str, port: int, device: str,
     tokenizer = find_tokenizer(source, model.config.vocab_size)
     assert tokenizer is not None, "the command looks for it"
     model.to(device, dtype)
+    if tokenizer.chat_template is None:
+        logger.warning(f"{NO_TEMPLATE}: chats are answered with HTTP 400; use /v1/completions.")
     uvicorn.run(ModelServer(name, model, tokenizer).build_app(), host=host, port=port)
 
 
@@ -206,7 +209,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> l
     """Encode a conversation as token ids. Raises `RequestError` if the chat template refuses it or an option."""
     template, options = tokenizer.chat_template, fields.get("chat_template_kwargs", {})
     if template is None:
-        raise RequestError("messages", "the model's tokenizer has no chat template; use /v1/completions instead")
+        raise RequestError("messages", f"{NO_TEMPLATE}; use /v1/completions instead")
     text = template if isinstance(template, str) else json.dumps(template)
     for name in options:
         if name not in text or name in ("messages", "tools", "documents", "add_generation_prompt", "chat_template"):

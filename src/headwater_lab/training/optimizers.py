@@ -3,7 +3,6 @@
 import math
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any, Literal, cast
 
 import torch
@@ -15,7 +14,7 @@ from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.mechanisms.named import Named, owner_of
 from headwater.plugins.registry import resolve
-from headwater.util.errors import HeadwaterError, sentence
+from headwater.util.errors import HeadwaterError, find_misspelt, sentence
 from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, values_read
 from headwater_lab.optimization.tensors import list_gradients, local_shard
 from headwater_lab.recipe.training_section import Training
@@ -74,7 +73,7 @@ def parameter_groups(
 def _choose_group(owner: Mechanism, name: str, parameter: nn.Parameter, kind: str) -> str:
     """Choose the group in which a mechanism puts its parameter, or else `kind`. Raises `HeadwaterError`."""
     chosen = (owner.choose_group(name) if isinstance(owner, GroupsParameters) else None) or kind
-    misspelt = chosen not in GROUPS and get_close_matches(str(chosen), GROUPS, cutoff=0.7)
+    misspelt = chosen not in GROUPS and find_misspelt(str(chosen), GROUPS)
     if not isinstance(chosen, str) or misspelt or (chosen == "matrices" and parameter.ndim != 2):
         raise HeadwaterError(
             f"Mechanism {owner.registered_name()!r} puts {name!r} {list(parameter.shape)} among the {chosen}; its "

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -37,16 +38,12 @@ from headwater.util.precision import Precision
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.training_section import Training
 from headwater_lab.util.model_kinds import AnyModel
+from headwater_lab.util.terminal import counted
 from headwater_lab.util.workers import die_with_parent
 
 if TYPE_CHECKING:  # reading a checkpoint needs none of the trainer's packages
     from lightning_fabric import Fabric
     from lightning_fabric.strategies import Strategy
-
-for _name in ("lightning.fabric", "lightning_fabric"):
-    logging.getLogger(_name).setLevel(logging.WARNING)
-# Says which process has failed, before it ends the others.
-logging.getLogger("lightning_fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -69,6 +66,7 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
     from lightning_fabric import Fabric
     from lightning_fabric.loggers import TensorBoardLogger
 
+    _quiet_fabric()
     training, reporting = recipe.training, recipe.reporting
     to_files = reporting.tensorboard or reporting.wandb is not None
     devices, nodes = count_processes(training)
@@ -78,8 +76,9 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
             f"training.batch_size={training.batch_size} rows cannot be divided among {world} processes; make it a "
             f"multiple of {world}."
         )
-    if nodes > 1 and not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"} & os.environ.keys():
-        raise HeadwaterError(f"Start the {nodes} nodes of this run with torchrun or srun, or set training.nodes=1.")
+    if world > 1 or training.strategy != "auto":
+        _check_launcher(devices, nodes)
+    _check_devices(training.device, devices)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         die_with_parent()
     try:
@@ -93,6 +92,8 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
             loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
         )
         with _ended_by_signals():
+            if nodes > 1:
+                _tell_waiting(fabric, training)
             fabric.launch()
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise HeadwaterError(
@@ -103,9 +104,65 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
         ) from error
     except (RuntimeError, ValueError) as error:
         raise HeadwaterError(
-            f"training.device={training.device} with devices={devices} cannot be used: {' '.join(str(error).split())}"
+            f"The run's processes, {world} in all, cannot be started: {' '.join(str(error).split())}"
         ) from error
     return fabric
+
+
+def _quiet_fabric() -> None:
+    """Turn off Fabric's messages except which process has failed, which it logs before it ends the others.
+
+    Importing Fabric sets the levels again.
+    """
+    for name in ("lightning.fabric", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning_fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
+    # The oldest PyTorch lacks its replacement.
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+    warnings.filterwarnings("ignore", message="The `srun` command is available")
+
+
+def _check_launcher(devices: int, nodes: int) -> None:
+    """Raise `HeadwaterError` if the run's processes are neither started by a launcher nor can be started here."""
+    from lightning_fabric.plugins.environments import SLURMEnvironment
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    if SLURMEnvironment.detect():
+        numbers = {"SLURM_NTASKS": devices * nodes, "SLURM_NTASKS_PER_NODE": devices, "SLURM_NNODES": nodes}
+        settings = {name: os.environ.get(name, "1" if devices * nodes == 1 else "") for name in numbers}
+        if wrong := [f"{name}={settings[name]}" for name, number in numbers.items() if settings[name] != str(number)]:
+            raise HeadwaterError(
+                f"Slurm has {', '.join(wrong)}, which does not fit training.devices={devices} and "
+                f"training.nodes={nodes}; use srun --nodes={nodes} --ntasks-per-node={devices}, or torchrun."
+            )
+    elif nodes > 1:
+        raise HeadwaterError(f"Start the {nodes} nodes of this run with torchrun or srun, or set training.nodes=1.")
+
+
+def _check_devices(kind: str, count: int) -> None:
+    """Raise `HeadwaterError` if this machine has fewer devices of a kind than there are processes for them."""
+    available = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if kind == "auto":
+        kind = next((name for name in available if available[name]), "cpu")
+    if available.get(kind, count) < count:
+        number = available[kind]
+        advice = f"set training.devices={number}" if number else "set training.device=cpu"
+        raise HeadwaterError(
+            f"training.devices={count} needs {counted(count, f'{kind} device')}, and PyTorch finds {number}; {advice}."
+        )
+
+
+def _tell_waiting(fabric: Fabric, training: Training) -> None:
+    """Print, once on each machine, what the run waits for."""
+    cluster = getattr(fabric.strategy, "cluster_environment", None)
+    if cluster is not None and cluster.local_rank() == 0:
+        print(
+            f"node {cluster.node_rank()}: waiting for all {fabric.world_size} processes of this run at "
+            f"{cluster.main_address}:{cluster.main_port}, for at most {training.timeout_minutes} minutes",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def autocast_forward(device: torch.device, training: Training) -> torch.autocast:

