@@ -35,7 +35,7 @@ class Source:
 
     command: str = ""
     date: str = ""
-    commit: str = ""
+    code: str = ""
     hardware: str = ""
     seeds: str = ""
     file: str = ""
@@ -105,8 +105,7 @@ def render_text(text: str) -> str:
 def render_source(source: Source) -> str:
     """Render where figures come from as a line; '' if nothing is known."""
     parts = [f"<code>{html.escape(command.strip())}</code>" for command in source.command.split(";") if command.strip()]
-    parts += [html.escape(part) for part in (source.date, source.hardware, source.seeds) if part]
-    parts += [f"commit {html.escape(source.commit)}"] if source.commit else []
+    parts += [html.escape(part) for part in (source.date, source.code, source.hardware, source.seeds) if part]
     parts += [f"from <code>{html.escape(source.file)}</code>"] if source.file else []
     note = f"<br>{render_text(source.note)}" if source.note else ""
     return f'<p class="results-source">{" · ".join(parts)}{note}</p>\n' if parts or note else ""

@@ -19,7 +19,7 @@ from headwater_lab.reports.comparison import Comparison, arm_of, group_by_experi
 from headwater_lab.reports.pictures import Picture, curves_picture, differences_picture, scaling_picture
 from headwater_lab.reports.price_tables import find_prices, prices_table, where_measured
 from headwater_lab.reports.recipes import find_changes, flatten_settings
-from headwater_lab.training.records import RunRecord
+from headwater_lab.training.records import RunRecord, list_recordings
 from headwater_lab.util.names import file_name
 from headwater_lab.util.outputs import check_replaceable, save_figure, write_text
 from headwater_lab.util.terminal import counted
@@ -317,6 +317,9 @@ def machines_table(sizes: Sequence[Comparison]) -> PageTable:
         [name.replace("_", " "), *("not recorded" if fact[name] is None else str(fact[name]) for fact in facts)]
         for name in facts[0]
     ]
+    recorded = [list_recordings(runs) for _, runs in environments]
+    rows.append(["date", *(", ".join(dates) or "not recorded" for dates, _ in recorded)])
+    rows.append(["commit", *(", ".join(commits) or "not recorded" for _, commits in recorded)])
     rows.append(["runs", *(str(len(runs)) for _, runs in environments)])
     rows.append(["hours of training", *(f"{sum(r.seconds for r in runs) / 3600:.2f}" for _, runs in environments)])
     names = ["value"] if len(environments) == 1 else [f"{number}" for number in range(1, len(environments) + 1)]
