@@ -14,6 +14,7 @@ from .judging import RESULTS, describe_code
 from .page_tables import GENERATED, PageTable, Source, render_table, tabulate, write_value
 
 TRAINING_TIME = "training time per token, times vanilla's"
+DECODING_TIME = "decoding time per token, times vanilla's"
 
 
 @functools.cache
@@ -217,4 +218,6 @@ def write_verified_page() -> str:
         source,
         ["verdict"],
     )
-    return f"# Models of transformers, verified\n\n{GENERATED}{render_table(table)}"
+    same, differ, no_verdict = (len(report[name]) for name in ("same", "differ", "no_verdict"))
+    counts = f"{same} types show no difference, {differ} do, and {no_verdict} give no verdict."
+    return f"# Models of transformers, verified\n\n{GENERATED}\n{counts}\n{render_table(table)}"

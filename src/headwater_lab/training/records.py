@@ -374,19 +374,10 @@ def find_commit() -> str | None:
     root = Path(__file__).parents[3]
     if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
         return None
-    command = [
-        "git",
-        "--no-optional-locks",
-        "-C",
-        str(root),
-        "describe",
-        "--always",
-        "--dirty",
-        "--exclude=*",
-        "--abbrev=12",
-    ]
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip() or None
     return None
 
 
