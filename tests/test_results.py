@@ -19,10 +19,12 @@ sys.path.insert(0, str(ROOT / "docs" / "build"))
 from result_pages import benchmark_pages, judging, page_tables, pages, placeholders  # noqa: E402  (where mkdocs finds it)
 
 
-def final_losses(experiment: str, arm: str) -> dict[int, float]:
+def final_losses(experiment: str, arm: str, file: str = "ledger") -> dict[int, float]:
     """Final held-out loss of each compared seed, as plain JSON has it."""
     losses = {}
-    for line in (RESULTS / "ledger.jsonl").read_text().splitlines():
+    for line in (RESULTS / f"{file}.jsonl").read_text().splitlines():
+        if f"/trials/{experiment}/" not in line[:90]:
+            continue
         record = json.loads(line)["record"]
         if (record["experiment"]["name"], record["experiment"]["arm"]) != (experiment, arm):
             continue
@@ -31,15 +33,22 @@ def final_losses(experiment: str, arm: str) -> dict[int, float]:
     return losses
 
 
+def read_experiment(file: str, experiment: str) -> list[judging.KeptRun]:
+    """The stored runs of one comparison."""
+    lines = (RESULTS / f"{file}.jsonl").read_text().splitlines()
+    return [judging.KeptRun.model_validate_json(line) for line in lines if f"/trials/{experiment}/" in line[:90]]
+
+
+def judge_table(name: str, file: str, experiment: str) -> judging.TableResult:
+    """A table, judged as the site judges it, by its own runs alone."""
+    (result,) = judging.judge_recorded([name], "cpu", read_experiment(file, experiment))
+    return judging.describe_table(name, "cpu", read_tables()[name], result)
+
+
 @pytest.fixture(scope="module")
 def code_table():
-    """The ledger's table of source code, judged as the site judges it, by its own runs alone."""
-    lines = (RESULTS / "ledger.jsonl").read_text().splitlines()
-    runs = [
-        judging.KeptRun.model_validate_json(line) for line in lines if '"run":"cpu/trials/ledger-code/' in line[:60]
-    ]
-    (result,) = judging.judge_recorded(["ledger/code"], "cpu", runs)
-    return judging.describe_table("ledger/code", "cpu", read_tables()["ledger/code"], result)
+    """The ledger's table of source code."""
+    return judge_table("ledger/code", "ledger", "ledger-code")
 
 
 def test_claims_have_the_differences_and_intervals_of_the_stored_runs(code_table):
@@ -72,6 +81,55 @@ def test_the_page_shows_the_means_of_the_stored_runs(code_table):
     assert f"{statistics.mean(losses):.3f} ± {statistics.stdev(losses):.3f}" in page
     assert "headwater reproduce ledger/code" in page
     assert "AMD EPYC" in page
+
+
+def test_a_papers_claims_have_the_differences_of_the_stored_runs():
+    rates = {"1e-4": "1e-3", "2e-4": "3e-3", "1e-3": "1e-2", "1e-2": "1e-1"}  # the paper's, and ours
+    gains = {}
+    for paper, ours in rates.items():
+        vanilla = final_losses("cpu-kv-shifting-rates", f"vanilla at {ours}", "papers")
+        shift = final_losses("cpu-kv-shifting-rates", f"KV shift at {ours}", "papers")
+        gains[paper] = [vanilla[seed] - shift[seed] for seed in sorted(vanilla)]
+    expected = [*gains.values(), [a - b for a, b in zip(gains["1e-3"], gains["1e-4"], strict=True)]]
+    claims = judge_table("kv-shifting/figure-5b", "papers", "cpu-kv-shifting-rates").claims
+    assert len(claims) == len(expected) == 5
+    for claim, differences in zip(claims, expected, strict=True):
+        middle = statistics.mean(differences)
+        assert claim.estimate == pytest.approx(middle)
+        assert claim.verdict == ("replicates" if middle > 0 else "fails")
+        assert stats.ttest_1samp(differences, 0).pvalue < 0.05
+        assert claim.interval[0] * claim.interval[1] > 0
+        half = stats.sem(differences) * stats.t.ppf(0.975, len(differences) - 1)  # Holm's is never narrower
+        assert claim.interval[1] - claim.interval[0] >= 2 * half * (1 - 1e-9)
+
+
+def test_every_arm_of_the_ledger_is_shown_with_the_mean_and_the_date_of_its_runs():
+    (comparison,) = judging.summarize_runs(read_experiment("ledger", "recommended-gpu-subwords"))[:1]
+    table = pages.tabulate_arms(comparison, "Subwords")
+    lines = [json.loads(line) for line in (RESULTS / "ledger.jsonl").read_text().splitlines()]
+    records = [line["record"] for line in lines if "/recommended-gpu-subwords/" in line["run"]]
+    compared = {"size": comparison.size, "phase": "comparison"}
+    records = [record for record in records if compared.items() <= record["experiment"].items()]
+    for row in table.rows:
+        arm = [record for record in records if record["experiment"]["arm"] == row[0]]
+        results = [record["held_out"][-1]["metrics"][record["metric"]] for record in arm]
+        assert row[1].startswith(f"{statistics.mean(results):.3f} ± {statistics.stdev(results):.3f}")
+        assert f"{arm[0]['parameters']:,}" in row
+    recorded = {(record["recorded"]["date"], record["recorded"]["commit"]) for record in records}
+    ((date, commit),) = recorded
+    assert (table.source.date, table.source.code) == (date, f"added in commit {commit}")
+    assert "H200" in table.source.hardware
+
+
+def test_all_stored_figures_have_a_date_and_code():
+    for file in judging.RECORDS:
+        for line in (RESULTS / file).read_text().splitlines():
+            recorded = json.loads(line)["record"]["recorded"]
+            assert recorded["date"].startswith("20")
+            assert len(recorded["commit"]) == 12
+    for entry in json.loads((RESULTS / judging.WITHOUT_RECORDS).read_text())["tables"].values():
+        assert entry["date"]
+        assert entry["added"]
 
 
 def test_benchmarks_are_shown_as_measured():

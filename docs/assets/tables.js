@@ -113,5 +113,18 @@ function prepareTables() {
   }
 }
 
+// What the theme leaves out for keyboards and screen readers.
+function nameParts() {
+  document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
+  document.querySelectorAll(".md-code__nav").forEach((nav, index) => nav.setAttribute("aria-label", `Code ${index + 1}`));
+  for (const part of document.querySelectorAll("pre > code, .md-typeset__scrollwrap")) {
+    new ResizeObserver(() => {
+      if (part.scrollWidth > part.clientWidth) part.tabIndex = 0;
+      else part.removeAttribute("tabindex");
+    }).observe(part);
+  }
+}
+
+addEventListener("load", nameParts);
 if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", prepareTables);
 else prepareTables();

@@ -30,4 +30,5 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
+    html = re.sub(r"<th(?: style=\"[^\"]*\")?></th>", "<td></td>", html)  # the corner of a table heads nothing
     return re.sub(r"<th(?![^>]*\bscope=)(?=[ >])", '<th scope="col"', html)

@@ -3,8 +3,11 @@
 import json
 import os
 import signal
+import subprocess
 import time
+from datetime import UTC, datetime, timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -223,6 +226,17 @@ def test_a_run_is_not_overwritten(recipe, finished, tmp_path):
     finished(recipe(), tmp_path / "run")
     with pytest.raises(HeadwaterError, match=r"already holds a run .* add --resume"):
         train(recipe(), tmp_path / "run")
+
+
+def test_a_record_says_when_and_by_which_code_it_was_written(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "run")
+    recorded = read_record(tmp_path / "run").recorded
+    assert recorded.source == "run"
+    assert datetime.now(UTC) - datetime.fromisoformat(f"{recorded.date}T00:00Z") < timedelta(days=2)
+    root = Path(__file__).parents[2]
+    if (root / ".git").exists():
+        head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+        assert head.startswith(recorded.commit.removesuffix("-dirty"))
 
 
 def test_a_record_says_how_the_model_ran(recipe, finished, tmp_path):

@@ -10,10 +10,11 @@ from typing import Any
 
 import yaml
 
-from .judging import RESULTS
+from .judging import RESULTS, describe_code
 from .page_tables import GENERATED, PageTable, Source, render_table, tabulate, write_value
 
 TRAINING_TIME = "training time per token, times vanilla's"
+DECODING_TIME = "decoding time per token, times vanilla's"
 
 
 @functools.cache
@@ -45,7 +46,7 @@ def make_table(name: str, item: Mapping[str, Any]) -> PageTable:
     source = Source(
         item["command"] or "",
         item["date"] or "",
-        item.get("commit") or "",
+        describe_code(item.get("commit") or "", item.get("added", "")),
         ", ".join(filter(None, machine)),
         "" if seeds is None else f"{seeds} seed{'s' * (seeds > 1)}",
         f"results/{name}",
@@ -134,10 +135,11 @@ def write_gpu_page() -> str:
         short = device.removeprefix("NVIDIA ").partition(" ")[0]
         reports = {name: run for name, run in runs.items() if run["device"] == device}
         rows = [
-            [f"results/{name}", run["command"], str(run["date"]), run.get("note", "")] for name, run in reports.items()
+            [f"results/{name}", run["command"], str(run["date"]), describe_code("", run["added"]), run.get("note", "")]
+            for name, run in reports.items()
         ]
         parts += [f"\n## {short}\n", render_table(tabulate_targets(device))]
-        parts.append(render_table(PageTable(f"Reports, {device}", ["report", "command", "date", "note"], rows)))
+        parts.append(render_table(PageTable(f"Reports, {device}", ["report", "command", "date", "code", "note"], rows)))
         for phase in dict.fromkeys(phase for name in reports for phase, _ in read_gpu_rows(name)):
             parts.append(f"\n### {short}: {phase}\n")
             parts += [render_table(table) for name in reports for table in _tabulate_phase(name, phase)]
@@ -151,7 +153,9 @@ def _tabulate_phase(name: str, phase: str) -> list[PageTable]:
     for row_phase, row in read_gpu_rows(name):
         if row_phase == phase:
             kinds.setdefault(next(iter(row)), []).append(row)
-    source = Source(run["command"], str(run["date"]), hardware=run["device"], file=f"results/{name}")
+    source = Source(
+        run["command"], str(run["date"]), describe_code("", run["added"]), run["device"], file=f"results/{name}"
+    )
     return [PageTable(f"{phase}: {kind}", *tabulate(rows), source) for kind, rows in kinds.items()]
 
 
@@ -214,4 +218,6 @@ def write_verified_page() -> str:
         source,
         ["verdict"],
     )
-    return f"# Models of transformers, verified\n\n{GENERATED}{render_table(table)}"
+    same, differ, no_verdict = (len(report[name]) for name in ("same", "differ", "no_verdict"))
+    counts = f"{same} types show no difference, {differ} do, and {no_verdict} give no verdict."
+    return f"# Models of transformers, verified\n\n{GENERATED}\n{counts}\n{render_table(table)}"

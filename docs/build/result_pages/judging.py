@@ -21,7 +21,7 @@ from headwater_lab.papers.table import Claim as PaperClaim
 from headwater_lab.papers.table import PaperTable, ScaleName, read_tables
 from headwater_lab.reports import read_comparisons
 from headwater_lab.reports.comparison import Comparison
-from headwater_lab.training.records import RunRecord, write_record
+from headwater_lab.training.records import RunRecord, list_recordings, write_record
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "results"
@@ -50,6 +50,7 @@ class Claim:
     kind: str
     recorded: bool
     date: str
+    code: str
     hardware: str
     estimate: float | None = None
     interval: tuple[float, float] | None = None
@@ -108,10 +109,17 @@ def describe_hardware(records: Sequence[RunRecord]) -> str:
     return "; ".join(sorted(set(map(describe_machine, records))))
 
 
-@functools.cache
-def read_dates() -> dict[str, str]:
-    """When each comparison's runs were recorded."""
-    return {name: str(date) for name, date in yaml.safe_load((RESULTS / "runs.yaml").read_text()).items()}
+def describe_recordings(records: Sequence[RunRecord]) -> tuple[str, str]:
+    """Write when some runs were recorded, and by which code or with which change of the repository."""
+    dates, commits = list_recordings(records)
+    is_history = any(record.recorded and record.recorded.source == "history" for record in records)
+    text = describe_code("" if is_history else ", ".join(commits), ", ".join(commits))
+    return " to ".join(dict.fromkeys(dates[:1] + dates[-1:])), text
+
+
+def describe_code(commit: str, added: str) -> str:
+    """Write which commit measured a figure, or which one added it where that was not recorded; '' without either."""
+    return f"commit {commit}" if commit else f"added in commit {added}" if added else ""
 
 
 @functools.cache
@@ -162,23 +170,24 @@ def describe_table(
     reason = "" if settings is None else settings.nothing or settings.cannot_show
     if stored is not None:
         claims = [
-            make_stored_claim(name, scale, claim, entry, stored["date"])
+            make_stored_claim(name, scale, claim, entry, stored)
             for claim, entry in zip(table.claims, stored["claims"], strict=True)
         ]
     elif result is None:
         claims = []
     elif result.work is None:
         claims = [
-            Claim(name, scale, number, item.says, item.verdict, None, describe_evidence(item), COMPUTED, True, "", "")
+            Claim(
+                name, scale, number, item.says, item.verdict, None, describe_evidence(item), COMPUTED, True, "", "", ""
+            )
             for number, item in enumerate(result.claims, 1)
         ]
     else:
-        recipes = {arm.recipe.name for arm in result.work.trained_arms}
-        date = ", ".join(sorted({read_dates()[recipe] for recipe in recipes if recipe in read_dates()}))
+        date, code = describe_recordings(result.records)
         claims = [
             Claim(
                 name, scale, number, item.says, item.verdict, item.seeds or None, describe_evidence(item),
-                find_kind(claim), True, date, "; ".join(result.machines), item.estimate, item.interval,
+                find_kind(claim), True, date, code, "; ".join(result.machines), item.estimate, item.interval,
                 name_arms(claim),
             )
             for number, (claim, item) in enumerate(zip(table.claims, result.claims, strict=False), 1)
@@ -186,10 +195,12 @@ def describe_table(
     return TableResult(name, scale, table, result, claims, reason)
 
 
-def make_stored_claim(name: str, scale: str, claim: PaperClaim, entry: Mapping[str, Any], date: str) -> Claim:
+def make_stored_claim(
+    name: str, scale: str, claim: PaperClaim, entry: Mapping[str, Any], stored: Mapping[str, Any]
+) -> Claim:
     return Claim(
         name, scale, entry["number"], entry["claim"], entry["verdict"], entry["seeds"], entry["evidence"],
-        find_kind(claim), False, date, "", arms=name_arms(claim),
+        find_kind(claim), False, stored["date"], describe_code("", stored["added"]), "", arms=name_arms(claim),
     )  # fmt: skip
 
 

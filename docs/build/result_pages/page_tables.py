@@ -35,7 +35,7 @@ class Source:
 
     command: str = ""
     date: str = ""
-    commit: str = ""
+    code: str = ""
     hardware: str = ""
     seeds: str = ""
     file: str = ""
@@ -62,16 +62,18 @@ def render_table(table: PageTable) -> str:
     """Render a table with its caption and, below it, where its figures come from."""
     choices = ",".join(str(table.columns.index(name)) for name in table.choices)
     kinds = [_find_kind(column) for column in zip(*table.rows, strict=True)] or [""] * len(table.columns)
-    head = "".join(
-        f'<th scope="col"{kind}>{html.escape(name)}</th>' for name, kind in zip(table.columns, kinds, strict=True)
-    )
+    head = "".join(_render_header(name, kind) for name, kind in zip(table.columns, kinds, strict=True))
     body = "\n".join(_render_row(row, kinds) for row in table.rows)
-    label = html.escape(f"{table.title}; scrolls sideways", quote=True)
+    label = html.escape(", ".join(filter(None, [table.title, table.source.hardware])), quote=True)
     return (
         f'\n<div class="results">\n<div class="results-scroll" role="region" tabindex="0" aria-label="{label}">\n'
         f'<table class="results-table" data-choices="{choices}">\n<caption>{render_text(table.title)}</caption>\n'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n</div>\n{render_source(table.source)}</div>\n"
     )
+
+
+def _render_header(name: str, kind: str) -> str:
+    return f'<th scope="col"{kind}>{html.escape(name)}</th>' if name else f"<td{kind}></td>"  # an empty th is an error
 
 
 def _render_row(row: Sequence[Cell], kinds: Sequence[str]) -> str:
@@ -105,8 +107,7 @@ def render_text(text: str) -> str:
 def render_source(source: Source) -> str:
     """Render where figures come from as a line; '' if nothing is known."""
     parts = [f"<code>{html.escape(command.strip())}</code>" for command in source.command.split(";") if command.strip()]
-    parts += [html.escape(part) for part in (source.date, source.hardware, source.seeds) if part]
-    parts += [f"commit {html.escape(source.commit)}"] if source.commit else []
+    parts += [html.escape(part) for part in (source.date, source.code, source.hardware, source.seeds) if part]
     parts += [f"from <code>{html.escape(source.file)}</code>"] if source.file else []
     note = f"<br>{render_text(source.note)}" if source.note else ""
     return f'<p class="results-source">{" · ".join(parts)}{note}</p>\n' if parts or note else ""

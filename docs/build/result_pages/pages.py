@@ -19,9 +19,9 @@ from .judging import (
     Claim,
     TableResult,
     describe_hardware,
+    describe_recordings,
     judge_everything,
     make_anchor,
-    read_dates,
     read_said,
 )
 from .page_tables import GENERATED, Markup, PageTable, Source, render_table, render_text
@@ -107,8 +107,11 @@ def tabulate_claims(title: str, claims: Sequence[Claim], with_table: bool = True
         rows.append([claim.says, claim.verdict, seeds, claim.evidence])
     if not with_table:
         return PageTable(title, columns, rows, choices=["verdict"])
-    columns += ["runs", "recorded", "machine"]
-    rows = [[*row, _describe_runs(claim), claim.date, claim.hardware] for row, claim in zip(rows, claims, strict=True)]
+    columns += ["runs", "recorded", "code", "machine"]
+    rows = [
+        [*row, _describe_runs(claim), claim.date, claim.code, claim.hardware]
+        for row, claim in zip(rows, claims, strict=True)
+    ]
     names = [[claim.table if claim.scale == "cpu" else f"{claim.table} --scale {claim.scale}"] for claim in claims]
     rows = [name + row for name, row in zip(names, rows, strict=True)]
     papers = [[group_of(claim)] for claim in claims]
@@ -134,7 +137,8 @@ def write_claims_page() -> str:
         "Claims about numbers of parameters, FLOPs or cache bytes are counted, and theorems and cost formulas are "
         "computed, both without chance. *Recomputed here*: the runs are in `results/`, and this build has judged them "
         "again. The other verdicts are those that `headwater reproduce` printed when the runs were made "
-        "(`results/verdicts-without-records.json`).\n"
+        "(`results/verdicts-without-records.json`). *Added in commit*: the runs recorded no commit, so this one added "
+        "them to the repository, and the date is its date.\n"
         f"{render_table(tabulate_counts(claims))}{svg.draw_counts(claims, group_of)}"
         "\nThe command of a row is `headwater reproduce TABLE`. It trains the table, or resumes.\n"
         f"{render_table(tabulate_claims('Every claim', claims))}"
@@ -224,9 +228,10 @@ def _describe_source(table: TableResult) -> Source:
         return Source(command=table.command)
     if not claim.recorded:
         note = "The verdicts are stored ones: not all runs of this table are in the repository."
-        return Source(table.command, claim.date, seeds=words, file="results/verdicts-without-records.json", note=note)
+        file = "results/verdicts-without-records.json"
+        return Source(table.command, claim.date, claim.code, seeds=words, file=file, note=note)
     command = f"{table.command}; {table.from_records}"
-    return Source(command, claim.date, hardware=claim.hardware, seeds=words)
+    return Source(command, claim.date, claim.code, claim.hardware, words)
 
 
 # The ledger
@@ -263,7 +268,7 @@ def tabulate_arms(comparison: Comparison, title: str) -> PageTable:
     size = "" if comparison.size is None else f" --size {comparison.size}"
     source = Source(
         f"headwater compare {RECIPES[comparison.name]}{size}",
-        read_dates()[comparison.name],
+        *describe_recordings(comparison.records),
         hardware=describe_hardware(comparison.records),
         seeds="seeds " + ", ".join(map(str, comparison.seeds)),
         file="results/ledger.jsonl",
@@ -304,7 +309,7 @@ def tabulate_probes() -> PageTable:
     records = [record for name in PROBES for record in verdicts.find_comparison(name).records]
     source = Source(
         "; ".join(f"headwater compare {RECIPES[name]}" for name in PROBES),
-        read_dates()["ledger-ngram"],
+        *describe_recordings(records),
         hardware=describe_hardware(records),
         seeds="five seeds",
         file="results/ledger.jsonl",
@@ -361,7 +366,7 @@ def write_ledger_page() -> str:
         [table.name, table.table.title, str(len(table.claims)), *_describe_table(table), table.command]
         for table in runs
     ]
-    columns = ["table", "title", "claims", "runs", "recorded", "hardware", "command"]
+    columns = ["table", "title", "claims", "runs", "recorded", "code", "machine", "command"]
     parts.append(render_table(PageTable("The ledger's tables", columns, rows)))
     return "\n".join(parts)
 
@@ -373,7 +378,7 @@ def _name_budget(comparison: Comparison) -> str:
 
 def _describe_table(table: TableResult) -> list[str]:
     claim = table.claims[0]
-    return [_describe_runs(claim), claim.date, claim.hardware]
+    return [_describe_runs(claim), claim.date, claim.code, claim.hardware]
 
 
 PAGES: dict[str, Callable[[], str]] = {

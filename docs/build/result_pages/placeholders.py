@@ -8,6 +8,7 @@ A figure is a placeholder that the build fills:
     {{ arm | COMPARISON @ SIZE | ARM | WHAT }}      mean, difference, or share of the baseline's parameters or cache
     {{ cell | FILE | TITLE | ROW | COLUMN }}        a cell of FILE.json, by the title's beginning and the first cell
     {{ price | EXPERIMENT | ARM }}                  training time per token, times that of vanilla
+    {{ decoding | EXPERIMENT | ARM }}               decoding time per token, times that of vanilla
     {{ gpu | DEVICE | PHASE | FIELD=VALUE | KEY }}  a figure of a GPU benchmark
     {{ minutes | DEVICE | FIELD=VALUE }}            minutes for a billion tokens of training on a GPU
     {{ count | WHAT }}                              a number of claims
@@ -91,6 +92,10 @@ def fill_price(experiment: str, arm: str) -> str:
     return f"{benchmark_pages.read_prices()[experiment][arm][benchmark_pages.TRAINING_TIME]:.2f}"
 
 
+def fill_decoding(experiment: str, arm: str) -> str:
+    return f"{benchmark_pages.read_prices()[experiment][arm][benchmark_pages.DECODING_TIME]:.2f}"
+
+
 def fill_gpu(device: str, phase: str, row: str, key: str) -> str:
     value = _find_gpu_figure(device, phase, row, key)
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -131,6 +136,7 @@ FILLERS: dict[str, Callable[..., str]] = {
     "arm": fill_arm,
     "cell": fill_cell,
     "price": fill_price,
+    "decoding": fill_decoding,
     "gpu": fill_gpu,
     "minutes": fill_minutes,
     "count": fill_count,

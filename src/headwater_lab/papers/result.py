@@ -51,7 +51,7 @@ class Reproduction:
     """A table with the paper's figures and ours, and the verdicts on its claims.
 
     columns, rows: names as in the paper. cells: (the paper's figure, ours). work: None for a computed table, which has
-    exact claims and may have a figure. machines: those that trained its runs.
+    exact claims and may have a figure. records: of its runs.
     """
 
     name: str
@@ -62,7 +62,12 @@ class Reproduction:
     claims: Sequence[Judged]
     work: Work | None = None
     figure: Figure | None = None
-    machines: Sequence[str] = ()
+    records: Sequence[RunRecord] = ()
+
+    @property
+    def machines(self) -> list[str]:
+        """The machines that trained its runs, each with its version of PyTorch."""
+        return sorted(set(map(describe_machine, self.records)))
 
     @property
     def answer(self) -> str:
@@ -97,8 +102,8 @@ def reproduce_table(work: Work, task_files: Path | None = None, device: str = "c
     claims = [claim.model_copy(update={"says": use_names(claim.says, work.settings.words)}) for claim in table.claims]
     judged = judge_claims([] if work.cannot_show else claims, runs)
     judged = [replace(claim, what=use_names(claim.what, work.settings.words)) for claim in judged]
-    machines = {describe_machine(run.record) for by_seed in runs.by_arm.values() for run in by_seed.values()}
-    return Reproduction(work.name, table, columns, rows, cells, judged, work, machines=sorted(machines))
+    records = [run.record for by_seed in runs.by_arm.values() for run in by_seed.values()]
+    return Reproduction(work.name, table, columns, rows, cells, judged, work, records=records)
 
 
 def describe_machine(record: RunRecord) -> str:
@@ -344,6 +349,6 @@ def to_json(reproduced: Reproduction) -> dict[str, Any]:
             "overrides": list(work.overrides),
             "trials": str(work.trials),
             "runs": {name: sorted(arm.seeds) for name, arm in work.arms.items() if arm is not None},
-            "machines": list(reproduced.machines),
+            "machines": reproduced.machines,
         }
     return result

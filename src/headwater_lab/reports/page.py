@@ -19,7 +19,7 @@ from headwater_lab.reports.comparison import Comparison, arm_of, group_by_experi
 from headwater_lab.reports.pictures import Picture, curves_picture, differences_picture, scaling_picture
 from headwater_lab.reports.price_tables import find_prices, prices_table, where_measured
 from headwater_lab.reports.recipes import find_changes, flatten_settings
-from headwater_lab.training.records import RunRecord
+from headwater_lab.training.records import RunRecord, list_recordings
 from headwater_lab.util.names import file_name
 from headwater_lab.util.outputs import check_replaceable, save_figure, write_text
 from headwater_lab.util.terminal import counted
@@ -287,16 +287,18 @@ def data_table(comparison: Comparison) -> PageTable:
 def machines_table(sizes: Sequence[Comparison]) -> PageTable:
     """Make the table of the runs' environments, one column each."""
     records = sorted((r for size in sizes for r in size.records), key=lambda r: r.environment.model_dump_json())
-    environments = [(key, list(runs)) for key, runs in groupby(records, key=lambda r: r.environment)]
-    facts = [environment.model_dump() for environment, _ in environments]
-    rows: list[list[PageCell]] = [
-        [name.replace("_", " "), *("not recorded" if fact[name] is None else str(fact[name]) for fact in facts)]
-        for name in facts[0]
-    ]
-    rows.append(["runs", *(str(len(runs)) for _, runs in environments)])
-    rows.append(["hours of training", *(f"{sum(r.seconds for r in runs) / 3600:.2f}" for _, runs in environments)])
-    names = ["value"] if len(environments) == 1 else [f"{number}" for number in range(1, len(environments) + 1)]
+    columns = [_describe_environment(list(runs)) for _, runs in groupby(records, key=lambda r: r.environment)]
+    names = ["value"] if len(columns) == 1 else [f"{number}" for number in range(1, len(columns) + 1)]
+    rows: list[list[PageCell]] = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return PageTable("Environment", ["", *names], rows, text=True)
+
+
+def _describe_environment(runs: Sequence[RunRecord]) -> dict[str, str]:
+    """Describe what runs in the same environment have in common."""
+    dates, commits = list_recordings(runs)
+    facts = runs[0].environment.model_dump() | {"date": ", ".join(dates) or None, "commit": ", ".join(commits) or None}
+    texts = {name.replace("_", " "): "not recorded" if fact is None else str(fact) for name, fact in facts.items()}
+    return texts | {"runs": str(len(runs)), "hours of training": f"{sum(r.seconds for r in runs) / 3600:.2f}"}
 
 
 def list_warnings(sizes: Sequence[Comparison]) -> list[str]:

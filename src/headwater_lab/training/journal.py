@@ -28,6 +28,7 @@ from headwater_lab.training.records import (
     Notice,
     RunRecord,
     SpeedPoint,
+    describe_today,
     list_records,
     read_environment,
     read_record,
@@ -327,6 +328,7 @@ class Journal:
         record.tokens, record.flops = progress.tokens, self.count_flops(progress.tokens)
         record.seconds, record.data_wait_seconds = progress.seconds, progress.waited
         record.skipped_steps, record.data_order = progress.skipped, progress.order
+        record.recorded = describe_today()
         self.metrics.fill_record(record)
         if self.run.fabric.global_rank == 0:
             with explain_disk_errors(self.describe_failure):

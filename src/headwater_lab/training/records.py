@@ -4,7 +4,11 @@ import json
 import math
 import os
 import platform
+import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -104,6 +108,17 @@ class Environment(_Section):
     """Whether the model ran under torch.compile."""
     attention: str | None = None
     """The attention kernel that ran, as in training.attn_implementation."""
+
+
+class Recorded(_Section):
+    """When a record was written, and by which code."""
+
+    date: str = Field(pattern=r"^\d{4}-\d\d-\d\d$")
+    """The day in UTC on which the run last wrote its record."""
+    commit: str | None = None
+    """The commit of the clone that headwater ran from, with `-dirty` after changes; None outside a clone."""
+    source: Literal["run", "history"] = "run"
+    """history: the run wrote neither, and both are of the commit that added its record to a repository."""
 
 
 class SeedPlan(_Section):
@@ -267,6 +282,8 @@ class RunRecord(_Section):
     documents: list[DocumentLoss] = []
     """Held-out loss per document at the end; empty for synthetic tasks."""
     environment: Environment
+    recorded: Recorded | None = None
+    """When the record was written, and by which code."""
 
     @model_validator(mode="after")
     def _check_metric(self) -> Self:
@@ -349,6 +366,31 @@ def read_environment(
         compiled=compiled,
         attention=attention,
     )
+
+
+@cache
+def find_commit() -> str | None:
+    """Find the commit of the clone that headwater runs from; None if it is installed, or git is missing."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
+        return None
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip() or None
+    return None
+
+
+def describe_today() -> Recorded:
+    """Describe when, and by which code, a record is written now."""
+    return Recorded(date=datetime.now(UTC).date().isoformat(), commit=find_commit())
+
+
+def list_recordings(records: Iterable[RunRecord]) -> tuple[list[str], list[str]]:
+    """List the days and the commits of some records, in order of time and without repetitions."""
+    recorded = sorted((record.recorded.date, record.recorded.commit or "") for record in records if record.recorded)
+    dates, commits = zip(*recorded, strict=True) if recorded else ((), ())
+    return list(dict.fromkeys(dates)), list(dict.fromkeys(filter(None, commits)))
 
 
 def device_name(device: torch.device) -> str:
