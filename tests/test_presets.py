@@ -414,7 +414,7 @@ def test_a_config_does_not_share_a_presets_dicts():
 @pytest.mark.parametrize(
     ("name", "changes", "sentence"),
     [
-        ("kv-shifting-1.6b", {}, "There is no preset named 'kv-shifting-1.6b'; did you mean 'kv-shifting-1.5b'?"),
+        ("kv-shiftin-1.5b", {}, "There is no preset named 'kv-shiftin-1.5b'; did you mean 'kv-shifting-1.5b'?"),
         ("GPT2-124M", {}, "There is no preset named 'GPT2-124M'; did you mean 'gpt2-124m'?"),
         ("gpt2-124m", {"hiden_size": 8}, "A model has no field 'hiden_size'; did you mean 'hidden_size'?"),
         (

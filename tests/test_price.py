@@ -120,8 +120,8 @@ def test_growing_pairs_leaves_the_slope_and_growing_width_does_not():
 def test_hardware_is_known_by_name_in_any_case():
     assert find_hardware("h100") is KNOWN["H100"]
     assert all(d.flops > d.flops_fp32 and d.memory > 1e10 and d.bandwidth > 1e11 for d in KNOWN.values())
-    with pytest.raises(HeadwaterError, match="did you mean 'A100-80'"):
-        find_hardware("a100-81")
+    with pytest.raises(HeadwaterError, match="did you mean 'RTX-4090'"):
+        find_hardware("RTX4090")
 
 
 def test_a_peak_may_be_unknown():

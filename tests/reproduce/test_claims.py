@@ -592,7 +592,7 @@ def test_a_law_that_the_seeds_leave_wide_open_has_an_interval_to_infinity():
     from headwater_lab.papers.claims import _judge_claim  # what it prints
 
     claim = PaperTable.model_validate(one_table(["x"], claims=[one("gains", size="large")])).claims[0]
-    found = _judge_claim(claim, wide, LEVEL)
+    found = _judge_claim(claim, wide, LEVEL, None)
     assert found.interval == (-1.0, math.inf)
 
 

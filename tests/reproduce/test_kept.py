@@ -103,7 +103,7 @@ def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
     code, judged, _ = run("reproduce", "--records", file, "--no-train")
     assert code == 0
     assert judged.count("It is better.") == 1  # of the one table that has runs in the file, and reads no models
-    assert " ".join(first.partition("report:")[0].split()) == " ".join(judged.split())
+    assert " ".join(first.partition("result:")[0].split()) == " ".join(judged.split())
     assert run("reproduce", "paper/task", "--out", paper / "one", "--no-train")[:2] == (0, judged)
     for where in (["--records", file], ["--out", paper / "one"]):
         code, _, said = run("reproduce", "paper/text", "--no-train", *where)
@@ -116,7 +116,7 @@ def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
     assert code == 0
     assert "4 runs from" in said
     assert "all 4 runs are finished" in said
-    assert first.partition("report:")[0] == second.partition("report:")[0]
+    assert first.partition("result:")[0] == second.partition("result:")[0]
     for line in lines:
         ours = read_record(paper / "two" / line["run"])
         assert ours == read_record(paper / "one" / line["run"]).model_copy(update={"documents": []})

@@ -78,8 +78,8 @@ def priced(name: str, scale: str) -> tuple[float, float]:
 def test_there_is_a_file_for_each_table_that_reports_an_experiment():
     assert set(read_tables()) == {f"{paper}/{name}" for paper, names in NAMES.items() for name in names}
     assert {name for name, one in read_tables().items() if one.computed} == COMPUTED
-    with pytest.raises(HeadwaterError, match="did you mean"):
-        find_table("skip-layer/table-11")
+    with pytest.raises(HeadwaterError, match="did you mean 'skip-layer/table-1'"):
+        find_table("skip-layer/tabel-1")
 
 
 @pytest.mark.sampled(3)

@@ -21,34 +21,61 @@ def run_sequentially(
     (the baseline with other budgets) use the baseline's seeds. A failed trial ends the comparison after its
     round, since its seed cannot be left out. Raises `HeadwaterError` if runs with the same settings had different data.
     """
-    by_key = {(trial.experiment.arm, trial.experiment.size, trial.recipe.seed): trial for trial in trials}
-    arms = list(dict.fromkeys((arm, size) for arm, size, _ in by_key))
-    undecided = [(arm, size) for arm, size in arms if arm in plan.arms]
+    rounds = _Rounds(trials, plan, baseline)
     outcomes: list[Outcome] = []
-    records: list[RunRecord] = []
-    seeds, count = list(plan.seeds), plan.min_seeds
-    while undecided and seeds:
-        sizes = {size for _, size in undecided}
-        running = [key for key in arms if key in undecided or (key[0] not in plan.arms and key[1] in sizes)]
-        round_trials = [by_key[*key, seed] for seed in seeds[:count] for key in running]
-        seeds = seeds[count:]
+    count = plan.min_seeds
+    while round_trials := rounds.take_trials(count):
         round_outcomes = run_trials(round_trials, workers, on_change)
         outcomes += round_outcomes
-        records += [outcome.record for outcome in round_outcomes if outcome.record is not None]
-        if len(records) < len(outcomes):
+        records = [outcome.record for outcome in round_outcomes if outcome.record is not None]
+        if len(records) < len(round_outcomes):
             break
-        if changed := changed_data(records):
-            raise HeadwaterError(changed)
-        undecided = [key for key in undecided if not _is_decided(key, records, plan, baseline)]
+        rounds.decide_arms(records)
         jobs = [job for trial in round_trials for job in trial.jobs]
-        # as many seeds as keep all workers busy, if only the baseline is not tested
-        trials_per_seed = len(undecided) + len({size for _, size in undecided})
-        count = max(1, (workers or count_workers(jobs)) // max(1, trials_per_seed))
+        # as many seeds as keep all workers busy
+        count = max(1, (workers or count_workers(jobs)) // max(1, rounds.trials_per_seed))
     return outcomes
 
 
-def _is_decided(key: tuple[str, str | None], records: list[RunRecord], plan: SeedPlan, baseline: str) -> bool:
-    """Whether an arm at a size needs no further seed."""
-    arm, size = key
-    of_size = [record for record in records if record.experiment and record.experiment.size == size]
-    return find_standings(of_size, baseline, plan)[arm].decided
+class _Rounds:
+    """The trials of each round: seeds of the undecided arms and, at their sizes, of the untested arms."""
+
+    def __init__(self, trials: list[Trial], plan: SeedPlan, baseline: str) -> None:
+        self.plan, self.baseline = plan, baseline
+        self.trials = {(trial.experiment.arm, trial.experiment.size, trial.recipe.seed): trial for trial in trials}
+        self.arms = list(dict.fromkeys((arm, size) for arm, size, _ in self.trials))
+        self.undecided = [(arm, size) for arm, size in self.arms if arm in plan.arms]
+        self.seeds = 0  # taken so far
+        self.records: list[RunRecord] = []
+
+    @property
+    def trials_per_seed(self) -> int:
+        """Runs per further seed, if only the baseline is not tested."""
+        return len(self.undecided) + len({size for _, size in self.undecided})
+
+    def take_trials(self, count: int) -> list[Trial]:
+        """Take the trials of the next `count` seeds; none once everything is decided or all seeds are taken."""
+        sizes = {size for _, size in self.undecided}
+        arms = [
+            (arm, size)
+            for arm, size in self.arms
+            if (arm, size) in self.undecided or (arm not in self.plan.arms and size in sizes)
+        ]
+        seeds = self.plan.seeds[self.seeds : self.seeds + count]
+        self.seeds += count
+        return [self.trials[arm, size, seed] for seed in seeds for arm, size in arms]
+
+    def decide_arms(self, records: list[RunRecord]) -> None:
+        """Add these records, and keep only the arms that need another seed."""
+        self.records += records
+        if changed := changed_data(self.records):
+            raise HeadwaterError(changed)
+        by_size = {
+            size: find_standings(
+                [record for record in self.records if record.experiment and record.experiment.size == size],
+                self.baseline,
+                self.plan,
+            )
+            for size in {size for _, size in self.undecided}
+        }
+        self.undecided = [(arm, size) for arm, size in self.undecided if not by_size[size][arm].decided]

@@ -78,10 +78,13 @@ def scalars_table(inspections: Sequence[Inspection]) -> Table:
         mechanism, symbol, module = key
         rows = {f"layer {i}": [write_numbers(values.get((key, i))) for values in by_layer] for i in depth}
         _add_section(table, f"{symbol} ({mechanism}{', ' if module else ''}{module})", rows)
-    census = [{} if model.census is None else asdict(model.census) for model in inspections]
-    counts = {label: [str(model.get(field, "")) for model in census] for field, label in CENSUS.items()}
-    _add_section(table, "key/value heads by the larger weight", counts)
+    _add_section(table, "key/value heads by the larger weight", _census_rows(inspections))
     return table.table
+
+
+def _census_rows(inspections: Sequence[Inspection]) -> dict[str, list[str]]:
+    census = [{} if model.census is None else asdict(model.census) for model in inspections]
+    return {label: [str(counts.get(field, "")) for counts in census] for field, label in CENSUS.items()}
 
 
 def read_measure(inspection: Inspection, label: str) -> Any:
