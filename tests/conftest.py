@@ -51,6 +51,7 @@ def one_thread_and_no_chatter() -> None:
     from headwater import kernels
     from headwater.kernels import autotune
 
+    os.environ.pop("COLUMNS", None)  # readline sets it, and what commands print would be wrapped
     assert not kernels.are_disabled()  # each process reads HEADWATER_KERNELS once
     # Which kernels generation runs does not depend on a timing, and the user's cache is neither read nor written.
     autotune._time_forms, autotune._get_file = (lambda forms: {}), (lambda threads: None)
