@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.arguments import print_result, stderr
-from headwater_lab.cli.options import USE, AsJson, TrustRemoteCode, command
+from headwater_lab.cli.arguments import say, stderr
+from headwater_lab.cli.options import USE, TrustRemoteCode, command
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import Table, lined
 
@@ -30,7 +28,6 @@ def verify_models(
     *,
     model: Sequence[str] = (),
     trust_remote_code: TrustRemoteCode = False,
-    json: AsJson = False,
     seed: int = 0,
 ) -> None:
     """Check every way of decoding against one pass without a cache. Exit code 1: some way silently differs.
@@ -38,7 +35,6 @@ def verify_models(
     checkpoint: A checkpoint's folder, or a run's, or one of a Hugging Face model; default: small random models of each
         mechanism.
     model: Any causal language model: a folder, or organization/name on the Hugging Face hub; repeatable.
-    json: Print the verdicts as JSON, and nothing else.
     seed: Seed for prompts and parameters.
     """
     from headwater import verification
@@ -62,8 +58,8 @@ def verify_models(
             progress.show("verifying", 0, info=name)
             results[name] = verification.verify(verified_model, seed)
     failed = any(way.ok is False for ways in results.values() for way in ways)
-    models = [{"name": name, "ways": _as_data(ways)} for name, ways in results.items()]
-    print_result({"versions": _list_versions(), "seed": seed, "models": models}, _describe_results(results), json)
+    for text in _describe_results(results):
+        say(text)
     if failed:
         stderr.print("headwater: Decoding with a cache differs from decoding without one; see ✗ above.")
         raise typer.Exit(1)
@@ -87,29 +83,6 @@ def _list_models(
         for mechanisms in choices:
             if (model := build_tiny(mechanisms, seed=seed)) is not None:
                 yield _write_name(mechanisms), model
-
-
-def _list_versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__.partition("+")[0],
-        "transformers": transformers.__version__,
-    }
-
-
-def _as_data(verdicts: Sequence[Verified]) -> list[dict[str, Any]]:
-    """Turn verdicts into data for JSON; fields without a value are left out, and infinity is a string."""
-    return [
-        {
-            key: str(value) if isinstance(value, float) and value == float("inf") else value
-            for key, value in dataclasses.asdict(verdict).items()
-            if (value is not None and value is not False) or key == "ok"
-        }
-        for verdict in verdicts
-    ]
 
 
 def _write_name(mechanisms: dict[str, Any]) -> str:
