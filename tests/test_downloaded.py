@@ -315,7 +315,6 @@ OF_CHECKPOINTS = {
     "evaluate": ["evaluate", "model", "--text", "../text.txt", "--limit", 1, "--context", 32],
     "plan": ["plan", "model"],
     "verify": ["verify", "model"],
-    "verify as another's": ["verify", "--model", "model"],
     "export": ["export", "model", "--out", "../exported"],
     "export as its source": ["export", "model", "--family", "source", "--out", "../theirs"],
     "retrofit": ["retrofit", "model", "--mechanism", "smear", "--out", "../more"],

@@ -112,14 +112,8 @@ def prepare(
             if out.exists() and not out.is_dir():
                 raise _describe_foreign(out)
             with occupy_folder(out):
-                names = {path.name for path in out.iterdir() if not path.name.startswith(STAGING)} - {LOCK}
-                domains = shards.list_domains(out) if source.by else []
-                if MANIFEST in names or domains:
+                if _is_finished(out, settings):
                     return _check_finished(out, settings, encoder.separator)
-                published = [shards.read_manifest(file.parent) for file in out.glob(f"[!.]*/{MANIFEST}")]
-                is_left = (out / WRITING).exists() and all(manifest.settings == settings for manifest in published)
-                if names and not is_left:
-                    raise _describe_foreign(out)
                 moved = moved_document(Stream(source), options.held_out, encoder)
                 stream = Stream(source)
                 shutil.rmtree(out / WRITING, ignore_errors=True)
@@ -136,6 +130,17 @@ def prepare(
                 return [prepared.folder for prepared in shards.open_all(out)]
     except KeyboardInterrupt:
         raise Interrupted("Stopped; run the same command again to start over.") from None
+
+
+def _is_finished(out: Path, settings: dict[str, Any]) -> bool:
+    """Whether a folder has all that a run writes. Raises `HeadwaterError` for anything but a part of that."""
+    names = {path.name for path in out.iterdir() if not path.name.startswith(STAGING)} - {LOCK}
+    if MANIFEST in names or (settings["by"] and shards.list_domains(out)):
+        return True
+    manifests = (shards.read_manifest(file.parent) for file in out.glob(f"[!.]*/{MANIFEST}"))
+    if names and not ((out / WRITING).exists() and all(manifest.settings == settings for manifest in manifests)):
+        raise _describe_foreign(out)
+    return False
 
 
 def _collect_settings(source: TextSource, encoder: Encoder, options: Options) -> dict[str, Any]:

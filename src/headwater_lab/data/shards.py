@@ -332,8 +332,9 @@ def open_all(folder: Path) -> list[Prepared]:
 
 def list_domains(folder: Path) -> list[Path]:
     """List the prepared folders of a corpus that is split by a column; empty if `folder` is not one, or unfinished."""
-    is_one = any((folder / name).exists() for name in (MANIFEST, WRITING))
-    return [] if is_one else sorted(file.parent for file in folder.glob(f"[!.]*/{MANIFEST}"))
+    inside = sorted(folder.glob("[!.]*"))
+    is_split = not (folder / WRITING).exists() and all((path / MANIFEST).is_file() for path in inside)
+    return inside if is_split else []
 
 
 def prepared_folder(path: Path) -> Path | None:
