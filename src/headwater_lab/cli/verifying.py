@@ -63,7 +63,8 @@ def _list_models(sources: Sequence[str], trust_remote_code: bool, seed: int) -> 
         else:
             model = open_model(source, trust_remote_code)
         yield source, model
-    for mechanisms in [] if sources else [{}, *({name: {}} for name in MECHANISMS.names)]:
+    choices: list[dict[str, dict]] = [] if sources else [{}, *({name: {}} for name in MECHANISMS.names)]
+    for mechanisms in choices:
         if (tiny := build_tiny(mechanisms, seed=seed)) is not None:
             yield " + ".join(mechanisms) or "none", tiny
 
