@@ -73,9 +73,9 @@ def test_plan_takes_what_the_command_takes(tmp_path, monkeypatch):
         assert [row["model"] for row in rows] == ["base", "shift", "wide"]
         assert rows[0]["context"] == 8
     assert "compare" in COMPARED  # the caller's mapping is not changed
-    names = lab.plan("shakespeare", "kv-shifting", "gpt2-124m", vocab_size=500, context=64).configs
-    assert len(names) > 3
-    assert {config.vocab_size for config in names.values()} == {500}
+    prices = lab.plan("shakespeare", "kv-shifting", "gpt2-124m", vocab_size=500, context=64).prices
+    assert len(prices) > 3
+    assert {price.shape["vocab_size"] for price in prices} == {500}
     (row,) = lab.plan("gpt2-124m", hardware="H100", tokens="300B", overrides=["num_hidden_layers=2"]).table()
     (same,) = lab.plan(headwater.preset("gpt2-124m", num_hidden_layers=2), hardware="H100", tokens=3e11).table()
     assert row["days"] > 0

@@ -155,7 +155,6 @@ def test_a_place_is_tried_before_there_is_work_to_lose(tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["plan", "gpt2-124m", "--out", "/proc/x.png"],
         ["evaluate", "missing", "--text", "missing", "--out", "/proc/x.json"],
         ["inspect", "missing", "--out", "/proc/x"],
         ["reproduce", "kv-shifting/figure-1a", "--out", "/proc/x"],

@@ -7,7 +7,7 @@ import pytest
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data import tokenizer as tokenizers
-from headwater_lab.data.tokenizer import Encoder, byte_tokenizer, encode_in_time, encode_plainly
+from headwater_lab.data.tokenizer import Encoder, byte_tokenizer, encode_plainly
 from headwater_lab.util.deadline import within
 
 
@@ -43,21 +43,6 @@ def test_errors_come_out(kind):
         within(10, fail, "It")
 
 
-def test_texts_are_encoded_in_order_and_in_growing_groups(monkeypatch):
-    monkeypatch.setattr(tokenizers, "MEGABYTE", 10)
-    groups = []
-    texts = [str(number) * 4 for number in range(30)]
-    assert encode_in_time(lambda texts: groups.append(len(texts)) or [text * 2 for text in texts], texts) == [
-        text * 2 for text in texts
-    ]
-    assert groups[0] < groups[1] < groups[2]
-    assert sum(groups) == 30
-    groups.clear()
-    encode_in_time(lambda texts: groups.append(sum(map(len, texts))) or texts, ["x" * 1000])
-    assert groups == [10, 1000]  # the begin of a long text comes first
-    assert encode_in_time(list, []) == []
-
-
 def test_a_tokenizer_that_takes_too_long_is_refused(monkeypatch, busy):
     monkeypatch.setattr(tokenizers, "SECONDS", 0.05)
     tokenizer = byte_tokenizer()
@@ -65,5 +50,5 @@ def test_a_tokenizer_that_takes_too_long_is_refused(monkeypatch, busy):
     encoder.is_bytes = False
     monkeypatch.setattr(encoder, "_encode_ids", busy)
     for encode in (lambda: encoder(["text"]), lambda: encode_plainly(busy, ["text"])):
-        with pytest.raises(HeadwaterError, match=r"needs more than 0\.05 seconds for a megabyte of this text"):
+        with pytest.raises(HeadwaterError, match=r"needs more than 0\.05 seconds for this text"):
             encode()

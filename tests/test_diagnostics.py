@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.config.presets import preset
-from headwater_lab.cli import app
 from headwater_lab.training.initialization import measure_initialization, warn_drowning
 
 SIZES = dict(vocab_size=97, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=128)
@@ -78,15 +75,6 @@ def test_nothing_of_the_model_is_changed_by_looking():
     assert model.training
     assert torch.equal(before, torch.random.get_rng_state())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_plan_prints_it(capsys):
-    arguments = ["init", "--json", "tokenformer-124m", "hidden_size=64", "num_attention_heads=4"]
-    arguments += ["num_hidden_layers=2", "vocab_size=97", "mechanisms={pattention: {key_init: fan_in}}"]
-    app(arguments, standalone_mode=False)
-    (rows,) = json.loads(capsys.readouterr().out).values()
-    assert len(rows) == 4
-    assert rows[0]["ratio"] == pytest.approx(rows[0]["output"] / rows[0]["stream"])
 
 
 # The options of a start.

@@ -1,6 +1,5 @@
 """`headwater doctor`: facts for a bug report, also where something is broken."""
 
-import json
 import re
 import shlex
 from importlib import metadata
@@ -72,12 +71,6 @@ def test_it_works_where_other_commands_do_not(run, monkeypatch):
     assert code == 0
     assert "failed: HeadwaterError: The environment variable HEADWATER_KERNELS is 'nonsense'" in out
     assert "in an operation: 1" in out
-
-
-def test_as_json(run):
-    code, out, _ = run("doctor", "--json")
-    assert code == 0
-    assert json.loads(out)["headwater"]["version"] == headwater.__version__
 
 
 def test_no_secret_is_shown(run, monkeypatch):

@@ -315,7 +315,6 @@ OF_CHECKPOINTS = {
     "evaluate": ["evaluate", "model", "--text", "../text.txt", "--limit", 1, "--context", 32],
     "plan": ["plan", "model"],
     "verify": ["verify", "model"],
-    "verify as another's": ["verify", "--model", "model"],
     "export": ["export", "model", "--out", "../exported"],
     "export as its source": ["export", "model", "--family", "source", "--out", "../theirs"],
     "retrofit": ["retrofit", "model", "--mechanism", "smear", "--out", "../more"],
@@ -401,15 +400,17 @@ def test_a_recipe_has_no_tags(download):
 def test_pictures_heed_no_settings_of_the_current_folder(tmp_path, monkeypatch):
     """A matplotlibrc is read as soon as matplotlib is imported, and may ask for LaTeX, which is a program."""
     from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    from headwater_lab.training.model_estimates import draw_flops
-    from headwater_lab.util.outputs import save_figure
+    from headwater_lab.util.outputs import default_style, save_figure
 
     def start(*given, **named):
         raise AssertionError(given)
 
     monkeypatch.setattr(subprocess, "Popen", start)
     with rc_context({"text.usetex": True}):
-        figure = draw_flops({"a": headwater.HeadwaterConfig(num_hidden_layers=1)}, [8, 16])
+        with default_style():
+            figure = Figure()
+            figure.subplots().plot([8, 16], label="a")
         save_figure(figure, tmp_path / "a.png", 50)
     assert (tmp_path / "a.png").exists()

@@ -219,7 +219,6 @@ small = {"name": "small", "data": {"kind": "induction", "held_out": 4, "length":
 said(lambda: lab.train(small))
 said(lambda: lab.compare(small))
 said(theorems)
-said(lab.plan("gpt2-124m").picture)
 try:
     import lm_eval  # by others than headwater: Python's own error
 except ModuleNotFoundError as error:
@@ -244,7 +243,7 @@ for kind in ({"kind": "digits"}, {"kind": "glyphs"}, {"kind": "images", "source"
     ended, printed, said = hiding(code, tmp_path)
     assert ended == 0, said
     lines = [line for line in printed.splitlines() if "pip install" in line]
-    extras = ("train", "train", "report", "report", "evaluate", "wandb", "titan", "titan", *["vision"] * 3)
+    extras = ("train", "train", "report", "evaluate", "wandb", "titan", "titan", *["vision"] * 3)
     assert [line.partition(f"{CLONE}[")[2].rstrip("'.") for line in lines] == [f"{extra}]" for extra in extras]
     assert not list(tmp_path.iterdir())
 

@@ -62,17 +62,13 @@ class TestFiles:
     def test_commands_refuse_before_they_work(self, tmp_path, run):
         for name in ("notes.md", "config.json"):
             (file := tmp_path / name).write_text("precious\n")
-            for command in (
-                ("evaluate", tmp_path / "no-model", "--text", file),
-                ("plan", "gpt2-124m"),
-            ):
-                code, _, said = run(*command, "--out", file)
-                assert (code, "choose another name" in said) == (2, True), said
+            code, _, said = run("evaluate", tmp_path / "no-model", "--text", file, "--out", file)
+            assert (code, "choose another name" in said) == (2, True), said
             assert file.read_text() == "precious\n"
 
     def test_a_checkpoint_takes_no_other_files(self, tmp_path, run):
         (tmp_path / "SHA256SUMS").touch()
-        code, _, said = run("plan", "gpt2-124m", "--out", tmp_path / "plan.png")
+        code, _, said = run("evaluate", "no-model", "--text", "text", "--out", tmp_path / "evaluation.json")
         assert (code, "is a checkpoint" in said) == (2, True), said
 
     def test_two_writers_have_temporary_files_of_their_own(self, tmp_path):
@@ -198,7 +194,7 @@ class TestAddresses:
             ("data", "prepare", address, "--out", "here"),
             ("data", "prepare", "x.txt", "--out", address),
             ("export", address, "--out", "here"),
-            ("plan", "gpt2-124m", "--out", address),
+            ("evaluate", "no-model", "--text", "text", "--out", address),
             ("retrofit", address),
             ("inspect", address),
         ):

@@ -46,8 +46,10 @@ def table(kind):
             return quoted(",", "\r").encode()
         case "windows":
             return (MARK + quoted(",", "\r\n")).encode()
-        case _:
+        case "lines":
             return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS)).encode()
+        case _:
+            return (MARK + json.dumps([{"text": text} for text in TEXTS], indent=1)).encode()
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,7 @@ def table(kind):
         ("lines", "a.ndjson"),
         ("lines", "a.JSONL"),
         ("lines", "a.json"),
+        ("array", "a.json"),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])

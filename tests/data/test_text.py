@@ -266,7 +266,10 @@ NESTED = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
         ("x.jsonl", ROWS + b'{"text": "\xff"}\n', "line 41: 'utf-8' codec"),
         ("x.jsonl", ROWS + NESTED, "line 41: it is nested too deep"),
         ("x.jsonl", b"", "There is no text"),
-        ("x.json", b' [\n{"text": "a"}]', "begins with a JSON array; write one object a line: jq"),
+        ("x.json", b"[" * 100_000, "line 1: it is nested too deep"),
+        ("x.json", b"[]", "There is no text"),
+        ("x.json", b'[{"text": "a"}]\n[{"text": "b"}]', "line 1: Extra data"),
+        ("x.json", b'[{"text": "a"}, "b"]', "Item 2 of .* is not a JSON object"),
         ("x.jsonl", b"\n \n", "There is no text"),
         ("x.jsonl", ROWS + b"7\n", "Line 41 of .* is not a JSON object"),
         ("x.jsonl", ROWS + b'{"text": ["a"]}\n', "holds list, not text, in row 40"),
@@ -329,6 +332,13 @@ def test_what_is_packed_is_unpacked_in_pieces(tmp_path):
                 arrow_memory = max(arrow_memory, pa.total_allocated_bytes())
         assert used == 2**27 + 3, suffix
         assert arrow_memory < 2**25, suffix
+
+
+def test_an_array_is_read_whole_and_so_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "LONGEST_LINE", 2**20)
+    (tmp_path / "x.json.gz").write_bytes(gzip.compress(b"[" + b" " * 2**20))
+    with pytest.raises(HeadwaterError, match="one JSON array of more than 1 MB; write one object a line"):
+        read_corpus(str(tmp_path / "x.json.gz"))
 
 
 def test_a_text_without_borders_is_refused_where_it_is_too_long_for_one_document(tmp_path, monkeypatch):

@@ -6,12 +6,13 @@ import time
 
 import pytest
 import torch
+from lightning_fabric import Fabric
 from safetensors.torch import load_file
 from trials import PowerCut, same_end
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.training import saving
-from headwater_lab.training.checkpoints import list_checkpoints, step_of
+from headwater_lab.training.checkpoints import list_checkpoints, read_optimizer_state, step_of
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import read_record
 
@@ -50,6 +51,20 @@ class Clock:
     def wait_for(self, step):
         with self.changed:
             assert self.changed.wait_for(lambda: self.step >= step, PATIENCE), f"step {step} was not taken meanwhile"
+
+
+def test_a_shard_is_put_together_in_memory_one_file_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "FILE_BYTES", 100)
+    tensors = {f"optimizer.{name}": torch.randn(size) for name, size in (("a", 20), ("b", 10), ("c", 3), ("d", 40))}
+    fabric = Fabric(accelerator="cpu", devices=1)
+    saving.write_shards(fabric, tmp_path / "step-000001", tensors, lambda folder: [], str)
+    files = sorted((tmp_path / "step-000001").glob("shard-*"))
+    assert [sorted(load_file(file)) for file in files] == [
+        [f"optimizer.{x}" for x in names] for names in ("a", "bc", "d")
+    ]
+    restored = read_optimizer_state(tmp_path / "step-000001")
+    assert restored.keys() == tensors.keys()
+    assert all(torch.equal(restored[name], tensors[name]) for name in tensors)
 
 
 def test_a_checkpoint_written_during_later_steps_is_of_its_own(recipe, tmp_path, held):

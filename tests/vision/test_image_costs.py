@@ -8,7 +8,7 @@ from images import vision_config
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwater_lab as lab
-from headwater import HeadwaterError, HeadwaterForImageClassification
+from headwater import HeadwaterForImageClassification
 from headwater.cost import counts as cost
 from headwater.cost import price
 from headwater.plugins.registry import MECHANISMS, resolve
@@ -128,5 +128,3 @@ def test_a_checkpoint_is_priced_and_its_fields_are_its_own(run, tmp_path):
 def test_the_same_from_python():
     (row,) = lab.plan(vision_config(), images=1e6).table()
     assert row["image_size"] == (9, 16)
-    with pytest.raises(HeadwaterError, match="text models"):
-        lab.plan(vision_config()).picture()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Unpack
+from dataclasses import dataclass
+from typing import Any, Unpack
 
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import Price
@@ -12,10 +12,7 @@ from headwater.plugins import outside
 from headwater_lab.api.common import PathLike, Result
 from headwater_lab.api.settings import PlanSettings
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.model_estimates import draw_flops, plan_models, price_models
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from headwater_lab.training.model_estimates import plan_models, price_models
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,6 @@ class Plan(Result):
     """Prices of text models or of image models."""
 
     prices: list[Price]
-    configs: dict[str, HeadwaterConfig] = field(repr=False)
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row per model and context or image size."""
@@ -43,14 +39,6 @@ class Plan(Result):
             for estimate in price.at
         ]
 
-    def picture(self, contexts: Sequence[int] = ()) -> Figure:
-        """Draw forward FLOPs per token against context, by default up to 32k or the longest context of the plan.
-
-        Raises `HeadwaterError` for image models.
-        """
-        longest = max(32768, *(estimate.context for estimate in self.prices[0].at))
-        return draw_flops(self.configs, contexts or [longest * step // 32 or 1 for step in range(33)])
-
 
 def plan(
     *models: HeadwaterConfig | Recipe | Mapping[str, Any] | PathLike,
@@ -66,6 +54,4 @@ def plan(
     settings: see `PlanSettings`. trust: as in `train`. Raises `HeadwaterError`.
     """
     outside.trust_names(trust)
-    planned_models = plan_models(models, overrides, vocab_size)
-    configs = {name: planned_model.config for name, planned_model in planned_models.items()}
-    return Plan(price_models(planned_models, **settings), configs)
+    return Plan(price_models(plan_models(models, overrides, vocab_size), **settings))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.arguments import print_result, stderr
-from headwater_lab.cli.options import USE, AsJson, TrustRemoteCode, command
+from headwater_lab.cli.arguments import say, stderr
+from headwater_lab.cli.options import USE, TrustRemoteCode, command
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import Table, lined
 
@@ -25,95 +23,50 @@ MARKS = {True: "✓", False: "✗", None: "–"}
 
 
 @command(USE, "verify runs/mine")
-def verify_models(
-    checkpoint: Path | None = None,
-    *,
-    model: Sequence[str] = (),
-    trust_remote_code: TrustRemoteCode = False,
-    json: AsJson = False,
-    seed: int = 0,
-) -> None:
+def verify_models(sources: Sequence[str] = (), *, trust_remote_code: TrustRemoteCode = False, seed: int = 0) -> None:
     """Check every way of decoding against one pass without a cache. Exit code 1: some way silently differs.
 
-    checkpoint: A checkpoint's folder, or a run's, or one of a Hugging Face model; default: small random models of each
-        mechanism.
-    model: Any causal language model: a folder, or organization/name on the Hugging Face hub; repeatable.
-    json: Print the verdicts as JSON, and nothing else.
+    sources: Checkpoints, runs, or any causal language models, by folder or by name on the Hugging Face hub; default:
+        small random models of each mechanism.
     seed: Seed for prompts and parameters.
     """
     from headwater import verification
-    from headwater.models.load import model_type
-    from headwater_lab.training.checkpoints import newest_checkpoint
-    from headwater_lab.training.trained_models import open_trained
-    from headwater_lab.util.model_kinds import MODEL_TYPES
 
-    trained = None
-    if checkpoint is not None:
-        if model:
-            raise HeadwaterError("Verify one of these at a time: a checkpoint, or --model.")
-        kind = model_type(newest_checkpoint(checkpoint))
-        if kind and kind not in MODEL_TYPES:  # of another library
-            model = [str(checkpoint)]
-        elif not (trained := open_trained(checkpoint).model).config.is_causal:
-            raise HeadwaterError(f"{str(checkpoint)!r} is an image model, which has no cache to verify.")
     results: dict[str, list[Verified]] = {}
     with ProgressReport() as progress:
-        for name, verified_model in _list_models(trained, model, trust_remote_code, seed):
+        for name, model in _list_models(sources, trust_remote_code, seed):
             progress.show("verifying", 0, info=name)
-            results[name] = verification.verify(verified_model, seed)
-    failed = any(way.ok is False for ways in results.values() for way in ways)
-    models = [{"name": name, "ways": _as_data(ways)} for name, ways in results.items()]
-    print_result({"versions": _list_versions(), "seed": seed, "models": models}, _describe_results(results), json)
-    if failed:
+            results[name] = verification.verify(model, seed)
+    for text in _describe_results(results):
+        say(text)
+    if any(way.ok is False for ways in results.values() for way in ways):
         stderr.print("headwater: Decoding with a cache differs from decoding without one; see ✗ above.")
         raise typer.Exit(1)
 
 
-def _list_models(
-    trained: PreTrainedModel | None, sources: Sequence[str], trust_remote_code: bool, seed: int
-) -> Iterator[tuple[str, PreTrainedModel]]:
+def _list_models(sources: Sequence[str], trust_remote_code: bool, seed: int) -> Iterator[tuple[str, PreTrainedModel]]:
     """List names and models, each made when its turn comes. Mechanisms that are invalid alone are left out."""
+    from headwater.models.load import model_type
     from headwater.plugins.registry import MECHANISMS
     from headwater.verification.own import build_tiny
+    from headwater_lab.training.checkpoints import newest_checkpoint
     from headwater_lab.training.hub_models import open_model
+    from headwater_lab.training.trained_models import open_trained
+    from headwater_lab.util.model_kinds import MODEL_TYPES
 
-    if trained is not None:
-        yield _write_name(trained.config.mechanisms or {}), trained
-    elif sources:
-        for source in sources:
-            yield source, open_model(source, trust_remote_code)
-    else:
-        choices: list[dict[str, Any]] = [{}, *({name: {}} for name in MECHANISMS.names)]
-        for mechanisms in choices:
-            if (model := build_tiny(mechanisms, seed=seed)) is not None:
-                yield _write_name(mechanisms), model
-
-
-def _list_versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__.partition("+")[0],
-        "transformers": transformers.__version__,
-    }
-
-
-def _as_data(verdicts: Sequence[Verified]) -> list[dict[str, Any]]:
-    """Turn verdicts into data for JSON; fields without a value are left out, and infinity is a string."""
-    return [
-        {
-            key: str(value) if isinstance(value, float) and value == float("inf") else value
-            for key, value in dataclasses.asdict(verdict).items()
-            if (value is not None and value is not False) or key == "ok"
-        }
-        for verdict in verdicts
-    ]
-
-
-def _write_name(mechanisms: dict[str, Any]) -> str:
-    return " + ".join(mechanisms) or "none"
+    for source in sources:
+        path = Path(source)
+        if path.is_dir() and model_type(newest_checkpoint(path)) in (None, *MODEL_TYPES):
+            model: PreTrainedModel = open_trained(path).model
+            if not model.config.is_causal:
+                raise HeadwaterError(f"{source!r} is an image model, which has no cache to verify.")
+        else:
+            model = open_model(source, trust_remote_code)
+        yield source, model
+    choices: list[dict[str, dict]] = [] if sources else [{}, *({name: {}} for name in MECHANISMS.names)]
+    for mechanisms in choices:
+        if (tiny := build_tiny(mechanisms, seed=seed)) is not None:
+            yield " + ".join(mechanisms) or "none", tiny
 
 
 def _describe_results(results: dict[str, list[Verified]]) -> Iterator[Table | str]:

@@ -29,10 +29,8 @@ ASSISTANT = "assistant"
 ROLES = {"human": "user", "gpt": ASSISTANT}
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
-# Characters that encoding and templates are timed by.
-MEGABYTE = 10**6
-# How many characters a template may write for each of a conversation's, in addition to a million.
-MOST_ADDED = 100
+# Characters that a template may write: a million, and this many times the conversation's.
+FREE, MOST_ADDED = 10**6, 100
 
 # transformers keeps the marks of one text at a time.
 _RENDERING = threading.Lock()
@@ -183,11 +181,10 @@ class ChatEncoder:
             )
 
         size = len(str(messages))
-        seconds = SECONDS * max(1.0, size / MEGABYTE)
         try:
             with _RENDERING:
-                texts, spans = within(seconds, work, f"The chat template needs more than {seconds:g} s for {where!r}")
-            if len(texts[0]) > MEGABYTE + MOST_ADDED * size:
+                texts, spans = within(SECONDS, work, f"The chat template needs more than {SECONDS:g} s for {where!r}")
+            if len(texts[0]) > FREE + MOST_ADDED * size:
                 raise HeadwaterError(
                     f"The chat template writes {len(texts[0]):,} characters for {where!r}, which has {size:,}; use "
                     f"another tokenizer."

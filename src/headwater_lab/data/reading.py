@@ -284,21 +284,31 @@ def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
 
 
 def json_rows(stream: Any, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, row). One row per line, since rows of real corpora do not share one schema."""
-    for number, line in enumerate(_read_lines(stream, file), 1):
-        if number == 1 and line.decode("utf-8-sig", errors="replace").lstrip().startswith("["):
-            raise HeadwaterError(
-                f"{_quote_name(file)} begins with a JSON array; write one object a line: jq -c '.[]' FILE > FILE.jsonl"
-            )
+    """Yield (number, row): of each line, since rows of real corpora do not share one schema, or of one array."""
+    is_array = stream.peek(64)[:64].removeprefix(MARK.encode()).lstrip()[:1] == b"["
+    for number, line in enumerate([_read_array(stream, file)] if is_array else _read_lines(stream, file), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8-sig"))
+            content = json.loads(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise _bad_line(file, number, error) from error
-        if not isinstance(row, dict):
-            raise HeadwaterError(f"Line {number} of {_quote_name(file)} is not a JSON object.")
-        yield number, row
+        for index, row in enumerate(content, 1) if is_array else [(number, content)]:
+            if not isinstance(row, dict):
+                name = "Item" if is_array else "Line"
+                raise HeadwaterError(f"{name} {index} of {_quote_name(file)} is not a JSON object.")
+            yield index, row
+
+
+def _read_array(stream: IO[bytes], file: Path) -> bytes:
+    """Read a file that is one JSON array. Raises `HeadwaterError` if it is larger than LONGEST_LINE, unpacked."""
+    data = stream.read(LONGEST_LINE + 1)
+    if len(data) > LONGEST_LINE:
+        raise HeadwaterError(
+            f"{_quote_name(file)} is one JSON array of more than {LONGEST_LINE / 1e6:,.0f} MB; write one "
+            "object a line: jq -c '.[]' FILE > FILE.jsonl"
+        )
+    return data
 
 
 def _read_lines(stream: IO[AnyStr], file: Path) -> Iterator[AnyStr]:

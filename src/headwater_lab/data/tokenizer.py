@@ -7,7 +7,6 @@ from functools import cached_property
 from itertools import chain, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -16,13 +15,12 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.hub import check_reachable
-from headwater_lab.data.chat import MEGABYTE, ChatEncoder, Encoded, copy_backend
+from headwater_lab.data.chat import ChatEncoder, Encoded, copy_backend
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.reading import local_path
 from headwater_lab.data.tokenizer_files import has_tokenizer, open_tokenizer
 from headwater_lab.util.deadline import SECONDS, within
 
-Ids = TypeVar("Ids")
 END_OF_TEXT = "<|endoftext|>"
 # Tokens, for which memory is taken at once: several times those of the largest models.
 LARGEST_VOCABULARY = 2**22
@@ -139,29 +137,10 @@ def separator_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
 
 
-def encode_in_time(encode: Callable[[Sequence[str]], Sequence[Ids]], texts: Sequence[str]) -> list[Ids]:
-    """Call `encode` on the texts. Raises `HeadwaterError` if it takes more than `SECONDS` for a megabyte of them.
-
-    The first megabyte is encoded alone, then twice as much each time, so that a slow tokenizer is noticed early.
-    """
-    if texts and len(texts[0]) > 2 * MEGABYTE:
-        _encode_timed(encode, [texts[0][:MEGABYTE]])
-    results: list[Ids] = []
-    start, most = 0, MEGABYTE
-    while start < len(texts):
-        end, size = start + 1, len(texts[start])
-        while end < len(texts) and size + len(texts[end]) <= most:
-            size += len(texts[end])
-            end += 1
-        results += _encode_timed(encode, texts[start:end])
-        start, most = end, 2 * most
-    return results
-
-
-def _encode_timed(encode: Callable[[Sequence[str]], Sequence[Ids]], texts: Sequence[str]) -> Sequence[Ids]:
-    seconds = SECONDS * max(1.0, sum(map(len, texts)) / MEGABYTE)
-    problem = f"The tokenizer needs more than {SECONDS:g} seconds for a megabyte of this text"
-    return within(seconds, lambda: encode(texts), problem)
+def encode_in_time(encode: Callable[[Sequence[str]], list[list[int]]], texts: Sequence[str]) -> list[list[int]]:
+    """Call `encode` on texts. Raises `HeadwaterError` if it takes more than `SECONDS` for each megabyte of them."""
+    seconds = SECONDS * max(1.0, sum(map(len, texts)) / 10**6)
+    return within(seconds, lambda: encode(texts), f"The tokenizer needs more than {seconds:g} seconds for this text")
 
 
 def encode_plainly(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -9,9 +9,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from headwater.models.load import CONFIG, check_regular, read_object, read_text, reading
 from headwater.util.errors import HeadwaterError, shown
-from headwater_lab.util.deadline import SECONDS, SECONDS_TO_LOAD, within
+from headwater_lab.util.deadline import within
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# The most that a tokenizer may take to be loaded and tried.
+SECONDS = 120.0
 _TRIED = "A use of a tokenizer, since some errors in its files show only then."
 
 
@@ -101,16 +103,14 @@ def open_tokenizer(source: Path | str) -> PreTrainedTokenizerBase:
 
     def load() -> PreTrainedTokenizerBase:
         if isinstance(source, Path):
-            return local_tokenizer(source)
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            tokenizer = local_tokenizer(source)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer.decode(tokenizer(_TRIED, add_special_tokens=False).input_ids)
+        return tokenizer
 
-    def encode() -> object:
-        return tokenizer.decode(tokenizer(_TRIED, add_special_tokens=False).input_ids)
-
-    where = f"The tokenizer in {str(source)!r}"
-    tokenizer = within(SECONDS_TO_LOAD, load, f"{where} needs more than {SECONDS_TO_LOAD:g} seconds to be loaded")
-    within(SECONDS, encode, f"{where} needs more than {SECONDS:g} seconds for a sentence")
-    return tokenizer
+    problem = f"The tokenizer in {str(source)!r} needs more than {SECONDS:g} seconds to be loaded and for a sentence"
+    return within(SECONDS, load, problem)
 
 
 def _check_names(file: Path) -> None:

@@ -15,7 +15,6 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater_lab.papers import theory
 from headwater_lab.papers.claims import Judged
 from headwater_lab.reports.words import write_range
-from headwater_lab.training.model_estimates import draw_flops
 from headwater_lab.util.terminal import si
 
 # The growth series of TokenFormer.
@@ -153,7 +152,6 @@ def compute_tokenformer_flops() -> Computed:
                 (np.diff(saved, axis=0) > 0).all(),
             ),
         ],
-        draw_flops(grown | wide, [1024 * i for i in range(33)]),
     )
 
 

@@ -10,9 +10,9 @@
     runs/NAME/
       config.json, model.safetensors, tokenizer files, …    the newest checkpoint's model (`saving.publish_model`)
 
-A run whose parameters are sharded (FSDP) writes shard-*.safetensors instead of the two large files, one per process, in
-the safetensors format of torch.distributed.checkpoint: any number of processes can resume from them, and `headwater
-export` merges them into one model. Nothing is pickled in either format.
+A run whose parameters are sharded (FSDP) writes shard-*.safetensors instead of the two large files: each process its
+own, of about 1 GB, in the safetensors format of torch.distributed.checkpoint. Any number of processes can resume from
+them, and `headwater export` merges them into one model. Nothing is pickled in either format.
 
 A checkpoint is written under a temporary name and renamed, so one with its final name is complete; see `saving.Saver`
 for how a run does so. A checkpoint from outside a run (`saving.write_model`: grown, retrofitted, …) has no

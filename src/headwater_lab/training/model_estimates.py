@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,11 +39,6 @@ from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.trained_models import open_source
 from headwater_lab.util.machine_speed import find_hardware as named_hardware
 from headwater_lab.util.model_kinds import unit_of
-from headwater_lab.util.outputs import COLORS, default_style
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 _HINT = "name a preset, a recipe, a config.json or a checkpoint"
 _FACTORS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -362,30 +357,3 @@ def read_count(number: str | float, option: str) -> float:
     if not 0 < value * factor < float("inf"):
         raise HeadwaterError(f"--{option} ({option}=) takes a number such as 300B or 2e10, not {shown(number)}.")
     return value * factor
-
-
-def draw_flops(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) -> Figure:
-    """Draw forward FLOPs per token against context, counting full attention as TokenFormer's figure 5 does.
-
-    The slope is the cost of attention between tokens, 4·L·H·d; the height at 0 is the cost of the parameters. Each
-    combination of mechanisms has a line style. Raises `HeadwaterError` for image models.
-    """
-    from matplotlib.figure import Figure
-
-    if any(isinstance(config, HeadwaterVisionConfig) for config in configs.values()):
-        raise HeadwaterError("Only text models have a plot of FLOPs against context.")
-    with default_style():
-        result = Figure(figsize=(8.2, 4.6), layout="constrained")
-        axes = result.subplots()
-        styles: dict[tuple[str, ...], str] = {}
-        for index, (name, config) in enumerate(configs.items()):
-            style = styles.setdefault(tuple(config.mechanisms or {}), ("-", "--", ":", "-.")[len(styles) % 4])
-            flops = [sum(cost.forward_flops(config, at, False).values()) / 1e9 for at in contexts]
-            axes.plot(contexts, flops, style, color=COLORS[index % len(COLORS)], label=f"\u200a{name}")
-        axes.set_xlabel("context (tokens)")
-        axes.set_ylabel("forward GFLOPs per token, full attention")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize="small")
-        return result

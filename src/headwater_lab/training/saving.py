@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
@@ -51,6 +52,8 @@ if TYPE_CHECKING:  # reading needs none of the trainer's packages
 # What makes inputs for a model, and is saved with it.
 Preparer: TypeAlias = PreTrainedTokenizerBase | BaseImageProcessor
 _REMOVING = ".removing-"
+# Bytes in each file of a shard, besides a larger tensor.
+FILE_BYTES = 2**30
 
 
 def write_model(
@@ -278,7 +281,12 @@ def write_shards(
         folder = run_in_first(fabric, lambda: stack.enter_context(stage_folder(target, explain)))
         with fail_together(fabric), explain_disk_errors(explain):
             try:
-                dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+                # PyTorch puts each file together in memory before it writes it.
+                ends = accumulate(tensor.nbytes for tensor in tensors.values())
+                files = {
+                    name: 1 + end // (FILE_BYTES * fabric.world_size) for name, end in zip(tensors, ends, strict=True)
+                }
+                dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), files, save_distributed=True))
             except CheckpointException as error:  # of any process: each raises its own
                 if (failure := error.failures.get(fabric.global_rank)) is not None:
                     raise failure[0] from error
@@ -305,8 +313,8 @@ def publish_model(checkpoint: Path, folder: Path) -> None:
     """Put a checkpoint's model at the top of a run's folder, where `from_pretrained` loads it by the run's name.
 
     The weights are a hard link, which takes no space, or else a copy. All else is copied: programs write small files in
-    place, which would change the checkpoint too. Each file is replaced at once. transformers cannot read weights in a
-    file per process: then there is no model at the top. Raises `HeadwaterError` if it cannot be written.
+    place, which would change the checkpoint too. Each file is replaced at once. transformers cannot read the shards of
+    processes: then there is no model at the top. Raises `HeadwaterError` if it cannot be written.
     """
     if any(checkpoint.glob(SHARDS)):
         withdraw_model(folder)
