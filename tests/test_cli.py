@@ -1,6 +1,7 @@
 """The command line as a user meets it: results on stdout, one sentence on stderr, an exit code."""
 
 import io
+import json
 import os
 import signal
 import time
@@ -12,7 +13,6 @@ import yaml
 import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater_lab import cli
-from headwater_lab.serving.generation import continue_prompts, load_for_generation
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_train_then_generate(run, recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_prompts_and_stop_texts(run, recipe, tmp_path, monkeypatch):
+def test_prompts_from_stdin_and_jsonl(run, recipe, tmp_path, monkeypatch):
     run("train", recipe, "training.steps=30", "--out", tmp_path / "run")
     greedy = ("--max-new-tokens", 12, "--temperature", 0)
     prompts = ["The ", "The 7th line, of", "many"]
@@ -65,24 +65,38 @@ def test_prompts_and_stop_texts(run, recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(prompts[1]))
     assert run("generate", tmp_path / "run", "-", *greedy)[1].removesuffix("\n") == single[1]
 
-    model, tokenizer = load_for_generation(tmp_path / "run")
-    batch = continue_prompts(model, tokenizer, prompts, max_new_tokens=12, temperature=0)
-    assert [prompt + text for prompt, text in zip(prompts, batch.texts, strict=True)] == single
-    assert batch.tokens == 36
-    stop = batch.texts[0][4]
-    stopped = continue_prompts(model, tokenizer, prompts, max_new_tokens=12, temperature=0, stop=[stop])
-    assert stopped.texts == [text.split(stop)[0] for text in batch.texts]
+    lines = "\n".join(json.dumps({"prompt": prompt}) for prompt in prompts) + "\n\n"
+    (tmp_path / "prompts.jsonl").write_text(lines)
+    code, out, err = run("generate", tmp_path / "run", "--jsonl", tmp_path / "prompts.jsonl", *greedy)
+    assert code == 0
+    assert "36 tokens" in err
+    made = [json.loads(line) for line in out.splitlines()]
+    assert [row["prompt"] + row["completion"] for row in made] == single
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert run("generate", tmp_path / "run", "--jsonl", "-", *greedy)[1] == out
+
+    stop = made[0]["completion"][4]
+    code, out, _ = run("generate", tmp_path / "run", "--jsonl", tmp_path / "prompts.jsonl", *greedy, "--stop", stop)
+    assert [json.loads(line)["completion"] for line in out.splitlines()] == [
+        row["completion"].split(stop)[0] for row in made
+    ]
     # A text of several tokens, which streaming must hold back until it is clear that it is not the end.
-    for prompt, text, begun in zip(prompts, batch.texts, (slice(3, 6), slice(0, 2), slice(8, 11)), strict=True):
-        stop, wrong = text[begun], text[begun][:-1] + "\0"
-        _, out, _ = run("generate", tmp_path / "run", prompt, *greedy, "--stop", wrong, "--stop", stop)
-        assert out.removesuffix("\n") == prompt + text.split(stop)[0]
+    for row, begun in zip(made, (slice(3, 6), slice(0, 2), slice(8, 11)), strict=True):
+        stop, wrong = row["completion"][begun], row["completion"][begun][:-1] + "\0"
+        _, out, _ = run("generate", tmp_path / "run", row["prompt"], *greedy, "--stop", wrong, "--stop", stop)
+        assert out.removesuffix("\n") == row["prompt"] + row["completion"].split(stop)[0]
 
     # With a static cache, too.
     for options in (greedy, (*greedy, "--stop", stop), ("--max-new-tokens", 9, "--seed", 4, "--top-k", 9)):
-        growing = run("generate", tmp_path / "run", prompts[1], *options)
-        assert run("generate", tmp_path / "run", prompts[1], *options, "--cache", "static")[:2] == growing[:2]
-        assert growing[0] == 0
+        for prompts in (("--jsonl", tmp_path / "prompts.jsonl", "--batch-size", 2), (made[1]["prompt"],)):
+            growing = run("generate", tmp_path / "run", *prompts, *options)
+            assert run("generate", tmp_path / "run", *prompts, *options, "--cache", "static")[:2] == growing[:2]
+            assert growing[0] == 0
+
+    strange = json.dumps({"id": 7, "prompt": "a\u2028b"}, ensure_ascii=False)
+    (tmp_path / "many.jsonl").write_text("\n".join([strange] * 5))
+    code, out, _ = run("generate", tmp_path / "run", "--jsonl", tmp_path / "many.jsonl", *greedy, "--batch-size", 2)
+    assert [json.loads(line)["id"] for line in out.split("\n") if line] == [7] * 5
 
     code, half, _ = run("generate", tmp_path / "run", "many", *greedy, "--dtype", "bfloat16", "--device", "cpu")
     assert code == 0
@@ -92,22 +106,44 @@ def test_prompts_and_stop_texts(run, recipe, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--stop", ""], "--stop needs a text"),
-        (["--dtype", "int8"], "'int8' is not one of 'auto'"),
-        (["--temperature", "1e-39"], "--temperature below 0.01"),
-        (["--device", "nowhere"], "cannot use the device"),
-        (["--temperature", "0", "--top-p", "0.5"], "--top-p has no effect"),
-        (["--temperature", "0", "--top-k", "0"], "--top-k has no effect"),
-        (["--temperature", "0", "--seed", "0"], "--seed has no effect"),
+        ([], "Pass exactly one of"),
+        (["x", "--jsonl", "{folder}/a"], "Pass exactly one of"),
+        (["x", "--stop", ""], "--stop needs a text"),
+        (["--jsonl", "{folder}/bytes"], "not UTF-8"),
+        (["--jsonl", "{folder}/nothing"], "There is no"),
+        (["x", "--dtype", "int8"], "'int8' is not one of 'auto'"),
+        (["x", "--temperature", "1e-39"], "--temperature below 0.01"),
+        (["x", "--device", "nowhere"], "cannot use the device"),
+        (["--jsonl", "{folder}/broken"], "Line 2 of"),
+        (["--jsonl", "{folder}/other"], "has no text under"),
+        (["--jsonl", "{folder}/empty"], "has no prompts"),
+        (["--jsonl", "{folder}/surrogate"], "Line 1 of"),
+        (["--jsonl", "{folder}/elsewhere"], "lone surrogate"),
+        (["--jsonl", "{folder}/nested"], "is not JSON"),
+        (["--jsonl", "{folder}/option"], "'seed', which is not read from a line"),
+        (["--jsonl", "{folder}/completed"], "would be replaced"),
+        (["x", "--batch-size", "2"], "--batch-size has no effect without --jsonl"),
+        (["x", "--temperature", "0", "--top-p", "0.5"], "--top-p has no effect"),
+        (["x", "--temperature", "0", "--top-k", "0"], "--top-k has no effect"),
+        (["x", "--temperature", "0", "--seed", "0"], "--seed has no effect"),
     ],
 )
-def test_options_of_generate_that_do_not_fit(run, tmp_path, arguments, message):
-    assert message in sentence(run("generate", tmp_path, "x", *arguments))
-
-
-def test_a_prompt_that_is_no_text(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x00x"), encoding="utf-8"))
-    assert "not UTF-8" in sentence(run("generate", tmp_path, "-"))
+def test_prompts_that_are_none(run, tmp_path, arguments, message):
+    for name, text in (
+        ("a", "x"),
+        ("broken", '{"prompt": "x"}\n{'),
+        ("other", '{"text": "x"}'),
+        ("empty", ""),
+        ("surrogate", r'{"prompt": "\ud800"}'),
+        ("elsewhere", r'{"prompt": "x", "id": "\ud800"}'),
+        ("nested", '{"prompt": ' + "[" * 100_000),
+        ("option", '{"prompt": "x", "seed": 3}'),
+        ("completed", '{"prompt": "x", "completion": "y"}'),
+    ):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00x")
+    said = run("generate", tmp_path, *(argument.format(folder=tmp_path) for argument in arguments))
+    assert message in sentence(said)
 
 
 def test_generated_text_is_that_of_the_uncached_model(run, recipe, tmp_path):

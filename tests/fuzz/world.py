@@ -45,7 +45,7 @@ class World:
         return found
 
 
-READ_ONLY = ("run", "tokens", "llama", "resformer", "text", "prepared", "corpus")
+READ_ONLY = ("run", "tokens", "llama", "resformer", "text", "prompts", "prepared", "corpus")
 
 
 def make_world(root: Path) -> World:
@@ -59,6 +59,8 @@ def make_world(root: Path) -> World:
     paths["corpus"].mkdir()
     for i in range(25):
         (paths["corpus"] / f"{i}.txt").write_text(f"Document {i} says {i * i} and so on. " * 4)
+    paths["prompts"] = root / "prompts.jsonl"
+    paths["prompts"].write_text('{"prompt": "The"}\n{"prompt": "Line"}\n')
     paths["json"] = root / "some.json"
     paths["json"].write_text('{"a": [1, {"b": null}]}')
     paths["empty"] = root / "empty"

@@ -1,22 +1,23 @@
 """`headwater generate`, `serve`, `export`: use a checkpoint."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.arguments import check_writable, device_of, stderr, tell_model
+from headwater_lab.cli.arguments import check_writable, device_of, print_result, stderr, tell_model
 from headwater_lab.cli.options import (
     USE,
     CheckpointPath,
     DeviceName,
     FolderPath,
     NaturalInt,
+    PositiveInt,
     Values,
     command,
     exclude,
     extra_arguments,
+    need,
     refuse,
 )
 
@@ -24,27 +25,31 @@ from headwater_lab.cli.options import (
 @command(USE, 'generate runs/mine "First Citizen:" --max-new-tokens 100')
 def generate_text(
     checkpoint: CheckpointPath,
-    prompt: str,
+    prompt: str | None = None,
     *,
+    jsonl: Path | None = None,
     max_new_tokens: Annotated[int, Values(min=1, max=2**20)] = 200,
     temperature: Annotated[float, Values(min=0)] = 0.8,
     top_p: Annotated[float, Values(min=0, max=1)] = 0.95,
     top_k: NaturalInt = 0,
     seed: int = 0,
+    batch_size: PositiveInt = 16,
     stop: Sequence[str] = (),
     cache: Literal["dynamic", "static"] = "dynamic",
     compile: bool = False,
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto",
     device: DeviceName = "auto",
 ) -> None:
-    """Continue a prompt and print the text as it is generated.
+    """Continue a prompt and print the text as it is generated; or continue many prompts, as JSONL.
 
     prompt: The text to continue; - reads it from stdin.
+    jsonl: JSONL file with one {"prompt": "…"} per line, or - for stdin; continued in batches, printed as JSONL.
     max_new_tokens: Maximum number of tokens to generate.
     temperature: Sampling temperature; 0 is greedy.
     top_p: Sample from the most likely tokens with this total probability.
     top_k: Sample from this many most likely tokens; 0 means all.
     seed: Seed for sampling.
+    batch_size: Prompts per batch with --jsonl.
     stop: Stop before this text; repeatable.
     cache: dynamic: grows with the text. static: allocated once, so that a GPU replays each token as one CUDA graph; the
         text is the same.
@@ -55,34 +60,45 @@ def generate_text(
 
     from headwater.models.decoding import Decoder
     from headwater_lab.serving.generation import continue_prompts, load_for_generation
+    from headwater_lab.serving.prompts import read_prompt, read_prompts
 
+    if (prompt is None) == (jsonl is None):
+        raise HeadwaterError("Pass exactly one of: a prompt, - for stdin, --jsonl.")
+    need("--jsonl", "--batch-size")
     _check_sampling(temperature, stop)
     if compile and cache == "dynamic":
         raise HeadwaterError("--compile needs --cache static: with a growing cache, shapes change with every token.")
-    try:
-        prompt = sys.stdin.read() if prompt == "-" else prompt
-    except UnicodeError as error:
-        raise HeadwaterError(f"The prompt is not UTF-8 text: {error}.") from error
+    if jsonl is not None:
+        rows = read_prompts(jsonl)
+    else:
+        rows = [{"prompt": read_prompt(Path("-")) if prompt == "-" else str(prompt)}]
     device = device_of(device)
     model, tokenizer = load_for_generation(checkpoint)
     model.to(device, None if dtype == "auto" else getattr(torch, dtype))
     decoder = Decoder(model, compile) if cache == "static" else None
-    continued = continue_prompts(
-        model,
-        tokenizer,
-        [prompt],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=stop,
-        stream=True,
-        decoder=decoder,
-    )
+    tokens, seconds = 0, 0.0
+    for begin in range(0, len(rows), batch_size):
+        batch = rows[begin : begin + batch_size]
+        continued = continue_prompts(
+            model,
+            tokenizer,
+            [row["prompt"] for row in batch],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed + begin,
+            stop=stop,
+            stream=jsonl is None,
+            decoder=decoder,
+        )
+        tokens, seconds = tokens + continued.tokens, seconds + continued.seconds
+        if jsonl is not None:
+            for row, completion in zip(batch, continued.texts, strict=True):
+                print_result(row | {"completion": completion}, [], as_json=True)
     stderr.print(
-        f"{continued.tokens} tokens, {continued.tokens / continued.seconds:,.0f} tokens/s, cache "
-        f"{continued.cache_bytes:,} bytes ({continued.reserved_bytes:,} reserved)",
+        f"{tokens} tokens, {tokens / seconds:,.0f} tokens/s, cache {continued.cache_bytes:,} bytes "
+        f"({continued.reserved_bytes:,} reserved)",
         style="dim",
     )
 

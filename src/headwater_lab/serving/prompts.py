@@ -1,0 +1,52 @@
+"""Prompts from a file or from standard input."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from headwater.util.errors import HeadwaterError
+from headwater_lab.recipe.overrides import MOST_TEXT, read_text
+
+# Options of the command that a line of JSONL cannot set.
+OF_ALL_LINES = {"top_p", "top_k", "seed", "temperature", "max_new_tokens", "max_tokens", "stop"}
+
+
+def read_prompt(file: Path) -> str:
+    """Read the text of a file; of standard input for -."""
+    try:
+        return sys.stdin.read() if str(file) == "-" else read_text(file, "text", MOST_TEXT)
+    except UnicodeError as error:
+        raise HeadwaterError(f"The prompt is not UTF-8 text: {error}.") from error
+
+
+def read_prompts(file: Path) -> list[dict[str, Any]]:
+    """Read the lines of a JSONL file, each with a "prompt". Its other fields are printed with its completion.
+
+    Raises `HeadwaterError` for an invalid line.
+    """
+    name, prompts = str(file), []
+    for number, line in enumerate(read_prompt(file).split("\n"), 1):
+        line = line.removeprefix("\ufeff")
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line)
+            json.dumps(content, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise HeadwaterError(f"Line {number} of {name!r} has a lone surrogate, which is not valid text.") from error
+        except (ValueError, RecursionError) as error:
+            raise HeadwaterError(f"Line {number} of {name!r} is not JSON: {error}.") from error
+        if not (isinstance(content, dict) and isinstance(content.get("prompt"), str)):
+            raise HeadwaterError(f'Line {number} of {name!r} has no text under "prompt".')
+        if "completion" in content:
+            raise HeadwaterError(f'Line {number} of {name!r} has a "completion", which would be replaced; rename it.')
+        if unread := sorted(content.keys() & OF_ALL_LINES):
+            raise HeadwaterError(
+                f"Line {number} of {name!r} has {unread[0]!r}, which is not read from a line; it is an option of the "
+                f"command, for all lines."
+            )
+        prompts.append(content)
+    if not prompts:
+        raise HeadwaterError(f"{name!r} has no prompts.")
+    return prompts
