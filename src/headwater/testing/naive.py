@@ -4,7 +4,6 @@ Nothing here is fast or caches anything. A row of T tokens is a matrix [T, D]; `
 number of the head. The reference of an external mechanism is a subclass of `Reference`.
 """
 
-import copy
 import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -216,7 +215,7 @@ class Reference:
     Raises `NotImplementedError` for a mechanism that it does not know.
     """
 
-    knows: tuple[str, ...] = (*MECHANISMS.built_in, "blend")
+    knows: tuple[str, ...] = tuple(MECHANISMS.built_in)
 
     def __init__(self, config: Any, weights: dict[str, Tensor]) -> None:
         if unknown := set(config.mechanisms) - set(self.knows):
@@ -375,19 +374,7 @@ class Reference:
 
     def find_attended(self, layer: int, kv: int, head: int) -> Tensor:
         """Find the keys or values that key/value head `head` of `layer` attends to."""
-        x = self.bank[self.find_sources(layer, head)[kv]][kv][head]
-        if "blend" not in self.config.mechanisms:
-            return x
-        goal, weight, group = self.find_goal()
-        return mix((1 - weight, weight), (x, self.bank[find_sources(goal, layer, head // group)[kv]][kv][head]))
-
-    def find_goal(self) -> tuple[Any, float, int]:
-        """Return the goal of a blended model, its progress, and how many of its heads become one."""
-        c, options = self.config, self.config.mechanisms["blend"]
-        heads = options["num_key_value_heads"] or c.num_key_value_heads
-        goal = copy.copy(c)
-        goal.num_key_value_heads, goal.mechanisms = heads, options["mechanisms"] or {}
-        return goal, options["weight"], c.num_key_value_heads // heads
+        return self.bank[self.find_sources(layer, head)[kv]][kv][head]
 
     def list_stored_heads(self, layer: int, kv: int) -> list[int]:
         """List the heads of `layer` whose keys or values some layer attends to."""
@@ -558,8 +545,6 @@ class Reference:
 
     def transform_projections(self, name: str, layer: int, q: ByHead, k: ByHead, v: ByHead) -> QKV:
         """Queries, keys and values before their norms."""
-        if name == "blend":
-            return q, self.pool_heads(k), self.pool_heads(v)
         if name != "short_conv":
             return q, k, v
         sites = zip((q, k, v), ("queries", "keys", "values"), strict=True)
@@ -567,14 +552,6 @@ class Reference:
             dict(zip(x, self.short_conv(layer, site, list(x.values()), block=False), strict=True)) for x, site in sites
         )
         return q, k, v
-
-    def pool_heads(self, x: ByHead) -> ByHead:
-        """Each head mixed with the mean of its group."""
-        _, weight, group = self.find_goal()
-        if group == 1:
-            return x
-        means = {h // group: mix([1 / group] * group, [x[h + i] for i in range(group)]) for h in x if h % group == 0}
-        return {h: mix((1 - weight, weight), (row, means[h // group])) for h, row in x.items()}
 
     def short_conv(self, layer: int, site: str, x: Sequence[Tensor], block: bool = True) -> Sequence[Tensor]:
         """x by head, each channel convolved over the document's last tokens.
