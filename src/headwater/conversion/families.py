@@ -28,7 +28,6 @@ from transformers import (
     PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
-    VaultGemmaForCausalLM,
 )
 
 from headwater.config.text import HeadwaterConfig
@@ -508,12 +507,9 @@ _QKV = tuple(f"{LAYER}self_attn.{letter}_proj" for letter in "qkv")
 _GPT2 = Family(
     model=GPT2LMHeadModel,
     fields=_EVERYWHERE
+    | _SIZES
     | dict(
-        hidden_size="n_embd",
         intermediate_size="n_inner",
-        num_hidden_layers="n_layer",
-        num_attention_heads="n_head",
-        max_position_embeddings="n_positions",
         hidden_act="activation_function",
         norm_eps="layer_norm_epsilon",
         embedding_dropout="embd_pdrop",
@@ -684,13 +680,6 @@ _GEMMA2 = _vary_family(
         *link_plain(_GEMMA_NORMS),
     ),
 )
-_VAULT_GEMMA = _vary_family(
-    _GEMMA2,
-    VaultGemmaForCausalLM,
-    {},
-    dict(output_norms=False),
-    links=tuple(link for link in _GEMMA2.links if "output_norm" not in link.ours[0]),
-)
 _QK_NORMS = link_plain(map_same(f"{LAYER}self_attn.q_norm", f"{LAYER}self_attn.k_norm"))
 # Its attn_logit_softcapping is a field that no module reads.
 _GEMMA3 = _vary_family(
@@ -720,10 +709,7 @@ _QWEN3 = _vary_family(
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (
-        *(_GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT_NEOX),
-        *(_NANOCHAT, _GEMMA, _GEMMA2, _VAULT_GEMMA, _GEMMA3),
-    )
+    for family in (*(_GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT_NEOX, _NANOCHAT, _GEMMA, _GEMMA2, _GEMMA3),)
 }
 _REGISTRY = Registry("family of models", "headwater.families", {}, "Family")
 _REGISTRY.added = FAMILIES
