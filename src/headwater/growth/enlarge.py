@@ -365,13 +365,10 @@ def _shape_along(dim: int, dims: int) -> list[int]:
 def _scale_copies(axis: Dim, way: Copied, shares: Tensor, power: int) -> Tensor:
     """Return the factors of old entries along an axis. shares: 1/copies of each. power: as in `Moves.make_tensor`."""
     factor = torch.full_like(shares, way.factor)
-    if axis.reads and power == 0:
-        return factor * shares
-    if axis.reads and way.factor != 1:
-        return factor.reciprocal() ** power
-    if axis.reads or power == 0:
-        return factor
-    return (shares if axis.kind not in ("same", "layers") else 1.0) ** power / factor**power
+    if power == 0:
+        return factor * shares if axis.reads else factor
+    is_shared = not axis.reads and axis.kind not in ("same", "layers")
+    return (shares if is_shared else 1.0) ** power / factor**power
 
 
 def _check_units(config: HeadwaterConfig) -> None:

@@ -62,18 +62,14 @@ class Server:
     share: the model is this part of one that is split over processes.
     """
 
-    def __init__(
-        self,
-        model: HeadwaterForCausalLM,
-        block_size: int = 4,
-        seed: int = 0,
-        share: Portion | None = None,
-    ) -> None:
-        self.model, self.size = model, block_size
+    size = 4  # tokens of a block
+
+    def __init__(self, model: HeadwaterForCausalLM, seed: int = 0, share: Portion | None = None) -> None:
+        self.model = model
         self.random = random.Random(seed)
         element = next(model.parameters()).element_size()
         share = share or Portion(model.config)
-        page = Page(share.narrow_config, share.plans, block_size, element, TAKEN_BACK)
+        page = Page(share.narrow_config, share.plans, self.size, element, TAKEN_BACK)
         self.engine = NaiveEngine(page, share.slopes)
         self.prefix_blocks: dict[tuple[int, ...], int] = {}  # blocks of prefixes
         self.block_count = 0

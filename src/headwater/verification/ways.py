@@ -88,7 +88,7 @@ class Probe:
 
     def compare_call(self, output: CallOutput, spans: Sequence[CallSpan], packed: bool = False) -> None:
         """Compare what a call returned at `spans` with the uncached pass, and keep the first parting."""
-        earliest: tuple[int, int, int, int] | None = None
+        differing = []
         for row, slot, text, position, length in spans:
             if length <= 0:
                 continue
@@ -98,10 +98,9 @@ class Probe:
             parted = (error > self.tolerance).nonzero()
             if len(parted):
                 step = int(parted[0])
-                candidate = (position + step, row, slot + step, text)
-                earliest = candidate if earliest is None else min(earliest, candidate)
-        if earliest is not None and self.parting is None:
-            position, row, slot, text = earliest
+                differing.append((position + step, row, slot + step, text))
+        if differing and self.parting is None:
+            position, row, slot, text = min(differing)
             layer = self._find_layer(output, row, slot, text, position)
             self.parting = Parting(text if packed else row, position, layer)
 
@@ -184,6 +183,12 @@ class Feed:
             self.probe.compare_call(output, spans)
         self.position = until
         return output
+
+    def find_method(self, name: str) -> Callable[..., Any]:
+        """Find a method of the cache. Raises `DoesNotApply` if it has none of that name."""
+        if not hasattr(self.cache, name):
+            raise DoesNotApply(f"{type(self.cache).__name__} has no {name}")
+        return getattr(self.cache, name)
 
     def read_singly(self, tokens: int | None = None) -> None:
         """Read tokens one by one."""
@@ -276,18 +281,16 @@ def _in_chunks(
 def _crop_cache(probe: Probe) -> None:
     """Read tokens that turn out wrong, and take them back, as assisted decoding does."""
     feed = Feed(probe, [0, 1, 2])
-    activate = getattr(feed.cache, "activate_past_recording", None)
-    if activate is not None:
-        activate()
+    if hasattr(feed.cache, "activate_past_recording"):
+        feed.cache.activate_past_recording()
     feed.read_tokens(7)
     for right, wrong in ((2, 3), (1, 1), (3, 5)):
         feed.read_tokens(right)
         feed.read_tokens(wrong, wrong=[1, 2, 0])
-        if not hasattr(feed.cache, "crop"):
-            raise DoesNotApply(f"{type(feed.cache).__name__} has no crop")
+        crop = feed.find_method("crop")
         if getattr(feed.cache, "is_croppable", True) is False:
             raise DoesNotApply("the cache is not croppable")
-        feed.cache.crop(-wrong)
+        crop(-wrong)
         feed.position -= wrong
     feed.read_singly()
 
@@ -303,9 +306,7 @@ def _change_rows(
     feed.read_tokens(SHARED - 1)
     feed.read_singly(1)
     for method, argument, rows in changes:
-        if not hasattr(feed.cache, method):
-            raise DoesNotApply(f"{type(feed.cache).__name__} has no {method}")
-        getattr(feed.cache, method)(torch.tensor(argument) if isinstance(argument, list) else argument)
+        feed.find_method(method)(torch.tensor(argument) if isinstance(argument, list) else argument)
         feed.rows, feed.pads = list(rows), [0] * len(rows)
         feed.read_singly(3)
     feed.read_tokens()
@@ -337,9 +338,7 @@ def _two_streams(probe: Probe) -> None:
 def _reset_cache(probe: Probe) -> None:
     feed = Feed(probe, [1, 2])
     feed.read_tokens(9)
-    if not hasattr(feed.cache, "reset"):
-        raise DoesNotApply(f"{type(feed.cache).__name__} has no reset")
-    feed.cache.reset()
+    feed.find_method("reset")()
     second = Feed(probe, [0, 1], cache=feed.cache)
     second.read_tokens(6)
     second.read_singly(3)
