@@ -7,7 +7,6 @@ import functools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -141,7 +140,7 @@ def per_document(model: HeadwaterForCausalLM, ids: Tensor, rows: list[list[int]]
 DECODING = [
     *WAYS,
     *(
-        Way(f"{name}, padded rows", partial(run, padded=True, **options), generates=True)
+        Way(f"{name}, padded rows", run, True, padded=True, **options)
         for name, run, options in (
             ("chunked", generate_rows, dict(prefill_chunk_size=4)),
             ("sampling", generate_rows, SAMPLED),
@@ -151,7 +150,7 @@ DECODING = [
             ("static, chunked", generate_rows, STATIC | dict(prefill_chunk_size=4)),
         )
     ),
-    Way("an assistant that is alike", partial(generate_assisted, distance=0.02), generates=True),
+    Way("an assistant that is alike", generate_assisted, True, distance=0.02),
 ]
 
 

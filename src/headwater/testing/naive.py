@@ -111,12 +111,6 @@ def rms_norm(x: Tensor, weight: Any, eps: float) -> Tensor:
     return x / ((x**2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def layer_norm(x: Tensor, weight: Any, bias: Tensor | None, eps: float) -> Tensor:
-    centered = x - x.mean(-1, keepdim=True)
-    normed = centered / ((centered**2).mean(-1, keepdim=True) + eps).sqrt() * weight
-    return normed if bias is None else normed + bias
-
-
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Turn channel i of x [T, d] against channel i + n by the i-th of n angles [T, n]."""
     n = angles.shape[1]
@@ -721,9 +715,9 @@ class Reference:
         weight = self.weights.get(f"{name}.weight", 1.0)
         if self.config.unit_offset_norm and f"{name}.weight" in self.weights:
             weight = 1 + weight
-        if self.config.norm == "rms_norm":
-            return rms_norm(x, weight, self.config.norm_eps)
-        return layer_norm(x, weight, self.weights.get(f"{name}.bias"), self.config.norm_eps)
+        if self.config.norm == "layer_norm":
+            x = x - x.mean(-1, keepdim=True)
+        return rms_norm(x, weight, self.config.norm_eps) + self.weights.get(f"{name}.bias", 0.0)
 
     def project(self, name: str, x: Tensor, heads: Sequence[int]) -> ByHead:
         """Queries, keys or values."""

@@ -444,13 +444,12 @@ def _continue_turn(probe: Probe) -> None:
     _check_generated(probe, output, [0] * len(ids), longer.shape[1])
 
 
-@dataclass(frozen=True)
 class Way:
-    """A way of decoding. generates: it runs `generate`, and once, not in each precision."""
+    """A way of decoding, `run` with these options. generates: it runs `generate`, and once, not in each precision."""
 
-    name: str
-    run: Callable[[Probe], None]
-    generates: bool = False
+    def __init__(self, name: str, run: Callable[..., None], generates: bool = False, **options: Any) -> None:
+        self.name, self.generates = name, generates
+        self.run: Callable[[Probe], None] = partial(run, **options)
 
 
 # The first is what the others rest on: a model whose uncached logits depend on later tokens has no cache to verify.
@@ -458,40 +457,40 @@ CAUSAL = "prefixes"
 STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=True)
 SAMPLED: dict[str, Any] = dict(do_sample=True, top_k=0, num_return_sequences=2)
 WAYS = [
-    Way(CAUSAL, partial(_read_uncached, lengths=(1, 2, 7, SHARED, LENGTH - 1))),
-    Way("rows alone", partial(_read_uncached, batches=[[text] for text in range(ROWS)])),
-    Way("padding", partial(_read_uncached, batches=[range(len(PADS))], pads=PADS)),
+    Way(CAUSAL, _read_uncached, lengths=(1, 2, 7, SHARED, LENGTH - 1)),
+    Way("rows alone", _read_uncached, batches=[[text] for text in range(ROWS)]),
+    Way("padding", _read_uncached, batches=[range(len(PADS))], pads=PADS),
     Way("packing", read_packed),
-    Way("packing+", partial(read_packed, with_borders=True)),
-    Way("1 by 1", partial(_in_chunks, sizes=[1])),
-    Way("prefill", partial(_in_chunks, sizes=[SHARED, 1])),
-    Way("chunks of 3", partial(_in_chunks, sizes=[3])),
-    Way("chunks of 8", partial(_in_chunks, sizes=[8])),
-    Way("mixed", partial(_in_chunks, sizes=[6, 1, 2, 1, 7, 3])),
-    Way("only cache", partial(_in_chunks, sizes=[6, 1, 1, 9, 3], bare=True)),
+    Way("packing+", read_packed, with_borders=True),
+    Way("1 by 1", _in_chunks, sizes=[1]),
+    Way("prefill", _in_chunks, sizes=[SHARED, 1]),
+    Way("chunks of 3", _in_chunks, sizes=[3]),
+    Way("chunks of 8", _in_chunks, sizes=[8]),
+    Way("mixed", _in_chunks, sizes=[6, 1, 2, 1, 7, 3]),
+    Way("only cache", _in_chunks, sizes=[6, 1, 1, 9, 3], bare=True),
     # The shortest row has one token after the first chunk.
-    Way("padded, 1 by 1", partial(_in_chunks, sizes=[LENGTH - 2, 1], padded=True)),
-    Way("padded, chunks", partial(_in_chunks, sizes=[4], padded=True)),
+    Way("padded, 1 by 1", _in_chunks, sizes=[LENGTH - 2, 1], padded=True),
+    Way("padded, chunks", _in_chunks, sizes=[4], padded=True),
     Way("crop", _crop_cache),
     # As beam search does: the first row's prefix continues in two ways, and another row is dropped.
-    Way("reorder", partial(_change_rows, changes=[(REORDER, [2, 0, 0], [2, 0, 3]), (REORDER, [1, 2, 0], [0, 3, 2])])),
-    Way("select", partial(_change_rows, changes=[(SELECT, [2, 0], [2, 0])])),
-    Way("permute", partial(_change_rows, changes=[(SELECT, [2, 0, 1], [2, 0, 1])])),
-    Way("repeat", partial(_change_rows, changes=[("batch_repeat_interleave", 2, [0, 3, 1, 1])], texts=(0, 1))),
+    Way("reorder", _change_rows, changes=[(REORDER, [2, 0, 0], [2, 0, 3]), (REORDER, [1, 2, 0], [0, 3, 2])]),
+    Way("select", _change_rows, changes=[(SELECT, [2, 0], [2, 0])]),
+    Way("permute", _change_rows, changes=[(SELECT, [2, 0, 1], [2, 0, 1])]),
+    Way("repeat", _change_rows, changes=[("batch_repeat_interleave", 2, [0, 3, 1, 1])], texts=(0, 1)),
     Way("prefix reuse", _reuse_prefix),
     Way("two streams", _two_streams),
     Way("reset", _reset_cache),
-    Way("static", partial(_in_chunks, sizes=[SHARED, 1], static=True)),
-    Way("static, chunks", partial(_in_chunks, sizes=[5, 1, 4, 3, 7], static=True)),
-    Way("static, padded", partial(_in_chunks, sizes=[LENGTH - 2, 1], padded=True, static=True)),
+    Way("static", _in_chunks, sizes=[SHARED, 1], static=True),
+    Way("static, chunks", _in_chunks, sizes=[5, 1, 4, 3, 7], static=True),
+    Way("static, padded", _in_chunks, sizes=[LENGTH - 2, 1], padded=True, static=True),
     Way("greedy", generate_rows, True),
-    Way("generate, padded", partial(generate_rows, padded=True), True),
-    Way("generate, chunked", partial(generate_rows, prefill_chunk_size=4), True),
-    Way("sampling", partial(generate_rows, **SAMPLED), True),
+    Way("generate, padded", generate_rows, True, padded=True),
+    Way("generate, chunked", generate_rows, True, prefill_chunk_size=4),
+    Way("sampling", generate_rows, True, **SAMPLED),
     Way("beams", search_beams, True),
     Way("assisted", generate_assisted, True),
     Way("prompt lookup", _look_up_prompt, True),
     Way("second turn", _continue_turn, True),
-    Way("generate, static", partial(generate_rows, **STATIC), True),
-    Way("static, chunked", partial(generate_rows, **STATIC, prefill_chunk_size=4), True),
+    Way("generate, static", generate_rows, True, **STATIC),
+    Way("static, chunked", generate_rows, True, **STATIC, prefill_chunk_size=4),
 ]
