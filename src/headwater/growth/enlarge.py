@@ -182,21 +182,18 @@ class Moves:
             owner, inner = owner_of(self.large, name)
             if isinstance(owner, PassesThrough) and (passing := owner.find_neutral_value(inner)) is not None:
                 return passing
-        silenced = layer in self.growth.silent and not power and self.is_silenced(name)
         axes = self.find_axes(old_name, counterpart)
+        silenced = layer in self.growth.silent and not power and self.is_silenced(name, axes[: counterpart.dim()])
         return self.fill_entries(name, counterpart if old is None else old, fresh, axes, power, silenced)
 
-    def is_silenced(self, name: str) -> bool:
+    def is_silenced(self, name: str, axes: Sequence[Dim]) -> bool:
         """Whether it is the last thing before the stream that a layer adds to it."""
         layer, module = split_name(name)
         assert layer is not None
         if module in ("attention_output_norm", "feed_forward_output_norm"):
             return True
         norm = self.large.base_model.layers[layer].attention_output_norm
-        if getattr(norm, "weight", None) is not None or module not in WRITERS:
-            return False
-        counterpart = self.names[self.old_name(name)]
-        return any(axis == WRITES for axis in self.find_axes(self.old_name(name), counterpart)[: counterpart.dim()])
+        return getattr(norm, "weight", None) is None and module in WRITERS and WRITES in axes
 
     def find_axes(self, name: str, tensor: Tensor) -> tuple[Dim, ...]:
         """The axes of a parameter of the smaller model."""
