@@ -31,6 +31,11 @@ MAPS = dict(q_proj="query", k_proj="key", v_proj="value", o_proj="output", mlp="
 # Mechanisms
 
 
+def choose_value(option: Any, default: Any) -> Any:
+    """Choose an option's value: the default where it is None."""
+    return default if option is None else option
+
+
 def mix(weights: Any, tensors: Sequence[Tensor]) -> Tensor:
     """Σ_i weights[i]·tensors[i]."""
     return sum((w * x for w, x in zip(weights, tensors, strict=True)), torch.zeros_like(tensors[0]))
@@ -161,12 +166,12 @@ def source_of(config: Any, name: str, layer: int, head: int, kv: int) -> int:
     depth, options, option = config.num_hidden_layers, config.mechanisms[name], ("keys", "values")[kv]
     if name == "skip_layer":
         groups = config.num_attention_heads // config.num_key_value_heads
-        distance = options["layers"] if options["layers"] is not None else 3 * depth // 4
-        skipping = (3 * config.num_attention_heads // 4 if options["heads"] is None else options["heads"]) // groups
+        distance = choose_value(options["layers"], 3 * depth // 4)
+        skipping = choose_value(options["heads"], 3 * config.num_attention_heads // 4) // groups
         skips = head >= config.num_key_value_heads - skipping and distance <= layer
         return layer - distance if skips else layer
     if name == "svformer":
-        receivers = range(options["source"] + 1, depth) if options["layers"] is None else options["layers"]
+        receivers = choose_value(options["layers"], range(options["source"] + 1, depth))
         return options["source"] if layer in receivers and options["share"] in (option, "both") else layer
     return layer_map(options, options[option], depth)[layer] if name == "kv_source" else layer
 
@@ -175,7 +180,7 @@ def layer_map(options: dict[str, Any], sources: Any, depth: int) -> list[int]:
     """The source of each layer in a map of layers."""
     if isinstance(sources, list):
         return sources
-    sharing = depth // 2 if options["num_shared_layers"] is None else options["num_shared_layers"]
+    sharing = choose_value(options["num_shared_layers"], depth // 2)
     kinds = options["layer_types"] or ["alike"] * depth
 
     def of_its_kind(layer: int) -> int:
@@ -233,7 +238,7 @@ class Reference:
         """
         c = self.config
         self.ids, self.starts = ids, starts
-        self.real = [True] * len(ids) if real is None else real
+        self.real = choose_value(real, [True] * len(ids))
         self.position = (torch.tensor(self.real).long().cumsum(0) - 1).clamp(min=0)
         x = c.embedding_scale * self.weights["model.embed_tokens.weight"][ids]
         if c.position == "learned":
@@ -330,7 +335,7 @@ class Reference:
         distance = torch.nn.functional.pad(self.position[:, None] - self.position, (pairs, 0))
         weights = []
         for h, query in q.items():
-            scale = 1 / math.sqrt(query.shape[1]) if c.attention_scale is None else c.attention_scale
+            scale = choose_value(c.attention_scale, 1 / math.sqrt(query.shape[1]))
             scores = scale * (query @ keys[h].T)
             if c.attention_softcap is not None:
                 scores = c.attention_softcap * (scores / c.attention_softcap).tanh()
@@ -361,7 +366,7 @@ class Reference:
         """Find whether slot t attends to slot j, [T, T]: to the real ones up to it, within the window."""
         slots = torch.arange(len(self.real))
         back = slots[:, None] - slots
-        window = len(slots) if self.layer_config.sliding_window is None else self.layer_config.sliding_window
+        window = choose_value(self.layer_config.sliding_window, len(slots))
         return (back >= 0) & (back < window) & torch.tensor(self.real)
 
     def find_sources(self, layer: int, head: int) -> tuple[int, int]:
@@ -474,7 +479,7 @@ class Reference:
         if name == "mudd" and is_last:
             return self.sum_states(layer, "last.", states[:-1], x, [x])[0]
         if name == "backout" and is_last:
-            middle = (layer + 1) // 2 if options["layer"] is None else options["layer"]
+            middle = choose_value(options["layer"], (layer + 1) // 2)
             return x - self.find_parameter(name, layer, "strength") * states[middle + 1]
         if name == "dense_former" and (layer + 1) % options["period"] == 0:
             terms = [j for j in range(layer + 2) if (layer + 1 - j) % options["dilation"] == 0]
@@ -515,7 +520,7 @@ class Reference:
     def list_receivers(self, options: dict[str, Any]) -> list[int]:
         """List the layers of a value residual that have something to mix into."""
         depth, kv = self.config.num_hidden_layers, {"keys": 0, "values": 1}.get(options["target"])
-        layers = range(options["source"] + 1, depth) if options["layers"] is None else options["layers"]
+        layers = choose_value(options["layers"], range(options["source"] + 1, depth))
         layers = [layer for layer in layers if kv is None or self.list_stored_heads(layer, kv)]
         if options["mode"] == "sparse" and options["layers"] is None:
             return layers[-max(1, 3 * depth // 8) :]
@@ -528,7 +533,7 @@ class Reference:
         if mode == "identity":
             return 0.5, 0.5
         if mode in fixed:
-            return (fixed[mode] if options["weight"] is None else options["weight"]), 1.0
+            return choose_value(options["weight"], fixed[mode]), 1.0
         if mode == "learnable":
             return tuple(lambdas)
         share = self.weights["model.mechanisms.value_residual.logits"].softmax(0)
@@ -633,7 +638,7 @@ class Reference:
         up, gate, scalar, table = (self.find_parameter("value_embedding", layer, name) for name in names)
         heads = list(v)
         if options["tables"] is not None:
-            layers = range(c.num_hidden_layers) if options["layers"] is None else sorted(set(options["layers"]))
+            layers = sorted({*choose_value(options["layers"], range(c.num_hidden_layers))})
             number = [i for i in layers if self.list_stored_heads(i, 1)].index(layer) % options["tables"]
             table = self.weights["model.mechanisms.value_embedding.table.weight"].split(c.vocab_size)[number]
             heads = list(range(self.layer_config.num_key_value_heads)) if up is None else heads
@@ -649,7 +654,7 @@ class Reference:
         if options["target"] != target:
             return ()
         default = range(1 if target == "stream" else self.config.num_hidden_layers)
-        return default if options["layers"] is None else sorted(set(options["layers"]))
+        return sorted({*choose_value(options["layers"], default)})
 
     def ngram_memory(self, layer: int, x: Tensor) -> Tensor:
         """Return what is added to each token. x: the gate's input."""
@@ -658,7 +663,7 @@ class Reference:
         names = ("table.table.weight", "up.weight", "key.weight", "scalar")
         table, up, key, scalar = (self.find_parameter("ngram_memory", layer, name) for name in names)
         index = self.list_memories(options, options["target"]).index(layer)
-        least = options["vocab_size"] if options["rows"] is None else options["rows"]
+        least = choose_value(options["rows"], options["vocab_size"])
         sizes = list_primes(least, (index + 1) * len(orders) * heads)[-len(orders) * heads :]
         factors = ngram_factors(max(orders), options["vocab_size"], options["seed"] + 10007 * index)
         found_rows = []
@@ -686,7 +691,7 @@ class Reference:
         past = [int(self.ids[t])]
         for back in range(1, max(options["orders"])):
             borders = [t - step in begins or int(self.ids[t - step - 1]) == end for step in range(back)]
-            past.append((options["vocab_size"] if end is None else end) if any(borders) else int(self.ids[t - back]))
+            past.append(choose_value(end, options["vocab_size"]) if any(borders) else int(self.ids[t - back]))
         return past
 
     # Parts
