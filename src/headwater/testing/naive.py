@@ -387,8 +387,8 @@ class Reference:
 
     def transform_block_input(self, name: str, layer: int, x: Tensor) -> Tensor:
         """Return the input of a block's attention."""
-        if name == "depth_attention" and self.list_queries(layer, 1):
-            return self.depth_attention(layer, self.list_queries(layer, 1)[0], x)
+        if name == "depth_attention" and (queries := self.list_queries(layer, 1)):
+            return self.depth_attention(layer, queries[0], x)
         options = self.mechanisms[name]
         if name == "value_residual" and options["target"] == "hidden" and layer in self.list_receivers(options):
             return mix(self.two_weights(layer, options), (self.stream[options["source"]], x))
