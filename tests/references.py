@@ -1,6 +1,8 @@
 """The naive reference of any model in the tests, image models included."""
 
+import inspect
 import math
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -8,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from headwater.testing import Reference
+from headwater.testing import Case, Reference, tokens
+from headwater.testing.contract_suite import T
 from headwater.testing.naive import shift
 
 
@@ -71,6 +74,12 @@ class ImageReference(Reference):
         rates = [(axis, rope["rope_theta"] ** (-4 * rate / turned)) for axis, rate in pairs]
         places = [place or (0, 0) for place in self.positions]
         return torch.tensor([[place[axis] * rate for axis, rate in rates] for place in places], dtype=torch.float64)
+
+
+def run_check(check: Callable[..., None], case: Case, **more: Any) -> None:
+    """Run a test of a contract suite on a case, with the fixtures that it takes."""
+    fixtures = {"case": case, "model": case.model, "ids": tokens(2, T)} | more
+    check(**{name: fixtures[name] for name in inspect.signature(check).parameters})
 
 
 def reference(model: Any, differentiable: bool = False) -> Reference:

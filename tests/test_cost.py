@@ -28,7 +28,7 @@ from headwater.cost.counts import (
 from headwater.mechanisms import Cost, Mechanism
 from headwater.models import cache as caches
 from headwater.plugins.registry import MECHANISMS
-from headwater.testing.model_measures import kept_by_autograd
+from headwater.testing import model_measures
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
 
@@ -98,6 +98,17 @@ VARIANTS = {
 }
 SINGLE = [{name: options} for name in MECHANISMS.built_in for options in VARIANTS.get(name, [{}])]
 PAIRS = [{a: {}, b: {}} for a, b in itertools.combinations(MECHANISMS.built_in, 2)]
+
+
+def kept_by_autograd(
+    config, context, batch_size, precision: Precision = Precision.FP32, checkpointing: bool = False, **inputs
+) -> int:
+    """The bytes that autograd keeps of a training step of a new model."""
+    model = HeadwaterForCausalLM(config).to(precision.weights).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with precision.autocast("cpu"):
+        return model_measures.kept_by_autograd(model, batch_size, context, **inputs)
 
 
 def config(mechanisms: dict | None = None, gpt2: bool = False, **changes) -> HeadwaterConfig:

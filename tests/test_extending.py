@@ -10,6 +10,7 @@ from headwater.testing import Contract
 from headwater.testing.contract_suite import DECODING
 from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.training.loop import train
+from references import run_check
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
 BLOCKS = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
@@ -64,9 +65,9 @@ def test_the_mechanism_keeps_its_contract(folder):
         suite.test_saved_is_what_autograd_keeps,
         suite.test_work_grows_with_the_tokens_alone,
     ):
-        check(case)
+        run_check(check, case)
     for way in DECODING:
-        suite.test_cached_equals_uncached(case, way)
+        run_check(suite.test_cached_equals_uncached, case, way=way)
 
 
 def test_the_family_reads_a_checkpoint(folder):

@@ -213,10 +213,10 @@ class TestEveryMechanism(Contract):
                         parameter.data.clamp_(0.1, 0.9)
         return least
 
-    def test_half_precision_equals_full(self, case):
+    def test_half_precision_equals_full(self, case, ids):
         if any(options.get("top_k") for options in json.loads(case.mechanisms).values()):
             pytest.skip("rounding chooses other pairs")
-        super().test_half_precision_equals_full(case)
+        super().test_half_precision_equals_full(case, ids)
 
 
 # Layers that differ from the model

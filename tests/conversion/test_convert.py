@@ -44,7 +44,7 @@ from headwater.cost.counts import training_flops
 from headwater.mechanisms.blend import Blend
 from headwater.models.cache import cache_bytes
 from headwater.testing import Case, Contract
-from headwater.testing.naive import Reference
+from headwater.testing.naive import Reference, find_sources, mix
 from headwater_lab.api.converting import _write_start
 from headwater_lab.data.tokenizer import load_tokenizer
 from headwater_lab.recipe.recipe import parse
@@ -93,8 +93,41 @@ def at(model, weight):
     return model
 
 
+class BlendReference(Reference):
+    """The equation of a model on its way to a goal: (1 - w)·its own keys and values + w·the goal's."""
+
+    knows = (*Reference.knows, "blend")
+
+    def find_goal(self):
+        """The goal's config, the weight on the way there, and how many heads become one."""
+        c, options = self.config, self.config.mechanisms["blend"]
+        goal = copy.copy(c)
+        goal.num_key_value_heads = options["num_key_value_heads"] or c.num_key_value_heads
+        goal.mechanisms = options["mechanisms"] or {}
+        return goal, options["weight"], c.num_key_value_heads // goal.num_key_value_heads
+
+    def find_attended(self, layer, kv, head):
+        goal, weight, group = self.find_goal()
+        aim = self.bank[find_sources(goal, layer, head // group)[kv]][kv][head]
+        return mix((1 - weight, weight), (super().find_attended(layer, kv, head), aim))
+
+    def transform_projections(self, name, layer, q, k, v):
+        if name != "blend":
+            return super().transform_projections(name, layer, q, k, v)
+        return q, self.pool_heads(k), self.pool_heads(v)
+
+    def pool_heads(self, x):
+        """Each head mixed with the mean of its group."""
+        _, weight, group = self.find_goal()
+        if group == 1:
+            return x
+        means = {h // group: mix([1 / group] * group, [x[h + i] for i in range(group)]) for h in x if h % group == 0}
+        return {h: mix((1 - weight, weight), (row, means[h // group])) for h, row in x.items()}
+
+
 class TestBlend(Contract):
     mechanism = "blend"
+    reference = BlendReference
 
     @classmethod
     def cases(cls):
@@ -148,7 +181,7 @@ def test_it_begins_as_the_model_and_ends_as_the_goal(name):
 def test_on_its_way_it_is_what_the_equation_says(goal):
     options = {"blend": goal | {"weight": 0.25}}
     model, ids = build(options, qk_norm=True), tokens(6)
-    expected = Reference(model.config, dict(model.state_dict()))(ids)
+    expected = BlendReference(model.config, dict(model.state_dict()))(ids)
     assert_near(model(ids[None], use_cache=False).logits[0], expected, 1e-12)
 
 

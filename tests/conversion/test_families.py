@@ -23,7 +23,6 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
-    VaultGemmaConfig,
 )
 
 from conftest import build, config, disturb, tokens
@@ -81,7 +80,6 @@ CASES: dict[str, PreTrainedConfig] = {
     "gemma2, no caps": Gemma2Config(
         **NEW, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=None, final_logit_softcapping=None
     ),
-    "vaultgemma": VaultGemmaConfig(**NEW, head_dim=16, sliding_window=6, layer_types=["sliding_attention"] * 3),
     "gemma3": Gemma3TextConfig(**NEW | dict(num_hidden_layers=4), head_dim=8, sliding_window=6, layer_types=KINDS),
     "gemma3, scaled": Gemma3TextConfig(
         **NEW,
@@ -112,7 +110,7 @@ def follows_length(case) -> bool:
 def theirs(config: PreTrainedConfig, kernel: str = "sdpa") -> PreTrainedModel:
     """A model of theirs, of which no weight is at its start."""
     torch.manual_seed(0)
-    kernel = "eager" if config.model_type in ("gemma2", "vaultgemma") else kernel  # the others have no soft cap
+    kernel = "eager" if config.model_type == "gemma2" else kernel  # the others have no soft cap
     return disturb(AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=kernel)).eval()
 
 

@@ -260,7 +260,7 @@ def test_the_last_norm_makes_up_for_a_tied_head_that_reads_copies(norm):
 
 
 def test_another_function_is_refused_though_the_rules_missed_it(monkeypatch):
-    monkeypatch.setattr(enlarge.Moves, "is_silenced", lambda self, name: False)
+    monkeypatch.setattr(enlarge.Moves, "is_silenced", lambda self, name, axes: False)
     with pytest.raises(HeadwaterError, match="This is a bug in headwater"):
         grow(shared(), num_hidden_layers=4)
 

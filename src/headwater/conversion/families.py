@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -28,7 +28,6 @@ from transformers import (
     PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
-    VaultGemmaForCausalLM,
 )
 
 from headwater.config.text import HeadwaterConfig
@@ -61,46 +60,50 @@ _OLD_BUFFER = ".attn.masked_bias"
 class Link:
     """One of the family's modules and our modules that correspond to it; `{}` is the layer.
 
-    transposed: its matrix is [in, out], as in Conv1D.
-    interleaved: the rows of our modules alternate head by head, [H, modules, d]; otherwise they follow one another.
-    backwards: RoPE rotates its heads the other way, which equals ours with the two halves of each head exchanged.
-    convolves: its weight is a convolution's, [out, C, h, w], and ours a matrix.
-    bare: it is a parameter [1, n, D], not a module, and ours is an embedding's weight.
+    form: how its weight differs from ours, which follow one another in it.
+        transposed: its matrix is [in, out], as in Conv1D.
+        interleaved: the rows of our modules alternate head by head, [H, modules, d].
+        backwards: RoPE rotates its heads the other way, which equals ours with the two halves of each head exchanged.
+        convolution: its weight is a convolution's, [out, C, h, w], and ours a matrix.
+        parameter: it is a parameter [1, n, D], not a module, and ours is an embedding's weight.
     """
 
     theirs: str
     ours: tuple[str, ...]
-    transposed: bool = False
-    interleaved: bool = False
-    backwards: bool = False
-    convolves: bool = False
-    bare: bool = False
+    form: Literal["", "transposed", "interleaved", "backwards", "convolution", "parameter"] = ""
 
     def split_tensor(self, tensor: Tensor, config: HeadwaterConfig) -> tuple[Tensor, ...]:
         """Split the family's weight or bias into one for each of our modules."""
-        if self.bare or (self.convolves and tensor.ndim == 4):
-            return (tensor.flatten(0, 1) if self.bare else tensor.flatten(1),)
-        if self.backwards:
-            return (exchange_halves(tensor, config),)
-        tensor = tensor.mT if self.transposed and tensor.ndim == 2 else tensor
-        if self.interleaved:
-            by_head = tensor.unflatten(0, (config.num_attention_heads, len(self.ours), -1)).unbind(1)
-            return tuple(x.flatten(0, 1) for x in by_head)
+        match self.form, tensor.ndim:
+            case "interleaved", _:
+                by_head = tensor.unflatten(0, (config.num_attention_heads, len(self.ours), -1)).unbind(1)
+                return tuple(x.flatten(0, 1) for x in by_head)
+            case "backwards", _:
+                tensor = exchange_halves(tensor, config)
+            case "parameter", _:
+                tensor = tensor.flatten(0, 1)
+            case "convolution", 4:
+                tensor = tensor.flatten(1)
+            case "transposed", 2:
+                tensor = tensor.mT
         return tensor.chunk(len(self.ours))
 
     def join_tensors(self, tensors: list[Tensor], config: HeadwaterConfig) -> Tensor:
         """Join the weights or biases of our modules into the family's."""
-        if self.interleaved:
-            heads = (config.num_attention_heads, -1)
-            return torch.stack([x.unflatten(0, heads) for x in tensors], dim=1).flatten(0, 2)
         tensor = torch.cat(tensors)
-        if self.backwards:
-            return exchange_halves(tensor, config)
-        if self.bare:
-            return tensor[None]
-        if self.convolves and tensor.ndim == 2:
-            return tensor.unflatten(1, (config.num_channels, *config.patch_shape))
-        return tensor.mT if self.transposed and tensor.ndim == 2 else tensor
+        match self.form, tensor.ndim:
+            case "interleaved", _:
+                heads = (config.num_attention_heads, -1)
+                return torch.stack([x.unflatten(0, heads) for x in tensors], dim=1).flatten(0, 2)
+            case "backwards", _:
+                return exchange_halves(tensor, config)
+            case "parameter", _:
+                return tensor[None]
+            case "convolution", 2:
+                return tensor.unflatten(1, (config.num_channels, *config.patch_shape))
+            case "transposed", 2:
+                return tensor.mT
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -255,7 +258,7 @@ class Family:
             for kind in ("weight", "bias"):
                 stored = [tensors[name] for name in (f"{module}.{kind}" for module in link.ours) if name in tensors]
                 if stored:
-                    name = link.theirs if link.bare else f"{link.theirs}.{kind}"
+                    name = link.theirs if link.form == "parameter" else f"{link.theirs}.{kind}"
                     written[name] = _copy_tensor(link.join_tensors(stored, config))
         return written
 
@@ -508,12 +511,9 @@ _QKV = tuple(f"{LAYER}self_attn.{letter}_proj" for letter in "qkv")
 _GPT2 = Family(
     model=GPT2LMHeadModel,
     fields=_EVERYWHERE
+    | _SIZES
     | dict(
-        hidden_size="n_embd",
         intermediate_size="n_inner",
-        num_hidden_layers="n_layer",
-        num_attention_heads="n_head",
-        max_position_embeddings="n_positions",
         hidden_act="activation_function",
         norm_eps="layer_norm_epsilon",
         embedding_dropout="embd_pdrop",
@@ -534,10 +534,10 @@ _GPT2 = Family(
                 "lm_head": "lm_head",
             }
         ),
-        Link("transformer.h.{}.attn.c_attn", _QKV, transposed=True),
-        Link("transformer.h.{}.attn.c_proj", (f"{LAYER}self_attn.o_proj",), transposed=True),
-        Link("transformer.h.{}.mlp.c_fc", (f"{LAYER}mlp.up_proj",), transposed=True),
-        Link("transformer.h.{}.mlp.c_proj", (f"{LAYER}mlp.down_proj",), transposed=True),
+        Link("transformer.h.{}.attn.c_attn", _QKV, "transposed"),
+        Link("transformer.h.{}.attn.c_proj", (f"{LAYER}self_attn.o_proj",), "transposed"),
+        Link("transformer.h.{}.mlp.c_fc", (f"{LAYER}mlp.up_proj",), "transposed"),
+        Link("transformer.h.{}.mlp.c_proj", (f"{LAYER}mlp.down_proj",), "transposed"),
     ),
 )
 
@@ -569,7 +569,7 @@ _GPT_NEOX = Family(
                 "lm_head": "lm_head",
             }
         ),
-        Link("gpt_neox.layers.{}.attention.query_key_value", _QKV, interleaved=True),
+        Link("gpt_neox.layers.{}.attention.query_key_value", _QKV, "interleaved"),
     ),
 )
 
@@ -622,7 +622,7 @@ _NANOCHAT = _vary_family(
             map_same("model.embed_tokens", f"{LAYER}self_attn.v_proj", f"{LAYER}self_attn.o_proj", "lm_head")
             | {f"{LAYER}mlp.fc1": f"{LAYER}mlp.up_proj", f"{LAYER}mlp.fc2": f"{LAYER}mlp.down_proj"}
         ),
-        *(Link(name, (name,), backwards=True) for name in _QKV[:2]),
+        *(Link(name, (name,), "backwards") for name in _QKV[:2]),
     ),
 )
 
@@ -684,13 +684,6 @@ _GEMMA2 = _vary_family(
         *link_plain(_GEMMA_NORMS),
     ),
 )
-_VAULT_GEMMA = _vary_family(
-    _GEMMA2,
-    VaultGemmaForCausalLM,
-    {},
-    dict(output_norms=False),
-    links=tuple(link for link in _GEMMA2.links if "output_norm" not in link.ours[0]),
-)
 _QK_NORMS = link_plain(map_same(f"{LAYER}self_attn.q_norm", f"{LAYER}self_attn.k_norm"))
 # Its attn_logit_softcapping is a field that no module reads.
 _GEMMA3 = _vary_family(
@@ -720,10 +713,7 @@ _QWEN3 = _vary_family(
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (
-        *(_GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT_NEOX),
-        *(_NANOCHAT, _GEMMA, _GEMMA2, _VAULT_GEMMA, _GEMMA3),
-    )
+    for family in (*(_GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT_NEOX, _NANOCHAT, _GEMMA, _GEMMA2, _GEMMA3),)
 }
 _REGISTRY = Registry("family of models", "headwater.families", {}, "Family")
 _REGISTRY.added = FAMILIES

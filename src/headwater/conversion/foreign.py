@@ -14,7 +14,6 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,13 +30,15 @@ from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, nearest, shown
 
 Tensors = dict[str, Tensor]
-# A tensor's name in the checkpoint, and what makes the model's tensor from it.
-TensorSource = tuple[str, Callable[[Tensor], Tensor]]
 
 # Fields that keywords may set; the rest of a config is derived.
 FIELDS = HeadwaterConfig.__annotations__.keys() - {"layer_types"}
 EMBEDDING = "model.embed_tokens.weight"
 NEOX_EMBEDDING = "sequential.0.word_embeddings.weight"
+
+
+def _keep_tensor(name: str, tensor: Tensor, config: HeadwaterConfig) -> Tensor:
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,17 @@ class Layout:
     embedding: the name of the token embedding.
     tidy: the tensors, under the layout's plain names.
     pattern: of names that only this layout has; None if it cannot be recognized.
-    fields: (tensors, settings from keywords and a config) -> the fields of a `HeadwaterConfig`. source:
-    (name in the headwater model, its config) -> the origin of the tensor; None without one.
+    fields: (tensors, settings from keywords and a config) -> the fields of a `HeadwaterConfig`.
+    source: (name in the headwater model, its config) -> the name in the checkpoint; None without one.
+    convert: (name in the headwater model, tensor of the checkpoint, config) -> the model's tensor.
     """
 
     embedding: str
     tidy: Callable[[Tensors], Tensors]
     fields: Callable[[Tensors, dict[str, Any]], dict[str, Any]]
-    source: Callable[[str, HeadwaterConfig], TensorSource | None]
+    source: Callable[[str, HeadwaterConfig], str | None]
     pattern: str | None = None
+    convert: Callable[[str, Tensor, HeadwaterConfig], Tensor] = _keep_tensor
 
 
 def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> HeadwaterForCausalLM:
@@ -116,9 +119,9 @@ def _fill_model(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -
     """The model with the tensors copied in. Raises `HeadwaterError` if names or shapes do not match."""
     state = model.state_dict()
     sources = {name: source for name in state if (source := layout.source(name, model.config)) is not None}
-    for foreign, _ in sources.values():
+    names = {*sources.values()}
+    for foreign in sources.values():
         _take_tensor(tensors, foreign)
-    names = {foreign for foreign, _ in sources.values()}
     if model.config.tie_word_embeddings:
         names.add("lm_head.weight")  # which may be written out all the same
     for name in tensors:
@@ -127,8 +130,8 @@ def _fill_model(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -
                 f"The checkpoint has a tensor {name!r} that is not part of this layout; remove it if the function "
                 f"does not need it, or add the config it belongs to."
             )
-    for name, (foreign, make) in sources.items():
-        tensor = make(tensors[foreign])
+    for name, foreign in sources.items():
+        tensor = layout.convert(name, tensors[foreign], model.config)
         if tensor.shape != state[name].shape:
             raise HeadwaterError(
                 f"Tensor {foreign!r} has the shape {list(tensors[foreign].shape)}, which does not match "
@@ -136,10 +139,6 @@ def _fill_model(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -
             )
         state[name].copy_(tensor)
     return model
-
-
-def _keep_tensor(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _take_tensor(tensors: Tensors, name: str) -> Tensor:
@@ -234,18 +233,18 @@ def _refuse_settings(settings: dict[str, Any], **only: Any) -> None:
             raise HeadwaterError(f"The checkpoint's config has {name} {settings[name]!r}; only {value!r} is supported.")
 
 
-def _neox_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
+def _neox_source(name: str, config: HeadwaterConfig) -> str | None:
     depth = config.num_hidden_layers
     if name.endswith("scale.tau"):  # √n, or n for the exponential, as the model begins with
         return None
     if name == "lm_head.weight":
-        return None if config.tie_word_embeddings else (f"sequential.{depth + 4}.final_linear.weight", _keep_tensor)
+        return None if config.tie_word_embeddings else f"sequential.{depth + 4}.final_linear.weight"
     if name == EMBEDDING:
-        return NEOX_EMBEDDING, _keep_tensor
+        return NEOX_EMBEDDING
     name = name.replace("model.norm.", f"sequential.{depth + 3}.norm.")
     name = re.sub(r"^model\.layers\.(\d+)\.", lambda layer: f"sequential.{int(layer[1]) + 2}.", name)
     name = re.sub(r"self_attn\.(\w+)\.", lambda match: f"attention.{MAPS[match[1]]}.", name)
-    return re.sub(r"\.(key|value)$", r".\1_param_tokens", name), _keep_tensor
+    return re.sub(r"\.(key|value)$", r".\1_param_tokens", name)
 
 
 # Llama's layout: ResFormer and KV shifting
@@ -299,8 +298,8 @@ def _resformer_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, A
     return fields | dict(mechanisms=mechanisms)
 
 
-def _llama_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
-    return None if name == "lm_head.weight" and config.tie_word_embeddings else (name, _keep_tensor)
+def _llama_source(name: str, config: HeadwaterConfig) -> str | None:
+    return None if name == "lm_head.weight" and config.tie_word_embeddings else name
 
 
 def _shift_tidy(tensors: Tensors) -> Tensors:
@@ -360,11 +359,15 @@ def _shift_options(tensors: Tensors, layer: int) -> tuple[dict[str, Any], int]:
     return {"keys": "K" in shapes, "values": "V" in shapes, "window": window}, width_of_head
 
 
-def _shift_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
-    if match := re.fullmatch(r"(.*\.self_attn)\.mechanisms\.kv_shift\.(alpha|beta)", name):
-        # The listing's last column weighs the current token; our first row does.
-        return f"{match[1]}.{'K' if match[2] == 'alpha' else 'V'}", lambda taps: taps.flip(1).T
+def _shift_source(name: str, config: HeadwaterConfig) -> str | None:
+    for ours, theirs in (("alpha", "K"), ("beta", "V")):
+        name = name.replace(f"mechanisms.kv_shift.{ours}", theirs)
     return _llama_source(name, config)
+
+
+def _shift_convert(name: str, tensor: Tensor, config: HeadwaterConfig) -> Tensor:
+    # The listing's last column weighs the current token; our first row does.
+    return tensor.flip(1).T if ".kv_shift." in name else tensor
 
 
 # nanochat
@@ -471,51 +474,49 @@ def _nanochat_mechanisms(tensors: Tensors, version: Version) -> dict[str, Any]:
     return mechanisms
 
 
-def _nanochat_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
-    def cut_padding(tensor: Tensor) -> Tensor:  # the rest pads the vocabulary
-        return tensor[: config.vocab_size]
-
-    if name in (EMBEDDING, "lm_head.weight"):
-        return NANOCHAT_EMBEDDING if name == EMBEDDING else name, cut_padding
+def _nanochat_source(name: str, config: HeadwaterConfig) -> str | None:
+    if name == EMBEDDING:
+        return NANOCHAT_EMBEDDING
     layer, _, inner = name.removeprefix("model.layers.").partition(".")
-    if inner == "mechanisms.embedding_residual.lambdas":
-        return f"lambdas.{layer}", _keep_tensor
-    if inner.endswith("value_embedding.table.weight"):
-        return f"value_embeds.{layer}.weight", cut_padding
-    if inner in NANOCHAT_ONCE:
-        return NANOCHAT_ONCE[inner], _keep_tensor
-    prefix = f"transformer.h.{layer}."
-    make = partial(exchange_halves, config=config) if inner in NANOCHAT_TURNED else _keep_tensor
-    return prefix + NANOCHAT_PARTS.get(inner, inner), make
+    return NANOCHAT_PARTS[inner].format(layer) if inner in NANOCHAT_PARTS else name
 
 
-NANOCHAT_ONCE = {
+def _nanochat_convert(name: str, tensor: Tensor, config: HeadwaterConfig) -> Tensor:
+    if name.endswith((EMBEDDING, "lm_head.weight", "value_embedding.table.weight")):
+        return tensor[: config.vocab_size]  # the rest pads the vocabulary
+    return exchange_halves(tensor, config) if name.endswith(("q_proj.weight", "k_proj.weight")) else tensor
+
+
+# By our names within a layer; the number of the layer is `{}`.
+NANOCHAT_PARTS = {
     "mechanisms.smear.gate.weight": "smear_gate.weight",
     "mechanisms.smear.strength": "smear_lambda",
     "mechanisms.backout.strength": "backout_lambda",
-}
-NANOCHAT_TURNED = "self_attn.q_proj.weight", "self_attn.k_proj.weight"
-NANOCHAT_PARTS = {
-    "self_attn.q_proj.weight": "attn.c_q.weight",
-    "self_attn.k_proj.weight": "attn.c_k.weight",
-    "self_attn.v_proj.weight": "attn.c_v.weight",
-    "self_attn.o_proj.weight": "attn.c_proj.weight",
-    "self_attn.mechanisms.value_embedding.gate.weight": "attn.ve_gate.weight",
-    "mlp.up_proj.weight": "mlp.c_fc.weight",
-    "mlp.down_proj.weight": "mlp.c_proj.weight",
+    "mechanisms.embedding_residual.lambdas": "lambdas.{}",
+    "self_attn.mechanisms.value_embedding.table.weight": "value_embeds.{}.weight",
+    "self_attn.mechanisms.value_embedding.gate.weight": "transformer.h.{}.attn.ve_gate.weight",
+    "self_attn.q_proj.weight": "transformer.h.{}.attn.c_q.weight",
+    "self_attn.k_proj.weight": "transformer.h.{}.attn.c_k.weight",
+    "self_attn.v_proj.weight": "transformer.h.{}.attn.c_v.weight",
+    "self_attn.o_proj.weight": "transformer.h.{}.attn.c_proj.weight",
+    "mlp.up_proj.weight": "transformer.h.{}.mlp.c_fc.weight",
+    "mlp.down_proj.weight": "transformer.h.{}.mlp.c_proj.weight",
 }
 
 
 LAYOUTS = {
     "tokenformer": Layout(NEOX_EMBEDDING, _weights_alone, _neox_fields, _neox_source, r"\.key_param_tokens$"),
     "resformer": Layout(EMBEDDING, _weights_alone, _resformer_fields, _llama_source),
-    "kv-shifting": Layout(EMBEDDING, _shift_tidy, _shift_fields, _shift_source, r"\.self_attn\.([KV]|conv_[kv])$"),
+    "kv-shifting": Layout(
+        EMBEDDING, _shift_tidy, _shift_fields, _shift_source, r"\.self_attn\.([KV]|conv_[kv])$", _shift_convert
+    ),
     "nanochat": Layout(
         NANOCHAT_EMBEDDING,
         _nanochat_tidy,
         _nanochat_fields,
         _nanochat_source,
         r"^transformer\.h\.\d+\.attn\.c_q\.weight$",
+        _nanochat_convert,
     ),
 }
 

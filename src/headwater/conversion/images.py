@@ -12,9 +12,9 @@ def _make_links(base: str) -> tuple[Link, ...]:
     layer = f"{base}.layers.{{}}."
     maps = {f"{layer}attention.{letter}_proj": f"{LAYER}self_attn.{letter}_proj" for letter in "qkvo"}
     return (
-        Link(f"{base}.embeddings.cls_token", ("model.class_token",), bare=True),
-        Link(f"{base}.embeddings.position_embeddings", ("model.embed_positions",), bare=True),
-        Link(f"{base}.embeddings.patch_embeddings.projection", ("model.embed_patches",), convolves=True),
+        Link(f"{base}.embeddings.cls_token", ("model.class_token",), "parameter"),
+        Link(f"{base}.embeddings.position_embeddings", ("model.embed_positions",), "parameter"),
+        Link(f"{base}.embeddings.patch_embeddings.projection", ("model.embed_patches",), "convolution"),
         *link_plain(
             maps
             | {
@@ -60,5 +60,5 @@ DEIT = replace(
     VIT,
     model=DeiTForImageClassification,
     fixed=dict(register_tokens=1),
-    links=(*_make_links("deit"), Link("deit.embeddings.distillation_token", ("model.registers",), bare=True)),
+    links=(*_make_links("deit"), Link("deit.embeddings.distillation_token", ("model.registers",), "parameter")),
 )

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +129,13 @@ class Portion:
             return None
         slopes = alibi_slopes(self.config.num_attention_heads, torch.float32)
         return slopes[self.queries.start : self.queries.stop]
+
+    def narrow_mask(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments of attention with a mask of these heads, if each head has its own."""
+        mask = options.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == self.config.num_attention_heads > 1:
+            return options | {"attention_mask": mask[:, self.queries.start : self.queries.stop]}
+        return options
 
     def list_positions(self, plan: LayerPlan) -> dict[str, tuple[int, list[int]]]:
         """Return a layer's number of heads of queries ("q"), keys, values and attention weights ("a"), and these."""

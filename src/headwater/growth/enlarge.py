@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from headwater.config.capabilities import replaces_linear
-from headwater.config.layers import layer_config
 from headwater.config.plan import EMBEDDING, LayerPlan, Source, Stage
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
@@ -52,6 +51,13 @@ AXES: dict[str, tuple[Dim, ...]] = {
 }
 WRITERS = ("self_attn.o_proj", "mlp.down_proj", "mlp")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
+
+
+def split_name(name: str) -> tuple[int | None, str]:
+    """Split a parameter's name: its layer, and its module within the layer, or in the model without a layer."""
+    match = LAYER.search(name)
+    layer, inner = (None, name) if match is None else (int(match[1]), match[2])
+    return layer, inner.rpartition(".")[0]
 
 
 def plan_growth(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger, HeadwaterConfig]:
@@ -146,13 +152,9 @@ class Moves:
         self.used_names: set[str] = set()
         self.plans = model.plans, large.plans
 
-    def layer_of(self, name: str) -> int | None:
-        match = LAYER.search(name)
-        return int(match[1]) if match else None
-
     def old_name(self, name: str) -> str:
         """The name in the smaller model of what it is made from."""
-        layer = self.layer_of(name)
+        layer = split_name(name)[0]
         if layer is None:
             return name
         start, _, inner = name.partition(f"layers.{layer}.")
@@ -165,7 +167,7 @@ class Moves:
         2 for its square.
         """
         counterpart = self.names.get(old_name := self.old_name(name))
-        layer = self.layer_of(name)
+        layer = split_name(name)[0]
         if counterpart is None:
             owner, inner = owner_of(self.large, name)
             if self.growth.keeps and layer not in self.growth.silent and owner is not None:
@@ -180,27 +182,22 @@ class Moves:
             owner, inner = owner_of(self.large, name)
             if isinstance(owner, PassesThrough) and (passing := owner.find_neutral_value(inner)) is not None:
                 return passing
-        silenced = layer in self.growth.silent and not power and self.is_silenced(name)
         axes = self.find_axes(old_name, counterpart)
+        silenced = layer in self.growth.silent and not power and self.is_silenced(name, axes[: counterpart.dim()])
         return self.fill_entries(name, counterpart if old is None else old, fresh, axes, power, silenced)
 
-    def is_silenced(self, name: str) -> bool:
+    def is_silenced(self, name: str, axes: Sequence[Dim]) -> bool:
         """Whether it is the last thing before the stream that a layer adds to it."""
-        match = LAYER.search(name)
-        assert match is not None
-        module = match[2].rpartition(".")[0]
+        layer, module = split_name(name)
+        assert layer is not None
         if module in ("attention_output_norm", "feed_forward_output_norm"):
             return True
-        norm = self.large.base_model.layers[int(match[1])].attention_output_norm
-        if getattr(norm, "weight", None) is not None or module not in WRITERS:
-            return False
-        counterpart = self.names[self.old_name(name)]
-        return any(axis == WRITES for axis in self.find_axes(self.old_name(name), counterpart)[: counterpart.dim()])
+        norm = self.large.base_model.layers[layer].attention_output_norm
+        return getattr(norm, "weight", None) is None and module in WRITERS and WRITES in axes
 
     def find_axes(self, name: str, tensor: Tensor) -> tuple[Dim, ...]:
         """The axes of a parameter of the smaller model."""
-        match = LAYER.search(name)
-        module = (name if match is None else match[2]).rpartition(".")[0]
+        _, module = split_name(name)
         owner, inner = owner_of(self.model, name)
         if owner is not None:
             if not (axes := axes_of(owner, inner)):
@@ -318,14 +315,10 @@ class Moves:
 
     def sources_of_heads(self, name: str, axis: Dim) -> tuple[list[int], int]:
         """The old head of each new one, -1 for none, and the number of old heads."""
-        growth, layer = self.growth, self.layer_of(name)
-        if axis.kind == "q":
-            if layer is not None and "num_attention_heads" in (self.model.config.sliding_fields or {}):
-                count = layer_config(self.model.config, growth.layers[layer]).num_attention_heads
-                return list(range(count)), count
-            return list(growth.q), max(growth.q) + 1
-        if axis.kind == "kv":
-            return list(growth.kv), max(growth.kv) + 1
+        growth, layer = self.growth, split_name(name)[0]
+        if axis.kind in ("q", "kv"):  # where layers differ in heads, none are added
+            of_model = growth.q if axis.kind == "q" else growth.kv
+            return list(of_model), max(of_model) + 1
         assert layer is not None
         old, new = self.plans[0][growth.layers[layer]], self.plans[1][layer]
         stored, heads = (old.k_heads, new.k_heads) if axis.kind == "k" else (old.v_heads, new.v_heads)
@@ -333,7 +326,7 @@ class Moves:
         return [stored.index(sources[head]) if sources[head] in stored else -1 for head in heads], len(stored)
 
     def copies_of_layers(self, name: str, axis: Dim) -> Copied:
-        layer = self.layer_of(name)
+        layer = split_name(name)[0]
         owner, inner = owner_of(self.large, name)
         assert owner is not None
         entries = next(dim for dim in axes_of(owner, inner) if dim.kind == "layers").entries
@@ -365,13 +358,10 @@ def _shape_along(dim: int, dims: int) -> list[int]:
 def _scale_copies(axis: Dim, way: Copied, shares: Tensor, power: int) -> Tensor:
     """Return the factors of old entries along an axis. shares: 1/copies of each. power: as in `Moves.make_tensor`."""
     factor = torch.full_like(shares, way.factor)
-    if axis.reads and power == 0:
-        return factor * shares
-    if axis.reads and way.factor != 1:
-        return factor.reciprocal() ** power
-    if axis.reads or power == 0:
-        return factor
-    return (shares if axis.kind not in ("same", "layers") else 1.0) ** power / factor**power
+    if power == 0:
+        return factor * shares if axis.reads else factor
+    is_shared = not axis.reads and axis.kind not in ("same", "layers")
+    return (shares if is_shared else 1.0) ** power / factor**power
 
 
 def _check_units(config: HeadwaterConfig) -> None:

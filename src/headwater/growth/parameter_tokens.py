@@ -12,6 +12,7 @@ Every function here returns a new model and does not change its arguments.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
@@ -137,28 +138,26 @@ def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]
     Raises `HeadwaterError` for a model without Pattention, and without batches.
     """
     pairs_of(model)  # which says so if there are none
-    modules = {module: (layer, name) for layer, name, module in maps_of(model)}
-    sums = [dict[Map, Tensor]() for _ in range(model.config.num_hidden_layers)]
-    counts = dict.fromkeys(modules, 0)
+    sums: dict[nn.Module, Tensor] = {}
+    counts: Counter[nn.Module] = Counter()
 
     def add_norms(module: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> None:
-        pattention = cast(Pattention, module)
-        layer, name = modules[pattention]
-        norms = pattention.show_firing(inputs[0]).flatten(0, -2)
-        sums[layer][name] = sums[layer].get(name, torch.zeros(())) + norms.sum(0, dtype=torch.float64).cpu()
-        counts[pattention] += len(norms)
+        norms = cast(Pattention, module).show_firing(inputs[0]).flatten(0, -2)
+        sums[module] = sums.get(module, torch.zeros(())) + norms.sum(0, dtype=torch.float64).cpu()
+        counts[module] += len(norms)
 
     with ExitStack() as stack:
         stack.callback(model.train, model.training)
-        for module in modules:
+        for _, _, module in maps_of(model):
             stack.enter_context(module.register_forward_hook(add_norms))
         for batch in batches:
             model.eval()(**batch, use_cache=False)
-    if not all(counts.values()):
+    if not counts.total():
         raise HeadwaterError("Importance is measured on batches, and there are none; pass at least one.")
-    for module, (layer, name) in modules.items():
-        sums[layer][name] /= counts[module]
-    return sums
+    means = [dict[Map, Tensor]() for _ in range(model.config.num_hidden_layers)]
+    for layer, name, module in maps_of(model):
+        means[layer][name] = sums[module] / counts[module]
+    return means
 
 
 def _check_read(options: dict[str, Any], counts: Counts, new: Counts, key_init: KeyInit | None = None) -> None:

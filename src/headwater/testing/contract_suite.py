@@ -7,7 +7,6 @@ import functools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -141,7 +140,7 @@ def per_document(model: HeadwaterForCausalLM, ids: Tensor, rows: list[list[int]]
 DECODING = [
     *WAYS,
     *(
-        Way(f"{name}, padded rows", partial(run, padded=True, **options), generates=True)
+        Way(f"{name}, padded rows", run, True, padded=True, **options)
         for name, run, options in (
             ("chunked", generate_rows, dict(prefill_chunk_size=4)),
             ("sampling", generate_rows, SAMPLED),
@@ -151,7 +150,7 @@ DECODING = [
             ("static, chunked", generate_rows, STATIC | dict(prefill_chunk_size=4)),
         )
     ),
-    Way("an assistant that is alike", partial(generate_assisted, distance=0.02), generates=True),
+    Way("an assistant that is alike", generate_assisted, True, distance=0.02),
 ]
 
 
@@ -272,6 +271,16 @@ class Contract:
     def set_seed(self) -> None:
         torch.manual_seed(0)
 
+    @pytest.fixture
+    def model(self, case: Any) -> HeadwaterForCausalLM:
+        """Shared by all tests of a process: take `case.copy` to change it."""
+        return case.model
+
+    @pytest.fixture
+    def ids(self) -> Tensor:
+        """Two rows of tokens, [2, T]."""
+        return tokens(2, T)
+
     def reference_of(self, model: HeadwaterForCausalLM, differentiable: bool = False) -> Reference:
         """The naive reference with a model's weights; `differentiable`: its own parameters, for autograd."""
         return self.reference(model.config, dict(model.state_dict(keep_vars=differentiable)))
@@ -302,8 +311,8 @@ class Contract:
 
     # Against the equations
 
-    def test_forward_equals_naive(self, case):
-        model, ids = case.model, tokens(2, 8)
+    def test_forward_equals_naive(self, model):
+        ids = tokens(2, 8)
         expected = torch.stack([self.reference_of(model)(row) for row in ids])
         self.assert_equal(model, lambda m: run_uncached(m, ids), expected)
 
@@ -317,17 +326,17 @@ class Contract:
         for (name, _), a, e in zip(model.named_parameters(), actual, expected, strict=True):
             assert (a - e).abs().max() <= self.tolerance * max(1.0, float(e.abs().max())), name
 
-    def test_attention_mask_equals_naive(self, case):
+    def test_attention_mask_equals_naive(self, model):
         """Left padding, a hole in the middle, and both."""
-        model, ids = case.model, tokens(3, 9)
+        ids = tokens(3, 9)
         mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 0, 0, 1], [0, 1, 0, 1, 1, 1, 1, 0, 1]])
         real = mask.bool()
         expected = torch.stack([self.reference_of(model)(row, m.tolist()) for row, m in zip(ids, real, strict=True)])
         self.assert_equal(model, lambda m: run_uncached(m, ids, attention_mask=mask)[real], expected[real])
 
-    def test_contiguous_documents_equal_naive(self, case):
+    def test_contiguous_documents_equal_naive(self, model):
         """Attention crosses document boundaries; mechanisms that look back do not."""
-        model, ids = case.model, tokens(2, 11)
+        ids = tokens(2, 11)
         starts = torch.zeros(2, 11, dtype=torch.bool)
         starts[0, [0, 4, 5]] = starts[1, [3, 10]] = True
         expected = [
@@ -339,31 +348,27 @@ class Contract:
     # Who sees whom
 
     @pytest.mark.parametrize("changed", [1, 6, T - 1])
-    def test_causal(self, case, changed):
-        model, ids = case.model, tokens(2, T)
+    def test_causal(self, model, ids, changed):
         changed_ids = ids.clone()
         changed_ids[:, changed] = (changed_ids[:, changed] + 1) % 97
         logits, changed_logits = (run_uncached(model, x) for x in (ids, changed_ids))
         assert_near(changed_logits[:, :changed], logits[:, :changed], 1e-12)
         assert (changed_logits[:, changed] - logits[:, changed]).abs().max() > 1e-5
 
-    def test_packed_documents_equal_separate(self, case):
+    def test_packed_documents_equal_separate(self, model, ids):
         """Position ids of one row, [1, T], stand for all."""
-        model, ids = case.model, tokens(2, T)
         for rows in (DOCUMENTS, DOCUMENTS[:1]):
             packed = run_uncached(model, ids, position_ids=document_positions(rows))
             assert_near(packed, per_document(model, ids, [rows[0], rows[-1]]))
 
     @pytest.mark.parametrize("chunks", BORDERS.values(), ids=BORDERS)
-    def test_packed_documents_decode(self, case, chunks):
-        model, ids = case.model, tokens(2, T)
+    def test_packed_documents_decode(self, model, ids, chunks):
         decoded = decode(model, ids, chunks, position_ids=document_positions(DOCUMENTS))
         assert_near(decoded, per_document(model, ids, DOCUMENTS))
 
     @pytest.mark.parametrize("chunks", [None, [6, 1, 5, 5, 4], [1] * 21], ids=["uncached", "chunked", "token_by_token"])
-    def test_packed_documents_with_padding(self, case, chunks):
+    def test_packed_documents_with_padding(self, model, ids, chunks):
         """Padding right of the documents in one row, left of them in the other."""
-        model, ids = case.model, tokens(2, T)
         pad = 4
         rows = [(ids[i], document_positions(DOCUMENTS)[i], torch.ones(T)) for i in range(2)]
         right_padded = [torch.nn.functional.pad(x, (0, pad)) for x in rows[0]]
@@ -375,9 +380,9 @@ class Contract:
             actual = decode(model, padded, chunks, attention_mask=mask, position_ids=position_ids)
         assert_near(actual[mask.bool()], per_document(model, ids, DOCUMENTS).flatten(0, 1))
 
-    def test_branching_rows(self, case):
+    def test_branching_rows(self, model):
         """Trees of candidates, in one call, after a cached prefix, and grown in a cache that records its past."""
-        model, prefix = case.model, 5
+        prefix = 5
         if model.config.position == "alibi" or model.config.sliding_window is not None:
             return  # distances and windows that a mask made for the kernel would have to hold
         trees = [Tree([-1, 0, 1, 2, 3, 4, 4, 5, 5, 6, 9]), Tree([-1, 0, 1, 2, 3, 4, 5, 4, 7, 6, 8], seed=1)]
@@ -396,28 +401,27 @@ class Contract:
     # With a cache
 
     @pytest.mark.parametrize("way", DECODING, ids=lambda way: way.name)
-    def test_cached_equals_uncached(self, case, way):
-        subject = Subject(case.model)
+    def test_cached_equals_uncached(self, model, way):
+        subject = Subject(model)
         probe = Probe(subject, texts_for(subject), OWN_EXACT)
         way.run(probe)
         assert probe.parting is None, f"{probe.parting}, where logits differ by {probe.error:.1e} of the largest"
 
     @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
-    def test_cached_equals_uncached_with_holes_in_the_mask(self, case, chunks):
-        model, ids = case.model, tokens(3, T)
+    def test_cached_equals_uncached_with_holes_in_the_mask(self, model, chunks):
+        ids = tokens(3, T)
         mask = torch.ones(3, T, dtype=torch.long)
         mask[0, 1] = mask[1, 4:6] = mask[1, 11] = mask[2, :3] = mask[2, 9] = 0
         uncached = run_uncached(model, ids, attention_mask=mask)
         assert_near(decode(model, ids, chunks, attention_mask=mask)[mask.bool()], uncached[mask.bool()])
 
-    def test_static_cache_of_packed_documents_equals_uncached(self, case):
-        model, ids, positions = case.model, tokens(2, T), document_positions(DOCUMENTS)
+    def test_static_cache_of_packed_documents_equals_uncached(self, model, ids):
+        positions = document_positions(DOCUMENTS)
         cache = StaticCache(config=model.config, max_cache_len=T + 3)
         decoded = decode(model, ids, [6, 1, 1, 9], cache=cache, position_ids=positions)
         assert_near(decoded, run_uncached(model, ids, position_ids=positions))
 
-    def test_cache_bytes_follow_the_plan(self, case):
-        model, ids = case.model, tokens(2, T)
+    def test_cache_bytes_follow_the_plan(self, model, ids):
         cache = cache_of(model(ids, use_cache=True))
         measured, stated = cache_bytes(cache), cost.cache_bytes(model.config, T, batch_size=2, element_size=8)
         assert measured == stated, (
@@ -425,7 +429,7 @@ class Contract:
             "stored heads and the tails in plan_stages() are not what the module keeps."
         )
 
-    def test_served_from_a_paged_cache_as_alone(self, case):
+    def test_served_from_a_paged_cache_as_alone(self, case, model):
         """Flat batches of a server: chunks, shared blocks, rows that begin anew, tokens that are taken back."""
         try:
             check_servable(case.config())
@@ -433,13 +437,12 @@ class Contract:
             pytest.skip("servers cannot run it")
         rows = make_prompts(case.config().vocab_size)
         with torch.no_grad():
-            alone = [run_uncached(case.model, torch.tensor([row]))[0] for row in rows]
-        for row, position, logits in Server(case.model).run_rows(rows):
+            alone = [run_uncached(model, torch.tensor([row]))[0] for row in rows]
+        for row, position, logits in Server(model).run_rows(rows):
             assert_near(logits, alone[row][position])
 
-    def test_materialised_equals_the_same_model(self, case):
+    def test_materialised_equals_the_same_model(self, case, model, ids):
         """Every layer with keys and values of its own before the cache, so that any cache will do."""
-        model, ids = case.model, tokens(2, T)
         if model.model.input_spec.lookback.limit:
             with pytest.raises((HeadwaterError, StrictDataclassError), match="without the raw tokens of"):
                 case.config(materialise=True)
@@ -453,8 +456,8 @@ class Contract:
         assert cache_bytes(caches[0]) == cost.cache_bytes(ordinary.config, T, batch_size=2, element_size=8)
         assert set(ordinary.config.layer_types) <= {"full_attention", "sliding_attention"}
 
-    def test_parameters_are_counted(self, case):
-        config, measured = case.model.config, case.model.num_parameters()
+    def test_parameters_are_counted(self, model):
+        config, measured = model.config, model.num_parameters()
         stated = sum(cost.parameters(config).values())
         assert measured == stated, (
             f"count_cost() is off by {(measured - stated) / config.num_hidden_layers:+,.6g} parameters per layer: the "
@@ -516,17 +519,17 @@ class Contract:
 
     # Generation
 
-    def test_generation_after_packed_documents(self, case):
+    def test_generation_after_packed_documents(self, model):
         """Only the last document of the prompt counts."""
         ids = tokens(2, 9)
         options = dict(max_new_tokens=10, do_sample=False)
-        generated = case.model.generate(ids, position_ids=document_positions([[4, 5]] * 2), **options)
-        assert torch.equal(generated[:, 4:], case.model.generate(ids[:, 4:], use_cache=False, **options))
+        generated = model.generate(ids, position_ids=document_positions([[4, 5]] * 2), **options)
+        assert torch.equal(generated[:, 4:], model.generate(ids[:, 4:], use_cache=False, **options))
 
     # Training
 
-    def test_every_parameter_gets_a_gradient(self, case):
-        model, ids = case.copy.train(), tokens(2, T)
+    def test_every_parameter_gets_a_gradient(self, case, ids):
+        model = case.copy.train()
         least = self.prepare(case, model)
         model(ids, labels=ids).loss.backward()
         for name, parameter in model.named_parameters():
@@ -536,8 +539,8 @@ class Contract:
             assert parameter.grad.abs().max() > least, name
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
-    def test_gradient_checkpointing(self, case, use_reentrant):
-        plain, checkpointed, ids = case.copy.train(), case.copy.train(), tokens(2, T)
+    def test_gradient_checkpointing(self, case, ids, use_reentrant):
+        plain, checkpointed = case.copy.train(), case.copy.train()
         checkpointed.gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
         for model in (plain, checkpointed):
             model(ids, labels=ids, position_ids=document_positions(DOCUMENTS)).loss.backward()
@@ -547,7 +550,7 @@ class Contract:
 
     # What it says of itself
 
-    def test_identity_changes_nothing(self, case):
+    def test_identity_changes_nothing(self, case, ids):
         """The last mechanism, added as `headwater retrofit` would to a trained model that has the others."""
         mechanisms = json.loads(case.mechanisms)
         name, chosen = mechanisms.popitem() if mechanisms else ("", {})
@@ -558,13 +561,11 @@ class Contract:
         assert chosen.items() <= options.items(), f"the options {options} do not contain those that were passed"
         old = shared(mechanisms, **case.fields)
         new = add_mechanisms(old, {name: chosen}).eval()
-        ids = tokens(2, T)
         assert_near(run_uncached(new, ids), run_uncached(old, ids))
 
-    def test_heads_and_tokens_are_computed_alone(self, case):
+    def test_heads_and_tokens_are_computed_alone(self, model, ids):
         """Halves of the heads, run alone, read what they read in the model, if `per_head` says so; and with the same
         attention a token changes no other, if `per_token` says so."""
-        model, ids = case.model, tokens(2, T)
         names = model.config.mechanisms
         if {"num_attention_heads", "num_key_value_heads", "head_dim"} & (model.config.sliding_fields or {}).keys():
             return  # such models run in one process
@@ -582,23 +583,23 @@ class Contract:
 
     # The rest
 
-    def test_single_precision_cached_equals_uncached(self, case):
-        model, ids = case.copy.float(), tokens(2, T)
+    def test_single_precision_cached_equals_uncached(self, case, ids):
+        model = case.copy.float()
         uncached = run_uncached(model, ids)
         for chunks in CHUNKS.values():
             assert_near(decode(model, ids, chunks), uncached, tolerance=1e-4)
 
-    def test_half_precision_equals_full(self, case):
+    def test_half_precision_equals_full(self, case, ids):
         """Logits in bf16, with and without a cache, are right to its precision."""
-        model, ids = case.copy, tokens(2, T)
+        model = case.copy
         expected = run_uncached(model, ids)
         half = model.bfloat16()
         for logits in (run_uncached(half, ids), decode(half, ids, CHUNKS["chunked"])):
             assert logits.dtype == torch.bfloat16
             assert (logits - expected).norm() < 0.3 * expected.norm()
 
-    def test_save_and_load(self, case, tmp_path):
-        model, ids = case.copy.float(), tokens(2, T)
+    def test_save_and_load(self, case, ids, tmp_path):
+        model = case.copy.float()
         model.save_pretrained(tmp_path)
         loaded = HeadwaterForCausalLM.from_pretrained(tmp_path)
         assert list((loaded.config.mechanisms or {}).items()) == list(model.config.mechanisms.items())
@@ -608,17 +609,17 @@ class Contract:
             assert torch.equal(a, b), name
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
-    def test_more_tokens(self, case):
+    def test_more_tokens(self, case, ids):
         """Old tokens give the same logits with a larger vocabulary, and new ones what the equations say."""
-        model, ids = case.copy, tokens(2, T)
+        model = case.copy
         old_logits, size = run_uncached(model, ids), model.config.vocab_size
         model.resize_token_embeddings(size + 7)
         assert_near(run_uncached(model, ids)[..., :size], old_logits)
         ids = torch.tensor([[3, size, size + 6, 5, size + 1, size]])
         self.assert_equal(model, lambda m: run_uncached(m, ids), self.reference_of(model)(ids[0])[None])
 
-    def test_config_round_trip(self, case):
-        original = case.model.config
+    def test_config_round_trip(self, model):
+        original = model.config
         for restored in (
             HeadwaterConfig.from_dict(original.to_dict()),
             HeadwaterConfig(**original.to_dict()),

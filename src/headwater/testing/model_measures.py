@@ -12,29 +12,18 @@ from headwater.config.text import HeadwaterConfig
 from headwater.engines.split import Portion, split_attention
 from headwater.kernels.scratch import saved_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.util.precision import Precision
 
 
-def kept_by_autograd(
-    config: HeadwaterConfig,
-    context: int,
-    batch_size: int,
-    precision: Precision = Precision.FP32,
-    checkpointing: bool = False,
-    **inputs: Any,
-) -> int:
+def kept_by_autograd(model: HeadwaterForCausalLM, batch_size: int, context: int, **inputs: Any) -> int:
     """Count the bytes that autograd keeps of a forward pass, each storage once, without parameters."""
-    model = HeadwaterForCausalLM(config).to(precision.weights).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.zeros(batch_size, context, dtype=torch.long)
-    with precision.autocast("cpu"):
-        return saved_bytes(lambda: model(ids, labels=ids, **inputs).loss, (*model.parameters(), *model.buffers()))
+    return saved_bytes(lambda: model(ids, labels=ids, **inputs).loss, (*model.parameters(), *model.buffers()))
 
 
 def kept_per_token(config: HeadwaterConfig, context: int) -> float:
     """Numbers that autograd keeps of a further token, in fp32; what it keeps once per model does not count."""
-    return (kept_by_autograd(config, context, 3) - kept_by_autograd(config, context, 1)) / (2 * context * 4)
+    model = HeadwaterForCausalLM(config).train()
+    return (kept_by_autograd(model, 3, context) - kept_by_autograd(model, 1, context)) / (2 * context * 4)
 
 
 class Operations(TorchDispatchMode):
@@ -85,11 +74,8 @@ def read_halves(model: HeadwaterForCausalLM, ids: Tensor) -> Iterator[tuple[Tens
                 if source.kind not in ("stream", "shared"):
                     chosen = share.list_positions(share.model_plans[source.layer])[source.part][1]
                     sources[i] = sources[i][:, chosen]
-            mask = options.get("attention_mask")
-            if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == model.config.num_attention_heads > 1:
-                options = options | {"attention_mask": mask[:, queries]}
             with torch.no_grad():
-                alone = half(x, *sources, **options)[0]
+                alone = half(x, *sources, **share.narrow_mask(options))[0]
             yield outputs.unflatten(2, (-1, half.head_dim))[:, :, queries].flatten(2), alone
 
 

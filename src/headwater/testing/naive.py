@@ -4,7 +4,6 @@ Nothing here is fast or caches anything. A row of T tokens is a matrix [T, D]; `
 number of the head. The reference of an external mechanism is a subclass of `Reference`.
 """
 
-import copy
 import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -30,6 +29,11 @@ MAPS = dict(q_proj="query", k_proj="key", v_proj="value", o_proj="output", mlp="
 
 
 # Mechanisms
+
+
+def choose_value(option: Any, default: Any) -> Any:
+    """Choose an option's value: the default where it is None."""
+    return default if option is None else option
 
 
 def mix(weights: Any, tensors: Sequence[Tensor]) -> Tensor:
@@ -112,12 +116,6 @@ def rms_norm(x: Tensor, weight: Any, eps: float) -> Tensor:
     return x / ((x**2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def layer_norm(x: Tensor, weight: Any, bias: Tensor | None, eps: float) -> Tensor:
-    centered = x - x.mean(-1, keepdim=True)
-    normed = centered / ((centered**2).mean(-1, keepdim=True) + eps).sqrt() * weight
-    return normed if bias is None else normed + bias
-
-
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Turn channel i of x [T, d] against channel i + n by the i-th of n angles [T, n]."""
     n = angles.shape[1]
@@ -168,12 +166,12 @@ def source_of(config: Any, name: str, layer: int, head: int, kv: int) -> int:
     depth, options, option = config.num_hidden_layers, config.mechanisms[name], ("keys", "values")[kv]
     if name == "skip_layer":
         groups = config.num_attention_heads // config.num_key_value_heads
-        distance = options["layers"] if options["layers"] is not None else 3 * depth // 4
-        skipping = (3 * config.num_attention_heads // 4 if options["heads"] is None else options["heads"]) // groups
+        distance = choose_value(options["layers"], 3 * depth // 4)
+        skipping = choose_value(options["heads"], 3 * config.num_attention_heads // 4) // groups
         skips = head >= config.num_key_value_heads - skipping and distance <= layer
         return layer - distance if skips else layer
     if name == "svformer":
-        receivers = range(options["source"] + 1, depth) if options["layers"] is None else options["layers"]
+        receivers = choose_value(options["layers"], range(options["source"] + 1, depth))
         return options["source"] if layer in receivers and options["share"] in (option, "both") else layer
     return layer_map(options, options[option], depth)[layer] if name == "kv_source" else layer
 
@@ -182,7 +180,7 @@ def layer_map(options: dict[str, Any], sources: Any, depth: int) -> list[int]:
     """The source of each layer in a map of layers."""
     if isinstance(sources, list):
         return sources
-    sharing = depth // 2 if options["num_shared_layers"] is None else options["num_shared_layers"]
+    sharing = choose_value(options["num_shared_layers"], depth // 2)
     kinds = options["layer_types"] or ["alike"] * depth
 
     def of_its_kind(layer: int) -> int:
@@ -216,18 +214,20 @@ class Reference:
     Raises `NotImplementedError` for a mechanism that it does not know.
     """
 
-    knows: tuple[str, ...] = (*MECHANISMS.built_in, "blend")
+    knows: tuple[str, ...] = tuple(MECHANISMS.built_in)
 
     def __init__(self, config: Any, weights: dict[str, Tensor]) -> None:
         if unknown := set(config.mechanisms) - set(self.knows):
             raise NotImplementedError(f"There is no naive reference for {', '.join(sorted(unknown))}; write one.")
         self.config = self.layer_config = config
+        self.mechanisms: dict[str, dict[str, Any]] = config.mechanisms
         self.weights = weights
 
-    def find_parameter(self, name: str, layer: int, parameter: str, block: bool = False) -> Any:
-        """Find a mechanism's parameter in a layer, or None. block: it acts at the block, not inside attention."""
-        module = f"model.layers.{layer}{'' if block else '.self_attn'}.mechanisms"
-        return self.weights.get(f"{module}.{name.replace('.', '_').replace(':', '_')}.{parameter}")
+    def find_parameter(self, name: str, layer: int, parameter: str) -> Any:
+        """Find a mechanism's parameter in a layer, inside attention or at the block; None without one."""
+        inner = f"mechanisms.{name.replace('.', '_').replace(':', '_')}.{parameter}"
+        inside = self.weights.get(f"model.layers.{layer}.self_attn.{inner}")
+        return self.weights.get(f"model.layers.{layer}.{inner}") if inside is None else inside
 
     def __call__(
         self, ids: Tensor, real: list[bool] | None = None, starts: frozenset[int] | set[int] = frozenset()
@@ -238,7 +238,7 @@ class Reference:
         """
         c = self.config
         self.ids, self.starts = ids, starts
-        self.real = [True] * len(ids) if real is None else real
+        self.real = choose_value(real, [True] * len(ids))
         self.position = (torch.tensor(self.real).long().cumsum(0) - 1).clamp(min=0)
         x = c.embedding_scale * self.weights["model.embed_tokens.weight"][ids]
         if c.position == "learned":
@@ -271,17 +271,17 @@ class Reference:
             y = self.norm(f"{name}.feed_forward_output_norm", y) if c.output_norms else y
             x = x + self.apply_stage(Stage.FEED_FORWARD_OUTPUT, layer, y)
             self.stream.append(x)
-            for mechanism in c.mechanisms:
+            for mechanism in self.mechanisms:
                 x = self.transform_block_output(mechanism, layer, x)
         return x
 
     def attention_inputs(self, layer: int, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the stream, and what queries, keys and values are projected from."""
         entered = x
-        for mechanism in self.config.mechanisms:
+        for mechanism in self.mechanisms:
             entered = self.transform_block_input(mechanism, layer, entered)
         inputs = {"q": entered, "k": entered, "v": entered, "stream": x}
-        for mechanism in self.config.mechanisms:
+        for mechanism in self.mechanisms:
             inputs = self.split_attention_inputs(mechanism, layer, inputs)
         stream, norm = inputs.pop("stream"), f"model.layers.{layer}.input_layernorm"
         return stream, {
@@ -298,22 +298,22 @@ class Reference:
         }
         self.inputs.append(inputs["q"])
         q, k, v = (self.project(f"{name}.{kind}_proj", inputs[kind], heads[kind]) for kind in "qkv")
-        for mechanism in c.mechanisms:
+        for mechanism in self.mechanisms:
             q, k, v = self.transform_projections(mechanism, layer, q, k, v)
         if c.qk_norm:
             q, k = self.norm_heads(f"{name}.q_norm", q), self.norm_heads(f"{name}.k_norm", k)
         self.raw.append({"q": q, "k": k, "v": v})
-        for mechanism in c.mechanisms:
+        for mechanism in self.mechanisms:
             q, k, v = self.transform_qkv(mechanism, layer, q, k, v)
         self.final_v.append(v)
         if c.position == "rope":
             q, k = self.rotate_heads(q), self.rotate_heads(k)
         self.bank.append((k, v))
-        pairs = [pair for mechanism in c.mechanisms for pair in self.add_key_values(mechanism, layer)]
+        pairs = [pair for mechanism in self.mechanisms for pair in self.add_key_values(mechanism, layer)]
         keys, values = ([self.join_pairs(layer, kv, h, pairs) for h in q] for kv in (0, 1))
         weights = self.mixed_weights(layer, self.attention_weights(q, keys, len(pairs)), len(pairs))
         outputs = [weight @ value for weight, value in zip(weights, values, strict=True)]
-        for mechanism in c.mechanisms:
+        for mechanism in self.mechanisms:
             outputs = self.transform_head_outputs(mechanism, layer, outputs)
         return self.linear(f"{name}.o_proj", torch.cat(outputs, dim=1))
 
@@ -335,7 +335,7 @@ class Reference:
         distance = torch.nn.functional.pad(self.position[:, None] - self.position, (pairs, 0))
         weights = []
         for h, query in q.items():
-            scale = 1 / math.sqrt(query.shape[1]) if c.attention_scale is None else c.attention_scale
+            scale = choose_value(c.attention_scale, 1 / math.sqrt(query.shape[1]))
             scores = scale * (query @ keys[h].T)
             if c.attention_softcap is not None:
                 scores = c.attention_softcap * (scores / c.attention_softcap).tanh()
@@ -347,7 +347,7 @@ class Reference:
 
     def mixed_weights(self, layer: int, weights: list[Tensor], pairs: int) -> list[Tensor]:
         """Mix attention weights by a value residual of probabilities; the weights of added pairs stay."""
-        options = self.config.mechanisms.get("value_residual", {})
+        options = self.mechanisms.get("value_residual", {})
         if options.get("target") != "probabilities" or layer not in self.list_receivers(options):
             return weights
         mixed = [
@@ -366,7 +366,7 @@ class Reference:
         """Find whether slot t attends to slot j, [T, T]: to the real ones up to it, within the window."""
         slots = torch.arange(len(self.real))
         back = slots[:, None] - slots
-        window = len(slots) if self.layer_config.sliding_window is None else self.layer_config.sliding_window
+        window = choose_value(self.layer_config.sliding_window, len(slots))
         return (back >= 0) & (back < window) & torch.tensor(self.real)
 
     def find_sources(self, layer: int, head: int) -> tuple[int, int]:
@@ -375,19 +375,7 @@ class Reference:
 
     def find_attended(self, layer: int, kv: int, head: int) -> Tensor:
         """Find the keys or values that key/value head `head` of `layer` attends to."""
-        x = self.bank[self.find_sources(layer, head)[kv]][kv][head]
-        if "blend" not in self.config.mechanisms:
-            return x
-        goal, weight, group = self.find_goal()
-        return mix((1 - weight, weight), (x, self.bank[find_sources(goal, layer, head // group)[kv]][kv][head]))
-
-    def find_goal(self) -> tuple[Any, float, int]:
-        """Return the goal of a blended model, its progress, and how many of its heads become one."""
-        c, options = self.config, self.config.mechanisms["blend"]
-        heads = options["num_key_value_heads"] or c.num_key_value_heads
-        goal = copy.copy(c)
-        goal.num_key_value_heads, goal.mechanisms = heads, options["mechanisms"] or {}
-        return goal, options["weight"], c.num_key_value_heads // heads
+        return self.bank[self.find_sources(layer, head)[kv]][kv][head]
 
     def list_stored_heads(self, layer: int, kv: int) -> list[int]:
         """List the heads of `layer` whose keys or values some layer attends to."""
@@ -399,9 +387,9 @@ class Reference:
 
     def transform_block_input(self, name: str, layer: int, x: Tensor) -> Tensor:
         """Return the input of a block's attention."""
-        if name == "depth_attention" and self.list_queries(layer, 1):
-            return self.depth_attention(layer, self.list_queries(layer, 1)[0], x)
-        options = self.config.mechanisms[name]
+        if name == "depth_attention" and (queries := self.list_queries(layer, 1)):
+            return self.depth_attention(layer, queries[0], x)
+        options = self.mechanisms[name]
         if name == "value_residual" and options["target"] == "hidden" and layer in self.list_receivers(options):
             return mix(self.two_weights(layer, options), (self.stream[options["source"]], x))
         return x
@@ -421,12 +409,12 @@ class Reference:
 
     def list_queries(self, layer: int, count: int) -> list[Tensor]:
         """List the queries of attention over depth in a layer, if it is set to so many."""
-        queries = self.find_parameter("depth_attention", layer, "query", block=True)
-        return [] if queries is None or self.config.mechanisms["depth_attention"]["queries"] != count else list(queries)
+        queries = self.find_parameter("depth_attention", layer, "query")
+        return [] if queries is None or self.mechanisms["depth_attention"]["queries"] != count else list(queries)
 
     def depth_attention(self, layer: int, query: Tensor, x: Tensor) -> Tensor:
         """Return what a query reads of the hidden states of earlier layers and of x."""
-        options = self.config.mechanisms["depth_attention"]
+        options = self.mechanisms["depth_attention"]
         states = [*self.stream[: layer : options["block"]], x]
         written = [states[0], *(b - a for a, b in pairwise(states))]
         keys, scale = [rms_norm(a, 1.0, self.config.norm_eps) for a in written], 1.0
@@ -440,8 +428,7 @@ class Reference:
     ) -> list[Tensor]:
         """Return Σ_j a_j(x)·X_j over earlier hidden states and a summand, for each of the summands."""
         up, down, bias = (
-            self.find_parameter("mudd", layer, prefix + name, block=True)
-            for name in ("up.weight", "down.weight", "bias")
+            self.find_parameter("mudd", layer, prefix + name) for name in ("up.weight", "down.weight", "bias")
         )
         inner = ACTIVATIONS["gelu"](rms_norm(x, 1.0, self.config.norm_eps) @ up.T)
         weights = (inner @ down.T).unflatten(1, bias.shape) + bias
@@ -449,7 +436,7 @@ class Reference:
 
     def add_key_values(self, name: str, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Return added keys and values, each by key/value head: [K, d]."""
-        options = self.config.mechanisms[name]
+        options = self.mechanisms[name]
         if name != "persistent_memory" or not self.acts_in(options, layer):
             return []
         key, value = self.find_parameter(name, layer, "key"), self.find_parameter(name, layer, "value")
@@ -458,26 +445,24 @@ class Reference:
 
     def apply_stage(self, stage: Stage, layer: int, x: Tensor) -> Tensor:
         """Apply `transform_stage` of all mechanisms."""
-        for mechanism in self.config.mechanisms:
+        for mechanism in self.mechanisms:
             x = self.transform_stage(stage, mechanism, layer, x)
         return x
 
     def transform_stage(self, stage: Stage, name: str, layer: int, x: Tensor) -> Tensor:
         """Transform x at a stage around attention or feed-forward that has no separate method here."""
-        options = self.config.mechanisms[name]
+        options = self.mechanisms[name]
         if name == "embedding_residual" and stage is Stage.RESIDUAL and self.acts_in(options, layer):
-            return mix(self.find_parameter(name, layer, "lambdas", block=True), (self.stream[0], x))
+            return mix(self.find_parameter(name, layer, "lambdas"), (self.stream[0], x))
         if name == "smear" and stage is Stage.EMBEDDING:
             return self.smear_embedding(options, x)
         if name == "ngram_memory" and stage is Stage.RESIDUAL and layer in self.list_memories(options, "stream"):
-            return x + self.ngram_memory(layer, x, block=True)
+            return x + self.ngram_memory(layer, x)
         return self.convolve_stream(layer, stage.name.lower(), x) if name == "short_conv" else x
 
     def smear_embedding(self, options: dict[str, Any], x: Tensor) -> Tensor:
         """Add to each token's embedding the one before it in the document."""
-        strength, gate = (
-            self.find_parameter("smear", 0, parameter, block=True)[0] for parameter in ("strength", "gate.weight")
-        )
+        strength, gate = (self.find_parameter("smear", 0, parameter)[0] for parameter in ("strength", "gate.weight"))
         eps = torch.finfo(x.dtype).eps
         x = rms_norm(x, 1.0, eps) if options["norm"] == "before" else x
         x = shift(x, (1.0, strength * (x[:, : len(gate)] @ gate).sigmoid()[:, None]), self.list_borders())
@@ -489,21 +474,21 @@ class Reference:
 
     def transform_block_output(self, name: str, layer: int, x: Tensor) -> Tensor:
         """Return the input of the next block."""
-        options, is_last = self.config.mechanisms[name], layer == self.config.num_hidden_layers - 1
+        options, is_last = self.mechanisms[name], layer == self.config.num_hidden_layers - 1
         states = [*self.stream[: layer + 1], x]
         if name == "mudd" and is_last:
             return self.sum_states(layer, "last.", states[:-1], x, [x])[0]
         if name == "backout" and is_last:
-            middle = (layer + 1) // 2 if options["layer"] is None else options["layer"]
-            return x - self.find_parameter(name, layer, "strength", block=True) * states[middle + 1]
+            middle = choose_value(options["layer"], (layer + 1) // 2)
+            return x - self.find_parameter(name, layer, "strength") * states[middle + 1]
         if name == "dense_former" and (layer + 1) % options["period"] == 0:
             terms = [j for j in range(layer + 2) if (layer + 1 - j) % options["dilation"] == 0]
-            return mix(self.find_parameter(name, layer, "alpha", block=True)[: len(terms)], [states[j] for j in terms])
+            return mix(self.find_parameter(name, layer, "alpha")[: len(terms)], [states[j] for j in terms])
         return x
 
     def transform_head_outputs(self, name: str, layer: int, outputs: list[Tensor]) -> list[Tensor]:
         """Return what each query head has read."""
-        options, c = self.config.mechanisms[name], self.layer_config
+        options, c = self.mechanisms[name], self.layer_config
         groups = c.num_attention_heads // c.num_key_value_heads
         sources = [self.find_sources(layer, h // groups)[1] for h in range(len(outputs))]
         if name == "neutreno" and layer > 0:
@@ -519,8 +504,7 @@ class Reference:
     def output_gate(self, layer: int, outputs: list[Tensor]) -> list[Tensor]:
         weight = self.find_parameter("output_gate", layer, "gate.weight")
         gates = (
-            self.config.mechanisms["output_gate"]["scale"]
-            * (self.inputs[layer][:, : weight.shape[1]] @ weight.T).sigmoid()
+            self.mechanisms["output_gate"]["scale"] * (self.inputs[layer][:, : weight.shape[1]] @ weight.T).sigmoid()
         )
         return [gate * x for gate, x in zip(gates.chunk(len(outputs), dim=1), outputs, strict=True)]
 
@@ -536,7 +520,7 @@ class Reference:
     def list_receivers(self, options: dict[str, Any]) -> list[int]:
         """List the layers of a value residual that have something to mix into."""
         depth, kv = self.config.num_hidden_layers, {"keys": 0, "values": 1}.get(options["target"])
-        layers = range(options["source"] + 1, depth) if options["layers"] is None else options["layers"]
+        layers = choose_value(options["layers"], range(options["source"] + 1, depth))
         layers = [layer for layer in layers if kv is None or self.list_stored_heads(layer, kv)]
         if options["mode"] == "sparse" and options["layers"] is None:
             return layers[-max(1, 3 * depth // 8) :]
@@ -545,11 +529,11 @@ class Reference:
     def two_weights(self, layer: int, options: dict[str, Any]) -> tuple[Any, Any]:
         """Return λ1 and λ2 of a value residual from one source."""
         mode, fixed = options["mode"], {"constant": 2.0, "sparse": 5.0}
-        lambdas = self.find_parameter("value_residual", layer, "lambdas", block=options["target"] == "hidden")
+        lambdas = self.find_parameter("value_residual", layer, "lambdas")
         if mode == "identity":
             return 0.5, 0.5
         if mode in fixed:
-            return (fixed[mode] if options["weight"] is None else options["weight"]), 1.0
+            return choose_value(options["weight"], fixed[mode]), 1.0
         if mode == "learnable":
             return tuple(lambdas)
         share = self.weights["model.mechanisms.value_residual.logits"].softmax(0)
@@ -558,33 +542,21 @@ class Reference:
 
     def transform_projections(self, name: str, layer: int, q: ByHead, k: ByHead, v: ByHead) -> QKV:
         """Queries, keys and values before their norms."""
-        if name == "blend":
-            return q, self.pool_heads(k), self.pool_heads(v)
         if name != "short_conv":
             return q, k, v
         sites = zip((q, k, v), ("queries", "keys", "values"), strict=True)
-        q, k, v = (
-            dict(zip(x, self.short_conv(layer, site, list(x.values()), block=False), strict=True)) for x, site in sites
-        )
+        q, k, v = (dict(zip(x, self.short_conv(layer, site, list(x.values())), strict=True)) for x, site in sites)
         return q, k, v
 
-    def pool_heads(self, x: ByHead) -> ByHead:
-        """Each head mixed with the mean of its group."""
-        _, weight, group = self.find_goal()
-        if group == 1:
-            return x
-        means = {h // group: mix([1 / group] * group, [x[h + i] for i in range(group)]) for h in x if h % group == 0}
-        return {h: mix((1 - weight, weight), (row, means[h // group])) for h, row in x.items()}
-
-    def short_conv(self, layer: int, site: str, x: Sequence[Tensor], block: bool = True) -> Sequence[Tensor]:
+    def short_conv(self, layer: int, site: str, x: Sequence[Tensor]) -> Sequence[Tensor]:
         """x by head, each channel convolved over the document's last tokens.
 
         With a map of attention's input, one more number for each tap of a head; then the sum is scaled.
         """
-        taps, map_ = (self.find_parameter("short_conv", layer, site + name, block) for name in ("_taps", "_map.weight"))
+        taps, map_ = (self.find_parameter("short_conv", layer, site + name) for name in ("_taps", "_map.weight"))
         if taps is None:
             return x
-        residual, window, convolved = float(self.config.mechanisms["short_conv"]["residual"]), len(taps), []
+        residual, window, convolved = float(self.mechanisms["short_conv"]["residual"]), len(taps), []
         for h, row in enumerate(x):
             by_token, scale = taps[:, None, h], 1.0
             if map_ is not None:
@@ -595,25 +567,25 @@ class Reference:
 
     def convolve_stream(self, layer: int, site: str, x: Tensor) -> Tensor:
         """x outside attention."""
-        taps = self.find_parameter("short_conv", layer, f"{site}_taps", block=True)
+        taps = self.find_parameter("short_conv", layer, f"{site}_taps")
         return x if taps is None else torch.cat([*self.short_conv(layer, site, x.split(taps.shape[2], dim=1))], dim=1)
 
     def transform_qkv(self, name: str, layer: int, q: ByHead, k: ByHead, v: ByHead) -> QKV:
         """Queries, keys and values after the mechanism `name`."""
-        options = self.config.mechanisms[name]
+        options = self.mechanisms[name]
         if name == "kv_shift":
             return self.kv_shift(layer, q, k, v)
         if name == "value_embedding" and v and self.acts_in(options, layer):
             return q, k, self.value_embedding(layer, v)
         if name == "ngram_memory" and v and layer in self.list_memories(options, "values"):
-            added = self.ngram_memory(layer, self.inputs[layer], block=False).split(self.layer_config.head_dim, dim=1)
+            added = self.ngram_memory(layer, self.inputs[layer]).split(self.layer_config.head_dim, dim=1)
             return q, k, {h: x + y for (h, x), y in zip(v.items(), added, strict=True)}
         if name == "value_residual" and layer in self.list_receivers(options):
             return self.value_residual(layer, {"queries": q, "keys": k, "values": v})
         return q, k, v
 
     def kv_shift(self, layer: int, q: ByHead, k: ByHead, v: ByHead) -> QKV:
-        options, c = self.config.mechanisms["kv_shift"], self.layer_config
+        options, c = self.mechanisms["kv_shift"], self.layer_config
         if not options["variant"].startswith("half"):
             q, k, v = (self.shift_heads(layer, *part) for part in ((q, "gamma"), (k, "alpha"), (v, "beta")))
             return q, k, v
@@ -627,7 +599,7 @@ class Reference:
 
     def shift_heads(self, layer: int, x: ByHead, parameter: str) -> ByHead:
         """Mix each head's tokens with those before them, with the taps of KV shift that `parameter` holds."""
-        taps, variant = self.find_parameter("kv_shift", layer, parameter), self.config.mechanisms["kv_shift"]["variant"]
+        taps, variant = self.find_parameter("kv_shift", layer, parameter), self.mechanisms["kv_shift"]["variant"]
         if taps is None:
             return x
         if variant != "free":
@@ -637,7 +609,7 @@ class Reference:
 
     def shift_halves(self, x: ByHead, total: int) -> ByHead:
         """Take the second half of all `total` heads, or of the channels of each, from the token before."""
-        by_head = self.config.mechanisms["kv_shift"]["variant"] == "half_heads"
+        by_head = self.mechanisms["kv_shift"]["variant"] == "half_heads"
         halved = {}
         for head, row in x.items():
             width = row.shape[1]
@@ -647,7 +619,7 @@ class Reference:
 
     def value_residual(self, layer: int, heads: dict[str, ByHead]) -> QKV:
         """Mix queries, keys or values with those of earlier layers."""
-        options = self.config.mechanisms["value_residual"]
+        options = self.mechanisms["value_residual"]
         receiving = heads.get(options["target"])
         if receiving:
             if options["mode"] == "dense":
@@ -661,12 +633,12 @@ class Reference:
         return heads["queries"], heads["keys"], heads["values"]
 
     def value_embedding(self, layer: int, v: ByHead) -> ByHead:
-        c, options = self.config, self.config.mechanisms["value_embedding"]
+        c, options = self.config, self.mechanisms["value_embedding"]
         names = ("up.weight", "gate.weight", "scalar", "table.weight")
         up, gate, scalar, table = (self.find_parameter("value_embedding", layer, name) for name in names)
         heads = list(v)
         if options["tables"] is not None:
-            layers = range(c.num_hidden_layers) if options["layers"] is None else sorted(set(options["layers"]))
+            layers = sorted({*choose_value(options["layers"], range(c.num_hidden_layers))})
             number = [i for i in layers if self.list_stored_heads(i, 1)].index(layer) % options["tables"]
             table = self.weights["model.mechanisms.value_embedding.table.weight"].split(c.vocab_size)[number]
             heads = list(range(self.layer_config.num_key_value_heads)) if up is None else heads
@@ -682,16 +654,16 @@ class Reference:
         if options["target"] != target:
             return ()
         default = range(1 if target == "stream" else self.config.num_hidden_layers)
-        return default if options["layers"] is None else sorted(set(options["layers"]))
+        return sorted({*choose_value(options["layers"], default)})
 
-    def ngram_memory(self, layer: int, x: Tensor, block: bool) -> Tensor:
+    def ngram_memory(self, layer: int, x: Tensor) -> Tensor:
         """Return what is added to each token. x: the gate's input."""
-        c, options = self.config, self.config.mechanisms["ngram_memory"]
+        c, options = self.config, self.mechanisms["ngram_memory"]
         orders, heads = options["orders"], options["heads"]
         names = ("table.table.weight", "up.weight", "key.weight", "scalar")
-        table, up, key, scalar = (self.find_parameter("ngram_memory", layer, name, block) for name in names)
+        table, up, key, scalar = (self.find_parameter("ngram_memory", layer, name) for name in names)
         index = self.list_memories(options, options["target"]).index(layer)
-        least = options["vocab_size"] if options["rows"] is None else options["rows"]
+        least = choose_value(options["rows"], options["vocab_size"])
         sizes = list_primes(least, (index + 1) * len(orders) * heads)[-len(orders) * heads :]
         factors = ngram_factors(max(orders), options["vocab_size"], options["seed"] + 10007 * index)
         found_rows = []
@@ -714,12 +686,12 @@ class Reference:
 
     def ngram_tokens(self, t: int) -> list[int]:
         """List the token at t and those before it, as an n-gram memory sees them: `end` beyond a border."""
-        options, begins = self.config.mechanisms["ngram_memory"], self.list_borders()
+        options, begins = self.mechanisms["ngram_memory"], self.list_borders()
         end = options["end_of_text"]
         past = [int(self.ids[t])]
         for back in range(1, max(options["orders"])):
             borders = [t - step in begins or int(self.ids[t - step - 1]) == end for step in range(back)]
-            past.append((options["vocab_size"] if end is None else end) if any(borders) else int(self.ids[t - back]))
+            past.append(choose_value(end, options["vocab_size"]) if any(borders) else int(self.ids[t - back]))
         return past
 
     # Parts
@@ -734,7 +706,7 @@ class Reference:
     def linear(self, name: str, x: Tensor) -> Tensor:
         """A linear layer, or the pattention in its place."""
         if f"{name}.key" in self.weights:
-            tau, options = self.weights[f"{name}.scale.tau"][0], self.config.mechanisms["pattention"]
+            tau, options = self.weights[f"{name}.scale.tau"][0], self.mechanisms["pattention"]
             key, value = self.weights[f"{name}.key"], self.weights[f"{name}.value"]
             map_name = MAPS[name.rpartition(".")[2]]
             top_k = options["top_k"].get(map_name) if isinstance(options["top_k"], dict) else options["top_k"]
@@ -748,9 +720,9 @@ class Reference:
         weight = self.weights.get(f"{name}.weight", 1.0)
         if self.config.unit_offset_norm and f"{name}.weight" in self.weights:
             weight = 1 + weight
-        if self.config.norm == "rms_norm":
-            return rms_norm(x, weight, self.config.norm_eps)
-        return layer_norm(x, weight, self.weights.get(f"{name}.bias"), self.config.norm_eps)
+        if self.config.norm == "layer_norm":
+            x = x - x.mean(-1, keepdim=True)
+        return rms_norm(x, weight, self.config.norm_eps) + self.weights.get(f"{name}.bias", 0.0)
 
     def project(self, name: str, x: Tensor, heads: Sequence[int]) -> ByHead:
         """Queries, keys or values."""
@@ -763,7 +735,7 @@ class Reference:
             return self.linear(name, x)
         sides = ("gate", "up") if self.config.feed_forward == "gated" else ("up",)
         hidden = {side: self.linear(f"{name}.{side}_proj", x) for side in sides}
-        for mechanism in self.config.mechanisms:
+        for mechanism in self.mechanisms:
             hidden = self.transform_feed_forward_hidden(mechanism, layer, hidden)
         inner = ACTIVATIONS[self.config.hidden_act](hidden[sides[0]])
         return self.linear(f"{name}.down_proj", inner * hidden["up"] if len(sides) > 1 else inner)

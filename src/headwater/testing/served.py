@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from headwater.engines.paged import FlatBatch, PagedEngine
 from headwater.engines.pages import Page
@@ -62,18 +63,14 @@ class Server:
     share: the model is this part of one that is split over processes.
     """
 
-    def __init__(
-        self,
-        model: HeadwaterForCausalLM,
-        block_size: int = 4,
-        seed: int = 0,
-        share: Portion | None = None,
-    ) -> None:
-        self.model, self.size = model, block_size
+    size = 4  # tokens of a block
+
+    def __init__(self, model: HeadwaterForCausalLM, seed: int = 0, share: Portion | None = None) -> None:
+        self.model = model
         self.random = random.Random(seed)
         element = next(model.parameters()).element_size()
         share = share or Portion(model.config)
-        page = Page(share.narrow_config, share.plans, block_size, element, TAKEN_BACK)
+        page = Page(share.narrow_config, share.plans, self.size, element, TAKEN_BACK)
         self.engine = NaiveEngine(page, share.slopes)
         self.prefix_blocks: dict[tuple[int, ...], int] = {}  # blocks of prefixes
         self.block_count = 0
@@ -89,11 +86,11 @@ class Server:
             steps = [self.schedule_tokens(row) for row in chosen]
             logits = self.run_step(chosen, steps)
             for row, tokens, outputs in zip(chosen, steps, logits, strict=True):
-                right = min(len(tokens), len(row.tokens) - row.done)
-                right = next((n for n in range(right) if tokens[n] != row.tokens[row.done + n]), right)
-                for n in range(right):
-                    yield live.index(row), row.done + n, outputs[n]
-                row.done += right
+                for token, right, output in zip(tokens, row.tokens[row.done :], outputs, strict=False):
+                    if token != right:
+                        break
+                    yield live.index(row), row.done, output
+                    row.done += 1
                 if self.random.random() < 0.1:
                     row.done, row.blocks = 0, []
 
@@ -120,9 +117,7 @@ class Server:
         counts = [len(tokens) for tokens in steps]
         starts = torch.tensor([0, *counts]).cumsum(0)
         lengths = torch.tensor([row.done + count for row, count in zip(rows, counts, strict=True)])
-        table = torch.zeros(len(rows), max(len(row.blocks) for row in rows) + 1, dtype=torch.long)
-        for table_row, row in zip(table, rows, strict=True):
-            table_row[: len(row.blocks)] = torch.tensor(row.blocks)
+        table = pad_sequence([torch.tensor([*row.blocks, 0]) for row in rows], batch_first=True)
         self.engine.batch = batch = FlatBatch(starts, lengths, table, self.size)
         ids = torch.tensor([token for tokens in steps for token in tokens])
         hidden = self.model.model.serve_tokens(ids, batch.position, self.engine)

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Collection
-from functools import partial
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -69,7 +68,7 @@ def ways_of(model: PreTrainedModel) -> list[Way]:
     """List the ways of decoding that apply to a class of models."""
     if not isinstance(model, HeadwaterForCausalLM):
         return WAYS
-    packing = Way("packing", partial(read_packed, promised=True))
+    packing = Way("packing", read_packed, promised=True)
     return [*(packing if way.name == packing.name else way for way in WAYS), *OWN_WAYS]
 
 

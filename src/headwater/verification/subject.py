@@ -131,12 +131,10 @@ class Subject:
 
             return hook
 
-        hooks = [block.register_forward_hook(make_hook(name)) for name, block in self.blocks]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for name, block in self.blocks:
+                hooks.enter_context(block.register_forward_hook(make_hook(name)))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def _takes_whole_mask(model: PreTrainedModel) -> bool:

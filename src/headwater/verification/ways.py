@@ -88,7 +88,7 @@ class Probe:
 
     def compare_call(self, output: CallOutput, spans: Sequence[CallSpan], packed: bool = False) -> None:
         """Compare what a call returned at `spans` with the uncached pass, and keep the first parting."""
-        earliest: tuple[int, int, int, int] | None = None
+        differing = []
         for row, slot, text, position, length in spans:
             if length <= 0:
                 continue
@@ -98,10 +98,9 @@ class Probe:
             parted = (error > self.tolerance).nonzero()
             if len(parted):
                 step = int(parted[0])
-                candidate = (position + step, row, slot + step, text)
-                earliest = candidate if earliest is None else min(earliest, candidate)
-        if earliest is not None and self.parting is None:
-            position, row, slot, text = earliest
+                differing.append((position + step, row, slot + step, text))
+        if differing and self.parting is None:
+            position, row, slot, text = min(differing)
             layer = self._find_layer(output, row, slot, text, position)
             self.parting = Parting(text if packed else row, position, layer)
 
@@ -184,6 +183,12 @@ class Feed:
             self.probe.compare_call(output, spans)
         self.position = until
         return output
+
+    def find_method(self, name: str) -> Callable[..., Any]:
+        """Find a method of the cache. Raises `DoesNotApply` if it has none of that name."""
+        if not hasattr(self.cache, name):
+            raise DoesNotApply(f"{type(self.cache).__name__} has no {name}")
+        return getattr(self.cache, name)
 
     def read_singly(self, tokens: int | None = None) -> None:
         """Read tokens one by one."""
@@ -276,18 +281,16 @@ def _in_chunks(
 def _crop_cache(probe: Probe) -> None:
     """Read tokens that turn out wrong, and take them back, as assisted decoding does."""
     feed = Feed(probe, [0, 1, 2])
-    activate = getattr(feed.cache, "activate_past_recording", None)
-    if activate is not None:
-        activate()
+    if hasattr(feed.cache, "activate_past_recording"):
+        feed.cache.activate_past_recording()
     feed.read_tokens(7)
     for right, wrong in ((2, 3), (1, 1), (3, 5)):
         feed.read_tokens(right)
         feed.read_tokens(wrong, wrong=[1, 2, 0])
-        if not hasattr(feed.cache, "crop"):
-            raise DoesNotApply(f"{type(feed.cache).__name__} has no crop")
+        crop = feed.find_method("crop")
         if getattr(feed.cache, "is_croppable", True) is False:
             raise DoesNotApply("the cache is not croppable")
-        feed.cache.crop(-wrong)
+        crop(-wrong)
         feed.position -= wrong
     feed.read_singly()
 
@@ -303,9 +306,7 @@ def _change_rows(
     feed.read_tokens(SHARED - 1)
     feed.read_singly(1)
     for method, argument, rows in changes:
-        if not hasattr(feed.cache, method):
-            raise DoesNotApply(f"{type(feed.cache).__name__} has no {method}")
-        getattr(feed.cache, method)(torch.tensor(argument) if isinstance(argument, list) else argument)
+        feed.find_method(method)(torch.tensor(argument) if isinstance(argument, list) else argument)
         feed.rows, feed.pads = list(rows), [0] * len(rows)
         feed.read_singly(3)
     feed.read_tokens()
@@ -337,9 +338,7 @@ def _two_streams(probe: Probe) -> None:
 def _reset_cache(probe: Probe) -> None:
     feed = Feed(probe, [1, 2])
     feed.read_tokens(9)
-    if not hasattr(feed.cache, "reset"):
-        raise DoesNotApply(f"{type(feed.cache).__name__} has no reset")
-    feed.cache.reset()
+    feed.find_method("reset")()
     second = Feed(probe, [0, 1], cache=feed.cache)
     second.read_tokens(6)
     second.read_singly(3)
@@ -445,13 +444,12 @@ def _continue_turn(probe: Probe) -> None:
     _check_generated(probe, output, [0] * len(ids), longer.shape[1])
 
 
-@dataclass(frozen=True)
 class Way:
-    """A way of decoding. generates: it runs `generate`, and once, not in each precision."""
+    """A way of decoding, `run` with these options. generates: it runs `generate`, and once, not in each precision."""
 
-    name: str
-    run: Callable[[Probe], None]
-    generates: bool = False
+    def __init__(self, name: str, run: Callable[..., None], generates: bool = False, **options: Any) -> None:
+        self.name, self.generates = name, generates
+        self.run: Callable[[Probe], None] = partial(run, **options)
 
 
 # The first is what the others rest on: a model whose uncached logits depend on later tokens has no cache to verify.
@@ -459,40 +457,40 @@ CAUSAL = "prefixes"
 STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=True)
 SAMPLED: dict[str, Any] = dict(do_sample=True, top_k=0, num_return_sequences=2)
 WAYS = [
-    Way(CAUSAL, partial(_read_uncached, lengths=(1, 2, 7, SHARED, LENGTH - 1))),
-    Way("rows alone", partial(_read_uncached, batches=[[text] for text in range(ROWS)])),
-    Way("padding", partial(_read_uncached, batches=[range(len(PADS))], pads=PADS)),
+    Way(CAUSAL, _read_uncached, lengths=(1, 2, 7, SHARED, LENGTH - 1)),
+    Way("rows alone", _read_uncached, batches=[[text] for text in range(ROWS)]),
+    Way("padding", _read_uncached, batches=[range(len(PADS))], pads=PADS),
     Way("packing", read_packed),
-    Way("packing+", partial(read_packed, with_borders=True)),
-    Way("1 by 1", partial(_in_chunks, sizes=[1])),
-    Way("prefill", partial(_in_chunks, sizes=[SHARED, 1])),
-    Way("chunks of 3", partial(_in_chunks, sizes=[3])),
-    Way("chunks of 8", partial(_in_chunks, sizes=[8])),
-    Way("mixed", partial(_in_chunks, sizes=[6, 1, 2, 1, 7, 3])),
-    Way("only cache", partial(_in_chunks, sizes=[6, 1, 1, 9, 3], bare=True)),
+    Way("packing+", read_packed, with_borders=True),
+    Way("1 by 1", _in_chunks, sizes=[1]),
+    Way("prefill", _in_chunks, sizes=[SHARED, 1]),
+    Way("chunks of 3", _in_chunks, sizes=[3]),
+    Way("chunks of 8", _in_chunks, sizes=[8]),
+    Way("mixed", _in_chunks, sizes=[6, 1, 2, 1, 7, 3]),
+    Way("only cache", _in_chunks, sizes=[6, 1, 1, 9, 3], bare=True),
     # The shortest row has one token after the first chunk.
-    Way("padded, 1 by 1", partial(_in_chunks, sizes=[LENGTH - 2, 1], padded=True)),
-    Way("padded, chunks", partial(_in_chunks, sizes=[4], padded=True)),
+    Way("padded, 1 by 1", _in_chunks, sizes=[LENGTH - 2, 1], padded=True),
+    Way("padded, chunks", _in_chunks, sizes=[4], padded=True),
     Way("crop", _crop_cache),
     # As beam search does: the first row's prefix continues in two ways, and another row is dropped.
-    Way("reorder", partial(_change_rows, changes=[(REORDER, [2, 0, 0], [2, 0, 3]), (REORDER, [1, 2, 0], [0, 3, 2])])),
-    Way("select", partial(_change_rows, changes=[(SELECT, [2, 0], [2, 0])])),
-    Way("permute", partial(_change_rows, changes=[(SELECT, [2, 0, 1], [2, 0, 1])])),
-    Way("repeat", partial(_change_rows, changes=[("batch_repeat_interleave", 2, [0, 3, 1, 1])], texts=(0, 1))),
+    Way("reorder", _change_rows, changes=[(REORDER, [2, 0, 0], [2, 0, 3]), (REORDER, [1, 2, 0], [0, 3, 2])]),
+    Way("select", _change_rows, changes=[(SELECT, [2, 0], [2, 0])]),
+    Way("permute", _change_rows, changes=[(SELECT, [2, 0, 1], [2, 0, 1])]),
+    Way("repeat", _change_rows, changes=[("batch_repeat_interleave", 2, [0, 3, 1, 1])], texts=(0, 1)),
     Way("prefix reuse", _reuse_prefix),
     Way("two streams", _two_streams),
     Way("reset", _reset_cache),
-    Way("static", partial(_in_chunks, sizes=[SHARED, 1], static=True)),
-    Way("static, chunks", partial(_in_chunks, sizes=[5, 1, 4, 3, 7], static=True)),
-    Way("static, padded", partial(_in_chunks, sizes=[LENGTH - 2, 1], padded=True, static=True)),
+    Way("static", _in_chunks, sizes=[SHARED, 1], static=True),
+    Way("static, chunks", _in_chunks, sizes=[5, 1, 4, 3, 7], static=True),
+    Way("static, padded", _in_chunks, sizes=[LENGTH - 2, 1], padded=True, static=True),
     Way("greedy", generate_rows, True),
-    Way("generate, padded", partial(generate_rows, padded=True), True),
-    Way("generate, chunked", partial(generate_rows, prefill_chunk_size=4), True),
-    Way("sampling", partial(generate_rows, **SAMPLED), True),
+    Way("generate, padded", generate_rows, True, padded=True),
+    Way("generate, chunked", generate_rows, True, prefill_chunk_size=4),
+    Way("sampling", generate_rows, True, **SAMPLED),
     Way("beams", search_beams, True),
     Way("assisted", generate_assisted, True),
     Way("prompt lookup", _look_up_prompt, True),
     Way("second turn", _continue_turn, True),
-    Way("generate, static", partial(generate_rows, **STATIC), True),
-    Way("static, chunked", partial(generate_rows, **STATIC, prefill_chunk_size=4), True),
+    Way("generate, static", generate_rows, True, **STATIC),
+    Way("static, chunked", generate_rows, True, **STATIC, prefill_chunk_size=4),
 ]

@@ -23,7 +23,7 @@ from headwater.conversion.convert import (
 )
 from headwater.cost.counts import cache_bytes_per_token
 from headwater.growth import grow
-from headwater.growth.enlarge import Model, Moves, make_larger
+from headwater.growth.enlarge import Model, Moves, make_larger, split_name
 from headwater.growth.methods import GrowthOptions
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
@@ -289,7 +289,7 @@ def carry_state(state: dict[str, Tensor], model: Model, large: Model, options: G
             fresh = torch.full(parameter.shape, float(tensor.mean()) if squares else 0.0, dtype=tensor.dtype)
             moved = moves.make_tensor(name, fresh, tensor, 2 if squares else 1)
             if moved is not None:
-                silent = moves.layer_of(name) in growth.silent and not squares
+                silent = split_name(name)[0] in growth.silent and not squares
                 averages[key] = torch.zeros_like(moved) if silent else moved.to(tensor.dtype)
     return averages
 

@@ -9,10 +9,10 @@ of your own; `export` turns a checkpoint of its trainer into one of headwater's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.config.text import HeadwaterConfig
+from headwater.integrations.torchtitan.checkpoints import export
 from headwater.util.errors import HeadwaterError
 from headwater.util.extras import check_extra
 
@@ -53,16 +53,3 @@ def spec(config: HeadwaterConfig, name: str = "headwater", converters: Sequence[
         post_optimizer_build_fn=None,
         state_dict_adapter=TitanAdapter,
     )
-
-
-def export(checkpoint: str | Path, config: HeadwaterConfig, folder: str | Path) -> Path:
-    """Turn a checkpoint of torchtitan's trainer (…/checkpoint/step-N) into one of headwater's; returns its path.
-
-    It is read in one process, whatever it was trained on. The new folder loads with `from_pretrained`, here and,
-    with `trust_remote_code=True`, without headwater. Raises `MissingExtra` without torchtitan, and `HeadwaterError`
-    if the checkpoint cannot be read, belongs to another model, or the folder is not empty.
-    """
-    check_extra("titan")
-    from headwater.integrations.torchtitan.model import export_checkpoint
-
-    return export_checkpoint(Path(checkpoint), config, Path(folder))

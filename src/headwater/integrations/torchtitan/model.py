@@ -5,13 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -21,8 +18,8 @@ from torchtitan.protocols.module import ModuleDict
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from headwater.config.text import HeadwaterConfig
-from headwater.conversion.export import export
 from headwater.cost.counts import training_flops
+from headwater.integrations.torchtitan.checkpoints import ours_of, theirs_of
 from headwater.integrations.torchtitan.limits import check_model
 from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.mechanisms.named import run_shared
@@ -33,18 +30,8 @@ from headwater.nn.linear import model_linears
 from headwater.nn.lookback import find_reach
 from headwater.nn.masks import LayerKind, find_new_tokens, make_mask
 from headwater.nn.position import for_heads
-from headwater.util.errors import HeadwaterError, sentence
+from headwater.util.errors import HeadwaterError
 
-# torchtitan's names of a model's parts, and ours.
-NAMES = {
-    "tok_embeddings": "model.embed_tokens",
-    "embed_positions": "model.embed_positions",
-    "layers": "model.layers",
-    "mechanisms": "model.mechanisms",
-    "norm": "model.norm",
-    "lm_head": "lm_head",
-}
-OURS = {ours: theirs for theirs, ours in NAMES.items()}
 TIED = "lm_head.weight"
 # What torchtitan's checkpointing wrapper adds to the names of a block's parameters.
 WRAPPED = "_checkpoint_wrapped_module."
@@ -212,20 +199,6 @@ class Linears:
         return {name: type(settings).__qualname__ for name, settings in self.list_converted()}
 
 
-def ours_of(name: str) -> str:
-    """Our name of a parameter or module that torchtitan knows as `name`."""
-    head, dot, tail = name.partition(".")
-    return NAMES[head] + dot + tail
-
-
-def theirs_of(name: str) -> str:
-    """The inverse of `ours_of`."""
-    for prefix, replacement in OURS.items():
-        if name == prefix or name.startswith(f"{prefix}."):
-            return replacement + name.removeprefix(prefix)
-    raise KeyError(name)
-
-
 class TitanAdapter(StateDictAdapter):
     """torchtitan's names <-> those of a headwater checkpoint. The tensors are the same."""
 
@@ -243,27 +216,3 @@ class TitanAdapter(StateDictAdapter):
         if self.tied and "tok_embeddings.weight" in tensors:
             tensors[TIED] = tensors["tok_embeddings.weight"]
         return tensors
-
-
-def export_checkpoint(checkpoint: Path, config: HeadwaterConfig, folder: Path) -> Path:
-    """Export a checkpoint; see `headwater.integrations.torchtitan.export`."""
-    if not (checkpoint / ".metadata").is_file():
-        raise HeadwaterError(
-            f"{str(checkpoint)!r} is not a checkpoint of torchtitan's trainer; pass a folder named step-N."
-        )
-    model = HeadwaterForCausalLM(config)
-    state = {theirs_of(name): tensor for name, tensor in model.state_dict().items()}
-    saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    for name, tensor in state.items():
-        stored = getattr(saved.get(name), "size", None)
-        if stored != tensor.shape:
-            difference = "is missing" if stored is None else f"is {list(stored)} instead of {list(tensor.shape)}"
-            raise HeadwaterError(
-                f"{str(checkpoint)!r} belongs to another model: {name} {difference}; pass the config of that model."
-            )
-    try:
-        with torch.no_grad():
-            dcp.load(state, checkpoint_id=checkpoint, no_dist=True)  # into the model's own tensors
-    except (CheckpointException, RuntimeError, OSError) as error:
-        raise HeadwaterError(f"{str(checkpoint)!r} cannot be read: {sentence(error)}") from error
-    return export(model, folder)

@@ -293,8 +293,7 @@ def make_view_class(kind: type, name: str, gradient: tuple[Placement, ...] | Non
 
 def share_tensor(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Pass x through unchanged, and sum its gradient over the processes."""
-    replicated = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return replicated.to_local(grad_placements=[Partial()])
+    return move_tensor(x, mesh, Replicate(), Replicate(), Partial())
 
 
 def sum_tensor(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -396,7 +395,7 @@ class SplitHeads:
 
     def make_input_hook(self, plan: LayerPlan) -> Callable[..., Any]:
         """Make the hook for what reaches attention: shared tensors, whole, and a mask of this process's heads."""
-        tensor, queries, heads = self.tensor, self.heads.queries, self.config.num_attention_heads
+        tensor = self.tensor
         common = [True, *(source.kind in ("stream", "shared") for source in plan.reads)]
 
         def prepare_inputs(_: nn.Module, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> tuple[Any, Any]:
@@ -406,10 +405,7 @@ class SplitHeads:
                 )
                 inputs = {name: options.get(name) for name in ("key_input", "value_input")}
                 options = options | {name: share_tensor(x, tensor) for name, x in inputs.items() if x is not None}
-            mask = options.get("attention_mask")
-            if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == heads > 1:
-                options = options | {"attention_mask": mask[:, queries.start : queries.stop]}
-            return tensors, options
+            return tensors, self.heads.narrow_mask(options)
 
         return prepare_inputs
 
