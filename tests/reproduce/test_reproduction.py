@@ -412,21 +412,6 @@ def test_the_answer_counts_claims(out):
         assert replace(found, claims=claims).answer == answer
 
 
-def test_what_is_not_measured_as_in_the_paper_is_not_comparable(tmp_path):
-    records = {"vanilla": [record(0, 2.0), record(1, 3.1)], "shift": [record(0, 1.0), record(1, 2.0)]}
-    claim = {"test": "better", "says": "It is better.", "arm": "shift", "against": "vanilla"}
-    of = runs([claim | {"measure": "loss"}, claim | {"measure": "flops"}], records, tmp_path)
-    column, other = Column(name="Loss", measure="loss", comparable=False), Column(name="FLOPs", measure="flops")
-    of.table = of.table.model_copy(update={"columns": [column, other]})
-    cell = measure_cell(TableCell(arm="shift"), column, of)
-    assert (cell.text, cell.value) == ("not comparable", 1.5)
-    assert measure_cell(TableCell(arm="shift"), other, of).text == "1.000 ± 0.000"
-    assert measure_cell(TableCell(arm="third"), column, of).text == ""
-    first, second = judge_claims(of.table.claims, of)
-    assert "not measured as in the paper: Loss" in describe_evidence(first)
-    assert "not measured" not in describe_evidence(second)
-
-
 def test_what_a_difference_is_compared_with_is_trained_and_evaluated_too():
     claim = {"test": "better", "says": "It is more.", "arm": "a", "against": "b", "measure": "task:x:acc"}
     of = PaperTable.model_validate(

@@ -16,7 +16,6 @@ from headwater_lab.data.corpus import DOCS, STDLIB, TOPICS
 from headwater_lab.evaluation.tasks import GROUPS, parse_tasks
 from headwater_lab.inspection.scalars import Census
 from headwater_lab.papers.arms import SizedArm, find_arm, list_references
-from headwater_lab.papers.measures import find_incomparable
 from headwater_lab.papers.price import estimate_price
 from headwater_lab.papers.table import SCALES, Pair, PaperTable, counts_steps, find_table, read_tables
 from headwater_lab.papers.work import prepare_work
@@ -142,13 +141,6 @@ def test_miniatures_that_cannot_show_it_say_why(name):
     assert scales["cpu"].cannot_show.endswith(".")
     assert not scales["cpu"].remarks
     assert not any(scales[scale].cannot_show for scale in ("gpu", "paper"))
-
-
-def test_what_rests_on_tasks_that_are_not_comparable():
-    benchmarks = find_table("kv-shifting/table-2")
-    assert find_incomparable(benchmarks, "task:kv-shifting:mean") == ["hellaswag", "Arc-E"]
-    assert find_incomparable(benchmarks, "task:arc_easy@0:acc") == ["Arc-E"]
-    assert find_incomparable(benchmarks, "task:lambada_openai@0:acc") == []
 
 
 def check_measure(one: PaperTable, measure: str) -> None:

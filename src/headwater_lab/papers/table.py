@@ -53,9 +53,6 @@ class Column(Settings):
     """Digits of the paper's figures, if different."""
     times: float = 1.0
     """Factor on our figures: 100 if the paper prints per cent."""
-    comparable: bool = True
-    """Whether ours is measured as in the paper. If not, cells say so instead, as do means over such columns and claims
-    about them."""
 
 
 class TableCell(Settings):
@@ -115,7 +112,10 @@ class Pair(Settings):
 
 
 class Better(Pair):
-    """`arm` is better than `against`: seed by seed, in `measure`. With `than`: by more than in the other pair."""
+    """`arm` is better than `against`: seed by seed, in `measure`. With `than`: by more than in the other pair.
+
+    In "steps": it reaches the recipe's threshold sooner.
+    """
 
     test: Literal["better"]
 
@@ -135,15 +135,6 @@ class NotBetter(Pair):
 
     test: Literal["no better"]
     margin: float = Field(gt=0)
-
-
-class Sooner(Settings):
-    """`arm` reaches the recipe's threshold in fewer steps than `against`."""
-
-    test: Literal["sooner"]
-    says: str
-    arm: ReferenceText
-    against: ReferenceText
 
 
 class Reaches(Settings):
@@ -188,9 +179,7 @@ class Ordered(Settings):
     second: Measure
 
 
-Claim = Annotated[
-    Better | Alike | NotBetter | Sooner | Reaches | Diverges | Gains | Ordered, Field(discriminator="test")
-]
+Claim = Annotated[Better | Alike | NotBetter | Reaches | Diverges | Gains | Ordered, Field(discriminator="test")]
 
 
 class Scale(Settings):
@@ -292,7 +281,7 @@ def list_measures(table: PaperTable) -> list[Measure]:
 def counts_steps(table: PaperTable) -> bool:
     """Whether the table counts the steps after which runs reach their recipe's threshold."""
     return "steps" in list_measures(table) or any(
-        claim.test in ("sooner", "reaches", "never") or getattr(claim, "measure", "") == "steps"
+        claim.test in ("reaches", "never") or getattr(claim, "measure", "") == "steps"
         for claim in table.claims
     )
 
