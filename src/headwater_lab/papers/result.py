@@ -87,7 +87,7 @@ def reproduce_table(work: Work, task_files: Path | None = None, device: str = "c
     table = work.table
     cells = [
         [
-            (write_paper_figure(cell, column), measure_cell(cell, column, runs))
+            (cell.paper or "", measure_cell(cell, column, runs))
             for column, cell in zip(table.columns, row.cells, strict=True)
         ]
         for row in table.rows
@@ -111,15 +111,6 @@ def use_names(says: str, words: Mapping[str, str]) -> str:
         return says
     pattern = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
     return re.sub(rf"(?<!\w)({pattern})(?!\w)", lambda match: words[match[0]], says)
-
-
-def write_paper_figure(cell: TableCell, column: Column) -> str:
-    """Write the paper's figure with the digits it was printed with, which YAML does not keep."""
-    if cell.paper is None or isinstance(cell.paper, str):
-        return cell.paper or ""
-    digits = column.digits if column.paper_digits is None else column.paper_digits
-    text = f"{cell.paper:.{digits}f}"
-    return text if float(text) == cell.paper else f"{cell.paper:g}"
 
 
 def measure_cell(cell: TableCell, column: Column, runs: Runs) -> Ours:

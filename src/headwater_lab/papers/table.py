@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.util.settings import Settings
@@ -48,9 +48,7 @@ class Column(Settings):
     measure: Measure = "result"
     """The measure of our runs."""
     digits: int = 3
-    """Digits after the point."""
-    paper_digits: int | None = None
-    """Digits of the paper's figures, if different."""
+    """Digits of ours after the point."""
     times: float = 1.0
     """Factor on our figures: 100 if the paper prints per cent."""
 
@@ -58,8 +56,8 @@ class Column(Settings):
 class TableCell(Settings):
     """One cell: the paper's figure, and ours."""
 
-    paper: float | str | None = None
-    """As printed; null if the paper has a curve without numbers."""
+    paper: Annotated[str, BeforeValidator(str)] | None = None
+    """As printed, in quotes if it ends in 0; null if the paper has a curve without numbers."""
     arm: ReferenceText | None = None
     """The arm whose measure is shown; null if there is none."""
     minus: ReferenceText | None = None
@@ -281,8 +279,7 @@ def list_measures(table: PaperTable) -> list[Measure]:
 def counts_steps(table: PaperTable) -> bool:
     """Whether the table counts the steps after which runs reach their recipe's threshold."""
     return "steps" in list_measures(table) or any(
-        claim.test in ("reaches", "never") or getattr(claim, "measure", "") == "steps"
-        for claim in table.claims
+        claim.test in ("reaches", "never") or getattr(claim, "measure", "") == "steps" for claim in table.claims
     )
 
 
