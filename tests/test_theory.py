@@ -140,13 +140,6 @@ def test_the_lemma_on_softmax_is_tight():
 # Theorem 3
 
 
-@pytest.mark.parametrize(("length", "vocabulary"), [(4, None), (5, 9), (12, 12), (102, 400)])
-def test_the_gradient_in_closed_form_is_that_of_the_loss(length, vocabulary):
-    points = scalars(50).requires_grad_()
-    (gradient,) = torch.autograd.grad(theory.scalar_loss(points, length, vocabulary).sum(), points)
-    assert_near(theory.scalar_gradient(points, length, vocabulary), gradient, 1e-12)
-
-
 @pytest.mark.parametrize(("length", "vocabulary"), [(4, 4), (5, 9), (12, 12), (30, 40)])
 def test_loss_and_gradient_are_those_of_a_model_with_orthonormal_embeddings(length, vocabulary):
     for point in scalars(5):

@@ -342,7 +342,7 @@ def test_sooner_counts_steps_up_to_the_end_of_the_shorter_run(tmp_path):
         return [record(s, [0.5 if t is not None and i + 1 >= t else 3.0 for i in range(10)], steps=steps)
                 for s, t in enumerate(reached)]  # fmt: skip
 
-    claim = one("sooner", against="vanilla")
+    claim = better(measure="steps")
     found = judged(claim, {"vanilla": at(7, 9, 8), "shift": at(2, 3, 4)}, tmp_path, 1.0)
     assert found.interval == pytest.approx(t_interval([50, 60, 40]))
     assert (found.verdict, found.what) == ("replicates", "vanilla minus shift, steps to get there")
@@ -383,7 +383,7 @@ def test_differences_that_are_all_one_number_are_judged_by_their_signs(tmp_path)
 
 def test_one_seed_and_no_run_tell_nothing(tmp_path):
     single = arms([2.0], [1.0])
-    for claim in (better(), alike(0.1), one("sooner", against="vanilla"), one("reaches"), one("never")):
+    for claim in (better(), alike(0.1), better(measure="steps"), one("reaches"), one("never")):
         found = judged(claim, single, tmp_path, threshold=1.5)
         assert found.verdict == "inconclusive"
         assert found.why
@@ -485,7 +485,7 @@ def test_claims_on_the_border_are_told_in_one_table_of_twenty(tmp_path):
 
 def test_planted_effects_are_found(tmp_path):
     rng = np.random.default_rng(5)
-    claims = [better(), better("third"), alike(0.5, "third", "shift"), one("sooner", against="vanilla"), one("reaches")]
+    claims = [better(), better("third"), alike(0.5, "third", "shift"), better(measure="steps"), one("reaches")]
     for _ in range(20):
         seeds = rng.normal(2, 0.05, 8)
         ends = {"vanilla": seeds, "shift": seeds - rng.normal(1, 0.05, 8), "third": seeds - rng.normal(1, 0.05, 8)}

@@ -261,7 +261,7 @@ def test_tables_that_look_into_models_train_what_only_has_a_record(paper):
     inside = prepare_work("paper/inside", "cpu", paper / "two")
     assert "paper/inside needs the models themselves" in told(file, inside)[0]
     assert len(inside.list_missing()) == 2
-    train_table(inside, 1, lambda *_: None, lambda *_: None)
+    train_table(inside, 1, lambda *_: None)
     assert inside.list_missing() == []
     assert list((inside.trials / "task" / "shift-0" / "checkpoints").glob("step-*"))
     assert reproduce_table(inside).cells[0][0][1].value is not None

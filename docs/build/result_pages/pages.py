@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from headwater_lab.papers.result import lay_out_cells, table_caption, write_paper_figure
+from headwater_lab.papers.result import lay_out_cells, table_caption
 from headwater_lab.reports.comparison import Comparison
 from headwater_lab.reports.words import result_rows
 
@@ -209,7 +209,7 @@ def _lay_out_figures(table: TableResult) -> PageTable:
         )
     paper = table.table
     shown = [i for i in range(len(paper.columns)) if any(row.cells[i].paper is not None for row in paper.rows)]
-    rows = [[row.label, *(write_paper_figure(row.cells[i], paper.columns[i]) for i in shown)] for row in paper.rows]
+    rows = [[row.label, *(row.cells[i].paper or "" for i in shown)] for row in paper.rows]
     return PageTable(f"{paper.title}: the paper's figures", ["", *(paper.columns[i].name for i in shown)], rows)
 
 

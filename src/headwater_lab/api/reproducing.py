@@ -29,7 +29,6 @@ from headwater_lab.papers.result import (
 from headwater_lab.papers.table import SCALES, VERDICTS, PaperTable, find_table, read_tables, reads_models
 from headwater_lab.papers.training_runs import train_table
 from headwater_lab.papers.work import Work, prepare_work
-from headwater_lab.training.journal import OnEvent
 from headwater_lab.util.terminal import Table, counted, lined
 
 
@@ -37,8 +36,8 @@ from headwater_lab.util.terminal import Table, counted, lined
 class Reproduced(Result):
     """A paper's table: its figures and ours, and its claims.
 
-    failed: the trials that failed and are not included. unfinished: runs that need several devices, and their
-    commands.
+    failed: the trials that failed and are not included. unfinished: runs on several devices or of single
+    stages, and their commands.
     """
 
     result: Reproduction = field(repr=False)
@@ -106,7 +105,7 @@ def reproduce(
         watch.tell("Models of this size cannot show what the table claims, so there will be no verdict.")
     try:
         trials = partial(watched_trials, watch=watch)
-        failed = tell_failures(train_table(work, workers, trials, partial(_watched_steps, watch)), watch)
+        failed = tell_failures(train_table(work, workers, trials), watch)
     finally:  # also of what was interrupted
         if keep_file is not None:
             keep_runs(keep_file, work, watch.tell)
@@ -114,12 +113,8 @@ def reproduce(
     return Reproduced(reproduce_table(work, files, device), work.folder, failed, unfinished)
 
 
-def _watched_steps(watch: Observer, name: str, steps: int) -> OnEvent:
-    return lambda step, point: watch.show(name, step, steps, unit="step")
-
-
 def _describe_unfinished(work: Work, failed: Sequence[Outcome], watch: Observer) -> str:
-    """Name the runs that need several devices, whose commands are printed; "" if none.
+    """Name the runs on several devices and of single stages, whose commands are printed; "" if none.
 
     Raises `HeadwaterError` if no run is finished.
     """
@@ -128,10 +123,9 @@ def _describe_unfinished(work: Work, failed: Sequence[Outcome], watch: Observer)
         for command in commands:
             watch.say(command)
         which = "the commands above" if watch.listens else "; ".join(commands)
-        devices = max(arm.devices for arm, _ in work.list_missing())
         unfinished = (
-            f"{counted(len(commands), 'run')} of this table for {devices} devices cannot be trained by this command: "
-            f"run {which}, then this one again."
+            f"{counted(len(commands), 'run')} of this table, on several devices or in stages, cannot be trained by this "
+            f"command: run {which}, then this one again."
         )
     if len(work.list_missing()) == work.runs:
         why = f": {failed[0].label} failed: {failed[0].error}" if failed else ""

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import transformers
@@ -59,8 +59,6 @@ SHARES = {
     "mechanisms": 0.22,
     "decoding": 0.26,
 }
-BUDGET = 540.0
-ROWS, LOG = "rows.jsonl", "log"
 JSON = "gpu.json"
 WRONG = "WRONG"
 LATE = "skipped: no time left"
@@ -110,8 +108,8 @@ def bench_gpu(
     out: Path,
     *,
     device: str = "cuda",
-    budget: float = BUDGET,
-    only: list[str] | None = None,
+    budget: float = 540.0,
+    only: Sequence[str] = (),
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Run the phases, or `only` some, within `budget` seconds, and write gpu.json into `out` after each.
@@ -120,7 +118,7 @@ def bench_gpu(
     "failed", "skipped"), seconds and rows. Raises `HeadwaterError` for an unknown phase.
     """
     begun = time.monotonic()
-    for name in only or ():
+    for name in only:
         if name not in SHARES:
             raise HeadwaterError(f"There is no phase named {name!r}; {nearest(name, SHARES)}")
     out.mkdir(parents=True, exist_ok=True)
@@ -148,7 +146,7 @@ def bench_gpu(
 
 def _run_phase(name: str, folder: Path, device: str, seconds: float) -> dict[str, Any]:
     """Run a phase in a separate process, which ends at its deadline; its rows until then are kept."""
-    rows, log = folder / ROWS, folder / LOG
+    rows, log = folder / "rows.jsonl", folder / "log"
     started = time.monotonic()
     # The deadline by the clock, which the process shares: its imports count.
     command = [sys.executable, *RUN, name, str(rows), device, str(time.time() + seconds)]
@@ -173,13 +171,8 @@ def _run_phase(name: str, folder: Path, device: str, seconds: float) -> dict[str
 
 def _read_rows(rows: Path) -> list[Measurement]:
     """Read the rows that were written completely."""
-    measurements = []
-    for line in rows.read_text().splitlines() if rows.exists() else ():
-        try:
-            measurements.append(json.loads(line))
-        except ValueError:  # cut in the middle
-            break
-    return measurements
+    lines = rows.read_text().splitlines(keepends=True) if rows.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def find_problems(results: dict[str, Any]) -> list[str]:
@@ -232,27 +225,21 @@ class Phase:
 
     def seconds(self, run: Callable[[], object], times: int) -> float:
         """Measure the seconds of a run, over `times` runs without waits between them."""
-        if not self.on_gpu:
-            started = time.perf_counter()
-            for _ in range(times):
-                run()
-            return (time.perf_counter() - started) / times
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
+        self.wait()
+        started = time.perf_counter()
         for _ in range(times):
             run()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / times
+        self.wait()
+        return (time.perf_counter() - started) / times
+
+    def wait(self) -> None:
+        """Wait for the GPU, if there is one."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
 
     def draw(self, *shape: int) -> Tensor:
         """Draw random token ids."""
         return random_ids(self.sizes.vocab_size, *shape).to(self.device)
-
-    def draw_small(self, length: int) -> Tensor:
-        """Draw two rows of random token ids for a small model."""
-        return random_ids(256, 2, length).to(self.device)
 
 
 def make_model(phase: Phase, layers: int, width: int, context: int) -> HeadwaterForCausalLM:
@@ -280,10 +267,10 @@ def combine_mechanisms(names: Sequence[str] = tuple(MECHANISMS.built_in)) -> dic
     """Combine mechanisms: none, each alone, and as many as can act in one model."""
     alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in names}
     together: dict[str, dict] = {}
-    for name in names:
+    for options in alone.values():
         with suppress(HeadwaterError):
-            plan_layers(_small_config({**together, name: {}}))
-            together[name] = {}
+            plan_layers(_small_config(together | options))
+            together |= options
     return {"none": {}, **alone, "together": together}
 
 
@@ -344,8 +331,12 @@ def correctness(phase: Phase) -> None:
         phase.attempt(partial(_same_tokens, phase, mechanisms_by_name[name], True), tokens=f"{name}, compiled")
 
 
-def _make_small(phase: Phase, mechanisms: dict[str, dict], dtype: torch.dtype = torch.float32) -> HeadwaterForCausalLM:
-    return HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device, dtype).eval()
+def _make_small(
+    phase: Phase, mechanisms: dict[str, dict], length: int, dtype: torch.dtype = torch.float32
+) -> tuple[HeadwaterForCausalLM, Tensor]:
+    """Make a small model, and two rows of token ids for it."""
+    model = HeadwaterForCausalLM(_small_config(mechanisms)).to(phase.device, dtype).eval()
+    return model, random_ids(256, 2, length).to(phase.device)
 
 
 def _small_config(mechanisms: dict[str, dict]) -> HeadwaterConfig:
@@ -362,7 +353,7 @@ def _small_config(mechanisms: dict[str, dict]) -> HeadwaterConfig:
 
 @torch.no_grad()
 def _check_model(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    model, ids = _make_small(phase, mechanisms, torch.float64), phase.draw_small(48)
+    model, ids = _make_small(phase, mechanisms, 48, torch.float64)
     uncached = model(ids, use_cache=False).logits
     cache, chunks = DynamicCache(config=model.config), []
     for chunk in ids.split([40, *[1] * 8], dim=1):
@@ -381,8 +372,11 @@ def _check_model(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
 @torch.no_grad()
 def _check_varlen(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     """Compare the hidden states of packed rows in bf16, document by document (varlen), with those under a mask."""
-    model = _make_small(phase, mechanisms)
-    ids, documents, states = phase.draw_small(48), _pack_documents(2, 48, phase.device), []
+    model, ids = _make_small(phase, mechanisms, 48)
+    positions = (torch.arange(48) % 17).expand(2, -1)
+    borders = cast(Tensor, make_cu_seq_lens(positions))
+    documents = {"position_ids": positions.to(phase.device), "cu_seq_lens_q": borders.to(phase.device)}
+    states = []
     with Precision.BF16_MIXED.autocast(phase.device.type):
         for attention in ("sdpa", VARLEN):
             model.set_attn_implementation(attention)
@@ -393,7 +387,7 @@ def _check_varlen(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
 
 def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> Measurement:
     """Compare the tokens of a static cache, whose steps a GPU replays as a graph, with those without a cache."""
-    model, ids = _make_small(phase, mechanisms, torch.float64), phase.draw_small(16)
+    model, ids = _make_small(phase, mechanisms, 16, torch.float64)
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     static = Decoder(model, compiled, phase.sizes.backend)(ids, mask, max_new_tokens=12)
@@ -404,7 +398,8 @@ def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> M
 
 
 def _check_compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    model, ids = _make_small(phase, mechanisms).train(), phase.draw_small(64)
+    model, ids = _make_small(phase, mechanisms, 64)
+    model.train()
 
     def gradients() -> Tensor:
         model.zero_grad()
@@ -422,36 +417,26 @@ def _check_compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
 
 def _count_graphs() -> Measurement:
     """Count graphs and breaks since the last call."""
-    row = {
-        "graphs": counters["stats"]["unique_graphs"],
-        "breaks": sum(counters["graph_break"].values()),
-    }
+    row = {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
     counters.clear()
     return row
 
 
-def _make_steps(phase: Phase, model: PreTrainedModel, ids: Tensor, whole_model: bool = False) -> Callable[[], None]:
-    """Make training steps in bf16, compiled by block or as a whole.
-
-    Output head and loss are compiled as one, so that no logits leave the graph.
-    """
+def _make_steps(phase: Phase, model: PreTrainedModel, ids: Tensor) -> Callable[[], None]:
+    """Make training steps in bf16, compiled by block; output head and loss as one, so that no logits leave the graph."""
     backend = phase.sizes.backend
-    if isinstance(model, HeadwaterForCausalLM) and not whole_model:  # as `headwater train` has it
+    if isinstance(model, HeadwaterForCausalLM):  # as `headwater train` has it
         compile_model(model, backend)
         return training_step(
             model, lambda: model(ids, labels=ids, skip_logits=True, use_cache=False).loss, Precision.BF16_MIXED
         )
-    body: Callable[..., Any] = model.model
-    if whole_model:
-        body = torch.compile(model.model, backend=backend)
-    else:
-        compile_blocks(model.model.layers, backend)
+    compile_blocks(model.model.layers, backend)
 
     def loss_of(hidden: Tensor) -> Tensor:
         return model.loss_function(logits=model.lm_head(hidden), labels=ids, vocab_size=model.config.vocab_size)
 
     loss = torch.compile(loss_of, backend=backend)
-    return training_step(model, lambda: loss(body(ids, use_cache=False).last_hidden_state), Precision.BF16_MIXED)
+    return training_step(model, lambda: loss(model.model(ids, use_cache=False).last_hidden_state), Precision.BF16_MIXED)
 
 
 def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: int) -> Measurement:
@@ -460,8 +445,8 @@ def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: i
     started = time.perf_counter()
     for _ in range(phase.sizes.warm):
         step()
+    phase.wait()
     if phase.on_gpu:
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     begun = time.perf_counter() - started
     second = phase.seconds(step, phase.sizes.steps)
@@ -474,32 +459,22 @@ def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: i
 
 
 def training(phase: Phase) -> None:
-    """Time training steps at commonly published sizes, compiled by block and as a whole, and Llama's for comparison."""
+    """Time training steps at commonly published sizes, compiled by block, and Llama's for comparison."""
     sizes, context = phase.sizes, phase.sizes.context
 
-    def measure(shape: tuple[int, int, int], whole_model: bool = False, llama: bool = False) -> Measurement:
+    def measure(shape: tuple[int, int, int], llama: bool = False) -> Measurement:
         layers, width, rows = shape
         config = ModelShape(layers, width, sizes.vocab_size).config(context)
         with torch.device(phase.device):
             model = LlamaForCausalLM(LlamaConfig(**config)) if llama else make_model(phase, layers, width, context)
         ids = phase.draw(rows, context)
         flops = cost.training_flops(HeadwaterConfig(**config), context) * ids.numel()
-        return _timed_steps(phase, _make_steps(phase, model, ids, whole_model=whole_model), flops, ids.numel())
+        return _timed_steps(phase, _make_steps(phase, model, ids), flops, ids.numel())
 
     for name, shape in sizes.training.items():
         phase.attempt(partial(measure, shape), model=name, compiled="blocks")
-    smallest = next(iter(sizes.training))
-    shape = sizes.training[smallest]
-    phase.attempt(partial(measure, shape, llama=True), model=f"{smallest}, transformers' Llama", compiled="blocks")
-    phase.attempt(partial(measure, shape, whole_model=True), model=smallest, compiled="whole")
-
-
-def _pack_documents(rows: int, context: int, device: torch.device) -> dict[str, Tensor]:
-    """Make positions and borders of three documents in each row."""
-    positions = (torch.arange(context) % max(1, context // 3 + 1))[None].expand(rows, -1)
-    borders = make_cu_seq_lens(positions)
-    assert borders is not None
-    return {"position_ids": positions.to(device), "cu_seq_lens_q": borders.to(device)}
+    name, shape = next(iter(sizes.training.items()))
+    phase.attempt(partial(measure, shape, llama=True), model=f"{name}, transformers' Llama", compiled="blocks")
 
 
 def mechanisms(phase: Phase) -> None:
@@ -522,8 +497,8 @@ def mechanisms(phase: Phase) -> None:
         low, high = paired.quartiles
         return {"ratio": paired.ratio, "quartiles": f"{low:.3f}–{high:.3f}", "ms without": times["without"][-1] * 1e3}
 
-    mechanisms_by_name: dict[str, dict[str, dict]] = {name: {name: {}} for name in MECHANISMS.built_in}
-    mechanisms_by_name[RECOMMENDED] = PRESETS[RECOMMENDED].fields["mechanisms"]
+    mechanisms_by_name = {RECOMMENDED: PRESETS[RECOMMENDED].fields["mechanisms"]}
+    mechanisms_by_name |= {name: {name: {}} for name in MECHANISMS.built_in}
 
     def order(name: str) -> tuple[bool, int]:
         """Sort the preset first, then by the least number of graphs: one for each number of inputs."""

@@ -121,7 +121,7 @@ def bench_gpu(
     device = device_of(device)
     if device == "cpu":
         stderr.print("No GPU found: the sizes are tiny, and the figures say nothing about a GPU.")
-    results = measure(out, device=device, budget=budget, only=list(only) or None, tell=stderr.print)
+    results = measure(out, device=device, budget=budget, only=only, tell=stderr.print)
     stdout.print(f"written to {out / 'gpu.json'}")
     if wrong := find_problems(results):
         raise HeadwaterError("; ".join(wrong))

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.trials import make_slug, make_trial, set_rate
+from headwater_lab.comparison.trials import find_folder, make_slug, make_trial, set_rate
 from headwater_lab.comparison.tuning import find_tuned_rate
-from headwater_lab.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner
+from headwater_lab.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.records import ENDED, RunRecord, read_record
@@ -53,8 +53,7 @@ class SizedArm:
 
     def folder(self, seed: int, out: Path) -> Path:
         """Return the folder of one seed's run of a comparison, as `make_trial` names it."""
-        size = [make_slug(self.size)] if self.size is not None else []
-        return out.joinpath(self.recipe.name, *size, f"{make_slug(self.arm)}-{seed}")
+        return find_folder(self.recipe, self.size, out) / f"{make_slug(self.arm)}-{seed}"
 
     def run(self, seed: int, out: Path) -> tuple[Recipe, Path]:
         """Return the settings of one seed's run, and its folder below `out`."""
@@ -104,7 +103,7 @@ def list_claimed_arms(claim: Claim | Pair) -> list[ReferenceText]:
         return [f"{claim.arm} @ {claim.size}"]
     if isinstance(claim, Pair):
         return [name for arm, against, _ in claim.pairs for name in (arm, against)]
-    return [claim.arm, claim.against] if isinstance(claim, Sooner) else [claim.arm]
+    return [claim.arm]
 
 
 def list_references(table: PaperTable) -> list[ReferenceText]:

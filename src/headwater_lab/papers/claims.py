@@ -6,7 +6,7 @@ Every claim is reduced to one number and a region: the number is estimated with 
     fails                if it lies entirely outside,
     is inconclusive      if it overlaps the border, or there is no interval.
 
-    better, sooner, larger   mean paired difference over the seeds, region (0, ∞), Student's t
+    better, larger           mean paired difference over the seeds, region (0, ∞), Student's t
     alike                    the same, region [-margin, margin]
     no better                the same, region (-∞, margin]
     than                     the three above for a difference of two differences: (a1 - b1) - (a2 - b2), each seed's of
@@ -44,19 +44,8 @@ from headwater_lab.comparison.statistics import (
     t_interval,
 )
 from headwater_lab.papers.arms import list_claimed_arms
-from headwater_lab.papers.measures import COUNTED, HALVES, Runs, describe_missing, find_incomparable
-from headwater_lab.papers.table import (
-    Alike,
-    Better,
-    Claim,
-    Diverges,
-    Gains,
-    NotBetter,
-    Ordered,
-    Pair,
-    Reaches,
-    Sooner,
-)
+from headwater_lab.papers.measures import COUNTED, HALVES, Runs, describe_missing
+from headwater_lab.papers.table import Alike, Better, Claim, Diverges, Gains, NotBetter, Ordered, Reaches
 
 ClaimVerdict = Literal["replicates", "fails", "inconclusive"]
 EvidenceKind = Literal["mean", "share", "more"]
@@ -65,6 +54,13 @@ ABOVE_ZERO: Interval = (0.0, math.inf)
 # log N'/N: anything that takes a larger one counts as unreachable.
 MOST = 100.0
 LUCKY = "a run diverged, and the mean of the others is meaningless"
+# Claims about most seeds: what those seeds do, and whether it denies that they get there, or diverge.
+SHARES = {
+    "reaches": ("get there", False),
+    "never": ("never get there", True),
+    "diverges": ("diverge", False),
+    "stays": ("do not diverge", True),
+}
 
 
 @dataclass(frozen=True)
@@ -189,7 +185,7 @@ def judge_claims(claims: Sequence[Claim], runs: Runs) -> list[Judged]:
     """Judge a table's claims. Claims about arms that this scale does not train are inconclusive."""
     evidence = [_find_evidence(claim, runs) for claim in claims]
     levels = holm_levels([number.p for number in evidence])
-    return [_judge_claim(*judging, runs) for judging in zip(claims, evidence, levels, strict=True)]
+    return [_judge_claim(*judging) for judging in zip(claims, evidence, levels, strict=True)]
 
 
 def _find_gaps(claim: Claim, runs: Runs) -> str:
@@ -202,14 +198,7 @@ def _find_gaps(claim: Claim, runs: Runs) -> str:
     return f"not trained: {'; '.join(filter(None, gaps))}" if any(gaps) else ""
 
 
-def _list_incomparable(claim: Claim, runs: Runs) -> str:
-    """Name the parts of a claim's measure that are not measured as in the paper."""
-    measures = {measure for *_, measure in claim.pairs} if isinstance(claim, Pair) else set()
-    names = sorted({name for measure in measures for name in find_incomparable(runs.table, measure)})
-    return f"not measured as in the paper: {', '.join(names)}" if names else ""
-
-
-def _judge_claim(claim: Claim, evidence: Evidence, level: float, runs: Runs) -> Judged:
+def _judge_claim(claim: Claim, evidence: Evidence, level: float) -> Judged:
     estimate, interval = evidence.estimate, evidence.interval(level)
     verdict = verdict_of(interval, evidence.region)
     why = evidence.why
@@ -224,7 +213,7 @@ def _judge_claim(claim: Claim, evidence: Evidence, level: float, runs: Runs) -> 
     return Judged(
         says=claim.says,
         verdict=verdict,
-        why="; ".join(filter(None, (why, _list_incomparable(claim, runs)))),
+        why=why,
         what=evidence.label,
         kind=evidence.kind,
         estimate=estimate,
@@ -284,12 +273,14 @@ def _paired_evidence(claim: Better | Alike | NotBetter, runs: Runs) -> Evidence:
     seeds = set.intersection(*(set(runs.find_seeds(name)) for name in names))
     if not seeds:
         return Evidence(f"no seed was run for {'both' if claim.than is None else 'all of its arms'}")
+    if claim.measure == "steps" and isinstance(claim, Better):  # a run that diverged never gets there
+        return _steps_evidence(claim, runs, sorted(seeds))
     if any(seeds & _diverged_seeds(runs, name) for name in names):
         if isinstance(claim, Better) and claim.than is None:
             return _without_diverged(claim, runs, seeds)
         return Evidence(LUCKY)
     if isinstance(claim, NotBetter) and claim.measure == "steps":
-        return _sooner_evidence(claim, runs)
+        return _steps_evidence(claim, runs, sorted(seeds))
     return _difference_evidence(claim, runs, sorted(seeds))
 
 
@@ -331,17 +322,14 @@ def _without_diverged(claim: Better, runs: Runs, seeds: set[int]) -> Evidence:
     return share_evidence(won, decided, label)
 
 
-def _sooner_evidence(claim: Sooner | NotBetter, runs: Runs) -> Evidence:
+def _steps_evidence(claim: Better | NotBetter, runs: Runs, seeds: Sequence[int]) -> Evidence:
     """Compare the steps to the threshold, counted up to the end of the shorter run."""
-    pairs = sorted(runs.find_seeds(claim.arm).keys() & runs.find_seeds(claim.against).keys())
-    if not pairs:
-        return Evidence("no seed was run for both")
     steps = {name: runs.count_steps(name) for name in (claim.arm, claim.against)}
-    reached = {name: [steps_by_seed[seed] is not None for seed in pairs] for name, steps_by_seed in steps.items()}
+    reached = {name: [steps_by_seed[seed] is not None for seed in seeds] for name, steps_by_seed in steps.items()}
     if not any(map(any, reached.values())):
         return Evidence("neither gets there in any seed")
     values = []
-    for seed in pairs:
+    for seed in seeds:
         end = min(runs.find_seeds(name)[seed].record.recipe["training"]["steps"] for name in steps)
         arm, against = (end if (n := steps_by_seed[seed]) is None else min(n, end) for steps_by_seed in steps.values())
         values.append(float(against - arm))
@@ -349,18 +337,15 @@ def _sooner_evidence(claim: Sooner | NotBetter, runs: Runs) -> Evidence:
     return mean_evidence(values, *_with_margin(claim, f"{claim.against} minus {claim.arm}, steps to get there{never}"))
 
 
-def _reach_evidence(claim: Reaches, runs: Runs) -> Evidence:
-    steps = runs.count_steps(claim.arm)
-    never = claim.test == "never"
-    count = sum((n is None) == never for n in steps.values())
-    return share_evidence(count, len(steps), f"seeds of {claim.arm} that {'never get there' if never else 'get there'}")
-
-
-def _divergence_evidence(claim: Diverges, runs: Runs) -> Evidence:
-    lost = runs.find_lost(claim.arm, claim.unlearned)
-    stays = claim.test == "stays"
-    count = sum(is_lost != stays for is_lost in lost.values())
-    return share_evidence(count, len(lost), f"seeds of {claim.arm} that {'do not diverge' if stays else 'diverge'}")
+def _seeds_evidence(claim: Reaches | Diverges, runs: Runs) -> Evidence:
+    """Count the seeds that do as the claim says."""
+    words, denied = SHARES[claim.test]
+    if isinstance(claim, Diverges):
+        agree = runs.find_lost(claim.arm, claim.unlearned)
+    else:
+        agree = {seed: steps is not None for seed, steps in runs.count_steps(claim.arm).items()}
+    count = sum(agrees != denied for agrees in agree.values())
+    return share_evidence(count, len(agree), f"seeds of {claim.arm} that {words}")
 
 
 def _law_evidence(claim: Gains, runs: Runs) -> Evidence:
@@ -394,11 +379,7 @@ KINDS: Mapping[str, Callable[..., Evidence]] = {
     "better": _paired_evidence,
     "alike": _paired_evidence,
     "no better": _paired_evidence,
-    "sooner": _sooner_evidence,
-    "reaches": _reach_evidence,
-    "never": _reach_evidence,
-    "diverges": _divergence_evidence,
-    "stays": _divergence_evidence,
+    **dict.fromkeys(SHARES, _seeds_evidence),
     "gains": _law_evidence,
     "loses": _law_evidence,
     "larger": _order_evidence,

@@ -86,30 +86,31 @@ def judge_recorded(names: Iterable[str], scale: ScaleName, runs: Sequence[KeptRu
     Tables that need the models themselves are left out.
     """
     with TemporaryDirectory() as folder:
-        for work in _prepare_judged(names, scale, Path(folder)):
-            if not reads_models(work.table):
-                _write_records(runs, work)
-                yield from _judge_work(work)
+        yield from judge_trained(names, scale, Path(folder), runs=runs)
 
 
 def judge_trained(
-    names: Iterable[str], scale: ScaleName, out: Path, overrides: Sequence[str] = ()
+    names: Iterable[str],
+    scale: ScaleName,
+    out: Path,
+    overrides: Sequence[str] = (),
+    runs: Sequence[KeptRun] | None = None,
 ) -> Iterator[Reproduction]:
-    """Judge each of these tables that has finished runs below the output folder `out`, without training."""
-    for work in _prepare_judged(names, scale, out, overrides):
-        yield from _judge_work(work)
+    """Judge each of these tables that has finished runs below the output folder `out`, without training.
 
-
-def _prepare_judged(names: Iterable[str], scale: ScaleName, out: Path, overrides: Sequence[str] = ()) -> Iterator[Work]:
+    runs: to write there first; tables that need the models themselves are then left out.
+    """
     for name in names:
         scales = find_table(name).scales
-        if scales and not scales[scale].nothing:
-            yield prepare_work(name, scale, out, overrides)
-
-
-def _judge_work(work: Work) -> Iterator[Reproduction]:
-    if any(finished_runs(arm, work.trials) for arm in work.trained_arms):
-        yield reproduce_table(work)
+        if not scales or scales[scale].nothing:
+            continue
+        work = prepare_work(name, scale, out, overrides)
+        if runs is not None:
+            if reads_models(work.table):
+                continue
+            _write_records(runs, work)
+        if any(finished_runs(arm, work.trials) for arm in work.trained_arms):
+            yield reproduce_table(work)
 
 
 def restore_runs(file: Path, work: Work, tell: Tell) -> None:

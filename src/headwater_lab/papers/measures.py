@@ -244,13 +244,3 @@ def tasks_of(table: PaperTable) -> list[str]:
     measures += [measure for claim in table.claims if isinstance(claim, Pair) for *_, measure in claim.pairs]
     names = [measure.removeprefix("task:").rpartition(":")[0] for measure in measures if measure.startswith("task:")]
     return list(dict.fromkeys(names))
-
-
-def find_incomparable(table: PaperTable, measure: Measure) -> list[str]:
-    """List the columns of `measure`, itself or averaged, that are not measured as in the paper."""
-    name, _, metric = measure.removeprefix("task:").rpartition(":")
-    over = {measure}
-    if measure.startswith("task:") and metric == "mean":
-        requests = parse_tasks(name)
-        over = {f"task:{task.name}@{task.shots}:{metric}" for task in requests for metric in task.metrics or ()}
-    return [column.name for column in table.columns if not column.comparable and column.measure in over]

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from headwater.config.text import HeadwaterConfig
 from headwater.cost.counts import training_flops
 from headwater.util.precision import Precision
 from headwater_lab.data.base import DataShape
@@ -22,6 +21,8 @@ GPU = "H100"
 MFU = 0.4
 # What the hours are of, by scale.
 DEVICES = {"cpu": f"{CORES} cores", "gpu": GPU, "paper": GPU}
+# Per token, by config and length.
+_flops_by_config: dict[tuple[str, int], float] = {}
 
 
 def estimate_price(arms: list[SizedArm], scale: ScaleName) -> tuple[float, float]:
@@ -55,17 +56,8 @@ def list_stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
     for (run, _), config in zip(recipe.chain(lambda name, _: Path(name)), configs, strict=True):
         section = run.training
         tokens = section.steps * section.batch_size * section.gradient_accumulation_steps * run.row_length
-        yield run.identity, tokens * _flops_per_token(config, run.row_length), section.steps
-
-
-def _flops_per_token(config: HeadwaterConfig, length: int) -> float:
-    """Count the training FLOPs per token."""
-    # The same for every seed, and runs differ mostly in that.
-    settings = {name: value for name, value in config.to_dict().items() if name != "initializer_seed"}
-    key = repr(settings), length
-    if key not in _flops_by_config:
-        _flops_by_config[key] = training_flops(config, length)
-    return _flops_by_config[key]
-
-
-_flops_by_config: dict[tuple[str, int], float] = {}
+        # The same for every seed, and runs differ mostly in that.
+        key = repr(config.to_dict() | {"initializer_seed": None}), run.row_length
+        if key not in _flops_by_config:
+            _flops_by_config[key] = training_flops(config, run.row_length)
+        yield run.identity, tokens * _flops_by_config[key], section.steps

@@ -17,8 +17,8 @@ from headwater import __version__
 from headwater_lab.comparison.statistics import has_diverged
 from headwater_lab.papers.claims import ClaimVerdict, Judged, judge_claims
 from headwater_lab.papers.computing import COMPUTED
-from headwater_lab.papers.measures import Runs, find_incomparable
-from headwater_lab.papers.table import Column, Measure, PaperTable, TableCell, find_table, list_measures
+from headwater_lab.papers.measures import Runs
+from headwater_lab.papers.table import Column, PaperTable, TableCell, find_table, list_measures
 from headwater_lab.papers.work import Work
 from headwater_lab.reports.words import MANY, counted
 from headwater_lab.training.records import RunRecord
@@ -33,7 +33,6 @@ WORDS: dict[ClaimVerdict, tuple[str, str]] = {
     "inconclusive": ("is inconclusive", "are inconclusive"),
 }
 HUGE = 1e6
-INCOMPARABLE = "not comparable"
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def reproduce_table(work: Work, task_files: Path | None = None, device: str = "c
     table = work.table
     cells = [
         [
-            (write_paper_figure(cell, column), measure_cell(cell, column, runs))
+            (cell.paper or "", measure_cell(cell, column, runs))
             for column, cell in zip(table.columns, row.cells, strict=True)
         ]
         for row in table.rows
@@ -119,26 +118,11 @@ def use_names(says: str, words: Mapping[str, str]) -> str:
     return re.sub(rf"(?<!\w)({pattern})(?!\w)", lambda match: words[match[0]], says)
 
 
-def write_paper_figure(cell: TableCell, column: Column) -> str:
-    """Write the paper's figure with the digits it was printed with, which YAML does not keep."""
-    if cell.paper is None or isinstance(cell.paper, str):
-        return cell.paper or ""
-    digits = column.digits if column.paper_digits is None else column.paper_digits
-    text = f"{cell.paper:.{digits}f}"
-    return text if float(text) == cell.paper else f"{cell.paper:g}"
-
-
 def measure_cell(cell: TableCell, column: Column, runs: Runs) -> Ours:
-    """Measure the cell's arm over its seeds; if its measure is not the paper's, the text is only a remark."""
-    if cell.arm is None or not runs.find_seeds(cell.arm):
+    """Measure the cell's arm over its seeds."""
+    arm, measure = cell.arm, cell.measure or column.measure
+    if arm is None or not (runs_by_seed := runs.find_seeds(arm)):
         return Ours()
-    measure = cell.measure or column.measure
-    result = _measure_arm(cell, cell.arm, measure, column, runs)
-    return replace(result, text=INCOMPARABLE) if find_incomparable(runs.table, measure) else result
-
-
-def _measure_arm(cell: TableCell, arm: str, measure: Measure, column: Column, runs: Runs) -> Ours:
-    runs_by_seed = runs.find_seeds(arm)
     if measure == "steps":
         return _write_steps(list(runs.count_steps(arm).values()))
     if measure == "diverged":
@@ -287,12 +271,10 @@ def table_caption(result: Reproduction) -> str:
     seeds = sorted({our.seeds for row in result.cells for _, our in row if our.seeds})
     over = f"{seeds[0]} to {counted(seeds[-1])}" if seeds else "no run that finished"
     over = counted(seeds[0]) if len(seeds) == 1 else over
-    differs = any(our.text == INCOMPARABLE for row in result.cells for _, our in row)
-    otherwise = " Not comparable: measured differently than in the paper." if differs else ""
     laws = "; by a fitted law with its 95 % interval" if "saved" in list_measures(result.table) else ""
     printed = any(paper for row in result.cells for paper, _ in row)  # a table of the ledger is of no paper
     figures, or_ = ("The paper's figures, and ours", ", or not given") if printed else ("Our figures", "")
-    return f"{figures}: mean ± standard deviation over {over}{laws}. Empty: not trained at this scale{or_}.{otherwise}"
+    return f"{figures}: mean ± standard deviation over {over}{laws}. Empty: not trained at this scale{or_}."
 
 
 def claims_caption(result: Reproduction) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.util.settings import Settings
@@ -48,21 +48,16 @@ class Column(Settings):
     measure: Measure = "result"
     """The measure of our runs."""
     digits: int = 3
-    """Digits after the point."""
-    paper_digits: int | None = None
-    """Digits of the paper's figures, if different."""
+    """Digits of ours after the point."""
     times: float = 1.0
     """Factor on our figures: 100 if the paper prints per cent."""
-    comparable: bool = True
-    """Whether ours is measured as in the paper. If not, cells say so instead, as do means over such columns and claims
-    about them."""
 
 
 class TableCell(Settings):
     """One cell: the paper's figure, and ours."""
 
-    paper: float | str | None = None
-    """As printed; null if the paper has a curve without numbers."""
+    paper: Annotated[str, BeforeValidator(str)] | None = None
+    """As printed, in quotes if it ends in 0; null if the paper has a curve without numbers."""
     arm: ReferenceText | None = None
     """The arm whose measure is shown; null if there is none."""
     minus: ReferenceText | None = None
@@ -115,7 +110,10 @@ class Pair(Settings):
 
 
 class Better(Pair):
-    """`arm` is better than `against`: seed by seed, in `measure`. With `than`: by more than in the other pair."""
+    """`arm` is better than `against`: seed by seed, in `measure`. With `than`: by more than in the other pair.
+
+    In "steps": it reaches the recipe's threshold sooner.
+    """
 
     test: Literal["better"]
 
@@ -135,15 +133,6 @@ class NotBetter(Pair):
 
     test: Literal["no better"]
     margin: float = Field(gt=0)
-
-
-class Sooner(Settings):
-    """`arm` reaches the recipe's threshold in fewer steps than `against`."""
-
-    test: Literal["sooner"]
-    says: str
-    arm: ReferenceText
-    against: ReferenceText
 
 
 class Reaches(Settings):
@@ -188,9 +177,7 @@ class Ordered(Settings):
     second: Measure
 
 
-Claim = Annotated[
-    Better | Alike | NotBetter | Sooner | Reaches | Diverges | Gains | Ordered, Field(discriminator="test")
-]
+Claim = Annotated[Better | Alike | NotBetter | Reaches | Diverges | Gains | Ordered, Field(discriminator="test")]
 
 
 class Scale(Settings):
@@ -292,8 +279,7 @@ def list_measures(table: PaperTable) -> list[Measure]:
 def counts_steps(table: PaperTable) -> bool:
     """Whether the table counts the steps after which runs reach their recipe's threshold."""
     return "steps" in list_measures(table) or any(
-        claim.test in ("sooner", "reaches", "never") or getattr(claim, "measure", "") == "steps"
-        for claim in table.claims
+        claim.test in ("reaches", "never") or getattr(claim, "measure", "") == "steps" for claim in table.claims
     )
 
 

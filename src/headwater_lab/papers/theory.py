@@ -173,39 +173,18 @@ def token_logits(scalars: Tensor, length: int) -> Tensor:
     return numerators / (2 * x + y + length - 2)[..., None]
 
 
-def _log_counts(length: int, vocabulary: int | None) -> Tensor:
-    unseen = (length if vocabulary is None else vocabulary) - length
-    return torch.tensor([1, 1, 2, length - 4, unseen], dtype=torch.float64).log()
-
-
 def scalar_loss(scalars: Tensor, length: int, vocabulary: int | None = None) -> Tensor:
     """Cross entropy of token i+1 at the last position, eq. 10: [..., 4] -> [...]. vocabulary: T tokens by default."""
     logits = token_logits(scalars, length)
-    return (logits + _log_counts(length, vocabulary)).logsumexp(-1) - logits[..., 1]
+    unseen = 0 if vocabulary is None else vocabulary - length
+    counts = torch.tensor([1, 1, 2, length - 4, unseen], dtype=torch.float64)
+    return (logits + counts.log()).logsumexp(-1) - logits[..., 1]
 
 
 def scalar_gradient(scalars: Tensor, length: int, vocabulary: int | None = None) -> Tensor:
-    """dL/d(α1, α2, β1, β2) in closed form: [..., 4] -> [..., 4].
-
-    With logits l = n / Z and g = dL/dl = softmax probability of each row of the table minus the target's 1:
-
-        dL/dα = Σ g·(dn/dα - l·dZ/dα) / Z        dL/dβ = Σ g·(dn/dβ) / Z
-    """
-    logits = token_logits(scalars, length)
-    g = (logits + _log_counts(length, vocabulary)).softmax(-1)
-    g = g - torch.tensor([0.0, 1, 0, 0, 0], dtype=g.dtype)
-    alpha1, alpha2, b1, b2 = scalars.unbind(-1)
-    x, y = alpha1.exp(), alpha2.exp()
-    target, unrelated = g[..., 1], g[..., 3]
-    same, side = g[..., 0], g[..., 2]
-    mean = (g * logits).sum(-1)
-    slopes = (
-        x * (2 * same * b1 + side * b2 - 2 * mean),
-        y * (same * b2 + target * b1 - mean),
-        2 * x * same + y * target + side + unrelated,
-        y * same + target + x * side + unrelated,
-    )
-    return torch.stack(slopes, dim=-1) / (2 * x + y + length - 2)[..., None]
+    """dL/d(α1, α2, β1, β2) of the closed form: [..., 4] -> [..., 4]."""
+    scalars = scalars.detach().requires_grad_()
+    return torch.autograd.grad(scalar_loss(scalars, length, vocabulary).sum(), scalars)[0]
 
 
 def gradient_flow(alpha1: Tensor, beta1: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,17 +9,14 @@ from headwater_lab.papers.arms import RESTORED, finished_runs
 from headwater_lab.papers.kept import check_restored
 from headwater_lab.papers.table import reads_models
 from headwater_lab.papers.work import Work
-from headwater_lab.training.journal import OnEvent
 from headwater_lab.training.records import RECORD
-from headwater_lab.training.stages import is_finished, list_stages, train_stages
 
 # Called before training with a name and the total steps; returns the function that receives progress.
 Comparing = Callable[[str, int], OnChange]
-TrainingCallback = Callable[[str, int], OnEvent]
 
 
-def train_table(work: Work, workers: int | None, comparing: Comparing, training: TrainingCallback) -> list[Outcome]:
-    """Train what is missing, if one device is enough; returns the outcomes of all trials of comparisons.
+def train_table(work: Work, workers: int | None, comparing: Comparing) -> list[Outcome]:
+    """Train what is missing of comparisons, if one device is enough; returns the outcomes of all trials.
 
     Call it again to resume. Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C.
     """
@@ -37,11 +34,4 @@ def train_table(work: Work, workers: int | None, comparing: Comparing, training:
         if recipe.name in missing:
             steps = sum(job.steps for job in list_jobs(recipe, work.trials, only))
             outcomes += run_comparison(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)
-    for recipe, count in work.list_chains():
-        folder = work.trials / recipe.name
-        stages = list(zip(recipe.stage_names, list_stages(recipe, folder), strict=True))
-        for stage, (plain, stage_folder) in stages[:count]:
-            if not is_finished(plain, stage_folder):
-                on_event = training(f"{recipe.name}, {stage}", plain.training.steps)
-                train_stages(recipe, folder, resume=True, only=stage, on_event=on_event)
     return outcomes

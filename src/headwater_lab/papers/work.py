@@ -99,8 +99,9 @@ class Work:
         return missing
 
     def list_commands(self) -> list[str]:
-        """List commands for the missing runs of recipes for several devices, which this process cannot train."""
-        return [arm.command(seed, self.trials, self.overrides) for arm, seed in self.list_missing() if arm.devices > 1]
+        """List commands for the missing runs that `train_table` leaves out: on several devices, or single stages."""
+        left = [(arm, seed) for arm, seed in self.list_missing() if arm.devices > 1 or arm.recipe.compare is None]
+        return [arm.command(seed, self.trials, self.overrides) for arm, seed in left]
 
     def check_tasks(self, task_files: Path | None) -> None:
         """Raise `HeadwaterError` if benchmarks are not available, before anything is trained."""
@@ -113,15 +114,6 @@ class Work:
         for arm in self.trained_arms:
             if arm.recipe.compare is not None and arm.devices == 1:
                 by_name.setdefault(arm.recipe.name, (arm.recipe, set()))[1].add((arm.arm, arm.size))
-        return list(by_name.values())
-
-    def list_chains(self) -> list[tuple[Recipe, int]]:
-        """List the recipes with only stages, and how many of these to train."""
-        by_name: dict[str, tuple[Recipe, int]] = {}
-        for arm in self.trained_arms:
-            if arm.recipe.compare is None and arm.devices == 1:
-                count = arm.recipe.stage_names.index(arm.arm) + 1
-                by_name[arm.recipe.name] = arm.recipe, max(count, by_name.get(arm.recipe.name, (None, 0))[1])
         return list(by_name.values())
 
 
