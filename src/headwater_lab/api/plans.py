@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
 from headwater.config.text import HeadwaterConfig
@@ -13,17 +13,18 @@ from headwater_lab.api.common import PathLike, Result
 from headwater_lab.api.settings import PlanSettings
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.model_estimates import draw_flops, plan_models, price_models
+from headwater_lab.util.terminal import counted, si
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(Result):
     """Prices of text models or of image models."""
 
     prices: list[Price]
-    configs: dict[str, HeadwaterConfig] = field(repr=False)
+    configs: dict[str, HeadwaterConfig]
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row per model and context or image size."""
@@ -42,6 +43,11 @@ class Plan(Result):
             for price in self.prices
             for estimate in price.at
         ]
+
+    def __repr__(self) -> str:
+        sizes = [f"{price.name} {si(sum(price.parameters.values()))}" for price in self.prices]
+        more = f" and {len(sizes) - 6} more" if len(sizes) > 6 else ""
+        return f"Plan of {counted(len(sizes), 'model')} by parameters: {', '.join(sizes[:6])}{more}"
 
     def picture(self, contexts: Sequence[int] = ()) -> Figure:
         """Draw forward FLOPs per token against context, by default up to 32k or the longest context of the plan.

@@ -335,7 +335,9 @@ class TrainingRun(Setup):
         if self.fabric.global_rank > 0:
             end_process(failed=False)
         step = self.progress.step
-        raise Interrupted(f"Stopped after step {step}, which is saved; run the same command with --resume.")
+        raise Interrupted(
+            f"Stopped after step {step}, which is saved; run the same command with --resume (resume=True)."
+        )
 
     def count_skipped(self, step: int, problem: str) -> None:
         """Count a step that was not finite. At the limit, raise `Diverged`, which names its rows."""

@@ -364,12 +364,12 @@ def draw_flops(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) 
     The slope is the cost of attention between tokens, 4·L·H·d; the height at 0 is the cost of the parameters. Each
     combination of mechanisms has a line style. Raises `HeadwaterError` for image models.
     """
-    from matplotlib.figure import Figure
+    from headwater_lab.util.figures import ShownFigure
 
     if any(isinstance(config, HeadwaterVisionConfig) for config in configs.values()):
         raise HeadwaterError("Only text models have a plot of FLOPs against context.")
     with default_style():
-        result = Figure(figsize=(8.2, 4.6), layout="constrained")
+        result = ShownFigure(figsize=(8.2, 4.6), layout="constrained")
         axes = result.subplots()
         styles: dict[tuple[str, ...], str] = {}
         for index, (name, config) in enumerate(configs.items()):
