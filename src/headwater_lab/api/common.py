@@ -92,12 +92,14 @@ def make_frame(rows: list[dict[str, Any]]) -> DataFrame:
 
 def write_html(title: str, rows: list[dict[str, str]], note: str = "") -> str:
     """Write a table of texts as HTML without colors, which takes those of the notebook's theme."""
+    above, below = (f"<p>{escape(text)}</p>" if text else "" for text in (title, note))
+    if not rows:
+        return above + below
     names = list(dict.fromkeys(chain(*rows)))
     lines = ["".join(f"<th>{escape(name)}</th>" for name in names)]
     lines += ["".join(f"<td>{escape(row.get(name, ''))}</td>" for name in names) for row in rows]
     head, *body = (f"<tr>{line}</tr>" for line in lines)
     table = ["<table>", f"<thead>{head}</thead>", "<tbody>", *body, "</tbody>", "</table>"]
-    above, below = (f"<p>{escape(text)}</p>" if text else "" for text in (title, note))
     return "\n".join([above, *table, below])
 
 

@@ -96,8 +96,10 @@ class Reproduced(Result):
 
 
 def _read_number(text: str) -> float | None:
+    """Read a number such as 1,024 or 30%; None for other text."""
     try:
-        return float(text.replace(",", ""))
+        number = float(text.replace(",", "").removesuffix("%"))
+        return number / 100 if text.endswith("%") else number
     except ValueError:
         return None
 

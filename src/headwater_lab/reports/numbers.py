@@ -69,7 +69,7 @@ def list_evaluations(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _identify(comparison: Comparison) -> dict[str, Any]:
-    return {"comparison": comparison.name, "size": comparison.size, "metric": comparison.metric}
+    return {"comparison": comparison.name, "size": comparison.size or "", "metric": comparison.metric}
 
 
 def _identify_run(comparison: Comparison, run: RunRecord) -> dict[str, Any]:
