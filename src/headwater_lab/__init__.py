@@ -8,6 +8,7 @@ Names are imported when they are first used.
 """
 
 import sys
+import warnings
 
 if (
     sys.argv[:1] == ["-m"]  # as long as Python looks for the module that it is to run
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["compare", "grow", "load_results", "plan", "reproduce", "retrofit", "train"]
 
+# Of tqdm in a notebook without ipywidgets. Progress is shown without them.
+warnings.filterwarnings("ignore", "IProgress not found")
 _MODULES = {
     "compare": "comparing",
     "grow": "growing",

@@ -80,4 +80,4 @@ _short.maxdict = _short.maxlist = 8
 
 def shown(value: Any) -> str:
     """Write a value for a message: on one line, shortened if it is long."""
-    return _short.repr(value)
+    return _short.repr(value).replace("\n", " ")

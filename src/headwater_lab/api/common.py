@@ -73,7 +73,7 @@ class Result:
         """Return the rows as text, rounded and without empty columns, as notebooks show them."""
         rows = self.table()
         names = [name for name in dict.fromkeys(chain(*rows)) if any(row.get(name) is not None for row in rows)]
-        return [{name: _write_cell(row.get(name)) for name in names} for row in rows]
+        return [{name.replace("_", " "): _write_cell(row.get(name)) for name in names} for row in rows]
 
     def to_pandas(self) -> DataFrame:
         """Return the rows as a DataFrame, with NaN where there is no number."""
