@@ -19,8 +19,8 @@ def render_briefly(error: BaseException) -> list[str]:
     frames = traceback.walk_tb(error.__traceback__)
     calls = [(frame, line) for frame, line in frames if frame.f_globals.get("__name__") == "__main__"]
     lines = [linecache.getline(frame.f_code.co_filename, line).strip() for frame, line in calls]
-    places = [f"line {line}: {text}" for (_, line), text in zip(calls, lines, strict=True)]
-    return [*places, f"{type(error).__name__}: {error}"]
+    cells = [f"line {line}: {text}" for (_, line), text in zip(calls, lines, strict=True)]
+    return [*cells, f"{type(error).__name__}: {error}"]
 
 
 class HeadwaterError(ValueError):

@@ -85,15 +85,15 @@ class Compared(Result):
             lines += map(_summarize, self.comparisons[:MOST_LINES])
         except HeadwaterError as error:  # nothing is finished
             return "\n".join([*lines, str(error), *self._list_failures()])
-        if (left := len(self.comparisons) - MOST_LINES) > 0:
-            lines.append(f"and {counted(left, 'more comparison')}: .comparisons")
+        if (further := len(self.comparisons) - MOST_LINES) > 0:
+            lines.append(f"and {counted(further, 'more comparison')}: .comparisons")
         return "\n".join([*lines, *self._list_failures()])
 
     def _list_failures(self) -> list[str]:
         if not self.failed:
             return []
-        first = self.failed[0]
-        return [f"{counted(len(self.failed), 'trial')} failed (.failed), the first: {first.label}: {first.error}"]
+        example = self.failed[0]
+        return [f"{counted(len(self.failed), 'trial')} failed (.failed), the first: {example.label}: {example.error}"]
 
     def _repr_html_(self) -> str:
         try:

@@ -34,23 +34,23 @@ SILENT = Observer()
 
 @dataclass
 class _Task:
-    """A task in a notebook. first: the work that was done when it was first shown, and when that was."""
+    """A task in a notebook. start: the work that was done when it was first shown, and when that was."""
 
     title: str
-    first: tuple[int, float]
+    start: tuple[int, float]
     done: int = 0
     total: int | None = None
     fields: dict[str, Any] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Write its progress as a line: work done and in total, `info`, and the time left."""
-        begun, moment = self.first
+        begun, moment = self.start
         count = f"{self.done:,}" if self.total is None else f"{self.done:,}/{self.total:,}"
-        left = ""
+        remaining = ""
         if self.total is not None and begun < self.done < self.total:
             seconds = (time.monotonic() - moment) / (self.done - begun) * (self.total - self.done)
-            left = f"{timedelta(seconds=round(seconds))} left"
-        fields = self.fields.get("unit", ""), count, self.fields.get("info", ""), left
+            remaining = f"{timedelta(seconds=round(seconds))} left"
+        fields = self.fields.get("unit", ""), count, self.fields.get("info", ""), remaining
         return "  ".join(filter(None, (self.title.strip(), *fields)))
 
 

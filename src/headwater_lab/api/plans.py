@@ -46,8 +46,8 @@ class Plan(Result):
 
     def __repr__(self) -> str:
         sizes = [f"{price.name} {si(sum(price.parameters.values()))}" for price in self.prices]
-        more = f" and {len(sizes) - 6} more" if len(sizes) > 6 else ""
-        return f"Plan of {counted(len(sizes), 'model')} by parameters: {', '.join(sizes[:6])}{more}"
+        further = f" and {len(sizes) - 6} more" if len(sizes) > 6 else ""
+        return f"Plan of {counted(len(sizes), 'model')} by parameters: {', '.join(sizes[:6])}{further}"
 
     def picture(self, contexts: Sequence[int] = ()) -> Figure:
         """Draw forward FLOPs per token against context, by default up to 32k or the longest context of the plan.
@@ -69,7 +69,8 @@ def plan(
 
     models: configs, recipes, presets by name, config.json files, checkpoints or runs. overrides: "field=value" for all
     models, or "training.field=value" for how they are trained. vocab_size: vocabulary size, instead of the models'.
-    settings: see `PlanSettings`. trust: as in `train`. Raises `HeadwaterError`.
+    settings: the command's options context, batch, tokens, images, hardware, devices, mfu and precision
+    (`headwater_lab.api.settings.PlanSettings` describes them). trust: as in `train`. Raises `HeadwaterError`.
     """
     outside.trust_names(trust)
     planned_models = plan_models(models, overrides, vocab_size)

@@ -39,10 +39,11 @@ class Run(Result):
         return [{"step": point.step, **point.metrics} for point in self.record.held_out]
 
     def __repr__(self) -> str:
-        record, last = self.record, self.text_table()[-1:]
+        record = self.record
         counts = f"{record.tokens:,} {record.unit}, {record.flops:.3g} FLOPs, {record.parameters:,} parameters"
         lines = [f"Run {record.name} in {self.folder}: {record.status}", counts]
-        return "\n".join(lines + [", ".join(f"{name} {cell}" for name, cell in row.items()) for row in last])
+        lines += [", ".join(f"{name} {cell}" for name, cell in row.items()) for row in self.text_table()[-1:]]
+        return "\n".join(lines)
 
     def picture(self) -> "Picture":
         """Draw the training loss and the deciding metric."""
