@@ -17,6 +17,7 @@ import headwater.mechanisms
 import headwater_lab as lab
 from conftest import forking
 from headwater.util.errors import HeadwaterError
+from headwater_lab.api.common import make_frame
 from headwater_lab.api.comparing import Compared
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.papers.table import read_tables
@@ -256,6 +257,7 @@ def test_frames_have_numbers(shown):
         == runs.sort_values(["arm", "seed"])["accuracy"].tolist()
     )
     assert names["plan"].to_pandas()["training_flops_per_token"].dtype.kind in "if"
+    assert make_frame([{"sd": None, "low": None}, {"sd": None, "low": 1}]).dtypes.map(str).tolist() == ["float64"] * 2
     with pytest.raises(HeadwaterError, match="arm, run or evaluation"):
         names["compared"].table("arms")
 
