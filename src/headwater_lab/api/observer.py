@@ -1,11 +1,14 @@
 """Observers that receive reports from functions while they work."""
 
+from __future__ import annotations
+
 import sys
 import time
-from dataclasses import dataclass, field
 from datetime import timedelta
 from html import escape
 from typing import Any
+
+from rich.progress import Progress, ProgressColumn, Task, TaskID
 
 # Seconds between two updates of a notebook's progress.
 UPDATE_SECONDS = 0.3
@@ -32,33 +35,36 @@ class Observer:
 SILENT = Observer()
 
 
-@dataclass
-class _Task:
-    """A task in a notebook. start: the work that was done when it was first shown, and when that was."""
+class NamedTasks(Progress, Observer):
+    """Tasks by name, with rich's counts and estimates of the time left."""
 
-    title: str
-    start: tuple[int, float]
-    done: int = 0
-    total: int | None = None
-    fields: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, *columns: str | ProgressColumn, **options: Any) -> None:
+        super().__init__(*columns, **options)
+        self.tasks_by_name: dict[str, TaskID] = {}
 
-    def describe(self) -> str:
-        """Write its progress as a line: work done and in total, `info`, and the time left."""
-        begun, moment = self.start
-        count = f"{self.done:,}" if self.total is None else f"{self.done:,}/{self.total:,}"
-        remaining = ""
-        if self.total is not None and begun < self.done < self.total:
-            seconds = (time.monotonic() - moment) / (self.done - begun) * (self.total - self.done)
-            remaining = f"{timedelta(seconds=round(seconds))} left"
-        fields = self.fields.get("unit", ""), count, self.fields.get("info", ""), remaining
-        return "  ".join(filter(None, (self.title.strip(), *fields)))
+    def update_task(self, name: str, done: int, total: int | None = None, **changes: Any) -> Task:
+        """Update the task of this name; the first update creates it."""
+        title, unit = changes.pop("title", name), changes.pop("unit", "")
+        if name not in self.tasks_by_name:
+            self.tasks_by_name[name] = self.add_task(title, total=total, unit=unit, info="")
+        self.update(self.tasks_by_name[name], completed=done, **changes)
+        return self._tasks[self.tasks_by_name[name]]
 
 
-class NotebookProgress(Observer):
+def write_line(task: Task) -> str:
+    """Write a task's progress as one line of text."""
+    count = f"{task.completed:,.0f}" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}"
+    progress = f"{task.fields['unit']} {count}".strip() if task.total is not None or task.completed else ""
+    seconds = None if task.finished or not task.completed else task.time_remaining
+    remaining = "" if seconds is None else f"{timedelta(seconds=int(seconds))} left"
+    return "  ".join(filter(None, (task.description.strip(), progress, task.fields["info"], remaining)))
+
+
+class NotebookProgress(NamedTasks):
     """A display of progress and notices under a cell of a notebook."""
 
     def __init__(self) -> None:
-        self.tasks: dict[str, _Task] = {}
+        super().__init__(disable=True)  # it only counts: rich's display needs ipywidgets
         self.display: Any = None
         self.updated = 0.0
 
@@ -70,22 +76,19 @@ class NotebookProgress(Observer):
 
     def show(self, name: str, done: int, total: int | None = None, **changes: Any) -> None:
         """Update the task of this name. What changes faster than `UPDATE_SECONDS` is shown later, except the end."""
-        moment = time.monotonic()
-        task = self.tasks.setdefault(name, _Task(changes.get("title", name), (done, moment)))
-        task.done, task.total = done, task.total if total is None else total
-        task.fields |= changes
-        if moment - self.updated >= UPDATE_SECONDS or done == task.total:
+        task, moment = self.update_task(name, done, total, **changes), time.monotonic()
+        if task.finished or moment - self.updated >= UPDATE_SECONDS:
             self.updated = moment
             self.draw()
 
     def draw(self) -> None:
         """Draw the visible tasks: a bar and a line for each."""
-        visible = [task for task in self.tasks.values() if task.fields.get("visible", True)]
+        lines = {write_line(task): task.percentage for task in self.tasks if task.visible}
         bars = [
-            f'<div><progress value="{task.done}" max="{task.total}"></progress> {escape(task.describe())}</div>'
-            for task in visible
+            f'<div><progress value="{share:.1f}" max="100"></progress> {escape(line)}</div>'
+            for line, share in lines.items()
         ]
-        content = {"text/plain": "\n".join(task.describe() for task in visible), "text/html": "".join(bars)}
+        content = {"text/plain": "\n".join(lines), "text/html": "".join(bars)}
         if self.display is None:
             from IPython.display import display  # which is there: only notebooks have this observer
 
