@@ -1,15 +1,25 @@
 """The commands as functions."""
 
+import ast
+import inspect
 import json
+import linecache
+import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import headwater
+import headwater.mechanisms
 import headwater_lab as lab
+from conftest import forking
 from headwater.util.errors import HeadwaterError
+from headwater_lab.api.common import make_frame
+from headwater_lab.api.comparing import Compared
+from headwater_lab.comparison.pool import Outcome
 from headwater_lab.papers.table import read_tables
 
 ROOT = Path(__file__).parents[1]
@@ -176,18 +186,172 @@ def test_reproduce_gives_a_table_and_claims(tmp_path):
         lab.reproduce(name, "tpu", out=tmp_path)
 
 
-def test_the_notebook_runs(tmp_path, monkeypatch, forked_workers):
-    monkeypatch.chdir(tmp_path)
-    notebook = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())
-    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
+
+
+def run_cell(code: str, names: dict) -> object:
+    """Run the code of a cell; what its last line gives is what a notebook shows."""
+    *statements, last = ast.parse(code).body
+    exec(compile(ast.Module(statements, []), "cell", "exec"), names)
+    return eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """The names of the shipped notebook after its run, and what its cells show, by their last line."""
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     names: dict = {}
-    for cell in cells:
-        exec(cell, names)
-    assert names["found"].means().keys() == {"vanilla", "shift"}
-    frame = names["found"].to_pandas()
-    assert set(zip(frame["arm"], frame["seed"], strict=True)) == {
-        (arm, seed) for arm in ("vanilla", "shift") for seed in (0, 1)
+    with pytest.MonkeyPatch.context() as patch, forking():
+        patch.chdir(tmp_path_factory.mktemp("notebook"))
+        shown = {cell["source"][-1].strip(): run_cell("".join(cell["source"]), names) for cell in cells}
+        yield names, shown
+
+
+def test_the_notebook_runs_and_shows_pictures(shown):
+    _, shown = shown
+    pictures = [shown[f"{result}.picture()"] for result in ("plan", "run", "compared")]
+    assert all(picture._repr_png_().startswith(b"\x89PNG") for picture in pictures)
+    assert shown["compared.report()"].is_file()
+    for result in ("plan", "run", "compared"):
+        assert len(repr(shown[result]).splitlines()) <= 3
+        assert len(repr(shown[result])) < 400
+        assert pickle.loads(pickle.dumps(shown[result])).table() == shown[result].table()
+        table = shown[result]._repr_html_()
+        assert table.count("<table>") == 1
+        assert "color" not in table  # which a dark or a light theme has
+
+
+def test_frames_have_numbers(shown):
+    names, _ = shown
+    frame = names["compared"].to_pandas()
+    texts = {"comparison", "size", "metric", "arm", "verdict"}
+    assert set(frame.select_dtypes(exclude="number")) == texts
+    results = {
+        "seeds",
+        "diverged",
+        "mean",
+        "sd",
+        "difference",
+        "low",
+        "high",
+        "level",
+        "p",
+        "more_seeds",
+        "learning_rate",
     }
-    assert frame.groupby("arm")["accuracy"].mean().to_dict() == pytest.approx(names["found"].means())
-    assert names["found"]._repr_html_().count("<tr>") == 3
-    assert (tmp_path / "runs" / "shift").is_dir()
+    costs = {"parameters", "tokens", "flops", "seconds", "tokens_per_second", "cache_bytes_per_token"}
+    assert set(frame) == texts | results | costs
+    base, shift = (frame[frame["arm"] == arm].iloc[0] for arm in ("vanilla", "shift"))
+    assert base["mean"] == names["compared"].means()["vanilla"]
+    assert shift["mean"] - base["mean"] == pytest.approx(shift["difference"])
+    assert shift["low"] < shift["difference"] < shift["high"]
+    assert shift["level"] == pytest.approx(0.95)
+    assert names["compared"].text_table()[1]["arm"] == "shift"
+    runs, looks = (names["compared"].to_pandas(by) for by in ("run", "evaluation"))
+    assert set(zip(runs["arm"], runs["seed"], strict=True)) == {
+        (arm, n) for arm in ("vanilla", "shift") for n in (0, 1)
+    }
+    assert runs.groupby("arm")["accuracy"].mean().to_dict() == pytest.approx(names["compared"].means())
+    assert (
+        looks.groupby(["arm", "seed"])["accuracy"].last().tolist()
+        == runs.sort_values(["arm", "seed"])["accuracy"].tolist()
+    )
+    assert names["plan"].to_pandas()["training_flops_per_token"].dtype.kind in "if"
+    assert make_frame([{"sd": None, "low": None}, {"sd": None, "low": 1}]).dtypes.map(str).tolist() == ["float64"] * 2
+    with pytest.raises(HeadwaterError, match="arm, run or evaluation"):
+        names["compared"].table("arms")
+
+
+def test_results_are_loaded_from_their_folder(shown):
+    names, _ = shown
+    for result in ("run", "compared"):
+        loaded = lab.load_results(names[result].folder)
+        assert repr(loaded) == repr(names[result])
+        assert loaded.table() == names[result].table()
+
+
+def test_a_comparison_without_a_finished_run_says_why(tmp_path):
+    compared = Compared(tmp_path, ["x"], [Outcome("a · seed 0", None, "no <memory>")])
+    assert "1 trial failed (.failed), the first: a · seed 0: no <memory>" in repr(compared)
+    assert "no &lt;memory&gt;" in compared._repr_html_()
+
+
+def test_reproduced_tables_have_numbers_and_a_picture(tmp_path):
+    found = lab.reproduce("kv-shifting/figure-2", out=tmp_path)
+    frame = found.to_pandas()
+    assert frame[frame["column"] == "mean speed"]["ours"].is_monotonic_decreasing
+    assert frame[frame["column"].str.startswith("starts that end")]["ours"].tolist() == [1.0] * 3
+    assert found.picture()._repr_png_().startswith(b"\x89PNG")
+    assert found._repr_html_().count("<table>") == 2
+    assert len(repr(found).splitlines()) <= 3
+    with pytest.raises(HeadwaterError, match="has no figure"):
+        lab.reproduce("tokenformer/table-3", out=tmp_path).picture()
+
+
+@pytest.mark.slow  # a kernel, and processes that import everything
+def test_the_notebook_runs_in_jupyter(tmp_path):
+    """Also what only a notebook has: progress, an error in a sentence, a cell that is stopped and run again."""
+    client = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    book = nbformat.read(NOTEBOOK, 4)
+    stop = "import os, signal, threading; threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+    more = [
+        'lab.train("nanogtp")',
+        f'{stop}lab.train(recipe, "runs/long", overrides=["training.steps=100000"])',
+        'lab.load_results("runs/long")',
+    ]
+    book.cells += map(nbformat.v4.new_code_cell, more)
+    client.NotebookClient(
+        book, resources={"metadata": {"path": str(tmp_path)}}, allow_errors=True, timeout=120
+    ).execute()
+    outputs = {cell.source.splitlines()[-1]: cell.outputs for cell in book.cells if cell.cell_type == "code"}
+    for name in ("plan", "run", "compared"):
+        assert outputs[f"{name}.picture()"][-1].data["image/png"]
+        assert "<table>" in outputs[name][-1].data["text/html"]
+    assert "150/150" in outputs["run"][0].data["text/plain"]
+    assert "<progress" in outputs["compared"][0].data["text/html"]
+    for name, said in zip(more, ("There is no recipe 'nanogtp'", "Stopped after step", ""), strict=True):
+        output = outputs[name.splitlines()[-1]][-1]
+        assert output.output_type == ("error" if said else "execute_result")
+        if said:
+            place, sentence = output.traceback
+            assert place.endswith(name.splitlines()[-1])
+            assert said in sentence
+    assert "runs/long: stopped" in outputs[more[-1]][-1].data["text/plain"]
+
+
+def test_an_error_in_a_notebook_has_the_lines_of_its_cells():
+    code = "import headwater_lab as lab\ndef mine():\n    lab.plan()\nmine()"
+    linecache.cache["cell"] = len(code), None, code.splitlines(True), "cell"
+    with pytest.raises(HeadwaterError) as caught:
+        exec(compile(code, "cell", "exec"), {"__name__": "__main__"})
+    *lines, sentence = caught.value._render_traceback_()
+    assert lines == ["line 4: mine()", "line 3: lab.plan()"]
+    assert sentence == f"HeadwaterError: {caught.value}"
+
+
+@pytest.mark.parametrize("module", [headwater, headwater.mechanisms, lab])
+def test_modules_list_public_names_before_and_after_use(module):
+    before = dir(module)
+    for name in module.__all__:
+        getattr(module, name)
+    assert dir(module) == before == sorted(module.__all__)
+
+
+def test_functions_have_signatures_docstrings_and_types():
+    for name in lab.__all__:
+        function = getattr(lab, name)
+        assert inspect.getdoc(function)
+        signature = inspect.signature(function, eval_str=True)
+        assert signature.return_annotation not in (inspect.Signature.empty, Any)
+        assert all(parameter.annotation is not parameter.empty for parameter in signature.parameters.values())
+    assert inspect.signature(lab.compare).return_annotation is Compared
+
+
+@pytest.mark.parametrize("module", [headwater, headwater.mechanisms, lab])
+def test_type_checkers_know_all_public_names(module):
+    """What is imported at first use stands in the module for type checkers too."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    known = {alias.asname or alias.name for node in imports for alias in node.names}
+    assert {name for name in module.__all__ if not name.startswith("__")} <= known

@@ -234,7 +234,9 @@ from headwater_lab.recipe.recipe import parse
 recipe = parse(small | {"reporting": {"wandb": "mine"}}, "the recipe")
 def titans():
     from headwater.integrations.torchtitan import model
-for call in (quiet, lambda: start_wandb(recipe, Path(), "run"), lambda: spec(headwater.HeadwaterConfig()), titans):
+def logging():
+    start_wandb(recipe, Path(), "run")
+for call in (prepare_lm_eval, logging, lambda: spec(headwater.HeadwaterConfig()), titans):
     said(call)
 for kind in ({"kind": "digits"}, {"kind": "glyphs"}, {"kind": "images", "source": "nowhere"}):
     said(parse({"data": kind}, "the recipe").data.build)

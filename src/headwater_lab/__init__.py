@@ -8,6 +8,7 @@ Names are imported when they are first used.
 """
 
 import sys
+import warnings
 
 if (
     sys.argv[:1] == ["-m"]  # as long as Python looks for the module that it is to run
@@ -25,15 +26,19 @@ from headwater_lab.util import process as _process  # noqa: F401  before what ta
 if TYPE_CHECKING:
     from headwater_lab.api.comparing import compare
     from headwater_lab.api.growing import grow, retrofit
+    from headwater_lab.api.loading import load_results
     from headwater_lab.api.plans import plan
     from headwater_lab.api.reproducing import reproduce
     from headwater_lab.api.training import train
 
-__all__ = ["compare", "grow", "plan", "reproduce", "retrofit", "train"]
+__all__ = ["compare", "grow", "load_results", "plan", "reproduce", "retrofit", "train"]
 
+# Of tqdm in a notebook without ipywidgets. Progress is shown without them.
+warnings.filterwarnings("ignore", "IProgress not found")
 _MODULES = {
     "compare": "comparing",
     "grow": "growing",
+    "load_results": "loading",
     "plan": "plans",
     "reproduce": "reproducing",
     "retrofit": "growing",
@@ -48,4 +53,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

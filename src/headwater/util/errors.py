@@ -1,7 +1,9 @@
 """The exception that users should see, and helpers for its message."""
 
+import linecache
 import re
 import reprlib
+import traceback
 from collections.abc import Collection, Iterable, Sequence
 from math import isfinite
 from typing import Any
@@ -9,11 +11,25 @@ from typing import Any
 LARGEST = 2**63
 
 
+def render_briefly(error: BaseException) -> list[str]:
+    """Render an error for a notebook: the lines of its cells that led to it, and the message, without other frames.
+
+    IPython calls this as the method `_render_traceback_` of an exception. `%debug` still has all frames.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    calls = [(frame, line) for frame, line in frames if frame.f_globals.get("__name__") == "__main__"]
+    lines = [linecache.getline(frame.f_code.co_filename, line).strip() for frame, line in calls]
+    cells = [f"line {line}: {text}" for (_, line), text in zip(calls, lines, strict=True)]
+    return [*cells, f"{type(error).__name__}: {error}"]
+
+
 class HeadwaterError(ValueError):
     """An error that the user can fix. The message says what is wrong and what to change.
 
     The command line prints it to stderr and exits with status 2; library users catch it as a `ValueError`.
     """
+
+    _render_traceback_ = render_briefly
 
 
 class NotTrusted(HeadwaterError):
@@ -113,4 +129,4 @@ _short.maxdict = _short.maxlist = 8
 
 def shown(value: Any) -> str:
     """Write a value for a message: on one line, shortened if it is long."""
-    return _short.repr(value)
+    return _short.repr(value).replace("\n", " ")

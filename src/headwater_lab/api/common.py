@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
-from itertools import count
+from itertools import chain, count
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,25 +63,54 @@ def quiet() -> Iterator[None]:
 
 
 class Result:
-    """The result of a function: rows, shown as a table in notebooks."""
+    """The result of a function: rows of numbers, shown as a table in notebooks."""
 
     def table(self) -> list[dict[str, Any]]:
-        """Return the rows, as dicts by column name."""
+        """Return the rows, as dicts by column name: numbers, or None where there is none."""
         raise NotImplementedError
 
+    def text_table(self) -> list[dict[str, str]]:
+        """Return the rows as text, rounded and without empty columns, as notebooks show them."""
+        rows = self.table()
+        names = [name for name in dict.fromkeys(chain(*rows)) if any(row.get(name) is not None for row in rows)]
+        return [{name.replace("_", " "): _write_cell(row.get(name)) for name in names} for row in rows]
+
     def to_pandas(self) -> DataFrame:
-        """Return the rows as a DataFrame with numbers, not text."""
-        import pandas
-
-        return pandas.DataFrame(self._list_numbers())
-
-    def _list_numbers(self) -> list[dict[str, Any]]:
-        """List the rows of the DataFrame."""
-        return self.table()
+        """Return the rows as a DataFrame, with NaN where there is no number."""
+        return make_frame(self.table())
 
     def _repr_html_(self) -> str:
-        rows = self.table()
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        lines = ["".join(f"<th>{escape(name)}</th>" for name in names)]
-        lines += ["".join(f"<td>{escape(str(row.get(name, '')))}</td>" for name in names) for row in rows]
-        return "\n".join(["<table>", *(f"<tr>{line}</tr>" for line in lines), "</table>"])
+        return write_html(repr(self).partition("\n")[0], self.text_table())
+
+
+def make_frame(rows: list[dict[str, Any]]) -> DataFrame:
+    """Make a DataFrame of rows, with NaN instead of None, so that columns of numbers have numeric types."""
+    import pandas
+
+    return pandas.DataFrame([{name: nan if cell is None else cell for name, cell in row.items()} for row in rows])
+
+
+def write_html(title: str, rows: list[dict[str, str]], note: str = "") -> str:
+    """Write a table of texts as HTML without colors, which takes those of the notebook's theme."""
+    above, below = (f"<p>{escape(text)}</p>" if text else "" for text in (title, note))
+    if not rows:
+        return above + below
+    names = list(dict.fromkeys(chain(*rows)))
+    lines = ["".join(f"<th>{escape(name)}</th>" for name in names)]
+    lines += ["".join(f"<td>{escape(row.get(name, ''))}</td>" for name in names) for row in rows]
+    head, *body = (f"<tr>{line}</tr>" for line in lines)
+    table = ["<table>", f"<thead>{head}</thead>", "<tbody>", *body, "</tbody>", "</table>"]
+    return "\n".join([above, *table, below])
+
+
+def _write_cell(cell: Any) -> str:
+    match cell:
+        case None:
+            return ""
+        case bool() | str():
+            return str(cell)
+        case int():
+            return f"{cell:,}"
+        case float():
+            return f"{cell:.4g}"
+    return str(cell)

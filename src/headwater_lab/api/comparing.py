@@ -3,16 +3,17 @@
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from headwater.plugins import outside
 from headwater.plugins.registry import MECHANISMS, as_mapping
 from headwater.util import extras
-from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.errors import HeadwaterError, either, nearest, shown
 from headwater.util.files import local
-from headwater_lab.api.common import PathLike, Result, quiet
-from headwater_lab.api.observer import SILENT, Observer
+from headwater_lab.api.common import PathLike, Result, make_frame, quiet, write_html
+from headwater_lab.api.observer import Observer, choose_observer
 from headwater_lab.comparison import running, search
 from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.running import ArmKey
@@ -26,11 +27,22 @@ from headwater_lab.reports import (
     result_rows,
     write_report,
 )
+from headwater_lab.reports.numbers import list_arms, list_evaluations, list_runs
+from headwater_lab.reports.words import describe_test, state_answer
 from headwater_lab.util.output_folder import occupy_folder
 from headwater_lab.util.terminal import counted
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
-@dataclass(frozen=True)
+    from headwater_lab.reports.pictures import Picture
+
+RowKind = Literal["arm", "run", "evaluation"]
+# Comparisons that the text of a result summarizes.
+MOST_LINES = 2
+
+
+@dataclass(frozen=True, repr=False)
 class Compared(Result):
     """Comparisons by these names, one for each size; `failed`: the trials that failed."""
 
@@ -43,32 +55,55 @@ class Compared(Result):
         """The comparisons in the folder, read at the first access."""
         return [comparison for comparison in read_comparisons(self.folder) if comparison.name in self.names]
 
-    def table(self) -> list[dict[str, Any]]:
-        """Return a row per arm (and size), as text, with the columns of the report's table."""
-        return [
-            _size_of(comparison) | {name or "arm": cell for name, cell in row.items()}
-            for comparison in self.comparisons
-            for row in result_rows(comparison)
-        ]
+    def table(self, by: RowKind = "arm") -> list[dict[str, Any]]:
+        """Return a row per arm (and size): its mean, its difference from the baseline, the verdict, and its cost.
 
-    def _list_numbers(self) -> list[dict[str, Any]]:
-        """List a row per finished or diverged run: its arm, size and seed, its cost, and its last metrics."""
-        return [
-            _size_of(comparison)
-            | {
-                "arm": run.experiment.arm,
-                "seed": run.seed,
-                "status": run.status,
-                "parameters": run.parameters,
-                run.unit: run.tokens,
-                "flops": run.flops,
-                "seconds": run.seconds,
-            }
-            | (run.held_out[-1].metrics if run.held_out else {})
-            for comparison in self.comparisons
-            for run in comparison.records
-            if run.experiment is not None
-        ]
+        by: "run": a row per finished or diverged run; "evaluation": a row per evaluation of each.
+        """
+        list_rows = {"arm": list_arms, "run": list_runs, "evaluation": list_evaluations}
+        if by not in list_rows:
+            raise HeadwaterError(f"by must be {either([*list_rows])}, not {shown(by)}.")
+        return [row for comparison in self.comparisons for row in list_rows[by](comparison)]
+
+    def text_table(self) -> list[dict[str, str]]:
+        """Return the rows of the report's table, as text."""
+        return [row for comparison in self.comparisons for row in _list_texts(comparison)]
+
+    def to_pandas(self, by: RowKind = "arm") -> "DataFrame":
+        """Return the rows of `table` as a DataFrame, with NaN where there is no number."""
+        return make_frame(self.table(by))
+
+    def picture(self) -> "Picture":
+        """Draw the curves of the arms, at the last size."""
+        from headwater_lab.reports.pictures import curves_picture
+
+        return curves_picture(self.comparisons[-1])
+
+    def __repr__(self) -> str:
+        lines = [f"Compared {', '.join(self.names)} in {self.folder}"]
+        try:
+            lines += map(_summarize, self.comparisons[:MOST_LINES])
+        except HeadwaterError as error:  # nothing is finished
+            return "\n".join([*lines, str(error), *self._list_failures()])
+        if (further := len(self.comparisons) - MOST_LINES) > 0:
+            lines.append(f"and {counted(further, 'more comparison')}: .comparisons")
+        return "\n".join([*lines, *self._list_failures()])
+
+    def _list_failures(self) -> list[str]:
+        if not self.failed:
+            return []
+        example = self.failed[0]
+        return [f"{counted(len(self.failed), 'trial')} failed (.failed), the first: {example.label}: {example.error}"]
+
+    def _repr_html_(self) -> str:
+        try:
+            tables = [
+                write_html(_summarize(comparison), _list_texts(comparison), describe_test(comparison))
+                for comparison in self.comparisons
+            ]
+        except HeadwaterError:  # nothing is finished
+            tables = [f"<pre>{escape(repr(self))}</pre>"]
+        return "\n".join([*tables, *(f"<p>{escape(line)}</p>" for line in self._list_failures())])
 
     def means(self) -> dict[str, float | None]:
         """Return the mean of the deciding metric of each arm, at the last size."""
@@ -79,9 +114,15 @@ class Compared(Result):
         return write_report(self.folder)
 
 
-def _size_of(comparison: Comparison) -> dict[str, str]:
-    """Make the column of sizes, if there are any."""
-    return {} if comparison.size is None else {"size": comparison.size}
+def _list_texts(comparison: Comparison) -> list[dict[str, str]]:
+    """List the rows of the report's table, with a column of sizes if there are any."""
+    size = {} if comparison.size is None else {"size": comparison.size}
+    return [size | {name or "arm": cell for name, cell in row.items()} for row in result_rows(comparison)]
+
+
+def _summarize(comparison: Comparison) -> str:
+    """Summarize a comparison in a line."""
+    return f"{comparison.heading}: {counted(len(comparison.arms), 'arm')}. {state_answer(comparison)}"
 
 
 AnyRecipe = Recipe | Mapping[str, Any] | PathLike
@@ -98,18 +139,19 @@ def compare(
     searches: bool = False,
     mechanisms: Mapping[str, dict[str, Any]] | None = None,
     workers: int | None = None,
-    watch: Observer = SILENT,
+    watch: Observer | None = None,
     trust: Sequence[str] = (),
 ) -> Compared:
     """Train the arms of a recipe, or of several, side by side, like `headwater compare`. Call it again to resume.
 
     Trials run in separate processes that do not import the caller, so a script needs no `__main__` guard.
     arms, sizes: train only these and their baselines. searches: compare all combinations of `mechanisms`
-    instead, default all alone and in pairs, and test the best on fresh seeds. watch: receives notices and progress.
-    trust: as in `train`. Raises `HeadwaterError`.
+    instead, default all alone and in pairs, and test the best on fresh seeds. watch: receives notices and progress;
+    default: shows them in a notebook. trust: as in `train`. Raises `HeadwaterError`.
     """
     outside.trust_names(trust)
     extras.check_extra("compare")
+    watch = choose_observer(watch)
     sources = cast("Sequence[AnyRecipe]", recipe if isinstance(recipe, list | tuple) else [recipe])
     recipes = [read_recipe(source, overrides) for source in sources]
     for loaded in recipes:

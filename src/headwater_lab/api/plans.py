@@ -13,9 +13,10 @@ from headwater_lab.api.common import PathLike, Result
 from headwater_lab.api.settings import PlanSettings
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.model_estimates import plan_models, price_models
+from headwater_lab.util.terminal import counted, si
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(Result):
     """Prices of text models or of image models."""
 
@@ -39,6 +40,11 @@ class Plan(Result):
             for estimate in price.at
         ]
 
+    def __repr__(self) -> str:
+        sizes = [f"{price.name} {si(sum(price.parameters.values()))}" for price in self.prices]
+        further = f" and {len(sizes) - 6} more" if len(sizes) > 6 else ""
+        return f"Plan of {counted(len(sizes), 'model')} by parameters: {', '.join(sizes[:6])}{further}"
+
 
 def plan(
     *models: HeadwaterConfig | Recipe | Mapping[str, Any] | PathLike,
@@ -51,7 +57,8 @@ def plan(
 
     models: configs, recipes, presets by name, config.json files, checkpoints or runs. overrides: "field=value" for all
     models, or "training.field=value" for how they are trained. vocab_size: vocabulary size, instead of the models'.
-    settings: see `PlanSettings`. trust: as in `train`. Raises `HeadwaterError`.
+    settings: the command's options context, batch, tokens, images, hardware, devices, mfu and precision
+    (`headwater_lab.api.settings.PlanSettings` describes them). trust: as in `train`. Raises `HeadwaterError`.
     """
     outside.trust_names(trust)
     return Plan(price_models(plan_models(models, overrides, vocab_size), **settings))

@@ -7,22 +7,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from matplotlib.figure import Figure
+
 from headwater.plugins import outside
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError, either, nearest, shown
 from headwater.util.files import local
-from headwater_lab.api.common import PathLike, Result, quiet
+from headwater_lab.api.common import PathLike, Result, quiet, write_html
 from headwater_lab.api.comparing import tell_failures, watched_trials
-from headwater_lab.api.observer import SILENT, Observer
+from headwater_lab.api.observer import Observer, choose_observer
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.trials import make_slug
 from headwater_lab.papers.kept import judge_recorded, keep_runs, read_runs, restore_runs
 from headwater_lab.papers.price import DEVICES, estimate_price
 from headwater_lab.papers.result import (
     Reproduction,
+    claims_caption,
     compute_table,
     lay_out_cells,
     reproduce_table,
+    table_caption,
     to_json,
     write_result,
 )
@@ -32,7 +36,7 @@ from headwater_lab.papers.work import Work, prepare_work
 from headwater_lab.util.terminal import Table, counted, lined
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Reproduced(Result):
     """A paper's table: its figures and ours, and its claims.
 
@@ -40,15 +44,47 @@ class Reproduced(Result):
     stages, and their commands.
     """
 
-    result: Reproduction = field(repr=False)
+    result: Reproduction
     folder: Path
     failed: list[Outcome] = field(default_factory=list)
     unfinished: str = ""
 
     def table(self) -> list[dict[str, Any]]:
+        """Return a row per cell of the table: the paper's figure, and our mean and standard deviation over seeds."""
+        return [
+            {
+                "row": label,
+                "column": column,
+                "paper": _read_number(paper),
+                "ours": _read_number(ours.text) if ours.value is None else ours.value,
+                "sd": ours.spread,
+                "seeds": ours.seeds,
+            }
+            for label, cells in zip(self.result.rows, self.result.cells, strict=True)
+            for column, (paper, ours) in zip(self.result.columns, cells, strict=True)
+        ]
+
+    def text_table(self) -> list[dict[str, str]]:
         """Return a row for each of the paper's: its label, and for each column the paper's figure and ours, as text."""
         names, rows = lay_out_cells(self.result)
-        return [dict(zip(names, row, strict=True)) for row in rows]
+        unique = [f"{name}, {names[index - 1]}" if name == "ours" else name for index, name in enumerate(names)]
+        return [dict(zip(unique, row, strict=True)) for row in rows]
+
+    def picture(self) -> Figure:
+        """Return the figure of a computed table. Raises `HeadwaterError` if it has none."""
+        if self.result.figure is None:
+            raise HeadwaterError(f"{self.result.name} has no figure; its table and claims are all there is.")
+        return self.result.figure
+
+    def __repr__(self) -> str:
+        lines = [f"{self.result.name}: {self.result.table.title}", self.result.answer, self.unfinished]
+        failures = f"{counted(len(self.failed), 'trial')} failed (.failed)." if self.failed else ""
+        return "\n".join(filter(None, [*lines, failures]))
+
+    def _repr_html_(self) -> str:
+        claims = [{"claim": says, "verdict": verdict} for says, verdict in self.claims()]
+        table = write_html(repr(self), self.text_table(), table_caption(self.result))
+        return table + (write_html("", claims, claims_caption(self.result)) if claims else "")
 
     def claims(self) -> list[tuple[str, str]]:
         """Return the paper's claims and the verdicts."""
@@ -57,6 +93,15 @@ class Reproduced(Result):
     def save(self) -> Path:
         """Write result.json, and figure.png if the table has a figure; returns the path of the first."""
         return write_result(self.result, self.folder)
+
+
+def _read_number(text: str) -> float | None:
+    """Read a number such as 1,024 or 30%; None for other text."""
+    try:
+        number = float(text.replace(",", "").removesuffix("%"))
+        return number / 100 if text.endswith("%") else number
+    except ValueError:
+        return None
 
 
 @quiet()
@@ -71,7 +116,7 @@ def reproduce(
     device: str = "cpu",
     records: PathLike | None = None,
     keep: PathLike | None = None,
-    watch: Observer = SILENT,
+    watch: Observer | None = None,
     trust: Sequence[str] = (),
 ) -> Reproduced:
     """Train the models behind a paper's table or figure and judge its claims, like `headwater reproduce`.
@@ -81,6 +126,7 @@ def reproduce(
     file, which may be the same. trust: as in `train`. Raises `HeadwaterError`, also if no run is finished.
     """
     outside.trust_names(trust)
+    watch = choose_observer(watch)
     folder, files = local(out, "out"), None if task_files is None else local(task_files, "task_files")
     paper_table = find_table(table)
     if scale not in SCALES:
@@ -124,8 +170,8 @@ def _describe_unfinished(work: Work, failed: Sequence[Outcome], watch: Observer)
             watch.say(command)
         which = "the commands above" if watch.listens else "; ".join(commands)
         unfinished = (
-            f"{counted(len(commands), 'run')} of this table, on several devices or in stages, cannot be trained by this "
-            f"command: run {which}, then this one again."
+            f"{counted(len(commands), 'run')} of this table, on several devices or in stages, cannot be trained by "
+            f"this command: run {which}, then this one again."
         )
     if len(work.list_missing()) == work.runs:
         why = f": {failed[0].label} failed: {failed[0].error}" if failed else ""

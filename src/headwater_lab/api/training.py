@@ -1,15 +1,15 @@
 """The function `lab.train` and its result."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headwater.plugins import outside
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import local
 from headwater_lab.api.common import PathLike, Result, check_outside, quiet
-from headwater_lab.api.observer import SILENT, Observer
+from headwater_lab.api.observer import Observer, choose_observer
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import read_recipe
 from headwater_lab.recipe.unread import find_overruled
@@ -19,8 +19,11 @@ from headwater_lab.training.records import CurvePoint, Experiment, HeldOutPoint,
 from headwater_lab.training.stages import list_stages, train_stages
 from headwater_lab.util.model_kinds import AnyModel
 
+if TYPE_CHECKING:
+    from headwater_lab.reports.pictures import Picture
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Run(Result):
     """A run: its folder, its record (docs/reference/records.md), and the folder of its model.
 
@@ -28,12 +31,25 @@ class Run(Result):
     """
 
     folder: Path
-    record: RunRecord = field(repr=False)
-    model_folder: Path = field(repr=False)
+    record: RunRecord
+    model_folder: Path
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row per evaluation: the step, and every measure."""
         return [{"step": point.step, **point.metrics} for point in self.record.held_out]
+
+    def __repr__(self) -> str:
+        record = self.record
+        counts = f"{record.tokens:,} {record.unit}, {record.flops:.3g} FLOPs, {record.parameters:,} parameters"
+        lines = [f"Run {record.name} in {self.folder}: {record.status}", counts]
+        lines += [", ".join(f"{name} {cell}" for name, cell in row.items()) for row in self.text_table()[-1:]]
+        return "\n".join(lines)
+
+    def picture(self) -> "Picture":
+        """Draw the training loss and the deciding metric."""
+        from headwater_lab.reports.pictures import run_picture
+
+        return run_picture(self.record)
 
     @quiet()
     def model(self) -> AnyModel:
@@ -52,17 +68,19 @@ def train(
     size: str | None = None,
     stage: str | None = None,
     on_event: OnEvent | None = None,
-    watch: Observer = SILENT,
+    watch: Observer | None = None,
     trust: Sequence[str] = (),
 ) -> Run:
     """Train the model of a recipe, stage by stage if it has stages, like `headwater train`.
 
     out: the run's folder; default: runs/NAME. resume: continue an interrupted run. arm, size: train this arm of the
     recipe's comparison. stage: train only this stage. on_event: called with (step, None) after each step, and with
-    (step, point) for each new point of the record; without it, `watch` receives the progress. trust: code from outside
-    that checkpoints may name, "package.module" or "package.module:Class". Raises `HeadwaterError`.
+    (step, point) for each new point of the record; without it, `watch` receives the progress, by default shown in a
+    notebook. trust: code from outside that checkpoints may name, "package.module" or "package.module:Class". Raises
+    `HeadwaterError`.
     """
     outside.trust_names(trust)
+    watch = choose_observer(watch)
     loaded = read_recipe(recipe, overrides)
     folder, experiment = Path("runs") / loaded.name, None
     if arm is not None:

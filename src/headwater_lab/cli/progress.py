@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from datetime import timedelta
 from typing import Any
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 
-from headwater_lab.api.observer import Observer
+from headwater_lab.api.observer import NamedTasks, write_line
 from headwater_lab.cli.arguments import say, stderr, tell
 from headwater_lab.util.terminal import literal
 
@@ -25,7 +16,7 @@ from headwater_lab.util.terminal import literal
 LINE_SECONDS = 10.0
 
 
-class ProgressReport(Progress, Observer):
+class ProgressReport(NamedTasks):
     """Printer of results on stdout, and of notices and progress on stderr: bars on a terminal, else plain lines.
 
     A line has the task's name, the work done and in total, `info` (for example the loss) and the time left. It is never
@@ -39,7 +30,6 @@ class ProgressReport(Progress, Observer):
         columns = (name, BarColumn(), MofNCompleteColumn(), info, TimeRemainingColumn())
         super().__init__(*columns, console=stderr, disable=not stderr.is_terminal)
         self.printed: dict[TaskID, tuple[float, str]] = {}
-        self.tasks_by_name: dict[str, TaskID] = {}
         self.is_running = False
         self.stream = sys.stderr  # also while other libraries' output is silenced
 
@@ -54,12 +44,8 @@ class ProgressReport(Progress, Observer):
 
     def show(self, name: str, done: int, total: int | None = None, **changes: Any) -> None:
         """Update the task of this name; the first update creates and displays it."""
-        title, unit = changes.pop("title", name), changes.pop("unit", "")
-        if name not in self.tasks_by_name:
-            self.tasks_by_name[name] = self.add_task(title, total=total, unit=unit, info="")
         self.start()
-        self.update(self.tasks_by_name[name], completed=done, **changes)
-        self.print_line(self.tasks_by_name[name])
+        self.print_line(self.update_task(name, done, total, **changes).id)
 
     def start(self) -> None:
         super().start()
@@ -84,12 +70,3 @@ class ProgressReport(Progress, Observer):
         if (line := write_line(task)) != text:
             self.printed[task_id] = moment, line
             print(literal(line), file=self.stream, flush=True)
-
-
-def write_line(task: Task) -> str:
-    """Write a task's progress as one line of text."""
-    count = f"{task.completed:,.0f}" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}"
-    progress = f"{task.fields['unit']} {count}".strip() if task.total is not None or task.completed else ""
-    seconds = None if task.finished or not task.completed else task.time_remaining
-    remaining = "" if seconds is None else f"{timedelta(seconds=int(seconds))} left"
-    return "  ".join(filter(None, (task.description.strip(), progress, task.fields["info"], remaining)))

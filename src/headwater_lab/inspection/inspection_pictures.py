@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from headwater_lab.inspection.inspection import Inspection
 from headwater_lab.inspection.tables import read_measure
+from headwater_lab.util.figures import ShownFigure
 from headwater_lab.util.outputs import default_style, save_figure
 
 # Cell size of a heatmap in inches, and the largest side with a number in each cell.
@@ -93,7 +94,7 @@ def draw_heatmaps(inspections: Sequence[Inspection], grids: Sequence[Grid]) -> F
     width = max(1.3, cell_width * max(grid.columns for grid in grids)) + 0.35
     height = max(0.9, cell_height * depth) + 0.75
     size = len(models) * width + 0.3 + 0.6 * (not numbered), height * len(grids) + 0.15
-    figure = Figure(figsize=(max(3.0, size[0]), size[1]), layout="constrained")
+    figure = ShownFigure(figsize=(max(3.0, size[0]), size[1]), layout="constrained")
     panels = figure.subplots(len(grids), len(models), squeeze=False)
     scale, image = _find_scale(grids), ScalarMappable()
     for row, grid in zip(panels, grids, strict=True):

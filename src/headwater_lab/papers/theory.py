@@ -22,6 +22,7 @@ from headwater.nn.masks import LayerKind, find_new_tokens, make_mask
 from headwater.nn.position import alibi_slopes
 from headwater.plugins.registry import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError
+from headwater_lab.util.figures import ShownFigure
 
 PAPER = "2411.19574"
 SLOPE = float(alibi_slopes(1))  # of a model with one head: 2^-8
@@ -219,7 +220,7 @@ def flow_figure() -> Figure:
     """
     axis = torch.linspace(-1, 2, 61, dtype=torch.float64)
     beta1, alpha1 = torch.meshgrid(axis, axis, indexing="ij")
-    figure = Figure(figsize=(2.7 * len(LENGTHS) + 0.3, 3.0), layout="constrained")
+    figure = ShownFigure(figsize=(2.7 * len(LENGTHS) + 0.3, 3.0), layout="constrained")
     panels = figure.subplots(1, len(LENGTHS), sharey=True)
     for axes, length in zip(panels, LENGTHS, strict=True):
         loss, u, v = (tensor.numpy() for tensor in gradient_flow(alpha1, beta1, length))

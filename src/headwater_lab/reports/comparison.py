@@ -15,7 +15,7 @@ from headwater_lab.training.records import RunRecord, SeedPlan, changed_data, li
 UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """The runs of one experiment at one size.
 
@@ -39,6 +39,9 @@ class Comparison:
     unfinished: list[RunRecord] = field(default_factory=list)
     folders: dict[tuple[str, int], Path] = field(default_factory=dict)
     beyond: int = 0
+
+    def __repr__(self) -> str:
+        return f"Comparison(name={self.name!r}, size={self.size!r}, arms={self.arms}, seeds={self.seeds})"
 
     @property
     def plan(self) -> SeedPlan | None:

@@ -1,30 +1,29 @@
 """Pictures for the page, papers and READMEs: the same records always give the same picture."""
 
 import base64
-import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from headwater_lab.comparison.scaling import Law, Scaling, evaluate_law
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
-from headwater_lab.reports.curves import Curve, choose_y_limits, make_arm_curves
+from headwater_lab.reports.curves import Curve, choose_y_limits, make_arm_curves, make_run_curve
 from headwater_lab.reports.styles import GREY, choose_styles
 from headwater_lab.reports.words import write_interval, write_verdict
+from headwater_lab.training.records import RunRecord
+from headwater_lab.util.figures import Figure, ShownFigure, draw_png
 from headwater_lab.util.outputs import default_style
 from headwater_lab.util.terminal import literal
 
 WIDTH = 8.2  # inches
-DPI = 130
 
 
 @dataclass(frozen=True)
 class Picture:
     """A figure, with a description for readers who do not see it, and a caption."""
 
-    figure: Figure
+    figure: Figure = field(repr=False)
     description: str
     caption: str
 
@@ -33,20 +32,20 @@ class Picture:
         """The figure as PNG, in base64."""
         return encode_png(self.figure)
 
+    def _repr_png_(self) -> bytes:
+        return draw_png(self.figure)
 
-@default_style()
+
 def encode_png(figure: Figure) -> str:
     """Encode a figure as PNG, in base64."""
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=DPI)
-    return base64.b64encode(content.getvalue()).decode()
+    return base64.b64encode(draw_png(figure)).decode()
 
 
 @default_style()
 def curves_picture(comparison: Comparison) -> Picture:
     """Draw runs as thin lines and arms' means as thick ones: against tokens, and FLOPs if their cost differs."""
     axis = ["tokens", "flops"] if differ_in_cost(comparison.records) else ["tokens"]
-    figure = Figure(figsize=(WIDTH, 3.9 * len(axis)), layout="constrained")
+    figure = ShownFigure(figsize=(WIDTH, 3.9 * len(axis)), layout="constrained")
     curves = make_arm_curves(comparison)
     look = choose_styles(comparison.arms, comparison.baseline)
     for axes, name in zip(figure.subplots(len(axis), 1, squeeze=False)[:, 0], axis, strict=True):
@@ -83,13 +82,28 @@ def _describe_course(arm: str, mean: Curve) -> str:
 
 
 @default_style()
+def run_picture(record: RunRecord) -> Picture:
+    """Draw the training loss of a run, and next to it the deciding metric, against steps."""
+    curves = {f"training loss (nats per {record.unit.removesuffix('s')})": make_run_curve(record, "training")}
+    curves[f"held-out {name_unit(record.metric, record.unit)}"] = make_run_curve(record, "held_out")
+    figure = ShownFigure(figsize=(WIDTH, 3.2), layout="constrained")
+    for axes, (label, curve) in zip(figure.subplots(1, 2), curves.items(), strict=True):
+        axes.plot(curve.steps, curve.values, marker="o" if len(curve.steps) < 20 else "", ms=4)
+        axes.set(xlabel="step", ylabel=label)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    description = "; ".join(f"{label}: {_describe_course('', curve).strip()}" for label, curve in curves.items())
+    return Picture(figure, f"Curves of {record.name}: {description}.", "")
+
+
+@default_style()
 def differences_picture(comparison: Comparison) -> Picture | None:
     """Draw paired differences from the baseline with their intervals; None if there are none."""
     tests = [(s.arm, s.paired, s.interval, write_verdict(s, comparison)) for s in comparison.summaries if s.paired]
     if not tests:
         return None
     look = choose_styles(comparison.arms, comparison.baseline)
-    figure = Figure(figsize=(WIDTH, 0.8 + 0.55 * len(tests)), layout="constrained")
+    figure = ShownFigure(figsize=(WIDTH, 0.8 + 0.55 * len(tests)), layout="constrained")
     axes = figure.subplots()
     descriptions = []
     for row, (arm, paired, interval, verdict) in enumerate(tests):
@@ -123,7 +137,7 @@ def differences_picture(comparison: Comparison) -> Picture | None:
 def scaling_picture(scaling: Scaling, title: str, arms: Sequence[str]) -> Picture:
     """Draw loss against size, and the fitted laws."""
     look = choose_styles(arms, scaling.baseline)
-    figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
+    figure = ShownFigure(figsize=(WIDTH, 3.9), layout="constrained")
     axes = figure.subplots()
     for law in scaling.laws:
         style, (sizes, losses) = look[law.arm], zip(*scaling.points[law.arm], strict=True)

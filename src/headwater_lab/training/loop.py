@@ -195,7 +195,9 @@ class TrainingRun(Setup):
                 if is_last or stopping or is_due(step, reporting.save_every):
                     self.save_checkpoint(must=is_last or stopping)
                 if stopping:
-                    raise Interrupted(f"Stopped after step {step}, which is saved; run the same command with --resume.")
+                    raise Interrupted(
+                        f"Stopped after step {step}, which is saved; run the same command with --resume (resume=True)."
+                    )
 
     def take_step(self, stop: bool = False) -> float:
         """Take one optimizer step, and return its learning rate. stop: whether any process should stop.

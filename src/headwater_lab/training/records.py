@@ -285,6 +285,9 @@ class RunRecord(_Section):
     recorded: Recorded | None = None
     """When the record was written, and by which code."""
 
+    def __repr__(self) -> str:
+        return f"RunRecord(name={self.name!r}, seed={self.seed}, status={self.status!r}, result={self.result})"
+
     @model_validator(mode="after")
     def _check_metric(self) -> Self:
         if any(self.metric not in point.metrics for point in self.held_out):

@@ -1,6 +1,6 @@
 """Exceptions that end runs early."""
 
-from headwater.util.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError, render_briefly
 
 
 class Diverged(HeadwaterError):
@@ -9,3 +9,5 @@ class Diverged(HeadwaterError):
 
 class Interrupted(Exception):
     """Stopped on request, with everything saved. The message says how to resume."""
+
+    _render_traceback_ = render_briefly

@@ -1,0 +1,76 @@
+"""Comparisons as rows of numbers, for data frames and files: None where there is no number."""
+
+from typing import Any
+
+from headwater_lab.comparison.statistics import arm_of
+from headwater_lab.reports.comparison import Comparison
+from headwater_lab.training.records import RunRecord
+
+
+def list_arms(comparison: Comparison) -> list[dict[str, Any]]:
+    """List the arms with their results: a row for each, in the order of the report's table.
+
+    metric: the deciding one. seeds: finished runs. mean, sd: of the metric, over them. difference: from the baseline,
+    mean over the seeds that both have, with the interval from low to high, which has the confidence `level`; p:
+    uncorrected. tokens (or images), flops, seconds: of a run. cache_bytes_per_token: in fp32.
+    """
+    rows = []
+    for summary in comparison.summaries:
+        paired = summary.paired
+        low, high = (paired and paired.interval) or (None, None)
+        finished = comparison.finished(summary.arm)
+        rows.append(
+            _identify(comparison)
+            | {
+                "arm": summary.arm,
+                "seeds": summary.runs,
+                "diverged": summary.diverged,
+                "mean": summary.mean,
+                "sd": summary.spread,
+                "difference": summary.difference,
+                "low": low,
+                "high": high,
+                "level": paired and 1 - paired.level,
+                "p": paired and paired.p,
+                "verdict": summary.verdict(comparison.lower_is_better),
+                "more_seeds": paired and paired.more,
+                "parameters": summary.parameters,
+                comparison.trained_on: summary.tokens,
+                "flops": summary.flops,
+                "seconds": sum(run.seconds for run in finished) / len(finished) if finished else None,
+                f"{comparison.trained_on}_per_second": summary.tokens_per_second,
+                "cache_bytes_per_token": summary.cache_bytes_per_token,
+                "learning_rate": summary.learning_rate,
+            }
+        )
+    return rows
+
+
+def list_runs(comparison: Comparison) -> list[dict[str, Any]]:
+    """List the finished and diverged runs: a row for each, with its cost and its last metrics."""
+    return [
+        _identify_run(comparison, run)
+        | {"status": run.status, "parameters": run.parameters, run.unit: run.tokens, "flops": run.flops}
+        | {"seconds": run.seconds}
+        | (run.held_out[-1].metrics if run.held_out else {})
+        for run in comparison.records
+    ]
+
+
+def list_evaluations(comparison: Comparison) -> list[dict[str, Any]]:
+    """List the evaluations of all runs: a row for each, with its step, the cost so far, and its metrics."""
+    return [
+        _identify_run(comparison, run)
+        | {"step": point.step, run.unit: point.tokens, "flops": point.flops}
+        | point.metrics
+        for run in comparison.records
+        for point in run.held_out
+    ]
+
+
+def _identify(comparison: Comparison) -> dict[str, Any]:
+    return {"comparison": comparison.name, "size": comparison.size or "", "metric": comparison.metric}
+
+
+def _identify_run(comparison: Comparison, run: RunRecord) -> dict[str, Any]:
+    return _identify(comparison) | {"arm": arm_of(run), "seed": run.seed}
