@@ -19,7 +19,7 @@ from headwater_lab.papers.arms import (
     list_references,
     trials_folder,
 )
-from headwater_lab.papers.claims import Judged, judge_claims
+from headwater_lab.papers.claims import Judged
 from headwater_lab.papers.measures import Runs, tasks_of
 from headwater_lab.papers.result import (
     describe_evidence,

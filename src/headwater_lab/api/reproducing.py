@@ -124,8 +124,8 @@ def _describe_unfinished(work: Work, failed: Sequence[Outcome], watch: Observer)
             watch.say(command)
         which = "the commands above" if watch.listens else "; ".join(commands)
         unfinished = (
-            f"{counted(len(commands), 'run')} of this table, on several devices or in stages, cannot be trained by this "
-            f"command: run {which}, then this one again."
+            f"{counted(len(commands), 'run')} of this table, on several devices or in stages, cannot be trained by "
+            f"this command: run {which}, then this one again."
         )
     if len(work.list_missing()) == work.runs:
         why = f": {failed[0].label} failed: {failed[0].error}" if failed else ""

@@ -183,70 +183,63 @@ class Tasks:
                 ) from error
             is_group = request.name in results.get("groups", {})
             for name in [request.name] if is_group else list(loaded["tasks"]):
-                yield from TaskResult(name, loaded["tasks"], results, is_group).list_scores(request.metrics)
+                yield from list_scores(name, loaded["tasks"], results, request.metrics)
 
 
-class TaskResult:
-    """lm-eval's results for a task or a group of tasks: one row of its table, and the items behind it."""
+def list_scores(
+    name: str, tasks: dict[str, Any], results: dict[str, Any], metrics: tuple[str, ...] | None
+) -> Iterator[Score]:
+    """Yield lm-eval's figures for a task or a group of `tasks`, with the items behind them.
 
-    def __init__(self, name: str, tasks: dict[str, Any], results: dict[str, Any], is_group: bool) -> None:
-        self.name, self.results = name, results
-        self.members = list(tasks) if is_group else [name]
-        self.task = tasks[self.members[0]]
-        self.row = results["groups" if is_group else "results"][name]
+    metrics: those to show, None for all.
+    """
+    from lm_eval.utils import hash_string
 
-    def list_scores(self, metrics: tuple[str, ...] | None) -> Iterator[Score]:
-        """Yield its figures. metrics: those to show, None for all."""
-        member, facts = self.members[0], self._read_facts()
-        for key, value in self.row.items():
-            metric, _, filter_name = key.partition(",")
-            if not filter_name or metric.endswith("_stderr") or not isinstance(value, (int, float)):
-                continue
-            if metrics is not None and metric not in metrics:
-                continue
-            items = self._read_items(metric, filter_name, value)
-            stderr = self.row.get(f"{metric}_stderr,{filter_name}") if items is None else items.stderr
-            yield Score(
-                task=self.name,
-                shots=int(self.results["n-shot"].get(member, 0)),
-                metric=metric if filter_name == "none" else f"{metric}, {filter_name}",
-                higher_is_better=self.results["higher_is_better"].get(member, {}).get(metric),
-                value=float(value),
-                stderr=stderr if isinstance(stderr, float) else None,
-                items=items,
-                facts=facts,
-            )
+    is_group = name in results.get("groups", {})
+    samples = {member: results["samples"][member] for member in (tasks if is_group else [name])}
+    texts = {
+        member: "".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows)
+        for member, rows in samples.items()
+    }
+    facts = {
+        "task": name,
+        "versions": {member: results["versions"].get(member) for member in samples},
+        "hashes": {member: hash_string(text) for member, text in texts.items()},
+    }
+    first, figures = next(iter(samples)), results["groups" if is_group else "results"][name]
+    for key, value in figures.items():
+        metric, _, filter_name = key.partition(",")
+        if not filter_name or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+            continue
+        if metrics is not None and metric not in metrics:
+            continue
+        rows = [row for rows in samples.values() for row in rows if row["filter"] == filter_name]
+        aggregation = getattr(tasks[first].aggregation().get(metric), "__name__", "")
+        items = _read_items([row.get(metric) for row in rows], aggregation, value)
+        stderr = figures.get(f"{metric}_stderr,{filter_name}") if items is None else items.stderr
+        yield Score(
+            task=name,
+            shots=int(results["n-shot"].get(first, 0)),
+            metric=metric if filter_name == "none" else f"{metric}, {filter_name}",
+            higher_is_better=results["higher_is_better"].get(first, {}).get(metric),
+            value=float(value),
+            stderr=stderr if isinstance(stderr, float) else None,
+            items=items,
+            facts=facts,
+        )
 
-    def _read_facts(self) -> dict[str, Any]:
-        """Read the versions and hashes of its tasks."""
-        from lm_eval.utils import hash_string
 
-        texts = {
-            member: "".join(
-                sample["doc_hash"] + sample["prompt_hash"] + sample["target_hash"]
-                for sample in self.results["samples"][member]
-            )
-            for member in self.members
-        }
-        return {
-            "task": self.name,
-            "versions": {member: self.results["versions"].get(member) for member in self.members},
-            "hashes": {member: hash_string(text) for member, text in texts.items()},
-        }
-
-    def _read_items(self, metric: str, filter_name: str, value: float) -> Items | None:
-        """Read the items of a figure, if it is a ratio of sums over them, checked against lm-eval's own figure."""
-        samples = [sample for member in self.members for sample in self.results["samples"][member]]
-        scores = [sample.get(metric) for sample in samples if sample["filter"] == filter_name]
-        form = FORMS.get(getattr(self.task.aggregation().get(metric), "__name__", ""))
-        if form is None or not scores or any(score is None for score in scores):
-            return None
-        try:
-            pairs = np.array([score if isinstance(score, (tuple, list)) else (score, 1.0) for score in scores], float)
-            items = Items(form, pairs[:, 0], pairs[:, 1])
-            return items if np.isclose(items.figure, value, rtol=1e-6) else None
-        except (ValueError, TypeError, IndexError):
-            return None
+def _read_items(scores: Sequence[Any], aggregation: str, value: float) -> Items | None:
+    """Read the items of a figure, if it is a ratio of sums over them, checked against lm-eval's own figure."""
+    form = FORMS.get(aggregation)
+    if form is None or not scores or any(score is None for score in scores):
+        return None
+    try:
+        pairs = np.array([score if isinstance(score, (tuple, list)) else (score, 1.0) for score in scores], float)
+        items = Items(form, pairs[:, 0], pairs[:, 1])
+        return items if np.isclose(items.figure, value, rtol=1e-6) else None
+    except (ValueError, TypeError, IndexError):
+        return None
 
 
 def local_tasks(files: Path) -> set[str]:
