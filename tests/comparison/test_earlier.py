@@ -6,7 +6,7 @@ import yaml
 from comparison.calibration import read_results
 from comparison.saved import Here, changed_times, record, tiny
 from headwater import HeadwaterError
-from headwater_lab.comparison import pool, rounds
+from headwater_lab.comparison import pool
 from headwater_lab.comparison.running import run_comparison
 from headwater_lab.comparison.trials import list_trials
 from headwater_lab.reports import read_comparisons
@@ -21,7 +21,6 @@ def here(monkeypatch):
     """Training in this process."""
     trains = Here()
     monkeypatch.setattr("headwater_lab.comparison.running.run_trials", trains)
-    monkeypatch.setattr(rounds, "run_trials", trains)
     return trains
 
 

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny
 
 import processes
@@ -179,7 +180,7 @@ def test_who_follows_a_worker_that_died_has_the_same_gpu(monkeypatch):
             time.sleep(0.01)  # it has hardly begun
         return [line for line in environment.split("\0") if line.startswith("CUDA_VISIBLE_DEVICES=")][-1]
 
-    monkeypatch.setattr(pool, "count_gpus", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     workers = pool._Pool(2)
     try:
         workers.start(2)
@@ -204,11 +205,11 @@ def test_workers_that_cannot_start_are_one_sentence(tmp_path, monkeypatch, forke
 
 def test_workers_by_default(monkeypatch, tmp_path):
     jobs = list_jobs(tiny({}), tmp_path)
-    monkeypatch.setattr(pool, "count_gpus", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(pool, "cores", lambda: 5)
     assert pool.count_workers(jobs) == 3
     assert pool.count_workers(list_jobs(tiny({}, training={"device": "cpu"}), tmp_path)) == 5
-    monkeypatch.setattr(pool, "count_gpus", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert pool.count_workers(jobs) == 5
 
 

@@ -423,7 +423,7 @@ def _count_graphs() -> Measurement:
 
 
 def _make_steps(phase: Phase, model: PreTrainedModel, ids: Tensor) -> Callable[[], None]:
-    """Make training steps in bf16, compiled by block; output head and loss as one, so no logits leave the graph."""
+    """Make training steps in bf16, compiled by block; head and loss as one, so that no logits leave the graph."""
     backend = phase.sizes.backend
     if isinstance(model, HeadwaterForCausalLM):  # as `headwater train` has it
         compile_model(model, backend)

@@ -5,6 +5,5 @@ trials.py      what to train              budget.py    arms at equal tokens, FLO
 pool.py        training it side by side   tuning.py    learning rates
 statistics.py  what the results say       scaling.py   loss against size, and what equals what
 search.py      which mechanisms together  prices.py     what each arm costs, measured
-rounds.py      seeds until it is decided  sequential.py  what may be said after every seed
-earlier.py     runs that are there already
+earlier.py     runs that are there already  sequential.py  what may be said after every seed
 """

@@ -69,12 +69,8 @@ def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnCha
 
 def count_workers(jobs: list[Job]) -> int:
     """Count the default workers: one per GPU if the trials may use them, else one per core."""
-    return count_gpus() or cores() if all(job.recipe.training.device in ("auto", "cuda") for job in jobs) else cores()
-
-
-def count_gpus() -> int:
-    """Count the GPUs of this machine without initializing them."""
-    return torch.cuda.device_count()
+    may_use_gpus = all(job.recipe.training.device in ("auto", "cuda") for job in jobs)
+    return (may_use_gpus and torch.cuda.device_count()) or cores()
 
 
 def _list_impossible(trial: Trial, outcomes: dict[Path, Outcome]) -> dict[Path, Outcome]:
@@ -137,7 +133,7 @@ class _Pool:
     STARTS = 3  # consecutive workers that end before they are ready
 
     def __init__(self, count: int) -> None:
-        self.count, self.gpus = count, count_gpus()
+        self.count, self.gpus = count, torch.cuda.device_count()
         self.workers: dict[int, Worker] = {}
         self.jobs: dict[Worker, Job] = {}  # the job of each
         self.answers: queue.SimpleQueue[tuple[Worker, Answer]] = queue.SimpleQueue()

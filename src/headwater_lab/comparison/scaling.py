@@ -117,7 +117,7 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
     if len(sizes) < LEAST_SIZES:
         return None
     axis, metric = _find_axis(of_baseline), _choose_metric(runs)
-    arms, n, losses = _stack_losses(_read_points(runs, sizes, axis, metric), sizes)
+    arms, n, losses = _stack_losses(runs, sizes, axis, metric)
     if baseline not in arms or not losses.size:
         return None
     base = arms.index(baseline)
@@ -132,27 +132,20 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
     return Scaling(axis, metric, baseline, points, laws, _estimate_equals(arms, sizes, base, fits), runs[0].unit)
 
 
-def _read_points(
-    runs: Sequence[RunRecord], sizes: Sequence[str], axis: Axis, metric: str
-) -> dict[str, dict[tuple[str, int], tuple[float, float]]]:
-    """Read N and the loss where it is finite, by arm and by (size, seed)."""
-    points: dict[str, dict[tuple[str, int], tuple[float, float]]] = {}
-    for run in runs:
-        loss = run.held_out[-1].metrics[metric]
-        if _size_of(run) in sizes and math.isfinite(loss):
-            points.setdefault(arm_of(run), {})[_size_of(run), run.seed] = _count_n(run, axis), loss
-    return points
-
-
 def _stack_losses(
-    points: dict[str, dict[tuple[str, int], tuple[float, float]]], sizes: Sequence[str]
+    runs: Sequence[RunRecord], sizes: Sequence[str], axis: Axis, metric: str
 ) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """Stack N and losses, [arms, sizes, seeds] each, of the arms that have all sizes, with the seeds that all have."""
-    arms = [arm for arm, by_trial in points.items() if {size for size, _ in by_trial} == set(sizes)]
-    trials = [points[arm].keys() for arm in arms]
-    seeds = sorted({seed for keys in trials for _, seed in keys})
-    seeds = [seed for seed in seeds if all((size, seed) in keys for keys in trials for size in sizes)]
-    cells = np.array([[[points[arm][size, seed] for seed in seeds] for size in sizes] for arm in arms])
+    """Stack N and finite losses, [arms, sizes, seeds] each: arms with all sizes, and the seeds that all have."""
+    finite = [run for run in runs if math.isfinite(run.held_out[-1].metrics[metric])]
+    points = {
+        (arm_of(run), _size_of(run), run.seed): (_count_n(run, axis), run.held_out[-1].metrics[metric])
+        for run in finite
+    }
+    pairs = {(arm, size): None for arm, size, _ in points}
+    arms = [arm for arm in dict.fromkeys(map(arm_of, finite)) if all((arm, size) in pairs for size in sizes)]
+    seeds = sorted({seed for *_, seed in points})
+    seeds = [seed for seed in seeds if all((arm, size, seed) in points for arm in arms for size in sizes)]
+    cells = np.array([[[points[arm, size, seed] for seed in seeds] for size in sizes] for arm in arms])
     n, losses = np.moveaxis(cells.reshape(len(arms), len(sizes), len(seeds), 2), -1, 0)
     return arms, n, losses
 

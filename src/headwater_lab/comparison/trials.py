@@ -2,7 +2,7 @@
 
 import re
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -164,11 +164,6 @@ def make_tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Pat
 def set_rate(recipe: Recipe, rate: float) -> Recipe:
     """Copy a recipe with another learning rate."""
     return recipe.model_copy(update={"training": recipe.training.model_copy(update={"learning_rate": rate})})
-
-
-def set_rates(trials: list[Trial], rates: dict[str, float]) -> list[Trial]:
-    """Copy the trials, each at its arm's learning rate."""
-    return [replace(trial, recipe=set_rate(trial.recipe, rates[trial.experiment.arm])) for trial in trials]
 
 
 def order_jobs(trials: list[Trial]) -> list[list[Job]]:

@@ -51,10 +51,6 @@ def write_numbers(values: Sequence[float | None] | float | None) -> str:
     return "  ".join(f"{value:.3f}" for value in numbers)
 
 
-def _start_table(inspections: Sequence[Inspection], title: str, caption: str) -> SideBySide:
-    return SideBySide([inspection.name for inspection in inspections], title=title, caption=caption)
-
-
 def _add_section(table: SideBySide, title: str, rows: dict[str, list[str]]) -> None:
     table.section = title
     for label, cells in rows.items():
@@ -63,7 +59,8 @@ def _add_section(table: SideBySide, title: str, rows: dict[str, list[str]]) -> N
 
 def scalars_table(inspections: Sequence[Inspection]) -> Table:
     caption = f"One number per head; the range if there are more than {HEADS}."
-    table = _start_table(inspections, "Scalars, as used by the forward pass", caption)
+    names = [model.name for model in inspections]
+    table = SideBySide(names, title="Scalars, as used by the forward pass", caption=caption)
     facts = {
         "parameters": [f"{model.parameters:,}" for model in inspections],
         "layers, query heads, key/value heads": [
@@ -96,10 +93,10 @@ def read_measure(inspection: Inspection, label: str) -> Any:
 def read_table(inspections: Sequence[Inspection]) -> Table:
     samples = [model.sample for model in inspections]
     of_images = any(sample is not None and sample.patches is not None for sample in samples)
-    table = _start_table(
-        inspections,
-        "Measured on images" if of_images else "Measured on rows of tokens; induction on random ones",
-        f"One number per query head; the range if there are more than {HEADS}.",
+    table = SideBySide(
+        [model.name for model in inspections],
+        title="Measured on images" if of_images else "Measured on rows of tokens; induction on random ones",
+        caption=f"One number per query head; the range if there are more than {HEADS}.",
     )
     sizes = [str(sample or "") for sample in samples]
     _add_section(table, "sample", {"images" if of_images else "rows × tokens": sizes})

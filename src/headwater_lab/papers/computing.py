@@ -13,7 +13,6 @@ from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater_lab.papers import theory
-from headwater_lab.papers.claims import Judged
 from headwater_lab.reports.words import write_range
 from headwater_lab.util.terminal import si
 
@@ -27,16 +26,12 @@ ROUGHLY = 0.01
 
 @dataclass(frozen=True)
 class Computed:
-    """A computed table. columns: the first contains the rows' names."""
+    """A computed table. columns: the first contains the rows' names. claims: (claim, result, whether it holds)."""
 
     columns: list[str]
     rows: list[list[str]]
-    claims: list[Judged]
+    claims: list[tuple[str, str, bool | np.bool]]
     figure: Figure | None = None
-
-
-def _judge(says: str, evidence: str, holds: bool | np.bool) -> Judged:
-    return Judged(says, "replicates" if holds else "fails", evidence, counted=True)
 
 
 def count_map_parameters(config: HeadwaterConfig) -> int:
@@ -94,22 +89,22 @@ def compute_tokenformer_costs() -> Computed:
         ["", "N as printed", "N with K_P and V_P", "as built", "2·N + 4·L·D·T per token", "as counted", "token-token"],
         rows,
         [
-            _judge(
+            (
                 "A TokenFormer's N is L·D·(n_q + n_k + n_v + n_o + 2·n_ff), as printed.",
                 f"built models have {write_range(of_printed[1:], '{:.3f}'.format)} times as many",
                 printed_error < ROUGHLY,
             ),
-            _judge(
+            (
                 "N is 12·L·D² in a Transformer; in a TokenFormer 2·L·D·(n_q + n_k + n_v + n_o + n_ff).",
                 f"built models differ by {complete_error:.2%} at most",
                 complete_error < ROUGHLY,
             ),
-            _judge(
+            (
                 "A forward pass takes 2·N + 4·L·D·T FLOPs per token of T.",
                 f"counts differ by {flops_error:.2%} at most",
                 flops_error < ROUGHLY,
             ),
-            _judge(
+            (
                 "Token-token attention costs no more as a TokenFormer grows.",
                 f"{write_range(interaction[1:], si)} FLOPs per token at {CONTEXT:,} tokens",
                 max(interaction[1:]) == min(interaction[1:]),
@@ -136,17 +131,17 @@ def compute_tokenformer_flops() -> Computed:
         ["forward FLOPs per token", *(f"{length:,} tokens" for length in CONTEXTS)],
         rows,
         [
-            _judge(
+            (
                 "A grown TokenFormer costs less than a Transformer of its size at every length.",
                 f"a Transformer takes {write_range(advantages.ravel(), '{:.2f}'.format)} times as many",
                 (advantages > 1).all(),
             ),
-            _judge(
+            (
                 "The longer the text, the greater the advantage.",
                 "; ".join(f"{row[0]:.2f} to {row[-1]:.2f}" for row in advantages),
                 (np.diff(advantages, axis=1) > 0).all(),
             ),
-            _judge(
+            (
                 "The larger the model, the more FLOPs are saved.",
                 "; ".join(f"{length:,} tokens: {si(small)} to {si(large)}" for length, small, large in savings),
                 (np.diff(saved, axis=0) > 0).all(),
@@ -182,17 +177,17 @@ def compute_kv_shifting_dynamics() -> Computed:
         ["", "loss", "mean speed", "starts that go back on the way", "starts that end as an induction head"],
         rows,
         [
-            _judge(
+            (
                 "Training leads to an induction head: the key of the token before, the token's own value.",
                 f"{', '.join(map('{:.0%}'.format, arrived))} of the starts",
                 min(arrived) > 0.99,
             ),
-            _judge(
+            (
                 "The longer the sequence, the slower it gets.",
                 f"speed {', '.join(map('{:.4f}'.format, speeds))}",
                 all(shorter > longer for shorter, longer in pairwise(speeds)),
             ),
-            _judge(
+            (
                 "In short sequences it may go a short way back; in long ones its direction is consistent.",
                 f"{', '.join(map('{:.0%}'.format, returned))} of the starts go back in α1 or β1",
                 returned[0] > returned[-1],
@@ -204,8 +199,7 @@ def compute_kv_shifting_dynamics() -> Computed:
 
 def check_kv_shifting_theorems() -> Computed:
     """Check the theorems with headwater's own attention and mechanism."""
-    rows, claims = theory.check_theorems()
-    return Computed(["", "result"], rows, [_judge(*claim) for claim in claims])
+    return Computed(["", "result"], *theory.check_theorems())
 
 
 def _follow_flow(alpha1: torch.Tensor, beta1: torch.Tensor, length: int, step: float = 0.02) -> tuple[float, float]:

@@ -83,7 +83,8 @@ def compute_table(name: str) -> Reproduction:
     result = COMPUTED[table.computed]()
     cells = [[("", Ours(text)) for text in row[1:]] for row in result.rows]
     rows = [row[0] for row in result.rows]
-    return Reproduction(name, table, result.columns[1:], rows, cells, result.claims, None, result.figure)
+    claims = [Judged(says, "replicates" if holds else "fails", why, counted=True) for says, why, holds in result.claims]
+    return Reproduction(name, table, result.columns[1:], rows, cells, claims, None, result.figure)
 
 
 def reproduce_table(work: Work, task_files: Path | None = None, device: str = "cpu") -> Reproduction:

@@ -100,11 +100,11 @@ def run_attention(attention: Attention, x: Tensor) -> Tensor:
 # Theorem 1: two vanilla layers
 
 
-def two_layers(x: Tensor, first_slope: float, sharpness: float = 1.0, match: Tensor | None = None) -> Tensor:
+def two_layers(x: Tensor, first_slope: float, sharpness: float = 1.0) -> Tensor:
     """Two layers of ordinary ALiBi attention that approximate the machine: x [..., T, d] -> [..., T, d]. Appendix A.
 
         layer 1   (x_s, 0) ↦ (x_s, y_s),  y_s = Σ_{r<s} softmax_r(-p·(s - 1 - r))·x_r,  p = first_slope; with residual
-        layer 2   Σ_{s≤t} softmax_s(sharpness·x_tᵀ·match·y_s - SLOPE·(t - s))·x_s;  no residual
+        layer 2   Σ_{s≤t} softmax_s(sharpness·x_tᵀ·y_s - SLOPE·(t - s))·x_s;  no residual
 
     The width is 2d: a token and the copy of the one before it stand side by side, which KV shifting does not need.
 
@@ -115,8 +115,7 @@ def two_layers(x: Tensor, first_slope: float, sharpness: float = 1.0, match: Ten
     copied, shifted = torch.eye(2 * d, dtype=x.dtype).split(d, dim=1)  # h @ copied is the token's half of h
     h = x @ copied.T
     h = h + _attention_head(h, 0 * copied, 0 * copied, copied @ shifted.T, _alibi_bias(x, first_slope, diagonal=-1))
-    query = sharpness * (copied if match is None else copied @ match)
-    return _attention_head(h, query, shifted, copied, _alibi_bias(x, SLOPE, diagonal=0))
+    return _attention_head(h, sharpness * copied, shifted, copied, _alibi_bias(x, SLOPE, diagonal=0))
 
 
 def _attention_head(h: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
@@ -125,12 +124,10 @@ def _attention_head(h: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: 
     return weights.masked_fill(bias == -math.inf, 0.0) @ (h @ value)
 
 
-def two_layer_bound(
-    x: Tensor, first_slope: float, sharpness: float = 1.0, match: Tensor | None = None
-) -> tuple[float, float]:
-    """Bounds of eq. 8 for `two_layers`: on max_s |y_s - x_{s-1}| and on max_t |IH(x)_t - TF(x)_t| (2-norms).
+def two_layer_bound(x: Tensor, first_slope: float, sharpness: float = 1.0) -> float:
+    """Bound of eq. 8 for `two_layers` on max_t |IH(x)_t - TF(x)_t| (2-norms).
 
-    With R = max_s |x_s|, ‖A‖ = |sharpness|·(spectral norm of match), q = e^-p:
+    With R = max_s |x_s|, ‖A‖ = |sharpness|, q = e^-p:
 
         |y_s - x_{s-1}| ≤ 2·R·q,        |IH(x)_t - TF(x)_t| ≤ 2·R·tanh(‖A‖·R²·q) ≤ 2·‖A‖·R³·q
 
@@ -142,9 +139,7 @@ def two_layer_bound(
     3. Both read the same values, of norm at most R, with those weights.
     """
     radius = float(x.norm(dim=-1).max())
-    strength = abs(sharpness) * (1.0 if match is None else float(torch.linalg.matrix_norm(match, 2)))
-    q = math.exp(-first_slope)
-    return 2 * radius * q, 2 * radius * math.tanh(strength * radius**2 * q)
+    return 2 * radius * math.tanh(abs(sharpness) * radius**2 * math.exp(-first_slope))
 
 
 # Theorem 3: the four scalars in training
@@ -264,7 +259,7 @@ def check_theorems() -> tuple[list[list[str]], list[tuple[str, str, bool]]]:
     shares = []
     for first_slope in (SLOPE, 2.0, 4.0, 8.0, 16.0):
         error = float((two_layers(x, first_slope, 4.0) - machine).norm(dim=-1).max())
-        bound = two_layer_bound(x, first_slope, 4.0)[1]
+        bound = two_layer_bound(x, first_slope, 4.0)
         shares.append(error / bound)
         rows.append([f"1: two vanilla layers, first slope {first_slope:.3g}", f"{error:.1e}, bound {bound:.1e}"])
 
