@@ -30,7 +30,6 @@ from headwater_lab.recipe.training_section import Training
 from headwater_lab.training import loop
 from headwater_lab.training import start as setup
 from headwater_lab.training.checkpoints import list_checkpoints, load_model
-from headwater_lab.training.journal import list_runs
 from headwater_lab.training.loop import Interrupted, train
 from headwater_lab.training.records import read_record
 from headwater_lab.util.endings import Diverged
@@ -253,8 +252,6 @@ def test_a_record_says_how_the_model_ran(recipe, finished, tmp_path):
     (tmp_path / "record.json").write_text(json.dumps(content))
     old = read_record(tmp_path).environment
     assert (old.device_name, old.compiled, old.attention) == (None, None, None)
-    listed = list_runs(run, print)[0].to_json()
-    assert (listed["device"], listed["compiled"], listed["attention"]) == (describe_cpu(), False, "sdpa")
 
 
 def test_two_runs_cannot_share_a_folder(recipe, tmp_path, monkeypatch):

@@ -159,9 +159,9 @@ def test_folders_in_the_places_of_files_and_what_cannot_be_read(tmp_path, run):
     found = list_runs(tmp_path, told.append)
     assert {one.folder.name for one in found} == {"whole", "log", "bytes"}
     assert [sum(name in line for line in told) for name in ("/place/", "/log/", "/bytes", "/loop/")] == [1, 1, 1, 1]
-    code, out, _ = run("runs", tmp_path, "--json")
+    code, out, _ = run("runs", tmp_path)
     assert code == 0
-    assert all(one["last"] is None for one in json.loads(out, parse_constant=pytest.fail))
+    assert out.count("nan") == 6
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")

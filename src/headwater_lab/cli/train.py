@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.arguments import print_result, stdout, tell, tell_model
-from headwater_lab.cli.options import LOOK, TRAIN, AsJson, FolderPath, command, need
+from headwater_lab.cli.arguments import say, stdout, tell, tell_model
+from headwater_lab.cli.options import LOOK, TRAIN, FolderPath, command, need
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import lined
 
@@ -73,7 +73,7 @@ def _print_record(record: RunRecord) -> None:
 
 
 @command(LOOK, "runs")
-def list_runs(folder: Path = Path("runs"), *, json: AsJson = False) -> None:
+def list_runs(folder: Path = Path("runs")) -> None:
     """List runs with their progress, status and best result.
 
     folder: Folder to search, at any depth.
@@ -101,4 +101,4 @@ def list_runs(folder: Path = Path("runs"), *, json: AsJson = False) -> None:
             "" if best is None else f"{best.step:,}",
             f"{datetime.fromtimestamp(run.updated):%Y-%m-%d %H:%M}",
         )
-    print_result([run.to_json() for run in listed], [table], json, indent=2)
+    say(table)

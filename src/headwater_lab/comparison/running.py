@@ -1,6 +1,7 @@
 """Train a recipe's comparison: tuning, trials and prices."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from headwater_lab.comparison.budget import match_arms
@@ -20,7 +21,7 @@ from headwater_lab.comparison.trials import (
     list_trials,
     make_plan,
     order_jobs,
-    set_rates,
+    set_rate,
 )
 from headwater_lab.comparison.tuning import choose_rates, list_tuning_trials
 from headwater_lab.recipe.recipe import Recipe
@@ -66,7 +67,7 @@ def run_comparison(
         if section.learning_rates:
             tries = _choose_tuning_trials(recipe, out, only)
             rates = choose_rates(tries, run_trials(tries, workers, on_change))
-            trials = set_rates(trials, rates)
+            trials = [replace(t, recipe=set_rate(t.recipe, rates[t.experiment.arm])) for t in trials]
         check_settings(recipe, rates, runs, out)
         adopt_experiment(recipe, runs, out)
         if plan is not None:

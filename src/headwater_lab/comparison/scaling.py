@@ -144,7 +144,7 @@ def _stack_losses(
     pairs = {(arm, size): None for arm, size, _ in points}
     arms = [arm for arm in dict.fromkeys(map(arm_of, finite)) if all((arm, size) in pairs for size in sizes)]
     seeds = sorted({seed for *_, seed in points})
-    seeds = [seed for seed in seeds if all((arm, size, seed) in points for arm in arms for size in sizes)]
+    seeds = [seed for seed in seeds if all((arm, size, seed) in points for arm, size in product(arms, sizes))]
     cells = np.array([[[points[arm, size, seed] for seed in seeds] for size in sizes] for arm in arms])
     n, losses = np.moveaxis(cells.reshape(len(arms), len(sizes), len(seeds), 2), -1, 0)
     return arms, n, losses

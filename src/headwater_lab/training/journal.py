@@ -1,7 +1,6 @@
 """The journal through which a run reports: its record, its log of points, TensorBoard and the caller."""
 
 import json
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -122,34 +121,6 @@ class RunSummary:
     status: str
     step: int
     updated: float
-
-    def to_json(self) -> dict[str, Any]:
-        record, best, environment = self.record, self.record.best, self.record.environment
-        return {
-            "folder": str(self.folder),
-            "name": record.name,
-            "status": self.status,
-            "step": self.step,
-            "steps": record.recipe["training"]["steps"],
-            "unit": record.unit,
-            "tokens": record.tokens,
-            "tokens_per_second": _drop_nan(record.tokens_per_second),
-            "metric": record.metric,
-            "last": _drop_nan(record.result),
-            "best": None if best is None else _drop_nan(best.metrics[record.metric]),
-            "best_step": None if best is None else best.step,
-            "skipped_steps": record.skipped_steps,
-            "device": environment.device_name or environment.device,
-            "compiled": environment.compiled,
-            "attention": environment.attention,
-            "error": record.error,
-            "updated": self.updated,
-        }
-
-
-def _drop_nan(value: float | None) -> float | None:
-    """Replace NaN, which JSON does not have, by None."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def list_runs(folder: Path, tell: Callable[[str], None]) -> list[RunSummary]:
