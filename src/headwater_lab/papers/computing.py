@@ -1,6 +1,6 @@
 """Tables and figures without training: TokenFormer's table 3 and figure 5, KV shifting's figure 2 and theorems."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -31,7 +31,7 @@ class Computed:
 
     columns: list[str]
     rows: list[list[str]]
-    claims: list[tuple[str, str, bool | np.bool]]
+    claims: Sequence[tuple[str, str, bool | np.bool]]
     figure: Figure | None = None
 
 
