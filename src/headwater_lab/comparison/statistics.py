@@ -34,8 +34,7 @@ class Paired:
     """The mean of a sample of paired differences, tested.
 
     p: of a two-sided paired t test, uncorrected; None with fewer than two pairs. If all differences are one number,
-    apart
-        from rounding, p is the sign test's, 2^(1-n), and 1 if that number is 0.
+        apart from rounding, p is the sign test's, 2^(1-n), and 1 if that number is 0.
     level: the level at which Holm's procedure tests this difference, among those it was tested with.
     interval: of confidence 1 - level; it excludes 0 exactly where the procedure finds a difference. None if unbounded.
     more: pairs still needed to find such a difference with a probability of 80 %; None where it is found, where their

@@ -104,8 +104,7 @@ def evaluate(
     shots: few-shot examples, for tasks that do not set them. limit: items of a task, and documents of a text.
     text: files, folders, globs of text, JSONL, CSV or parquet, or datasets of the hub. text_column: the column of
     tables. context: tokens that a model sees at a time; default for texts the most that all take, up to 2048, and for
-    tasks each
-        model's own. stride: tokens that each window adds, default context // 2.
+    tasks each model's own. stride: tokens that each window adds, default context // 2.
     on_windows: called with (text, windows done, of how many) after each batch of a text.
     Raises `HeadwaterError` for anything that is missing or inconsistent, before any model runs.
     """
@@ -139,8 +138,7 @@ def evaluate(
         "seed": seed,
         "measures": measures,
     }
-    text_facts = [_text_facts(content) for content in contents]
-    result = EvaluationResult({}, [], [], text_facts, settings, _read_versions(has_tasks))
+    result = EvaluationResult({}, [], [], [content.facts for content in contents], settings, _read_versions(has_tasks))
     for candidate in candidates:
         model = candidate.load_model(device, dtype)
         facts = result.models[candidate.name] = _model_facts(candidate, model)
@@ -231,15 +229,6 @@ def _model_facts(candidate: Candidate, model: PreTrainedModel) -> dict[str, Any]
     }
 
 
-def _text_facts(text: texts.Text) -> dict[str, Any]:
-    return {
-        "text": text.name,
-        "documents": len(text.documents),
-        "bytes": int(text.bytes.sum()),
-        "skipped_not_utf8": text.skipped,
-    }
-
-
 def to_json(result: EvaluationResult) -> dict[str, Any]:
     """List all results as plain values, not rounded, with the number of items behind each figure.
 
@@ -266,7 +255,8 @@ def build_tables(result: EvaluationResult) -> list[Table]:
 
 def _write_difference(row: ScoreRow, model: str) -> str:
     difference = next((difference for difference in row.differences if difference.model == model), None)
-    return _write_figure(difference, "+") + ("" if difference is None else _write_p(difference.p))
+    p = None if difference is None else difference.p
+    return _write_figure(difference, "+") + ("" if p is None else "  p < 0.001" if p < 0.001 else f"  p = {p:.3f}")
 
 
 def _lay_out(
@@ -291,7 +281,3 @@ def _write_figure(figure: Score | Difference | None, sign: str = "") -> str:
     form = ".4f" if size < 100 else ",.1f" if size < 1e5 else ".3e"
     error = "" if figure.stderr is None else f" ± {figure.stderr:{form}}"
     return f"{figure.value:{sign}{form}}{error}"
-
-
-def _write_p(p: float | None) -> str:
-    return "" if p is None else "  p < 0.001" if p < 0.001 else f"  p = {p:.3f}"

@@ -9,6 +9,7 @@ the others, so it overlaps more.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,11 @@ class Text:
     @property
     def bytes(self) -> np.ndarray:
         return np.array([len(document.text.encode()) for document in self.documents], dtype=float)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        sizes = {"documents": len(self.documents), "bytes": int(self.bytes.sum())}
+        return {"text": self.name, **sizes, "skipped_not_utf8": self.skipped}
 
 
 def read_text(source: str, limit: int | None = None, column: str = "text") -> Text:

@@ -10,10 +10,9 @@ from torch import Tensor
 from headwater.mechanisms.capabilities import ShowsScalars
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.named import run_shared
-from headwater.models.causal_lm import HeadwaterModel
 from headwater.nn.block import Block
 from headwater_lab.inspection.scores import compose_taps
-from headwater_lab.util.model_kinds import AnyModel
+from headwater_lab.util.model_kinds import AnyModel, is_of_images
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,10 @@ def find_mechanisms(block: Block) -> Iterator[tuple[str, Mechanism]]:
 @torch.no_grad()
 def collect_scalars(model: AnyModel) -> list[Scalars]:
     """Collect all scalars of a model, layer by layer."""
-    # For tables read by token id, the first token's.
-    first = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    readers = model.model.input_spec.id_readers if isinstance(model.model, HeadwaterModel) else ()
-    shared = run_shared(model.model.mechanisms.named(), first, readers)
+    if is_of_images(model.config):
+        shared = run_shared(model.model.mechanisms.named())
+    else:  # for tables read by token id, the first token's
+        shared = model.model.shared_tensors(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return [
         Scalars(
             block.plan.index, module.registered_name(), path, symbol, shown.owner, shown.indices, shown.values.tolist()

@@ -73,14 +73,6 @@ class Row(Settings):
     cells: list[TableCell]
 
 
-class Than(Settings):
-    """The second pair of a difference of differences; missing fields are the claim's."""
-
-    arm: ReferenceText | None = None
-    against: ReferenceText | None = None
-    measure: Measure | None = None
-
-
 class Pair(Settings):
     """A claim about one arm against another, by a measure."""
 
@@ -88,17 +80,16 @@ class Pair(Settings):
     arm: ReferenceText
     against: ReferenceText
     measure: Measure = "result"
-    than: Than | None = None
-    """Makes it a claim about a difference of differences: `arm` and `against`, minus this pair."""
+    than: dict[Literal["arm", "against", "measure"], str] | None = None
+    """Makes it a claim about a difference of differences: `arm` and `against`, minus this pair, whose missing fields
+    are the claim's."""
 
     @property
     def pairs(self) -> list[tuple[ReferenceText, ReferenceText, Measure]]:
         """List (arm, against, measure) of the claim, and of its second pair."""
-        return [
-            (pair.arm or self.arm, pair.against or self.against, pair.measure or self.measure)
-            for pair in (self, self.than)
-            if pair is not None
-        ]
+        pairs = [{}] if self.than is None else [{}, self.than]
+        names = ("arm", "against", "measure")
+        return [tuple(pair.get(name, getattr(self, name)) for name in names) for pair in pairs]
 
     @model_validator(mode="after")
     def _check_than(self) -> Pair:
