@@ -8,7 +8,6 @@ from made import RECIPE, changed, one_table, put, record, written
 
 from conftest import forking
 from headwater.util.errors import HeadwaterError
-from headwater_lab.api.reproducing import read_results
 from headwater_lab.comparison.trials import make_trial
 from headwater_lab.papers.kept import keep_runs, restore_runs
 from headwater_lab.papers.result import reproduce_table
@@ -130,30 +129,6 @@ def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
     after = another.read_text().splitlines()
     assert [json.loads(line)["run"].rpartition("-")[2] for line in after] == ["0", "1", "2"] * 2
     assert {json.dumps(line) for line in lines} < {json.dumps(json.loads(line)) for line in after}
-
-
-def test_results_as_data_say_which_claims_the_files_decide(paper):
-    work = prepare_work("paper/task", "cpu", paper / "one")
-    for arm in ("vanilla", "shift"):
-        for seed in (0, 1):
-            left(work, arm, seed)
-    file = paper / "runs.jsonl"
-    keep_runs(file, work, print)
-    results = {(one["table"], one["scale"]): one for one in read_results([file])}
-    states = {name.partition("/")[2]: results[name, "cpu"]["state"] for name, scale in results if scale == "cpu"}
-    assert states == {"task": "judged", "text": "no runs", "tuned": "no runs", "inside": "needs models"}
-    assert results["paper/task", "gpu"]["state"] == "not run"
-    assert results["paper/text", "cpu"]["unjudged"] == ["It is better."]
-    (claim,) = results["paper/task", "cpu"]["claims"]
-    assert (claim["paper"], claim["table"], claim["scale"], claim["says"]) == (
-        "paper",
-        "paper/task",
-        "cpu",
-        CLAIM["says"],
-    )
-    assert (claim["verdict"], claim["seeds"], claim["counted"]) == ("inconclusive", 2, False)
-    assert len(results["paper/task", "cpu"]["machines"]) == 1
-    json.dumps([*results.values()])
 
 
 @pytest.mark.slow

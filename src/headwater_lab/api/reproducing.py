@@ -18,7 +18,7 @@ from headwater_lab.api.comparing import tell_failures, watched_trials
 from headwater_lab.api.observer import Observer, choose_observer
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.trials import make_slug
-from headwater_lab.papers.kept import judge_recorded, keep_runs, read_runs, restore_runs
+from headwater_lab.papers.kept import keep_runs, read_runs, restore_runs
 from headwater_lab.papers.price import DEVICES, estimate_price
 from headwater_lab.papers.result import (
     Reproduction,
@@ -27,10 +27,9 @@ from headwater_lab.papers.result import (
     lay_out_cells,
     reproduce_table,
     table_caption,
-    to_json,
     write_result,
 )
-from headwater_lab.papers.table import SCALES, VERDICTS, PaperTable, find_table, read_tables, reads_models
+from headwater_lab.papers.table import SCALES, VERDICTS, PaperTable, find_table, read_tables
 from headwater_lab.papers.training_runs import train_table
 from headwater_lab.papers.work import Work, prepare_work
 from headwater_lab.util.terminal import Table, counted, lined
@@ -202,44 +201,6 @@ def choose_tables(papers: Sequence[str]) -> dict[str, PaperTable]:
         elif paper not in names:
             raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, names)}")
     return {name: table for name, table in tables.items() if not papers or {name, name.partition("/")[0]} & {*papers}}
-
-
-def read_results(files: Sequence[PathLike], papers: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Judge the papers' tables by the finished runs in files, without training, and return them as data for JSON.
-
-    files: as `headwater reproduce --keep` writes them, such as results/papers.jsonl. papers: papers or tables; default:
-    all. Each table is in the list once for each scale, or once if it is computed, as in result.json
-    (`papers.result.to_json`) and with its `state`:
-
-    - "judged" by the runs in the files; "computed" without any; "cannot show": its models are too small for a verdict,
-    - "no runs" if the files have none; "needs models", which are not in the files; "not run": meaningless at this
-      scale. Then it has no results: `why` says so, and `unjudged` lists the claims.
-
-    Each claim has its paper, table and scale, its sentence (`says`), its verdict, the figures behind it, its number of
-    seeds, and whether it is `counted`, an arithmetical identity, and not measured. Raises `HeadwaterError` for damaged
-    files.
-    """
-    tables, results = choose_tables(papers), []
-    runs = [run for file in files for run in read_runs(local(file, "files"))]
-    judged = {
-        (result.name, scale): to_json(result) for scale in SCALES for result in judge_recorded(tables, scale, runs)
-    }
-    for name, table in tables.items():
-        if table.computed:
-            results.append({"state": "computed", **to_json(compute_table(name))})
-        for scale, settings in table.scales.items():
-            if (result := judged.get((name, scale))) is not None:
-                results.append({"state": "cannot show" if result["cannot_show"] else "judged", **result})
-                continue
-            state, why = "no runs", f"The records contain no run of it at {scale} scale."
-            if settings.nothing:
-                state, why = "not run", settings.nothing
-            elif reads_models(table):
-                state, why = "needs models", "It needs the models themselves, which records do not contain."
-            about = {"paper": name.partition("/")[0], "table": name, "scale": scale, "why": why}
-            about |= table.model_dump(include={"title", "source", "says", "notes"})
-            results.append({"state": state, **about, "unjudged": [claim.says for claim in table.claims]})
-    return results
 
 
 def list_tables(papers: Sequence[str], folder: Path) -> Table:

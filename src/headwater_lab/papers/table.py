@@ -87,7 +87,7 @@ class Pair(Settings):
     @property
     def pairs(self) -> list[tuple[ReferenceText, ReferenceText, Measure]]:
         """List (arm, against, measure) of the claim, and of its second pair."""
-        pairs = [{}] if self.than is None else [{}, self.than]
+        pairs: list[Any] = [{}, *([] if self.than is None else [self.than])]
         names = ("arm", "against", "measure")
         return [tuple(pair.get(name, getattr(self, name)) for name in names) for pair in pairs]
 
