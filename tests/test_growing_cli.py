@@ -235,7 +235,7 @@ def test_a_state_of_other_shapes_is_left_out_with_a_sentence(run, tmp_path):
     assert run("train", tmp_path / "recipe.yaml", "--out", tmp_path / "run")[0] == 0
     code, _, said = run("grow", tmp_path / "run", "num_hidden_layers=4", "--out", tmp_path / "deeper")
     assert code == 0, said
-    assert "cannot be carried along" in said
+    assert "cannot be kept" in said
     assert newest_checkpoint(tmp_path / "deeper").is_dir()
 
 

@@ -1,6 +1,6 @@
 """headwater: Transformers whose keys and values come from more places than the current token and layer.
 
-What is named here is imported when it is first used, so that `import headwater` takes no time.
+Names are imported on first use, so that `import headwater` takes no time.
 """
 
 from importlib import import_module as _import_module

@@ -11,11 +11,11 @@ import sys
 import warnings
 
 if (
-    sys.argv[:1] == ["-m"]  # as long as Python looks for the module that it is to run
+    sys.argv[:1] == ["-m"]  # Python sets this while it looks for the module to run
     and sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")[0] == __name__
     and not sys.flags.safe_path
 ):
-    # Python has put the current folder first, and would find any module that lies in it, of whatever name.
+    # Python has put the current folder first on the path, and any module there would hide one of the same name.
     del sys.path[0]
 
 from importlib import import_module
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["compare", "grow", "load_results", "plan", "reproduce", "retrofit", "train"]
 
-# Of tqdm in a notebook without ipywidgets. Progress is shown without them.
+# tqdm warns about this in notebooks without ipywidgets, where progress is shown in another way.
 warnings.filterwarnings("ignore", "IProgress not found")
 _MODULES = {
     "compare": "comparing",

@@ -331,7 +331,7 @@ def test_only_what_has_arrived_is_finished():
         finish_model(model)
     with pytest.raises(HeadwaterError, match="nothing to finish"):
         finish_model(build())
-    with pytest.raises(HeadwaterError, match="being converted already"):
+    with pytest.raises(HeadwaterError, match="already being converted"):
         blend_model(model, {"kv_source": {}})
 
 

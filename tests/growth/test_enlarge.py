@@ -533,11 +533,11 @@ def test_an_outside_mechanism_has_to_say_how_it_grows(monkeypatch):
         ({}, dict(num_key_value_heads=4), "only where they are copied.* by the same factor"),
         ({}, dict(hidden_size=40, method="zero"), "no growth method 'zero'"),
         ({}, dict(hidden_size=40, method="stack+identity"), "one that makes it wider"),
-        ({}, dict(hidden_size=40, method="stack"), "makes no model wider; use, for example, stack[+]exact"),
+        ({}, dict(hidden_size=40, method="stack"), "does not make models wider; use, for example, stack[+]exact"),
         (
             {},
             dict(num_hidden_layers=4, method="net2net"),
-            "no model deeper; use, for example, identity[+]net2net",
+            "not make models deeper; use, for example, identity[+]net2net",
         ),
         ({}, dict(num_hidden_layers=4, method="stack"), "can be 6 or 9, not 4"),
         ({}, dict(num_hidden_layers=4, key_init="random"), "key_init applies only to new pairs"),

@@ -80,7 +80,7 @@ def test_raw_tokens_without_room_are_an_error(monkeypatch):
     monkeypatch.setattr(
         KVShift, "transform_qkv", lambda self, q, kv, context: [context.tail.update_tail("x", q, 9), (q, kv)][1]
     )
-    with pytest.raises(HeadwaterError, match="leaves no room; state them as tails"):
+    with pytest.raises(HeadwaterError, match="leaves no room; declare them as tails"):
         model.model.serve_tokens(torch.tensor([1, 2]), engine.batch.position, engine)
 
 

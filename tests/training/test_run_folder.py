@@ -92,7 +92,7 @@ class TestForeignFolders:
         (tmp_path / "loop").symlink_to("loop")
         (tmp_path / "nowhere").symlink_to("absent")
         for name in ("file", "loop", "nowhere"):
-            with pytest.raises(HeadwaterError, match=r"is no folder|cannot be"):
+            with pytest.raises(HeadwaterError, match=r"is not a folder|cannot be"):
                 train(recipe(), tmp_path / name)
         assert (tmp_path / "file").read_text() == "mine"
 

@@ -119,13 +119,13 @@ def test_several_devices_are_told_to_go_stage_by_stage(staged, tmp_path):
         ([{"name": "a", "grow": {"hidden_size": 33, "method": "clone"}}], "no growth method .clone."),
         ([{"name": "a", "grow": {"num_hidden_layers": 4, "freeze": True}}], "freeze applies only to new pairs"),
         ([{"name": "a", "optimizer_state": "keep", "training": {"optimizer": "muon"}}], "adamw but trains with muon"),
-        ([{"name": "a", "grow": {"ffn_pairs": 40, "freeze": True}, "optimizer_state": "keep"}], "no state can be kept"),
+        ([{"name": "a", "grow": {"ffn_pairs": 40, "freeze": True}, "optimizer_state": "keep"}], "no state to keep"),
         (
             [
                 {"name": "a", "grow": {"ffn_pairs": 40, "freeze": True}},
                 {"name": "b", "grow": {"ffn_pairs": 50}, "optimizer_state": "keep"},
             ],
-            "Stage 'b' trains again what the stage before had frozen",
+            "Stage 'b' trains what the stage before had frozen",
         ),
         ([{"name": "a", "data": {"kind": "induction", "lenght": 3}}], "lenght"),
     ],

@@ -10,8 +10,8 @@ from typing import Any
 
 from headwater.util.errors import HeadwaterError, shown
 
-# One entry file for all: in a local folder each entry file gets its own copy of the code, and the config's classes
-# would not be the model's.
+# One entry file for all Auto classes: transformers copies a local folder's code once per entry file, and with two
+# the config's class would not be the one that the model expects.
 ENTRY = "modeling_headwater"
 OF_TEXT = {
     "AutoConfig": "headwater.config.text:HeadwaterConfig",

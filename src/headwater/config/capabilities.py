@@ -48,14 +48,14 @@ class KeepsState(Protocol):
 
 @runtime_checkable
 class StopsRedirection(Protocol):
-    """For `redirect_heads`, where a head takes keys and values from a layer that is redirected itself.
+    """A rule for heads that `redirect_heads` sends to a layer that is redirected itself.
 
-    Asked by the planner. Without it such a head attends to what that layer attends to.
+    Used by the planner. Without it such a head attends to what that layer attends to.
     """
 
     @classmethod
     def stops_redirection(cls, options: dict[str, Any]) -> bool:
-        """Return whether the head attends to what that layer would attend to without this mechanism."""
+        """Return whether the head attends to what that layer would attend to if this mechanism were absent."""
 
 
 @runtime_checkable

@@ -9,14 +9,14 @@ from typing import Any
 from headwater.config.rope import complete_rope
 from headwater.util.errors import HeadwaterError, check_known, shown
 
-# Limits that no real model reaches; planning, which lists every key/value head of every layer, would take forever.
+# Far above any real model. Planning lists every key/value head of every layer and would never finish with more.
 MOST = {"num_hidden_layers": 4096, "num_attention_heads": 4096, "num_key_value_heads": 4096}
 MOST_ANYWHERE = 2**40
 # Fields that may differ between layers.
 _HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
 _FIELDS = *_HEADS, "rope_parameters"
-# Kinds of cache layers, without and with a sliding window: transformers' own, for the usual K and V, and those of
-# models/cache.py, which hold these and all else.
+# Kinds of cache layers, without and with a sliding window. transformers' own hold ordinary keys and values; those in
+# models/cache.py hold any set of heads, and raw tokens.
 _ORDINARY = "full_attention", "sliding_attention"
 _OWN = "headwater_attention", "headwater_sliding_attention"
 
@@ -32,10 +32,10 @@ def layer_config(config: Any, layer: int) -> Any:
 
 
 def cache_types(config: Any, windows_are_ordinary: bool) -> list[str]:
-    """The kind of cache layer that each layer needs, by which transformers builds caches (`layer_types`).
+    """List the kind of cache layer that each layer needs, from which transformers builds caches (`layer_types`).
 
     windows_are_ordinary: the layers with a sliding window all cache the usual keys and values, in transformers' own
-    layers. Never in a mixture: layers that attend to each other must use the same slots, and its static layer rolls.
+    layers. Not in a mixture: layers that attend to each other need the same slots, and transformers' static one rolls.
     """
     is_ordinary = config.materialise, config.materialise or windows_are_ordinary
     kinds = [(_ORDINARY if is_ordinary[slides] else _OWN)[slides] for slides in (False, True)]
@@ -70,7 +70,7 @@ def complete_sliding(config: Any) -> None:
             config.sliding_fields = config.sliding_fields | {"rope_parameters": inside.rope_parameters}
         inside.check_rope()
     elif "rope_parameters" in config.sliding_fields:
-        raise HeadwaterError(f"position {config.position!r} has no rope_parameters; leave them out of sliding_fields.")
+        raise HeadwaterError(f"position {config.position!r} uses no rope_parameters; leave them out of sliding_fields.")
 
 
 def _complete_layers(config: Any, layers: list[int]) -> None:

@@ -10,7 +10,7 @@ from headwater.util.errors import HeadwaterError, either, nearest
 
 
 def parse_options(mechanism: type[Any], options: dict[str, Any] | None) -> dict[str, Any]:
-    """`options` with the defaults filled in. Raises `HeadwaterError` for an unknown name or a wrong type."""
+    """Fill in the defaults of `options`. Raises `HeadwaterError` for an unknown name or a wrong type."""
     name, kind = mechanism.registered_name(), mechanism.Options
     options = {} if options is None else options
     if not isinstance(options, dict):

@@ -11,10 +11,10 @@ from headwater.util.errors import check_known
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
-# Of what the cache keeps raw tokens: these, a tensor as wide as the residual stream, each of the inputs of attention,
-# what goes into the activation of the feed-forward, or the tokens' ids.
+# What the cache can keep raw: queries, keys or values; tensors as wide as the residual stream; each of attention's
+# inputs; the inputs of the feed-forward's activation; token ids.
 Kept = Part | Literal["x", "input", "gate", "up", "id"]
-# Some of the heads that a tensor has, as an index; None for all of them, in order.
+# An index that selects some of a tensor's heads. None selects all of them in order.
 Heads = slice | list[int] | None
 
 
@@ -50,7 +50,7 @@ class Stage(Enum):
         return stages[name]
 
 
-# Inside attention; the others are in the block around it.
+# Stages inside attention. The others belong to the block around it.
 ATTENTION_STAGES = (
     Stage.PROJECTIONS,
     Stage.QKV,
@@ -78,11 +78,11 @@ class Source(NamedTuple):
     layer: int
 
 
-# The embedding. A layer 0 with mechanisms at `Stage.EMBEDDING` gives it as they leave it.
+# The embedding, after layer 0's mechanisms at `Stage.EMBEDDING` if it has any.
 EMBEDDING = Source("stream", "x", -1)
 
-# The tensors that a layer computes itself, in that order. raw: projected. local: after `Stage.QKV`, of the call's
-# tokens. bank: what heads attend to, with the cache's tokens.
+# The tensors that a layer computes itself, in this order. raw: as projected. local: the call's tokens after
+# `Stage.QKV`. bank: what heads attend to, cached tokens included.
 OWN: tuple[tuple[str, str], ...] = (
     ("raw", "q"),
     ("raw", "k"),

@@ -15,7 +15,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.plugins.registry import has_own, resolve
 from headwater.util.errors import HeadwaterError
 
-# Of keys and of values, in `Attends` and `Source`.
+# Keys or values, as fields of `Attends` and as parts of `Source`.
 Letter = Literal["k", "v"]
 
 
@@ -49,7 +49,7 @@ def name_keepers(plans: Iterable[LayerPlan]) -> str:
 
 
 def _share_heads(config: HeadwaterConfig) -> list[LayerPlan]:
-    """The plans with what each head attends to: what the layer attends to from which it takes its keys or values.
+    """Resolve what each head attends to: whatever the layer that it takes keys or values from attends to.
 
     Each mechanism sees layers that share nothing, so none depends on those listed before it. If several redirect a
     head, the last one counts.
@@ -70,7 +70,7 @@ def _share_heads(config: HeadwaterConfig) -> list[LayerPlan]:
     }
 
     def follow(layer: int, head: int, letter: Letter) -> int:
-        """The layer whose keys or values a head attends to. Those of lower layers are known."""
+        """Find the layer whose keys or values a head attends to. Lower layers are resolved already."""
         skipped = None
         while True:
             for name, redirected in redirecting.items():
@@ -93,7 +93,7 @@ def _share_heads(config: HeadwaterConfig) -> list[LayerPlan]:
 def _redirect_heads(
     name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
 ) -> Sequence[LayerPlan]:
-    """Plans after a mechanism's `redirect_heads`. Raises `HeadwaterError` for layers that come later."""
+    """Apply a mechanism's `redirect_heads`. Raises `HeadwaterError` for layers that come later."""
     redirected = resolve(name).redirect_heads(options, config, list(plans))
     heads = [len(plan.attends) for plan in plans]
     if not isinstance(redirected, list) or [len(getattr(plan, "attends", ())) for plan in redirected] != heads:
@@ -111,7 +111,7 @@ def _redirect_heads(
 def _plan_stages(
     name: str, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]
 ) -> list[LayerPlan]:
-    """Plans after a mechanism's `plan_stages`. Raises `HeadwaterError` unless it acts where it has methods."""
+    """Apply a mechanism's `plan_stages`. Raises `HeadwaterError` unless it acts where it has methods."""
     mechanism = resolve(name)
     planned = mechanism.plan_stages(options, config, plans)
     if not isinstance(planned, list) or [type(plan) for plan in planned] != [LayerPlan] * len(plans):
@@ -156,7 +156,7 @@ def output_only_from(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> int
         return first_layer
 
     def reads_what_ids_give(plan: LayerPlan) -> bool:
-        """Whether it reads a tensor for all layers that has a token's part at a place that only its maker knows."""
+        """Whether it reads a shared tensor whose layout of tokens only the mechanism that makes it knows."""
         return any(source.kind == "shared" and resolve(source.part).needs_input_ids for source in plan.reads)
 
     while first_layer and plans[first_layer - 1].leaves_nothing and not reads_what_ids_give(plans[first_layer - 1]):
@@ -164,8 +164,8 @@ def output_only_from(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> int
     return first_layer
 
 
-# In what layers must agree if one reads a tensor of the other, by its kind and part. Attention weights must belong to
-# the same tokens, and keys in a cache are already turned by RoPE.
+# The fields that must be equal in a layer and the layer it reads, by kind and part of the tensor. Attention weights
+# must cover the same tokens, and cached keys are already rotated by RoPE.
 _HEADS = {"q": "num_attention_heads", "k": "num_key_value_heads", "v": "num_key_value_heads"}
 _ALIKE: dict[tuple[str, str], tuple[str, ...]] = {
     **{(kind, part): (heads, "head_dim") for kind in ("raw", "local") for part, heads in _HEADS.items()},
@@ -189,7 +189,7 @@ def _check_alike(config: HeadwaterConfig, layer: int, source: Source) -> None:
 
 
 def _complete_plans(plans: list[LayerPlan]) -> list[LayerPlan]:
-    """The plans with what follows from `attends`: the heads that each layer stores, kernel calls, banks to read."""
+    """Add to the plans what follows from `attends`: the heads that each layer stores, kernel calls, banks to read."""
     k_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
     v_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
     for plan in plans:
@@ -211,7 +211,7 @@ def _complete_plans(plans: list[LayerPlan]) -> list[LayerPlan]:
 
 
 def with_all_layers(plans: Iterable[LayerPlan]) -> tuple[LayerPlan, ...]:
-    """The plans of a model's layers, each with all of them."""
+    """Give each layer's plan the plans of all layers."""
     plans = tuple(replace(plan, all_layers=()) if plan.all_layers else plan for plan in plans)
     return tuple(replace(plan, all_layers=plans) for plan in plans)
 

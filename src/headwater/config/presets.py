@@ -106,7 +106,7 @@ def _gpt2_presets() -> Iterator[Preset]:
         ("gpt2-medium-350m", "350M", "; 350M is nanoGPT's round figure", (24, 1024, 16)),
         ("gpt2-large-774m", "774M", "", (36, 1280, 20)),
     ):
-        # GELU is nanoGPT's, the erf form; GPT-2's own is the tanh form.
+        # nanoGPT uses the erf form of GELU. GPT-2's own code uses the tanh form.
         base = dict(base="gpt2", hidden_act="gelu") | _size_fields(*size, context=1024)
         yield _make_preset(name, paper, f"baseline{rounded}", figure, base)
         yield _make_preset(f"{name}-sla", paper, unread + rounded, figure, base, skip_layer={})
@@ -206,7 +206,7 @@ def _tokenformer_presets() -> Iterator[Preset]:
     yield _make_preset("tokenformer-maxtext-124m-vanilla", TOKENFORMER, note, "124M", fields, maxtext)
 
 
-# -matched: with as many parameters as the vision Transformer.
+# Presets ending in -matched have as many parameters as the vision Transformer.
 def _vision_presets() -> Iterator[Preset]:
     base = dict(base="vit", num_labels=1000, num_hidden_layers=12, hidden_size=768, num_attention_heads=12)
     large = base | dict(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16)
@@ -280,8 +280,8 @@ def _released_presets() -> Iterator[Preset]:
         )
 
 
-# The ledger's recommendation (recipes/recommended/test.yaml), at the size of the small GPT-2. Both start with the
-# embedding with which vanilla was better there.
+# The recommendation of the results ledger (recipes/recommended/test.yaml), at the size of the small GPT-2. Both use
+# the embedding's standard deviation with which vanilla did better there.
 def _recommended_presets() -> Iterator[Preset]:
     base, ledger = _size_fields(12, 768, 12) | dict(embedding_range=0.1), "headwater, docs/results.md"
     sites = ["attention_input", "feed_forward_input"]

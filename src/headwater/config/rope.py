@@ -8,9 +8,9 @@ from headwater.util.errors import HeadwaterError, check_known, sentence, shown
 
 # The fields that transformers' RoPE functions read.
 _KEYS = sorted({*RopeParameters.__annotations__, "mscale", "mscale_all_dim", "truncate"} - {"mrope_section"})
-# Those that must not be null.
+# Fields that must not be null.
 _NEEDED = "rope_type", "rope_theta", "factor", "partial_rotary_factor"
-# The types of those that are not numbers, also in words.
+# Types of the fields that are not numbers, with their names in messages.
 _TYPES: dict[str, tuple[type, str]] = {
     "rope_type": (str, "a name"),
     "truncate": (bool, "true or false"),
@@ -39,7 +39,7 @@ def check_rope(config: Any) -> None:
             raise HeadwaterError(f"{name} must be above zero and finite, not {value}.")
     if not 0 < fraction <= 1:
         raise HeadwaterError(
-            f"partial_rotary_factor must be a share of the head's width, above 0 and at most 1, not {fraction}."
+            f"partial_rotary_factor must be a fraction of head_dim, above 0 and at most 1, not {fraction}."
         )
     if config.rotary_dim % 2:
         raise HeadwaterError(
@@ -55,7 +55,7 @@ def _check_type(key: Any, value: Any) -> None:
     if value is None and key not in _NEEDED:
         return
     types, words = _TYPES.get(key, ((int, float), "a number"))
-    is_flag = isinstance(value, bool) and types is not bool  # which is an int, too
+    is_flag = isinstance(value, bool) and types is not bool  # bool is a subclass of int
     if is_flag or not isinstance(value, types):
         raise HeadwaterError(f"rope_parameters.{key} must be {words}, not {shown(value)}.")
 

@@ -29,7 +29,7 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-# More key/value heads than any model has; planning, which lists every one of every layer, would take forever.
+# More key/value heads than any model has. Planning lists each one and would never finish with more.
 _MOST_PLANNED = 2**17
 # A list of names becomes a mapping when a config is created, so type checkers need not know about lists.
 if TYPE_CHECKING:
@@ -109,10 +109,10 @@ class HeadwaterConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
     # transformers may read `rope_theta` from any of these; a checkpoint always stores it in `rope_parameters`.
     default_theta = 10_000.0
-    # What differs for images (vision_config.py): tokens see only earlier ones, and no residual branch is dropped whole.
+    # Image models override these (vision.py): they are not causal, and may drop whole residual branches.
     is_causal = True
     drop_path = 0.0
-    # Derived, and with types that plain transformers does not know.
+    # Derived fields whose types plain transformers does not know.
     unsaved = frozenset({"layer_types"})
 
     vocab_size: int = 50304
@@ -166,8 +166,8 @@ class HeadwaterConfig(PreTrainedConfig):
 
     materialise: bool = False
 
-    # Derived, and not saved: the kind of cache layer of each layer, from which `DynamicCache(config=…)` and `generate`
-    # build caches. First one that holds whatever mechanisms cache; a model sets the one that its plan asks for.
+    # Derived, not saved: each layer's kind of cache, from which `DynamicCache(config=…)` and `generate` build caches.
+    # Initially a kind that holds whatever mechanisms cache. The model then sets the kind that its plan needs.
     layer_types: list[str] | None = None
 
     use_cache: bool = True
@@ -175,12 +175,12 @@ class HeadwaterConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
-    # Fields have one name, and layers none of their own (`layer_config` copies), so nothing is lost of transformers'
-    # lookup, which takes a third of the time in which a small model is built.
+    # No field has an alias, and layers have no fields of their own (`layer_config` copies the config): the plain lookup
+    # is enough. transformers' lookup takes a third of the time in which a small model is built.
     __getattribute__ = object.__getattribute__
 
     def __post_init__(self, **kwargs: Any) -> None:
-        by_hand = "model_type" not in kwargs  # `to_dict` and files name their kind
+        by_hand = "model_type" not in kwargs  # `to_dict` and config files include model_type
         if by_hand:
             self._check_names(kwargs)
             if self.position != "rope" and self.rope_parameters:
@@ -190,11 +190,11 @@ class HeadwaterConfig(PreTrainedConfig):
         else:
             for name in as_mapping(self.mechanisms) or {}:
                 if isinstance(name, str) and not MECHANISMS.is_built_in(name):
-                    resolve(name)  # raises for one that is missing, or that a file may not import
+                    resolve(name)  # raises for unknown names, and for names that a file may not import
         kwargs.setdefault("auto_map", {})  # TRL reads it from every config whose class is not transformers' own
         super().__post_init__(**kwargs)
         self.complete_fields()
-        if by_hand and self.embedding_range is None:  # a file without it is older than this field
+        if by_hand and self.embedding_range is None:  # files without it were written before this field existed
             ranges = (resolve(name).embedding_range for name in self.mechanisms)
             self.embedding_range = next((std for std in ranges if std is not None), None)
 
@@ -265,7 +265,7 @@ class HeadwaterConfig(PreTrainedConfig):
             self.rope_parameters = None
         self._complete_mechanisms()
         self.layer_types = cache_types(self, windows_are_ordinary=not self.mechanisms)
-        self.validate_architecture()  # `@strict` calls it too, but wraps what it raises
+        self.validate_architecture()  # `@strict` calls it too, but wraps its errors
 
     def _complete_sizes(self) -> None:
         for name in _SIZES:

@@ -9,7 +9,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError, shown
 
-# Fields of the language model that say nothing about images, and the values with which they do nothing.
+# Fields that mean nothing for images, with the values that disable them.
 LANGUAGE: dict[str, Any] = {
     "vocab_size": None,
     "max_position_embeddings": None,
@@ -95,12 +95,12 @@ class HeadwaterVisionConfig(HeadwaterConfig):
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
-        """The same as `HeadwaterConfig.field_names`, without the fields that only language models have."""
+        """List the fields as `HeadwaterConfig.field_names` does, without those that only language models have."""
         names = dict.fromkeys((*HeadwaterVisionConfig.__annotations__, *super().field_names()))
         return tuple(name for name in names if name not in LANGUAGE)
 
     def complete_fields(self) -> None:
-        """The same as `HeadwaterConfig.complete_fields`."""
+        """Complete and check the fields as `HeadwaterConfig.complete_fields` does."""
         self._check_images()
         super().complete_fields()
         for name in self.mechanisms:
@@ -113,7 +113,7 @@ class HeadwaterVisionConfig(HeadwaterConfig):
                 raise HeadwaterError(f"{name} is a field of language models; leave it out of an image model's config.")
         for name in ("image_size", "patch_size"):
             sizes = getattr(self, name)
-            if isinstance(sizes, tuple):  # as a file has it
+            if isinstance(sizes, tuple):  # as read from a file
                 setattr(self, name, sizes := list(sizes))
             if isinstance(sizes, list) and len(sizes) != 2:
                 raise HeadwaterError(f"{name} must be one number, or [height, width], not {shown(sizes)}.")
@@ -136,12 +136,12 @@ class HeadwaterVisionConfig(HeadwaterConfig):
             )
 
     def check_rope(self) -> None:
-        """The same as `HeadwaterConfig.check_rope`; images support fewer kinds."""
+        """Check RoPE as `HeadwaterConfig.check_rope` does. Images support fewer kinds."""
         super().check_rope()
         if self.rope_parameters["rope_type"] != "default":
             raise HeadwaterError(
-                f"rope_type {self.rope_parameters['rope_type']!r} stretches the positions of text; images have "
-                "'default' only."
+                f"rope_type {self.rope_parameters['rope_type']!r} stretches the positions of text; images support "
+                "only 'default'."
             )
         if self.rotary_dim % 4:
             raise HeadwaterError(

@@ -51,7 +51,7 @@ def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) 
     config.complete_fields()
     possible, _ = supported_kernels(config)
     if possible is not None and config._attn_implementation not in possible:
-        config._attn_implementation = None  # the model then chooses one that can
+        config._attn_implementation = None  # the model then chooses a supported kernel
     return assemble_model(type(model), config, tensors_of(model, config), model)
 
 
@@ -77,7 +77,7 @@ def _choose_options(
 
 
 def tensors_of(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict[str, Tensor]:
-    """All tensors of a model with `config`: copies of those that `model` has, initial values for the others."""
+    """Make all tensors of a model with `config`: copies where `model` has them, else initial values."""
     skeleton = type(model).make_skeleton(config)
     stored, plans = own_tensors(model), list(zip(model.plans, skeleton.plans, strict=True))
     tensors = {}
@@ -87,8 +87,8 @@ def tensors_of(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict
             continue
         if owner_of(skeleton, name)[0] is None:
             raise HeadwaterError(
-                f"With these mechanisms the model needs {name!r}, which it does not have; leave out what shares its "
-                "keys and values."
+                f"With these mechanisms the model needs {name!r}, which it does not have; leave out the mechanism that "
+                "shares its keys and values."
             )
         module, _, parameter = name.rpartition(".")
         tensors[name] = skeleton.initial_value(skeleton.get_submodule(module), parameter)

@@ -40,9 +40,9 @@ def blend_config(
 ) -> HeadwaterConfig:
     """The config of `blend_model`. Raises `HeadwaterError` if the goal contradicts it, or shares nothing."""
     if way_of(config) is not None:
-        raise HeadwaterError("The model is being converted already; finish that first (finish_conversion: true).")
+        raise HeadwaterError("The model is already being converted; finish that first (finish_conversion: true).")
     if not isinstance(config, HeadwaterConfig) or not config.is_causal:
-        raise HeadwaterError("Only text models have a cache to make smaller; convert one of these.")
+        raise HeadwaterError("Only text models have a cache to make smaller; choose a text model.")
     goal = {"mechanisms": as_mapping(mechanisms) or None, "num_key_value_heads": num_key_value_heads}
     result = copy.deepcopy(config)
     result.mechanisms = {BLEND: goal | {"weight": weight}} | (config.mechanisms or {})
@@ -96,11 +96,11 @@ def finish_model(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
 
     Raises `HeadwaterError` if the conversion is not complete, or was never begun.
     """
-    finish_config(model.config)  # which says so if there is none
+    finish_config(model.config)  # raises if there is no conversion to finish
     weights = {float(module.weight) for module in model.modules() if isinstance(module, Blend)}
     if min(weights, default=1.0) < 1:
         raise HeadwaterError(
-            f"The conversion is {min(weights):.0%} complete; train on until its weight is 1 "
+            f"The conversion is {min(weights):.0%} complete; continue training until its weight is 1 "
             "(convert: {anneal: true})."
         )
     config = narrow_config(model.config)
@@ -127,7 +127,7 @@ def group_of(config: HeadwaterConfig) -> int:
 
 
 def pool_tensors(tensors: Mapping[str, Tensor], config: HeadwaterConfig, are_state: bool = False) -> dict[str, Tensor]:
-    """Tensors of a blended model, by name; those of its key and value projections with one head for each group.
+    """Pool the tensors of a blended model, by name: its key and value projections get one head per group.
 
     are_state: the tensors are Adam's averages; a head's gradient is the gradient of the mean divided by the size of the
     group.
@@ -158,7 +158,7 @@ def _check_pooling(model: HeadwaterForCausalLM) -> None:
             )
 
 
-# Turning
+# Rotation
 
 
 def _list_attentions(model: HeadwaterForCausalLM) -> list[Attention]:
@@ -248,7 +248,7 @@ def align_layers(
         for kind in kinds:
             x = have[layer][kind]
             heads = x.shape[1]
-            if group > 1:  # towards the first of the group, which stays
+            if group > 1:  # towards the group's first head, which is not rotated
                 leaders = torch.arange(heads) // group * group
                 matrices = find_rotations(x, x[:, leaders], _count_spun(model, kind))
                 x = _turn_heads(attention, kind, x, matrices, torch.arange(heads) != leaders)

@@ -52,7 +52,7 @@ from headwater.util.errors import HeadwaterError, either, sentence
 from headwater.util.files import local
 from headwater.util.hub import check_reachable
 
-# In old checkpoints of GPT-2, and in no model any more.
+# A buffer in old checkpoints of GPT-2 that no current model has.
 _OLD_BUFFER = ".attn.masked_bias"
 
 
@@ -193,7 +193,7 @@ class Family:
                 f"A {self.name} model norms queries and keys after RoPE, which with rope_type "
                 f"{parameters['rope_type']!r} is not what headwater computes; use one with {either(self.rope_types)}."
             )
-        # "type" is what "rope_type" was called, and stays beside it.
+        # "type" is the old name of "rope_type" and is kept next to it.
         rope = {name: value for name, value in parameters.items() if name != "type" and value is not None}
         if not self.partial_rope and rope.pop("partial_rotary_factor", 1.0) != 1.0:
             raise HeadwaterError(
@@ -223,7 +223,7 @@ class Family:
 
     def _write_fields(self, config: HeadwaterConfig) -> PreTrainedConfig:
         values = self.required | {source: getattr(config, name) for name, source in self.fields.items()}
-        if self.partial_rope:  # their default is another part
+        if self.partial_rope:  # the family's own default rotates another fraction
             values["rope_parameters"] = {"partial_rotary_factor": 1.0} | (config.rope_parameters or {})
         make = self.model.config_class
         if config.sliding_window is not None:
@@ -232,7 +232,7 @@ class Family:
                 values["layer_types"] = _layer_types(config)
         values |= {} if self.write_more is None else self.write_more(config)
         if not hasattr(make, "head_dim") and config.head_dim == config.hidden_size / config.num_attention_heads:
-            values.pop("head_dim", None)  # read where it is given, but no field of its own
+            values.pop("head_dim", None)  # read if present, but the family's config class does not declare it
         return make(**copy.deepcopy(values), dtype=config.dtype)
 
     def read_tensors(self, tensors: dict[str, Tensor], config: HeadwaterConfig) -> dict[str, Tensor]:
@@ -297,7 +297,7 @@ def to_transformers(model: HeadwaterPreTrainedModel, family: str) -> PreTrainedM
         )
     config = chosen.write_config(model.config)
     converted = assemble_model(chosen.model, config, chosen.write_tensors(own_tensors(model), model.config), model)
-    # Saved under the names that the family's checkpoints have, which are not always those of its modules.
+    # Save under the family's checkpoint names, which can differ from its module names.
     vars(converted).pop("_weight_conversions", None)
     return converted
 
@@ -337,7 +337,7 @@ def _of_checkpoint(family: str | None, kind: str, config: dict[str, Any]) -> Fam
     if family and kind not in _OTHER_WAYS:
         return find_family(family)
     found_family = find_family(kind)
-    # Of text, the model without its head says so by the weights, and one whose head is tied to the embedding is whole.
+    # Image models only: a text model without its head fails on missing weights, and a tied head needs none of its own.
     saved = config.get("architectures")
     if found_family.ours is not HeadwaterForCausalLM and saved and found_family.model.__name__ not in saved:
         raise HeadwaterError(_other_head(str(saved[0]), found_family))
@@ -349,7 +349,7 @@ def _other_head(name: str, family: Family) -> str:
     return f"A {name} has no {lacking}; use a {family.model.__name__}."
 
 
-# How a model that is no family's can be read all the same.
+# How to read a model that is not one of `FAMILIES`.
 _OTHER_WAYS = {
     "baichuan_m1": "read it with --layout kv-shifting, or in Python with read_foreign.",
     "gemma3": (
@@ -385,7 +385,7 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
                     dtype="auto",
                     weights_only=True,
                     output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # they are named below
+                    ignore_mismatched_sizes=True,  # mismatches are reported below
                 )
     except HeadwaterError as error:
         raise HeadwaterError(f"{name!r} cannot be loaded: {error}") from error
@@ -461,7 +461,7 @@ def _layer_types(config: HeadwaterConfig) -> list[str]:
     return ["sliding_attention" if config.slides(layer) else "full_attention" for layer in layers]
 
 
-# Initialization and serving are not part of a model's function.
+# Fields of initialization and serving, which do not change a model's function.
 _BESIDE = {
     "layer_types",
     "materialise",
@@ -477,7 +477,7 @@ def _make_comparable(config: HeadwaterConfig, name: str) -> Any:
     return {"partial_rotary_factor": 1.0} | value if name == "rope_parameters" and value else value
 
 
-# The tables.
+# Families
 
 
 def map_same(*names: str) -> dict[str, str]:
@@ -521,7 +521,7 @@ _GPT2 = Family(
         residual_dropout="resid_pdrop",
     ),
     fixed=_LAYER_NORM | dict(position="learned", qkv_bias=True, output_bias=True),
-    # `reorder_and_upcast_attn` changes the precision of scores, not the function.
+    # `reorder_and_upcast_attn` affects only the precision of the scores.
     required=dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     links=(
         *link_plain(
@@ -573,7 +573,7 @@ _GPT_NEOX = Family(
     ),
 )
 
-# The others: our defaults (RMSNorm, a gated feed-forward, RoPE over whole heads), and modules that are named as ours.
+# Llama-like families: our defaults (RMSNorm, gated feed-forward, RoPE over whole heads) and the same module names.
 _LLAMA = Family(
     model=LlamaForCausalLM,
     fields=_EVERYWHERE
@@ -609,8 +609,8 @@ def _vary_family(
     )
 
 
-# nanochat as transformers has it: norms without weights, also of the embedding and of queries and keys. Those come
-# after RoPE there, which keeps the norm of what it turns.
+# nanochat in transformers: norms without weights, including those of the embedding, queries and keys. Queries and
+# keys are normed after RoPE there, which gives the same result, because rotation preserves their norm.
 _NANOCHAT = _vary_family(
     _LLAMA,
     NanoChatForCausalLM,
@@ -626,7 +626,7 @@ _NANOCHAT = _vary_family(
     ),
 )
 
-# Gemma's dense families: weights of norms from one, the embedding times √D.
+# Gemma's dense families: norm weights are offsets from one, and the embedding is multiplied by √D.
 _GEMMA = _vary_family(
     _LLAMA,
     GemmaForCausalLM,
@@ -685,7 +685,7 @@ _GEMMA2 = _vary_family(
     ),
 )
 _QK_NORMS = link_plain(map_same(f"{LAYER}self_attn.q_norm", f"{LAYER}self_attn.k_norm"))
-# Its attn_logit_softcapping is a field that no module reads.
+# attn_logit_softcapping is in Gemma 3's config, but none of its modules reads it.
 _GEMMA3 = _vary_family(
     _GEMMA2,
     Gemma3ForCausalLM,

@@ -92,8 +92,8 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
         mechanisms = (
             stored if chosen is None else {name: stored.get(name, {}) | (chosen[name] or {}) for name in chosen}
         )
-        # Built in the checkpoint's precision, so that constants such as τ are no less precise than in the code it is
-        # from.
+        # Build the model in the checkpoint's precision, so that constants such as τ are no less precise than in the
+        # authors' code.
         model: HeadwaterForCausalLM = HeadwaterForCausalLM._from_config(
             HeadwaterConfig(**(fields | config), mechanisms=mechanisms), dtype=tensors[reader.embedding].dtype
         )
@@ -123,7 +123,7 @@ def _fill_model(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -
     for foreign in sources.values():
         _take_tensor(tensors, foreign)
     if model.config.tie_word_embeddings:
-        names.add("lm_head.weight")  # which may be written out all the same
+        names.add("lm_head.weight")  # a checkpoint may contain the tied head
     for name in tensors:
         if name not in names:
             raise HeadwaterError(
@@ -184,14 +184,14 @@ PAIRS = {
     "output_pairs": "attention.proj",
     "ffn_pairs": "mlp",
 }
-# Heads by width in the authors' configs.
+# Number of heads for each width in the authors' configs.
 TOKENFORMER_HEADS = {768: 12, 1024: 16, 1280: 16, 1536: 16}
 
 
 def _neox_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
     settings = {name.replace("-", "_"): value for name, value in settings.items()}
     vocabulary, width = _matrix_shape(tensors, NEOX_EMBEDDING)
-    # The embedding is module 0, module 1 turns it round, the blocks follow.
+    # Module 0 is the embedding, module 1 transposes it, then come the blocks.
     depth = _count_layers(tensors, r"sequential\.(\d+)\.attention\.") - 2
     _refuse_settings(settings, pos_emb="rotary", use_mup=False)
     score = settings.get("norm_activation_type", "l2_norm_gelu")
@@ -218,7 +218,7 @@ def _neox_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
             "rope_theta": float(settings.get("rotary_emb_base", 10_000)),
             "partial_rotary_factor": float(settings.get("rotary_pct", 0.25)),
         },
-        # flash-attn counts the tokens before the current one.
+        # flash-attn's window does not count the current token.
         sliding_window=None if window is None else window + 1,
         tie_word_embeddings=f"sequential.{depth + 4}.final_linear.weight" not in tensors,
         embedding_range=0.02,
@@ -235,7 +235,7 @@ def _refuse_settings(settings: dict[str, Any], **only: Any) -> None:
 
 def _neox_source(name: str, config: HeadwaterConfig) -> str | None:
     depth = config.num_hidden_layers
-    if name.endswith("scale.tau"):  # √n, or n for the exponential, as the model begins with
+    if name.endswith("scale.tau"):  # √n, or n for the exponential: the value in a new model
         return None
     if name == "lm_head.weight":
         return None if config.tie_word_embeddings else f"sequential.{depth + 4}.final_linear.weight"
@@ -253,7 +253,7 @@ RESFORMER_HEADS = {512: 8}
 
 
 def _weights_alone(tensors: Tensors) -> Tensors:
-    """The tensors without old buffers of RoPE."""
+    """Remove old buffers of RoPE from the tensors."""
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
@@ -290,7 +290,7 @@ def _llama_fields(
 
 def _resformer_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
     fields = _llama_fields(tensors, settings, 10_000.0, None)
-    # The one form that tensors show: layers after the first have no values of their own.
+    # The tensors reveal only this form: layers after the first have no values of their own.
     values = [name for name in tensors if name.endswith("self_attn.v_proj.weight")]
     mechanisms: dict[str, Any] = {"value_residual": {"mode": "identity"}}
     if len(values) == 1 and fields["num_hidden_layers"] > 1:
@@ -303,10 +303,10 @@ def _llama_source(name: str, config: HeadwaterConfig) -> str | None:
 
 
 def _shift_tidy(tensors: Tensors) -> Tensors:
-    """Names as of the listing in a Llama, of Baichuan-M1's code too.
+    """Rename the tensors of Baichuan-M1's code to the names that the listing has in a Llama.
 
-    There `conv_k` and `conv_v` [1, 1, K, 1, window] are the taps, `W_pack` holds queries above keys above values, and
-    the head's rows are brought to length 1 when it is used.
+    There `conv_k` and `conv_v` [1, 1, K, 1, window] are the taps, `W_pack` stacks queries, keys and values, and the
+    output head's rows are normalized to length 1 when it is used.
     """
     tidy, fused = {}, any(name.endswith("self_attn.conv_k") for name in tensors)
     for name, tensor in _weights_alone(tensors).items():
@@ -390,13 +390,13 @@ class Version(NamedTuple):
     short: Callable[[int], int]
 
 
-# By the channels that the gate of value embeddings reads; 0 without one.
+# Keyed by the number of channels that the gate of value embeddings reads; 0 if there is no gate.
 VERSIONS = {
     0: Version(2.0, 10_000.0, 1.0, lambda context: context // 2),
     32: Version(2.0, 10_000.0, 1.0, lambda context: context // 2),
     12: Version(3.0, 100_000.0, 1.15**2, lambda context: -(-context // 3 // 128) * 128),
 }
-# With a smeared embedding.
+# Versions with a smeared embedding.
 LATEST = Version(3.0, 100_000.0, 1.2**2, lambda context: -(-context // 4 // 128) * 128)
 
 
@@ -439,7 +439,7 @@ def _nanochat_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, An
         qk_norm=True,
         rope_parameters={"rope_type": "default", "rope_theta": version.theta},
         attention_scale=None if version.sharpness == 1 else version.sharpness * width_of_head**-0.5,
-        # Its windows do not count the token itself.
+        # nanochat's windows do not count the current token.
         sliding_window=version.short(context) + 1 if short else None,
         sliding_layers=short or None,
         logit_softcap=15.0,
@@ -525,7 +525,7 @@ LAYOUTS = {
 
 
 def _find_newest(path: Path) -> Path:
-    """The newest checkpoint in a folder of nanochat's, model_NNNNNN.pt; another path unchanged."""
+    """Find the newest model_NNNNNN.pt if the path is a folder of nanochat's; return any other path unchanged."""
     steps = sorted(path.glob("model_*.pt"), key=lambda file: (len(file.name), file.name)) if path.is_dir() else []
     return steps[-1] if steps and _meta_file(steps[-1]).is_file() else path
 
@@ -536,7 +536,7 @@ def _meta_file(file: Path) -> Path:
 
 
 def _read_tensors(path: Path) -> Tensors:
-    """Read all tensors of a file or folder, by their names without those of wrappers."""
+    """Read all tensors of a file or folder by name, without the path elements that wrappers add."""
     tensors = strip_wrappers(read_weights(_find_files(path)), repr(str(path)))
     if not tensors:
         raise HeadwaterError(f"There are no tensors in {str(path)!r}; name a checkpoint.")

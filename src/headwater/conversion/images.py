@@ -55,7 +55,7 @@ VIT = Family(
     links=_make_links("vit"),
 )
 
-# Its distillation token is a register: only the classifier of the class token is ours.
+# DeiT's distillation token becomes a register: headwater has only the class token's classifier.
 DEIT = replace(
     VIT,
     model=DeiTForImageClassification,

@@ -20,7 +20,7 @@ from headwater.util.precision import Precision
 MADE_AGAIN = {
     "silu", "swish", "gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_accurate"
 }  # fmt: skip
-# For the others: numbers that PyTorch stores per output number, besides the result; by default 1, the input.
+# For other activations: extra numbers that PyTorch stores per output number. Default: 1, the input.
 KEPT_BY_ACTIVATION = {"relu": 0, "sigmoid": 0, "tanh": 0, "quick_gelu": 2, "gelu_fast": 7}
 
 # Bytes of a token's id.
@@ -28,7 +28,7 @@ ID = 8
 
 
 def _count_linear(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int, bias: bool = False) -> Cost:
-    """One linear layer: a mechanism's replacement if there is one, else weights, bias and their matmul."""
+    """Count one linear layer: a mechanism's replacement if there is one, else weights, bias and matmul."""
     if d_out == 0:
         return Cost()
     linear = Cost(parameters=d_in * d_out + bias * d_out, flops=2 * d_in * d_out)
@@ -93,7 +93,7 @@ def _count_layers(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> dict[s
     return {
         "attention": _add_up(_count_attention(config, plan) for plan in plans),
         "feed-forward": _add_up(_count_feed_forward(config, plan.index) for plan in plans),
-        "mechanisms": _add_up(  # without the linear layers that they replace
+        "mechanisms": _add_up(  # excluding the linear layers that they replace
             resolve(name).count_cost(config.mechanisms[name], layer_config(config, plan.index), plan)
             for plan in plans
             for name in dict.fromkeys(name for _, name in plan.acts)
@@ -137,7 +137,7 @@ def _count_ends(config: HeadwaterConfig) -> tuple[int, int]:
 
 
 def _patch_numbers(config: HeadwaterVisionConfig) -> int:
-    """The numbers of a patch."""
+    """Count the pixel values in a patch."""
     high, wide = config.patch_shape
     return config.num_channels * high * wide
 
@@ -184,7 +184,7 @@ def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True) -> 
     plans = plan_layers(config)
     first_layer = output_only_from(config, plans)
     configs = [layer_config(config, plan.index) for plan in plans]
-    # What the last token alone attends to, causally.
+    # Number of tokens that the last token attends to.
     attended = [min(tokens, c.sliding_window or tokens) if causal else tokens for c in configs]
     below = _layer_flops(
         config, plans[:first_layer], [attended_tokens(c, tokens, causal) for c in configs[:first_layer]]
@@ -273,8 +273,8 @@ def activation_bytes(
     two gradients of the logits in fp32. `gradient_checkpointing` and `loss_chunk_tokens` as in recipes; with
     checkpointing it stores each block's input, what later layers read, and one block at a time; with chunks it computes
     a chunk's logits again at the peak.
-    masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": the mask, and each layer's copy of it in
-    the dtype of queries, which the fused kernel stores; and those of layers with learned keys and values.
+    masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": this mask, each layer's copy of it in
+    the dtype of queries, which the fused kernel stores, and the wider copies of layers with learned keys and values.
     """
     plans, element = plan_layers(config), precision.compute.itemsize
     width = config.hidden_size * precision.weights.itemsize
@@ -286,20 +286,20 @@ def activation_bytes(
             numbers = kept_numbers(config, plan) | {"a": layer_config(config, plan.index).num_attention_heads * context}
             sizes = {"x": precision.weights.itemsize}
             stored += sum(numbers[source.part] * sizes.get(source.part, element) for source in plan.exports)
-    # The norms around the blocks, and what mechanisms share.
+    # The norms around the blocks, and modules shared by all layers.
     stored += config.hidden_size * element + width * (1 + config.embedding_norm) + _count_shared(config).saved * element
     tokens, copies = batch_size * context, 1 if gradient_checkpointing else len(plans)
     patches, widening = 0, sum(bool(plan.at(Stage.ADDED_KEY_VALUES)) for plan in plans)
     logits = tokens * config.vocab_size if config.is_causal else batch_size * config.num_labels
     if isinstance(config, HeadwaterVisionConfig):
         patches, widening = batch_size * (context - config.first_patch) * _patch_numbers(config) * element, 0
-    softmax, gradients = 4, 8  # bytes of its logarithm, and of two gradients, of a logit
-    softmax += element * (config.logit_softcap is not None)  # which keeps its tanh
+    softmax, gradients = 4, 8  # bytes per logit: its log-softmax, and its two gradients
+    softmax += element * (config.logit_softcap is not None)  # the softcap keeps its tanh
     at_once = min(loss_chunk_tokens, tokens) * config.vocab_size if loss_chunk_tokens else logits
     return {
         "kept": tokens * stored + patches + (0 if loss_chunk_tokens else softmax * logits),
         "loss": at_once * (gradients + (softmax if loss_chunk_tokens else 0)),
-        # With learned pairs a layer widens the mask.
+        # Each layer with learned pairs copies the mask to widen it.
         "masks": tokens * context * (1 + copies * element + min(copies, widening)) if masked else 0,
     }
 
@@ -308,8 +308,8 @@ def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precisi
     """Bytes per token of what a block stores."""
     element, width = precision.compute.itemsize, config.hidden_size
     numbers = _add_up(_count_layers(config, [plan]).values()).saved
-    # Two norms, the first of one input or several: each stores its input, and the next linear layers its output;
-    # those of outputs store the input.
+    # Two norms, the first with one or several inputs. Each stores its input, and the next linear layers its output.
+    # Norms of outputs store only their input.
     extra_inputs = len(plan.inputs) - 1
     inputs = (1 if config.parallel_residual else 2) + extra_inputs
     outputs = 2 + extra_inputs

@@ -271,7 +271,7 @@ def _check_settings(mfu: float, sizes: Sequence[tuple[str, Any]], budgets: Mappi
     if not isinstance(mfu, int | float):
         raise HeadwaterError(f"mfu must be a number, not {shown(mfu)}.")
     if not 0 < mfu <= 1:
-        raise HeadwaterError(f"mfu must be a share of the peak, above 0 and at most 1, not {mfu:g}.")
+        raise HeadwaterError(f"mfu must be a fraction of the peak, above 0 and at most 1, not {mfu:g}.")
     for label, budget in budgets.items():
         if budget is not None and budget <= 0:
             raise HeadwaterError(f"{label} must be more than 0, not {budget:g}.")

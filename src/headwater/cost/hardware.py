@@ -35,8 +35,8 @@ class Hardware:
         return flops
 
 
-# bf16 TFLOP/s, fp32 TFLOP/s, GB, GB/s, and fp64 TFLOP/s where matrix units have it. Where a sheet prints sparse tensor
-# figures ("with sparsity"), half of them.
+# bf16 TFLOP/s, fp32 TFLOP/s, GB, GB/s, and fp64 TFLOP/s where matrix units support it. Figures that a data sheet
+# gives only with sparsity are halved.
 KNOWN = {
     name: Hardware(name, half * 1e12, full * 1e12, size * 1e9, rate * 1e9, source, driver, double and double * 1e12)
     for name, half, full, size, rate, double, source, driver in (

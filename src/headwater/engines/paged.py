@@ -54,12 +54,12 @@ class FlatBatch:
             return self.lookbacks[length, slots]
         size, device = self.block_size, self.position.device
         back = torch.arange(length, 0, -1, device=device)
-        # From the cache: the tokens before each sequence's first new one, oldest first.
+        # Cached tokens before each sequence's first new one, oldest first.
         position = self.first_position[:, None] - back  # [R, length]
         clamped = position.clamp(min=0)
         block = self.table.gather(1, clamped // size)
         is_own = clamped // size == (self.first_position // size)[:, None]
-        # Of what each token looks back to: a new token, or one from the cache, or none.
+        # The index of each predecessor: a new token, else a cached one, else the zero after them.
         offsets = self.within[:, None] - back  # [N, length], counted from its sequence's first new token
         cached = self.count + self.sequence[:, None] * length + offsets + length
         index = torch.where(offsets >= 0, torch.arange(self.count, device=device)[:, None] - back, cached)
@@ -105,11 +105,11 @@ class Lookback(NamedTuple):
 
 
 class RawTokens:
-    """The raw tokens of one layer (`Tail`), in the room that the page has for them."""
+    """The raw tokens of one layer (`Tail`), in the space that the page reserves for them."""
 
     def __init__(self, engine: PagedEngine, layer: int) -> None:
         self.engine = engine
-        room = engine.page.rooms.get(layer, Room(0, 0))  # of a process whose heads keep none
+        room = engine.page.rooms.get(layer, Room(0, 0))  # default: a process whose heads keep no raw tokens
         self.layer, self.free, self.end = layer, room.offset, room.offset + room.size
         self.offsets: dict[str, int] = {}
 
@@ -131,7 +131,7 @@ class RawTokens:
             if self.free + size > self.end:
                 raise HeadwaterError(
                     f"The raw tokens {name!r} of layer {self.layer} need {size} bytes in a block, for which the plan "
-                    "leaves no room; state them as tails in the mechanism's plan_stages()."
+                    "leaves no room; declare them as tails in the mechanism's plan_stages()."
                 )
             self.offsets[name] = self.free
             self.free += size

@@ -4,9 +4,9 @@ A block has room for `block_size` tokens of one sequence: first the keys of each
 each head separately; then the raw tokens of mechanisms that look back. `materialise` is for engines with a cache of
 their own and does not affect this layout.
 
-Of raw tokens a block keeps the last `length` + `spare` ones written to it. A sequence that continues in another block,
-or from a prefix that it shares, finds them at the end of the block before; one whose last tokens are taken back
-(speculation) finds those before, as long as `spare` is as many as may be taken back.
+A block keeps the last `length` + `spare` raw tokens written to it. A sequence that continues in another block, or from
+a shared prefix, finds them at the end of the block before. A sequence whose last tokens are taken back (speculation)
+finds the tokens before those, as long as no more than `spare` are taken back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headwater.util.errors import HeadwaterError
 if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
 
-# What `Attention` does not do where a server attends.
+# Stages inside the attention kernel, where a server's kernel runs instead.
 INSIDE_KERNEL = Stage.ATTENDED_KV, Stage.ADDED_KEY_VALUES, Stage.ATTENTION_WEIGHTS
 # Keys, values and raw tokens of any type begin at multiples of this many bytes, as FlashAttention reads them.
 ALIGNED = 16
@@ -83,7 +83,7 @@ class Page:
             numbers = kept_numbers(self.config, plan)
             size = 0
             for kind, length, _ in plan.tails:
-                pieces = len(plan.inputs) if kind == "input" else 1  # each of attention's inputs apart
+                pieces = len(plan.inputs) if kind == "input" else 1  # attention's inputs are kept separately
                 size += pieces * self.tail_bytes(length, numbers[kind] // pieces, ID if kind == "id" else self.element)
             if size:
                 rooms[plan.index] = Room(offset, size)

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from headwater.nn.block import Block
 
 AnyAttention = TypeVar("AnyAttention", bound=Attention)
-# The entries of a parameter that belong to some heads: along which dimension, and which; None: all belong to each head.
+# The entries of a parameter that belong to a set of heads: (dimension, indices); None if every head uses all of them.
 Entries = tuple[int, list[int]] | None
 
 
 def narrow_plans(plans: Sequence[LayerPlan], heads: range) -> tuple[LayerPlan, ...]:
-    """The plans of a process that has only some consecutive key/value heads, counted from zero.
+    """Make the plans of a process that has only some consecutive key/value heads, counted from zero.
 
-    Reads and exports stay as they are: a tensor may then have no heads.
+    Reads and exports do not change, so a tensor may have no heads.
     """
 
     def keep_heads(stored: Sequence[int]) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ class Portion:
         return options
 
     def list_positions(self, plan: LayerPlan) -> dict[str, tuple[int, list[int]]]:
-        """Return a layer's number of heads of queries ("q"), keys, values and attention weights ("a"), and these."""
+        """Map "q", "k", "v" and "a" (attention weights) to a layer's number of heads, and these heads' positions."""
         queries = range(self.config.num_attention_heads)
         heads = {"q": queries, "k": plan.k_heads, "v": plan.v_heads, "a": queries}
         chosen = {"q": self.queries, "k": self.heads, "v": self.heads, "a": self.queries}
@@ -148,17 +148,17 @@ class Portion:
         }
 
     def build_attention(self, full: Attention, kind: type[AnyAttention]) -> AnyAttention:
-        """An attention with these heads on the meta device, in place of a `whole` one."""
+        """Build an attention with these heads on the meta device, to replace the `full` one."""
         try:
             with torch.device("meta"):
                 return kind(self.narrow_config, self.plans[full.plan.index])
-        except KeyError as error:  # a tensor of another layer that this process's part of a mechanism would read
+        except KeyError as error:  # this process lacks another layer's tensor that its part of a mechanism reads
             raise _refuse_split(full.plan, list(full.mechanisms.names)) from error
 
     def divide_parameters(self, full: Mechanism, portion: nn.Module, plan: LayerPlan) -> dict[str, Entries]:
         """Return the entries of each parameter of a mechanism that belong to these heads, by name.
 
-        mine: the mechanism built for these heads. Raises `HeadwaterError` if it has other parameters.
+        portion: the mechanism built for these heads. Raises `HeadwaterError` if it has other parameters.
         """
         shapes = {name: parameter.shape for name, parameter in portion.named_parameters()}
         entries: dict[str, Entries] = {}
@@ -261,7 +261,7 @@ class SummedLinear(nn.Module):
 
 
 class SomeOutputs(nn.Module):
-    """Some of a module's outputs."""
+    """Wrapper that selects some of a module's outputs."""
 
     def __init__(self, full: nn.Module, chosen: Tensor) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ from headwater.util.seeding import generator
 QUERIES, KEYS, VALUES, UNITS, NORM, OUTPUT_NORM = (
     Dim(kind) for kind in ("q", "k", "v", "units", "norm", "output norm")
 )
-# The model's own modules: the axes of their parameters, a linear layer's outputs before its inputs.
+# Axes of the parameters of the model's own modules. A linear layer's outputs come before its inputs.
 AXES: dict[str, tuple[Dim, ...]] = {
     "self_attn.q_proj": (QUERIES, READS),
     "self_attn.k_proj": (KEYS, READS),
@@ -128,7 +128,7 @@ def enlarge_model(model: Model, options: GrowthOptions) -> Model:
             if moved is not None:
                 parameter.copy_(moved)
         buffers = dict(model.named_buffers())
-        for name in large.state_dict().keys() & dict(large.named_buffers()).keys():  # such as τ
+        for name in large.state_dict().keys() & dict(large.named_buffers()).keys():  # buffers such as τ
             if (old := buffers.get(moves.old_name(name))) is not None:
                 large.get_buffer(name).copy_(old)
     if growth.keeps and (unplaced := moves.names.keys() - moves.used_names):
@@ -153,7 +153,7 @@ class Moves:
         self.plans = model.plans, large.plans
 
     def old_name(self, name: str) -> str:
-        """The name in the smaller model of what it is made from."""
+        """Return the smaller model's name of the parameter that this one is made from."""
         layer = split_name(name)[0]
         if layer is None:
             return name
@@ -161,7 +161,7 @@ class Moves:
         return f"{start}layers.{self.growth.layers[layer]}.{inner}"
 
     def make_tensor(self, name: str, fresh: Tensor, old: Tensor | None = None, power: int = 0) -> Tensor | None:
-        """A parameter of the larger model; None: as in a fresh one.
+        """Make a parameter of the larger model; None if it starts as in a fresh one.
 
         fresh: what new entries are. old: the smaller model's tensor, by default its parameter. power: 1 for a gradient,
         2 for its square.
@@ -187,7 +187,7 @@ class Moves:
         return self.fill_entries(name, counterpart if old is None else old, fresh, axes, power, silenced)
 
     def is_silenced(self, name: str, axes: Sequence[Dim]) -> bool:
-        """Whether it is the last thing before the stream that a layer adds to it."""
+        """Whether this parameter is the last that scales what a layer adds to the stream, so that zero silences it."""
         layer, module = split_name(name)
         assert layer is not None
         if module in ("attention_output_norm", "feed_forward_output_norm"):
@@ -246,8 +246,8 @@ class Moves:
             return result.reshape(fresh.shape) - offset
         # Where a channel's map is zero, its norm is fresh: with both zero, neither would learn.
         is_norm = axes[-1].kind == "output norm" and isinstance(module, RMSNorm) and self.growth.fill == "zero"
-        # The copies' outputs are equal, so this adds up to zero, and without it they would stay equal forever. It is
-        # small, for the rounding of the sum; Adam parts them by the sign of their gradients.
+        # All copies have the same output, so this noise sums to zero. Without it they would stay equal forever. It is
+        # small to limit rounding in the sum, and enough for Adam, whose updates follow the sign of the gradient.
         return torch.where(is_copied, 0.01 * noise, base if is_norm else 0.0).reshape(fresh.shape) - offset
 
     def draw_noise(self, name: str, x: Tensor, fresh: Tensor, dim: int, source: Tensor) -> Tensor:
@@ -261,9 +261,9 @@ class Moves:
         means = sums.index_add(dim, sources, drawn * is_copy.view(along)) / counts.view(along)
         correction = (
             counts / (counts - 1).clamp(min=1)
-        ).sqrt()  # what is left of n independent numbers less their mean
+        ).sqrt()  # subtracting the mean of n numbers shrinks their variance by (n - 1) / n
         noise = (drawn - means.index_select(dim, sources)) * (correction * (counts > 1))[sources].view(along)
-        # Of a layer that grew before and has not been trained, what writes is still zero.
+        # In a layer that was added earlier and never trained, the output maps are still zero.
         return noise * (float(x.std()) or float(fresh.std()))
 
     def choose_copies(self, name: str, axis: Dim, old: int, new: int) -> Copied | None:
@@ -286,7 +286,7 @@ class Moves:
         """Choose the origin of the new channels of the residual stream."""
         growth = self.growth
         mean = growth.fill == "mean" and growth.pads
-        if mean and (axis.kind == "outputs" or axis.normed):  # the mean of the others cannot take their place
+        if mean and (axis.kind == "outputs" or axis.normed):  # no mean of other channels can be written here
             raise HeadwaterError(
                 f"{name} has an entry per channel, and under LayerNorm new channels hold the mean of the others; "
                 "multiply hidden_size (hypercloning), grow other sizes, or use the method net2net."
@@ -301,14 +301,14 @@ class Moves:
         scales = axis.normed or (axis.kind in ("norm", "output norm") and name.endswith("weight"))
         factor = growth.mean_square_ratio**0.5 if exact and scales else 1.0
         if name.startswith(f"{self.model.base_model_prefix}.norm.") and config.final_norm_weight:
-            factor /= copies_read(config, growth)  # the head follows the last norm
+            factor /= copies_read(config, growth)  # the output head reads the last norm
         return factor
 
     def copies_of_heads(self, name: str, axis: Dim, old: int, new: int, exact: bool) -> Copied | None:
         heads, count = self.sources_of_heads(name, axis)
         width = old // max(1, count)
         if old == new and (len(heads) * width != new or heads == list(range(count))):
-            return None  # of something else than heads, or of the same
+            return None  # the axis is not made of heads, or no head changes
         source = [head * width + entry if head >= 0 else -1 for head in heads for entry in range(width)]
         assert len(source) == new, f"{name}: {len(source)} of {new}"
         return Copied(source, zero=axis.reads and exact)
@@ -330,7 +330,7 @@ class Moves:
         owner, inner = owner_of(self.large, name)
         assert owner is not None
         entries = next(dim for dim in axes_of(owner, inner) if dim.kind == "layers").entries
-        if layer is None:  # of all layers
+        if layer is None:  # a module outside the layers
             old = [self.growth.layers[int(entry)] for entry in entries]  # type: ignore[call-overload]
             return Copied([axis.entries.index(entry) if entry in axis.entries else -1 for entry in old], zero=True)
         moved = {self.growth.move_entry(layer, entry): index for index, entry in enumerate(axis.entries)}
@@ -351,7 +351,7 @@ class Copied(NamedTuple):
 
 
 def _shape_along(dim: int, dims: int) -> list[int]:
-    """The shape in which numbers for the entries along one dimension are broadcast."""
+    """Return the shape that broadcasts one number per entry along a dimension."""
     return [-1 if index == dim else 1 for index in range(dims)]
 
 
@@ -378,13 +378,13 @@ def _check_units(config: HeadwaterConfig) -> None:
 
 
 def _check_plans(old_plans: Sequence[LayerPlan], new_plans: Sequence[LayerPlan], growth: Larger) -> None:
-    """Raise `HeadwaterError` where a layer would attend to, read or end with another than the one it is made from."""
+    """Raise `HeadwaterError` if a layer would attend to, read or end with anything else than its original does."""
     changes = [
         _find_change(old_plans, new_plans, layer, growth)
         for layer in range(len(new_plans))
         if layer not in growth.silent
     ]
-    # What acts at the end of the last layer does so after layers that add nothing, and the rest still before it.
+    # Mechanisms at the end of the last layer must run after the layers that add nothing, and the others still before.
     at_source, at_end = (
         new_plans[layer].at(Stage.BLOCK_OUTPUT) for layer in (growth.first_copy(growth.depth - 1), len(new_plans) - 1)
     )
@@ -393,23 +393,23 @@ def _check_plans(old_plans: Sequence[LayerPlan], new_plans: Sequence[LayerPlan],
         changes.append(f"After the last layer {' and '.join(ends)} act in an order")
     if change := next(filter(None, changes), None):
         raise HeadwaterError(
-            f"{change} that the larger model would not have; remove the mechanism, or use a method that does not keep "
-            "the function."
+            f"{change} that the larger model cannot reproduce; remove the mechanism, or use a method that does not "
+            "keep the function."
         )
 
 
 def _find_change(
     old_plans: Sequence[LayerPlan], new_plans: Sequence[LayerPlan], layer: int, growth: Larger
 ) -> str | None:
-    """Say what the layer that a new one is made from attends to or reads and the new one does not; None: nothing."""
+    """Describe what a new layer's original attends to or reads and the new layer does not; None if nothing."""
     source = growth.layers[layer]
     attends = old_plans[source].attends
-    # Layers have heads of their own only in models whose heads do not grow.
+    # Layers differ in heads only in models whose number of heads cannot grow.
     for head, copied in enumerate(growth.kv if growth.extends("kv") else range(len(attends))):
         if copied >= 0 and tuple(new_plans[layer].attends[head]) != tuple(map(growth.first_copy, attends[copied])):
             layers = " and ".join(map(str, dict.fromkeys(attends[copied])))
             return f"Head {copied} of layer {source} attends to layers {layers} in a way"
-    # What acts after the last layer does so after its copies that add nothing.
+    # What runs after the last layer must run after its silent copies.
     alike = [new_plans[new] for new in growth.list_copies([source]) if new == layer or new in growth.silent]
     for source_read in old_plans[source].reads:
         is_read = any(_still_reads(plan, source_read, growth, old_plans) for plan in alike)
@@ -420,7 +420,7 @@ def _find_change(
 
 @torch.no_grad()
 def _check_function(old: Model, new: Model) -> None:
-    """Raise `HeadwaterError` where two models differ by more than rounding on a few tokens, which no rule foresaw."""
+    """Raise `HeadwaterError` if two models differ by more than rounding on a few tokens, as no check foresaw."""
     draw, config = generator(0, "grown"), old.config
     if isinstance(config, HeadwaterVisionConfig):
         sample = torch.randn(1, config.num_channels, *config.image_shape, generator=draw)
@@ -433,7 +433,7 @@ def _check_function(old: Model, new: Model) -> None:
         )
     finally:
         old.train(mode)
-    # 1.5e-8 in fp64, 0.03 % in fp32, 20 % in bf16.
+    # 1.5e-8 in fp64, 0.03 % in fp32, 20 % in bf16, relative to the largest logit.
     exact = old.dtype.itemsize >= 4
     allowed = torch.finfo(old.dtype).eps ** (1 / 2 if exact else 1 / 3) * float(old_logits.abs().max())
     if old_logits.isfinite().all() and not (moved := float((old_logits - new_logits).abs().max())) <= allowed:
@@ -452,7 +452,7 @@ def _still_reads(plan: LayerPlan, source: Source, growth: Larger, old_plans: Seq
         return True
     if source.kind != "stream" or old_plans[source.layer].at(Stage.BLOCK_OUTPUT):
         return False
-    while layer + 1 in growth.silent:  # what adds nothing gives what it is given
+    while layer + 1 in growth.silent:  # a layer that adds nothing passes its input on
         layer += 1
         if source._replace(layer=layer) in plan.reads:
             return True

@@ -36,7 +36,7 @@ def grow(model: Model, attention_pairs: int | None = None, ffn_pairs: int | None
 
 
 def adds_pairs(config: HeadwaterConfig, options: GrowthOptions) -> bool:
-    """Whether growth begins with parameter tokens: also if nothing is to grow, for the error or to unfreeze."""
+    """Whether growth begins with parameter tokens. Also true if nothing is to grow, for the error or to unfreeze."""
     has_counts = options.attention_pairs is not None or options.ffn_pairs is not None
     return has_counts or (has_pairs(config) and not options.sizes)
 
@@ -44,8 +44,8 @@ def adds_pairs(config: HeadwaterConfig, options: GrowthOptions) -> bool:
 def grown_config(
     config: HeadwaterConfig, attention_pairs: int | None = None, ffn_pairs: int | None = None, **fields: Any
 ) -> HeadwaterConfig:
-    """The config that `grow` gives a model with this config, without a model. Raises the same errors, but for those
-    that only the model's tensors show."""
+    """Plan the config that `grow` gives a model with this config, without a model. Raises the same errors, except those
+    that only the model's tensors reveal."""
     options = GrowthOptions(attention_pairs, ffn_pairs, **fields)
     if adds_pairs(config, options):
         config = added_config(config, options)

@@ -33,7 +33,7 @@ WIDER = ("exact", "hypercloning", "lemon", "net2net")
 BOTH = {"exact": "identity", "lemon": "identity"}
 CHANGES = ("stack", "interleave", "net2net")
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-# Growth lists every channel, head and layer.
+# An upper bound, since growth lists every channel, head and layer.
 _MOST_CHANNELS = 2**20
 TauPolicy = Literal["keep", "recompute"]
 KeyInit = Literal["zero", "random"]
@@ -176,7 +176,7 @@ def _scale_kv_heads(config: HeadwaterConfig, sizes: dict[str, int]) -> dict[str,
     if sizes["num_attention_heads"] % ratio:
         raise HeadwaterError(
             f"The model has {ratio} query heads for each key/value head, so num_attention_heads must be a multiple "
-            f"of {ratio}, not {sizes['num_attention_heads']}; or give num_key_value_heads, too."
+            f"of {ratio}, not {sizes['num_attention_heads']}; or give num_key_value_heads as well."
         )
     return {"num_key_value_heads": sizes["num_attention_heads"] // ratio}
 
@@ -184,9 +184,9 @@ def _scale_kv_heads(config: HeadwaterConfig, sizes: dict[str, int]) -> dict[str,
 def _check_directions(method: str, deeper: str | None, wider: str | None, grows: set[str]) -> None:
     """Raise `HeadwaterError` if the method has no way to grow in a direction, or one for a direction that stays."""
     if deeper is None and "num_hidden_layers" in grows:
-        raise HeadwaterError(f"The method {method!r} makes no model deeper; use, for example, identity+{method}.")
+        raise HeadwaterError(f"The method {method!r} does not make models deeper; use, for example, identity+{method}.")
     if wider is None and grows - {"num_hidden_layers"}:
-        raise HeadwaterError(f"The method {method!r} makes no model wider; use, for example, {method}+exact.")
+        raise HeadwaterError(f"The method {method!r} does not make models wider; use, for example, {method}+exact.")
     if "+" in method and not {"num_hidden_layers"} < grows:
         only, unread = (deeper, wider) if "num_hidden_layers" in grows else (wider, deeper)
         raise HeadwaterError(
@@ -207,7 +207,7 @@ def _map_layers(old: int, new: int, way: str | None) -> tuple[tuple[int, ...], f
         return tuple(layer * old // new for layer in range(new)), frozenset()
     layers: list[int] = []
     silent: list[int] = []
-    for layer in range(old):  # the new ones as evenly as may be, the last one at the end
+    for layer in range(old):  # spread the new layers evenly, with the last one at the end
         layers.append(layer)
         for _ in range((layer + 1) * (new - old) // old - layer * (new - old) // old):
             silent.append(len(layers))
@@ -216,7 +216,7 @@ def _map_layers(old: int, new: int, way: str | None) -> tuple[tuple[int, ...], f
 
 
 def _map_stream(old: int, new: int, copies: bool) -> tuple[int, ...]:
-    """Whole copies of all channels, one after the other, then new ones: so that the first channels stay the first."""
+    """Map new channels to old ones: whole copies one after another, then new ones, so the first stay first."""
     copied = new // old * old if copies else old
     return tuple(index % old if index < copied else -1 for index in range(new))
 
@@ -235,7 +235,7 @@ def _map_heads(
     kv = tuple(index * old // heads if copies else index if index < old else -1 for index in range(heads))
     q = []
     for head, source in enumerate(kv):
-        nth = head - kv.index(source)  # which of its copies
+        nth = head - kv.index(source)  # index of this copy among the copies of its source
         for index in range(size):
             position = nth * size + index if copies else index
             is_copied = source >= 0 and (copies or position < group)

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from headwater.models.pretrained import HeadwaterPreTrainedModel
 
 Model = TypeVar("Model", bound="HeadwaterPreTrainedModel")
-# Number of pairs by name of linear layer, in all layers of a model.
+# Linear layer -> number of pairs, the same in all layers of a model.
 Counts = dict[Map, int]
 
 MAPS: tuple[Map, ...] = get_args(Map)
-# Scores that give a zero key a weight: e^0 = 1.
+# Scores under which a zero key still gets a weight: e^0 = 1.
 NOT_NEUTRAL = ("exp_l1_norm", "softmax")
 
 
 def maps_of(model: HeadwaterPreTrainedModel) -> Iterator[tuple[int, Map, Pattention]]:
-    """Every Pattention of a model: (layer, name of the linear layer it replaces, module)."""
+    """List every Pattention of a model: (layer, name of the linear layer it replaces, module)."""
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for layer, block in enumerate(blocks):
         attention = block.self_attn
@@ -137,7 +137,7 @@ def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]
     batches: inputs of the model, at least one. Padding would count like any other token: pass rows without it.
     Raises `HeadwaterError` for a model without Pattention, and without batches.
     """
-    pairs_of(model)  # which says so if there are none
+    pairs_of(model)  # raises if there are no pairs
     sums: dict[nn.Module, Tensor] = {}
     counts: Counter[nn.Module] = Counter()
 
@@ -220,7 +220,7 @@ def copy_model(model: Model) -> Model:
 
 
 def _replace_counts(counts: Counts, attention: int | None, feed_forward: int | None) -> Counts:
-    """The counts with these in their place."""
+    """Replace the counts that are given; None keeps one."""
     requested = {name: feed_forward if name == "feed_forward" else attention for name in MAPS}
     for name, pairs in (("attention_pairs", attention), ("ffn_pairs", feed_forward)):
         if pairs is not None:
@@ -241,7 +241,7 @@ def _check_grows(counts: Counts, new: Counts, thaws: bool) -> None:
 
 
 def _settle_config(model: HeadwaterPreTrainedModel, counts: Counts, frozen: Counts | None = None) -> None:
-    """Update the config to the new sizes, and to what learns."""
+    """Update the config to the new sizes, and unfreeze what is no longer frozen."""
     thawed = options_of(model.config)["frozen"] is not None and frozen is None
     _write_counts(model.config, counts, frozen)
     for module in model.modules() if thawed else ():

@@ -2,10 +2,10 @@
 
 Each operation also has a plain form in PyTorch, in a mechanism's file or in `nn`. There are two kinds of kernel.
 
-- Autograd functions, a file each: `rotary`, `shift`, `pattention`, `norm`, `activation` and `loss`. They use fewer of
-  PyTorch's operations or store less, where `can_fuse` allows it (`can_fuse_traced` the one for compiled code).
-- Forms chosen by timing, `linear` and `attention`: while a model generates on a CPU, `autotune` runs the one that was
-  fastest on this machine, where `can_autotune` allows it.
+- Autograd functions, a file each: `rotary`, `activation`, and `fused_shift`, `_pattention`, `_norm` and `_loss`. They
+  use fewer of PyTorch's operations or store less, where `can_fuse` allows it (`can_fuse_traced` for compiled code).
+- Forms chosen by timing, `fused_linear` and `fused_attention`: while a model generates on a CPU, `autotune` runs the
+  one that was fastest on this machine, where `can_autotune` allows it.
 
 The environment variable HEADWATER_KERNELS switches both on ("measured", the default) or off ("plain"). In Python,
 `disable_kernels()` switches them off.
@@ -65,9 +65,9 @@ def can_fuse(*tensors: Tensor | None, needs_grad: bool = True, cpu_only: bool = 
 
     needs_grad: it helps only while autograd records operations on one of them. cpu_only: it helps only on a CPU.
     """
-    if torch.compiler.is_compiling():  # first: what follows cannot be traced
+    if torch.compiler.is_compiling():  # first, because the calls below cannot be traced
         return False
-    if needs_grad and not torch.is_grad_enabled():  # soon, because every decoding step asks this many times
+    if needs_grad and not torch.is_grad_enabled():  # early, because every decoding step asks this many times
         return False
     if needs_grad and not any(x is not None and x.requires_grad for x in tensors):
         return False
@@ -89,7 +89,7 @@ def can_autotune() -> bool:
 
 
 def are_ordinary(*tensors: Tensor | None, cpu_only: bool = False) -> bool:
-    """Whether none of these is a tensor subclass. cpu_only: and all are on a CPU."""
+    """Whether none of these is a tensor subclass and, with cpu_only, all are on a CPU."""
     for x in tensors:
         if x is not None and type(x) is not Tensor and type(x) is not nn.Parameter:
             return False

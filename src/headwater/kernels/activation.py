@@ -18,7 +18,7 @@ from transformers import activations
 from headwater.kernels import can_fuse
 
 _OPS = torch.ops.aten
-# (x) -> y, and (gradient of y, x, out) -> gradient of x; `out` may be the gradient of y.
+# Forward: (x) -> y. Backward: (gradient of y, x, out) -> gradient of x; `out` may be the gradient of y.
 _FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "erf": functional.gelu,
@@ -29,8 +29,8 @@ _BACKWARD: dict[str, Callable[..., Tensor]] = {
     "erf": _OPS.gelu_backward.grad_input,
     "tanh": partial(_OPS.gelu_backward.grad_input, approximate="tanh"),
 }
-# Which function each of transformers' classes computes. The forward pass calls the class itself, which takes one kernel
-# or, as in GPT-2's code, several; the backward pass takes one.
+# The function that each of transformers' classes computes. The forward pass calls the class itself, which launches one
+# kernel, or several in GPT-2's code. The backward pass always launches one.
 _KINDS: dict[type, str] = {
     nn.SiLU: "silu",
     activations.SiLUActivation: "silu",
@@ -40,7 +40,7 @@ _KINDS: dict[type, str] = {
     activations.AccurateGELUActivation: "tanh",
 }
 
-# The saved-tensor hooks in force, and whether more are allowed; private to PyTorch. Without them the plain form runs.
+# PyTorch's private access to the current saved-tensor hooks, and whether hooks are allowed. Without it: plain form.
 _outer: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _allowed: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: False)
 
@@ -110,7 +110,7 @@ def _skip_saving(h: Tensor) -> AbstractContextManager[None]:
     """Let autograd save how to recompute h instead of h inside, and all other tensors as usual."""
     assert _outer is not None
     node, outer = h.grad_fn, _outer(True)
-    # Not h itself: the hooks would keep it alive.
+    # Keep an identity and not h itself, which the hooks would keep alive.
     identity = _identify_tensor(h)
 
     def pack(x: Tensor) -> Any:

@@ -29,7 +29,7 @@ from headwater.kernels import PLAIN, can_autotune
 from headwater.util.files import replace_text
 from headwater.util.processor import describe_cpu, read_processor
 
-# Another form is chosen if it takes less than this share of plain PyTorch's time.
+# Choose another form only if it takes less than this share of plain PyTorch's time.
 CLEAR = 0.9
 # How often each form is timed: `ROUNDS` times, or `FEWEST` if the operation's timing has taken `LIMIT` seconds.
 ROUNDS, FEWEST, LIMIT = 7, 5, 0.1
@@ -53,7 +53,7 @@ class Choices:
 # The fastest form by threads and operation, as measured by this process or read from the file.
 _fastest: dict[tuple[int, tuple[Any, ...]], str] = {}
 _timing = threading.Lock()
-# Those of the generation that is running in this thread. None: none is running; False: choosing is forbidden.
+# The choices of the generation running in this thread. None: no generation is running. False: choosing is forbidden.
 _choices: ContextVar[Choices | bool | None] = ContextVar("choices", default=None)
 
 
@@ -94,7 +94,7 @@ def get_choices() -> Choices | None:
 
 
 def find_fastest(operation: tuple[Any, ...], forms: Callable[[], Mapping[str, Callable[[], object]]]) -> str:
-    """The name of the fastest form of an operation on this machine, measured now if it is not known.
+    """Find the name of an operation's fastest form on this machine, measured now if unknown.
 
     operation: its name and everything its time depends on. forms: returns functions by name, one of them "plain".
     """
@@ -143,7 +143,7 @@ def _time_forms(forms: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def _get_file(threads: int) -> Path | None:
-    """The file of this machine's timings with so many threads; None if there is no cache folder."""
+    """Find the file of this machine's timings with this many threads; None if there is no cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     with suppress(RuntimeError):  # there is no home folder
         folder = Path(cache) if os.path.isabs(cache) else Path("~/.cache").expanduser()

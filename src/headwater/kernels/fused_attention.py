@@ -23,7 +23,7 @@ from headwater.util.errors import HeadwaterError
 
 # The name under which it is registered.
 MATMUL = "matmul"
-# The most queries for which it is tried in place of sdpa.
+# Try this kernel in place of sdpa for at most this many queries.
 FEW = 16
 # Arguments of transformers' attention functions that it does not support.
 LEFT_OUT = "softcap", "s_aux", "sinks", "position_bias", "cache"
@@ -71,8 +71,8 @@ def matmul_attention(
     """
     if unsupported := [name for name in LEFT_OUT if kwargs.get(name) is not None]:
         raise HeadwaterError(
-            f"attn_implementation {MATMUL} leaves out {' and '.join(unsupported)}, which this model needs; load it "
-            "with attn_implementation='eager'."
+            f"attn_implementation {MATMUL} does not support {' and '.join(unsupported)}, which this model needs; load "
+            "it with attn_implementation='eager'."
         )
     batch, heads, length, width = q.shape
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

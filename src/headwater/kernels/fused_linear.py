@@ -23,15 +23,15 @@ from torch.nn.functional import linear
 from headwater.kernels import PLAIN, are_ordinary
 from headwater.kernels.autotune import Choices, find_fastest, round_up
 
-# (x, weight, bias, activation, its scalars, its algorithm) -> y, and the layout it wants: (weight) -> weight.
-# None where PyTorch was built without oneDNN.
+# (x, weight, bias, activation, its scalars, its algorithm) -> y; and (weight) -> the weight in the layout this needs.
+# Both are None if PyTorch was built without oneDNN.
 _ONEDNN: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _PACK: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _has_bf16: Callable[[], bool] = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
 
 # The smallest weight, in elements, for which another kernel can be worth its overhead.
 LARGE = 2**16
-# The most rows: with more, as in prompts, arithmetic takes the time.
+# The most rows. With more rows, as in prompts, the time goes into arithmetic and not into reading the weights.
 FEW = 64
 
 LinearForm = Callable[[nn.Linear, Tensor], Tensor]
@@ -54,7 +54,7 @@ def choose_linear(choices: Choices, module: nn.Linear, x: Tensor) -> LinearForm 
     packed = lambda: partial(_run_onednn, x, pack(weight.detach()), bias)  # noqa: E731
     if find_fastest(operation, lambda: {PLAIN: plain, "packed": packed()}) == PLAIN:
         return None
-    if module not in choices.packs:  # layers of several shapes of x share one
+    if module not in choices.packs:  # pack the weight once for all shapes of x
         choices.packs[module] = PackedLinear(weight)
     return choices.packs[module]
 
@@ -80,7 +80,7 @@ def _run_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _run_in_pieces(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     d_out, d_in = weight.shape
     pieces = _count_pieces(d_out, torch.get_num_threads())
-    # As a transposed row: with a last stride of 1 the product takes four times as long.
+    # Pass x as a transposed row: with a last stride of 1 the product takes four times as long.
     column = x.reshape(1, d_in).t().expand(pieces, d_in, 1)
     y = torch.bmm(weight.view(pieces, -1, d_in), column).view(*x.shape[:-1], d_out)
     return y if bias is None else y.add_(bias)

@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, widens: bool = False)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The steps that PyTorch takes on a CPU, one by one."""
+    """RMSNorm in the same steps that PyTorch takes on a CPU."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

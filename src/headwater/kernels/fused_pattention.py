@@ -12,9 +12,9 @@ from torch import Tensor
 
 from headwater.kernels.scratch import get_scratch
 
-# Scores to work on at a time on a CPU, so that working memory stays small. On an AMD EPYC (Zen 4), a step over 2048
-# rows and 256 to 3072 pairs takes 0.9 to 1.1 of its time over all rows at once, over 8192 rows in bf16 0.7, and gives
-# the same bits.
+# Scores to compute at a time on a CPU, to keep working memory small. On an AMD EPYC (Zen 4), a step over 2048 rows and
+# 256 to 3072 pairs takes 0.9 to 1.1 times as long as over all rows at once, and over 8192 rows in bf16 0.7 times. The
+# results are identical bit for bit.
 BLOCK = 2**19
 
 gelu, gelu_backward = torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_input
@@ -49,8 +49,8 @@ class _Pattention(torch.autograd.Function):
             z = scores[block] if z is None else z.copy_(scores[block])
             norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
             inverse[block] = torch.where(norm > guard**0.5, tau / norm, 0.0)
-            # Kept are the normed scores, which z then is; or in half precision the scores themselves, since normed ones
-            # would be rounded once more.
+            # Saved for the backward pass: the normed scores, which are then in z. In half precision the raw scores are,
+            # since normed ones would be rounded once more.
             gelu(z.mul_(inverse[block]), approximate=approximate, out=weights)
             if wide != scores.dtype:
                 weights = get_scratch(1, weights.shape, scores.dtype, scores)[0].copy_(weights)
@@ -65,7 +65,7 @@ class _Pattention(torch.autograd.Function):
         rows, key, value, tau, scores, inverse = ctx.saved_tensors
         wide = inverse.dtype
         g = grads[0].reshape(-1, grads[0].shape[-1])
-        if wide != scores.dtype:  # then the blocks' own buffers are of another dtype, and leave these alone
+        if wide != scores.dtype:  # the blocks' buffers then have another dtype, and these stay free
             grad_scores, weights = get_scratch(2, scores.shape, scores.dtype, scores)
         else:
             grad_scores, weights = torch.empty_like(scores), torch.empty_like(scores)
@@ -80,7 +80,7 @@ class _Pattention(torch.autograd.Function):
                 weights[block] = gelu(z, approximate=ctx.approximate, out=product)
                 grad.copy_(grad_scores[block])
             gelu_backward(grad, z, approximate=ctx.approximate, grad_input=grad)
-            # z has the fixed norm τ, so the component along it is removed.
+            # ‖z‖ is fixed at τ, so the gradient has no component along z.
             along[block] = torch.mul(grad, z, out=product).sum(-1, keepdim=True) / tau.square()
             grad.addcmul_(z, along[block], value=-1).mul_(inverse[block])
             if wide != scores.dtype:
@@ -98,7 +98,7 @@ class _Pattention(torch.autograd.Function):
 
 
 def _iterate_blocks(scores: Tensor, wide: torch.dtype, buffers: int) -> Iterator[tuple[Any, ...]]:
-    """Rows to work on at a time, on a CPU as many as fit in the cache, and buffers of their shape.
+    """Yield blocks of rows, on a CPU as many as fit in the cache, with buffers of their shape.
 
     The first buffer is for widened scores, None if they are wide already; likewise a third, for widened gradients.
     """

@@ -45,7 +45,7 @@ class Shift(torch.autograd.Function):
             x_BTE, g_BTE = _flatten_heads(x_rows, wide), _flatten_heads(g_rows, wide)
             mixed_BTE, product_BTE = get_scratch(2, x_BTE.shape, wide, x_BTE)
             torch.mul(g_BTE, taps[0], out=mixed_BTE)
-            # One dimension at a time: PyTorch sums two dimensions of a slice many times more slowly.
+            # Sum one dimension at a time: PyTorch takes many times longer to sum two dimensions of a slice at once.
             gw[0].add_(torch.mul(g_BTE, x_BTE, out=product_BTE).sum(1).sum(0))
             for back, tap in enumerate(taps[1:], 1):
                 mixed_BTE[:, :-back].addcmul_(g_BTE[:, back:], tap)
@@ -60,7 +60,7 @@ def shift_back(x: Tensor, steps: int, reach: Tensor | None) -> Tensor:
     is_visible = torch.arange(x.shape[2], device=x.device)[None] >= steps
     if reach is not None:
         is_visible = is_visible & (reach >= steps)
-    # Rolled and hidden, not padded: the compiler makes one kernel of it, without a copy.
+    # Roll and mask instead of padding: the compiler makes a single kernel of this, without a copy.
     return torch.where(is_visible[:, None, :, None], x.roll(steps, 2), 0)
 
 
@@ -80,12 +80,12 @@ class TracedShift(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, reach = ctx.saved_tensors
-        # In the memory layout of projections, which read the result. [B, T, K, d]
+        # Work in the memory layout of projections, which read the result: [B, T, K, d].
         g, x = (t.transpose(1, 2).to(torch.promote_types(x.dtype, weight.dtype)) for t in (grads[0], x))
         current, *taps = weight.view(len(weight), x.shape[2], -1).unbind()
         over = (0, 1) if weight.ndim == 3 else (0, 1, 3)
         gx, gw = current * g, [(g * x).sum(over)]
-        # Not the numbers that `back` compares: the compiler would keep those from the forward pass.
+        # Count anew and not with the forward pass's numbers, which the compiler would then save.
         count = torch.arange(1, x.shape[1] + 1, device=x.device)[None]
         for steps, tap in enumerate(taps, 1):
             is_visible = count <= x.shape[1] - steps
@@ -103,7 +103,7 @@ def _expand_taps(weight: Tensor, width: int) -> tuple[Tensor, ...]:
 
 
 def _split_rows(*tensors: Tensor) -> list[Sequence[Tensor]]:
-    """The same rows of each tensor, [rows, …], with about 2^20 numbers at a time."""
+    """Split the tensors into the same rows, [rows, …], of about 2^20 numbers at a time."""
     return [x.split(max(1, 2**20 * len(x) // max(1, x.numel()))) for x in tensors]
 
 

@@ -1,6 +1,6 @@
 """Reused memory: on a CPU, the page faults of fresh memory take longer than an elementwise operation.
 
-Also what autograd stores.
+Also a measurement of what autograd stores.
 """
 
 import threading
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 _memory = threading.local()
-# The most numbers of one dtype that a thread keeps; for more, the work outweighs the page faults.
+# The most numbers of one dtype that a thread keeps. For larger tensors page faults matter little next to the work.
 KEEP = 2**23
 
 
@@ -29,14 +29,14 @@ def get_scratch(count: int, shape: Sequence[int], dtype: torch.dtype, like: Tens
 
 
 def saved_bytes(run: Callable[[], Tensor], excluded: Iterable[Tensor] = ()) -> int:
-    """Bytes that autograd stores while `run` computes its result, each storage once, without those of `excluded`."""
+    """Count the bytes that autograd stores while `run` computes its result, each storage once, except `excluded`."""
     ignored = {tensor.untyped_storage().data_ptr() for tensor in excluded}
-    # The tensors are kept, so that no address is used twice.
+    # Keep the tensors alive, so that no address is reused while counting.
     stored: dict[int, Tensor] = {}
 
     def pack_tensor(tensor: Tensor) -> Tensor:
         stored.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
-        return tensor.detach()  # a graph that holds tensors of its own is never freed
+        return tensor.detach()  # a graph that saves its own tensors is never freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack_tensor, lambda tensor: tensor):
         run()

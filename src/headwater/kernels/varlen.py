@@ -27,10 +27,10 @@ from headwater.util.errors import HeadwaterError
 
 # The name under which it is registered.
 VARLEN = "varlen"
-# Rows of fewer tokens gain little from it, on a CPU.
+# Shorter rows gain little from this kernel on a CPU.
 FROM = 512
 HALF = torch.bfloat16, torch.float16
-# In PyTorch 2.11 the argument does not exist yet.
+# PyTorch 2.11 does not have this argument yet.
 TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -66,8 +66,8 @@ def varlen_attention(
     unsupported += [] if is_causal else ["attention to later tokens"]
     if unsupported or reason:
         raise HeadwaterError(
-            f"attn_implementation {VARLEN} {reason or 'leaves out ' + ' and '.join(unsupported)}; use sdpa, which "
-            "takes the documents of packed rows as a mask."
+            f"attn_implementation {VARLEN} {reason or 'does not support ' + ' and '.join(unsupported)}; use sdpa, "
+            "which takes the documents of packed rows as a mask."
         )
     kernel = _run_by_documents if q.device.type == "cpu" else _run_flash
     return kernel(q, k, v, cu_seq_lens_q, max_length_q or q.shape[2], scaling, sliding_window), None
@@ -115,18 +115,18 @@ def find_refusal(device: torch.device, dtype: torch.dtype, dropout: float, width
 
 
 class FusedCall(NamedTuple):
-    """Extent of one call: tokens of a row; causal, or under a mask that is added to the scores."""
+    """One call of the fused kernel: tokens of a row, causal or under a mask that is added to the scores."""
 
     row: int
     tokens: slice
     mask: Tensor | None
 
     def select_tokens(self, x: Tensor) -> Tensor:
-        """x [B, H, T, …] -> [1, H, tokens, …]."""
+        """Select this call's tokens: x [B, H, T, …] -> [1, H, tokens, …]."""
         return x[self.row : self.row + 1, :, self.tokens]
 
     def gather_tokens(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The same of each in `dtype`; the fused kernel needs each head's channels next to each other."""
+        """Select them from each tensor, in `dtype`. The fused kernel needs each head's channels next to each other."""
         selected = [self.select_tokens(x).to(dtype) for x in tensors]
         return [x if x.stride(-1) == 1 else x.contiguous() for x in selected]
 
@@ -140,7 +140,7 @@ def _plan_calls(borders: tuple[int, ...], rows: int, length: int, window: int, d
             f"{borders[-1]}."
         )
     calls: list[FusedCall] = []
-    for begin, end in pairwise(sorted(set(borders))):  # without empty documents
+    for begin, end in pairwise(sorted(set(borders))):  # skip empty documents
         row, column = divmod(begin, length)
         if column + end - begin > length:
             raise HeadwaterError(
@@ -166,7 +166,7 @@ def _allocate_heads(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
 
-# Named after the module: a checkpoint exported with its code has a copy of it.
+# Named after the module, since a checkpoint exported with its code registers its own copy.
 _LIBRARY = re.sub(r"\W", "_", __name__)
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

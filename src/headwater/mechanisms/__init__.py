@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from headwater.mechanisms.contract import KV, Ancestors, AttentionInputs, Context, Cost, Hidden, Mechanism
 from headwater.plugins.registry import MECHANISM_CLASSES as _MODULES
 
-if TYPE_CHECKING:  # what editors and type checkers see; tests/test_api.py compares it with the folder
+if TYPE_CHECKING:  # for editors and type checkers; tests/test_api.py compares it with the folder
     from headwater.mechanisms.backout import Backout as Backout
     from headwater.mechanisms.dense_former import DenseFormer as DenseFormer
     from headwater.mechanisms.depth_attention import DepthAttention as DepthAttention

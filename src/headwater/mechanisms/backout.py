@@ -40,7 +40,7 @@ class Backout(KeepsPrecision, Mechanism):
     order = 190
 
     class Options:
-        weight: float | int = 0.2  # λ at the start
+        weight: float | int = 0.2  # initial λ
         layer: int | None = None  # the layer whose output is taken out; default: the middle one
 
     def __init__(self, weight: float = 0.2, *, slot: int = 0) -> None:
@@ -82,7 +82,7 @@ class Backout(KeepsPrecision, Mechanism):
 
     @classmethod
     def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-        return Cost(parameters=1)  # the middle layer's output, which autograd keeps, is counted where it is made
+        return Cost(parameters=1)  # the middle layer counts its output, which autograd keeps
 
     @classmethod
     def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:

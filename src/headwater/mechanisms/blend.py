@@ -123,7 +123,7 @@ class Blend(KeepsPrecision, Mechanism):
                 )
             if heads % fewer:
                 raise HeadwaterError(
-                    f"{heads} key/value heads cannot be divided into {fewer} groups of one size; choose a "
+                    f"{heads} key/value heads cannot be divided into {fewer} groups of equal size; choose a "
                     f"num_key_value_heads that divides {heads}."
                 )
             if config.sliding_layers is not None:

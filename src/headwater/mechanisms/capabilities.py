@@ -60,9 +60,9 @@ class GrowsOptions(Protocol):
 
     @classmethod
     def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
-        """Return the options with which it does the same in a larger model. config: the smaller model's.
+        """Return the options under which a larger model does the same. config: the smaller model's.
 
-        Raises `HeadwaterError` for growth under which it cannot, or not keep the function though `growth.keeps`.
+        Raises `HeadwaterError` for growth that is impossible, or that changes the function although `growth.keeps`.
         """
 
 
@@ -76,7 +76,7 @@ class DescribesAxes(Protocol):
 
 @runtime_checkable
 class PassesThrough(Protocol):
-    """A change of the residual stream itself. Used by `headwater grow` for added layers that must change nothing."""
+    """A mechanism that changes the residual stream itself. Used by `headwater grow`, for layers that add nothing."""
 
     def find_neutral_value(self, parameter: str) -> Tensor | None:
         """Return the value of a parameter that leaves the stream unchanged; None: any value does."""
@@ -114,11 +114,11 @@ class ActsInTraining(Protocol):
         """Return what `prepare_step` needs, as JSON values for checkpoints, when a run begins; None: do not call it."""
 
     def prepare_step(self, state: Any, step: Step) -> None:
-        """Prepare a step, with what `prepare_training` returned. Only buffers and parameters are saved."""
+        """Prepare a step, with the result of `prepare_training`. Of changes, only buffers and parameters are saved."""
 
     @classmethod
     def describe_training(cls, modules: int, step: Step) -> str | None:
-        """Describe the work for the run's record, done in this many `modules`; None: nothing."""
+        """Describe the work for the run's record; None: nothing. modules: how many do it."""
 
 
 @runtime_checkable
@@ -136,7 +136,7 @@ class GroupsParameters(Protocol):
 
 
 class Processes(Protocol):
-    """The processes that a model is split over in a server, as one of them sees them."""
+    """The server's processes that a model is split over, from the point of view of one of them."""
 
     rank: int
     size: int
@@ -196,7 +196,7 @@ class ShowsScalars(Protocol):
         """The scalars of this layer, learned or fixed, by symbol. shared: what the models' shared modules return."""
 
 
-# All protocols, those of the config first, but `Processes`, which tools implement.
+# All protocols, those of the config first, except `Processes`, which tools implement.
 CAPABILITIES: tuple[type, ...] = tuple(
     kind
     for kind in (*vars(of_config).values(), *vars().values())

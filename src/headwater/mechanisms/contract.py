@@ -81,14 +81,14 @@ class Ancestors(NamedTuple):
     slots: Tensor
 
     def look_back(self, x: Tensor, previous: Tensor | None, back: int) -> Tensor:
-        """Return the tokens `back` before those of x [B, heads, T, d], zeros for none. previous: the tail."""
+        """Return for each token of x [B, heads, T, d] the one `back` before it, zeros for none. previous: the tail."""
         tensors = (x, x.new_zeros(*x.shape[:2], 1, x.shape[3]))
         count = 0 if previous is None else previous.shape[2]
         slots = (self.slots[back - 1] + count)[:, None, :, None]
         return torch.cat(tensors if previous is None else (previous, *tensors), dim=2).gather(2, slots.expand(x.shape))
 
 
-# As `Context.reach`: how many tokens of the document precede each, [B, T]; where rows branch, which; None: all do.
+# As `Context.reach`: tokens before each one in its document, [B, T]; `Ancestors` in rows that branch; None: no limit.
 Reach = Tensor | Ancestors | None
 
 
@@ -132,13 +132,13 @@ class Mechanism(nn.Module):
     # The arXiv number of its paper; and what attention reads through it, such as "the previous token".
     paper: ClassVar[str] = ""
     source: ClassVar[str] = ""
-    # Where a built-in mechanism comes in the usual order of application. `plugins.registry` reads it from its file's
-    # text.
+    # The position of a built-in mechanism in the usual order of application. `plugins.registry` reads it from the text
+    # of its file.
     order: ClassVar[int]
-    # True if it looks up tokens by id. Then `Context.ids` is set, its shared module (`HasSharedModule`) is called with
-    # the ids, and the model raises an error if it is called with `inputs_embeds`.
+    # Whether the mechanism looks up tokens by id. Then `Context.ids` is set, its shared module (`HasSharedModule`) gets
+    # the ids, and the model raises an error for `inputs_embeds`.
     needs_input_ids: ClassVar[bool] = False
-    # The standard deviation of embeddings in a new model with it, if `embedding_range` is not set; None: no preference.
+    # Standard deviation of the embeddings in new models with it, unless `embedding_range` is set; None: no preference.
     embedding_range: ClassVar[float | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -152,7 +152,7 @@ class Mechanism(nn.Module):
         """Return the name in configs: a built-in one, the package's entry point, or "module:Class". Do not override."""
         return MECHANISMS.name_of(cls)
 
-    # Before any module exists
+    # Called before any module exists
 
     @classmethod
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
@@ -162,8 +162,8 @@ class Mechanism(nn.Module):
     def redirect_heads(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         """Redirect the heads that take keys or values from another layer, by `LayerPlan.attending`.
 
-        plans: of layers that share nothing, whatever other mechanisms do. A head attends to what the layer that it
-        names itself attends to. This runs for every mechanism before any `plan_stages`. Keys and values that no head
+        plans: of layers that share nothing, whatever other mechanisms do. A head attends to what the named layer itself
+        attends to. This runs for every mechanism before any `plan_stages`. Keys and values that no head
         attends to are neither projected nor cached.
         """
         return plans
@@ -188,7 +188,7 @@ class Mechanism(nn.Module):
         """Count the cost of that module."""
         return Cost()
 
-    # Its parameters
+    # Parameters
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         """Return the initial value of a parameter. Draw random numbers on the CPU, from `generator`.

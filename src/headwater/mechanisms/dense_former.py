@@ -91,7 +91,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
     @classmethod
     def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         sources = cls.list_sources(options, plan.index)
-        # Autograd keeps the block's own output; the earlier ones are counted where they are made.
+        # Autograd keeps the block's own output. The other layers count the earlier outputs.
         return Cost() if sources is None else Cost(parameters=len(sources) + 1, saved=config.hidden_size)
 
     @classmethod

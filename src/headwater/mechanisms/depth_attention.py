@@ -52,9 +52,9 @@ class DepthAttention(Mechanism):
 
     class Options:
         queries: Literal[1, 3] = 1  # 1: one query a block; 3: one each for q, k and v
-        variant: DepthVariant = "attnres"  # inkling_2: scores divided by √D, and norm(h_j) summed
-        block: int = 1  # layers whose sum is one state
-        layers: list[int] | None = None  # in which it acts; default: all
+        variant: DepthVariant = "attnres"  # inkling_2 divides scores by √D and sums norm(h_j)
+        block: int = 1  # number of layers whose sum is one state
+        layers: list[int] | None = None  # layers in which it acts; default: all
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class DepthAttention(Mechanism):
         states = [*earlier, x]
         written = [states[0], *(new - old for old, new in pairwise(states))]
         width, scores, norms = self.query.shape[1], [], []
-        # A new tensor in any form: products with one vector have other bits where it is not aligned, as when loaded.
+        # Always a new tensor: products with a single vector round differently if it is not aligned, as after loading.
         query = (self.query * (width**-0.5 if self.variant == "inkling_2" else 1.0)).to(x.dtype)
         for h in written:
             wide = torch.promote_types(h.dtype, torch.float32)
-            # vector_norm keeps no copy of h in fp32.
+            # Unlike a cast, vector_norm stores no fp32 copy of h.
             norm_BT = (torch.linalg.vector_norm(h, dim=-1, dtype=wide).square() / width + self.eps).rsqrt()
             if h.ndim == 4:
                 score_WBT = torch.einsum("sbtd,sd->sbt", h, query)
@@ -139,8 +139,8 @@ class DepthAttention(Mechanism):
     def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         count, width = len(cls.list_sources(options, plan.index)) + 1, config.hidden_size
         numbers = cls.count_queries(options, plan) * width
-        # Autograd keeps what is summed, besides hidden states of earlier layers, and per h_j the norm, its inverse, the
-        # scores and weights; in parallel blocks the stream too, which feed-forwards alone norm.
+        # Autograd keeps the summands except earlier layers' hidden states, and for each h_j its norm, the inverse of
+        # that, the scores and the weights; in parallel blocks also the stream, which only the feed-forward norms.
         summed = count - 1 + config.parallel_residual
         per_state = 2 + (2 + (options["variant"] == "inkling_2")) * cls.count_queries(options, plan)
         return Cost(parameters=numbers, flops=2 * numbers * count, saved=summed * width + count * per_state)

@@ -43,8 +43,8 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
     order = 180
 
     class Options:
-        weight: float | int = 0.0  # of the embedding, at the start
-        layers: list[int] | None = None  # in which it acts; default: all
+        weight: float | int = 0.0  # initial weight of the embedding
+        layers: list[int] | None = None  # layers in which it acts; default: all
 
     def __init__(self, weight: float = 0.0, *, slot: int = 0) -> None:
         super().__init__()

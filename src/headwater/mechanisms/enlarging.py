@@ -14,23 +14,23 @@ DimKind = Literal[
     "same", "stream", "q", "k", "v", "kv", "units", "layers", "norm", "output norm", "outputs",
     "linear in", "linear out",
 ]  # fmt: skip
-# What new channels of the stream hold: zero, the mean of the old ones, or anything.
+# What the stream's new channels hold: zero, the mean of the old ones, or any value.
 Fill = Literal["zero", "mean", "any"]
 
 
 class Dim(NamedTuple):
     """One dimension of a parameter, by what its entries belong to.
 
-    Several entries in a row belong to one head, if there are that many. Where a dimension has as many entries in the
-    larger model, they stay as they are: they belong to the first channels, for example.
+    Consecutive entries belong to one head if there are several per head. Where a dimension has as many entries in the
+    larger model, they are copied in order: for example, they belong to the first channels.
 
     kind: see `DimKind`. "norm" is the weight or bias of a norm over the stream, "output norm" of one whose result is
         added to the stream, "outputs" a factor on each channel of what is added.
-    reads: the entries are factors of what is then added up, so that the factors of copies share the old one.
-    normed: what is read is first divided by its root mean square, without weights.
+    reads: an input axis (summed over). When an input channel is duplicated, its weight is divided among the copies.
+    normed: the input is first divided by its root mean square, without weights.
     entries: of "layers": the layer of each entry, -1 for the embedding; "own" for what the layer itself is given or
         makes; or pairs of anything and one of these.
-    zero: new entries of "same" are zero, and not fresh.
+    zero: new entries of "same" are zero, not as in a fresh model.
     """
 
     kind: DimKind = "same"
@@ -54,7 +54,7 @@ def fixed_axes(*axes: Dim) -> Callable[..., tuple[Dim, ...]]:
 def select_heads(
     axes: Sequence[Dim], shape: Sequence[int], heads: Mapping[str, tuple[int, Sequence[int]]]
 ) -> tuple[int, list[int]] | None:
-    """The entries of some heads in a parameter, and along which dimension; None: all of it belongs to each head.
+    """Find the dimension and the entries of some heads in a parameter; None: all of it belongs to each head.
 
     axes, shape: of the parameter. heads: for "q", "k" and "v", how many there are, and which of them are meant.
     """

@@ -24,7 +24,7 @@ from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, identity_with, is_chosen, join_heads, move_layers
 from headwater.util.errors import HeadwaterError
 
-# The least ‖v‖² that is divided by.
+# The smallest ‖v‖² to divide by.
 GUARD = 1e-24
 
 
@@ -50,11 +50,11 @@ class Exclusive(KeepsPrecision, Mechanism):
 
     class Options:
         learnable: bool = False  # α = tanh of a scalar per query head, at first 0; false: α = 1
-        layers: list[int] | None = None  # in which it acts; default: all
+        layers: list[int] | None = None  # layers in which it acts; default: all
 
     def __init__(self, heads: int = 0, *, value_slots: tuple[tuple[int, Heads], ...] = ()) -> None:
         super().__init__()
-        # The slots of the values attended to, each with which of their heads.
+        # For each source of values: its slot, and which of its heads are attended to.
         self.value_slots = value_slots
         self.alpha = fp32_parameter(heads) if heads else None
         self.reset_parameters()
@@ -68,7 +68,7 @@ class Exclusive(KeepsPrecision, Mechanism):
         y_BTKGd = out.unflatten(2, (v_BTK1d.shape[2], -1))
         # float16 cannot hold the squares of large values.
         a, b = (y_BTKGd.float(), v_BTK1d.float()) if v_BTK1d.dtype == torch.float16 else (y_BTKGd, v_BTK1d)
-        # Not by v̂: of a token that reads itself alone, y = v, nothing must be left, not even a rounding error.
+        # Do not normalize v first: where a token reads only itself, y = v, nothing may remain, not even rounding.
         square_BTK1 = torch.linalg.vecdot(b, b)
         times_BTKG = torch.linalg.vecdot(a, b) / square_BTK1.clamp(min=GUARD)
         if self.alpha is not None:

@@ -15,8 +15,8 @@ Zaya has two value projections, of x_t and x_{t-1}; one of x_t whose result is s
 
 Departures: "previous token" is the previous token of the same document (the paper has one document per row), and the
 cache keeps the raw last token next to the shifted history. The paper's inference listing keeps the shifted one, which
-makes the first decoded token wrong. A document's first token has zeros in the delayed half, which modded-nanogpt leaves
-as it is, and Zaya fills with its projection's bias if there is one.
+makes the first decoded token wrong. In a document's first token the delayed half is zero. modded-nanogpt does not shift
+it there, and Zaya fills it with its projection's bias, if there is one.
 """
 
 from itertools import product
@@ -37,7 +37,7 @@ from headwater.util.errors import HeadwaterError, check_known
 
 ShiftVariant = Literal["free", "gate", "clamped", "half_heads", "half_channels"]
 HALVES = "half_heads", "half_channels"
-# By part, its option, its parameter, and the parameter's symbol.
+# The option, the parameter and the parameter's symbol for queries, keys and values.
 OPTIONS: dict[Part, str] = {"k": "keys", "v": "values", "q": "queries"}
 TAPS: dict[Part, str] = {"k": "alpha", "v": "beta", "q": "gamma"}
 SYMBOLS = {"k": "α", "v": "β", "q": "γ"}
@@ -180,7 +180,7 @@ class KVShift(KeepsPrecision, Mechanism):
     def count_shifted(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> dict[Part, int]:
         """Count the heads that are shifted in a layer, by "k", "v" and "q". config: as the layer sees it."""
         heads: dict[Part, int] = {"k": len(plan.k_heads), "v": len(plan.v_heads), "q": config.num_attention_heads}
-        # Nothing is to do where no head of the second half is stored.
+        # Where no head of the second half is stored, there is nothing to shift.
         least = cls.first_half(config, plan) if options["variant"] == "half_heads" else dict.fromkeys(heads, 0)
         return {kind: count for kind, count in heads.items() if options[OPTIONS[kind]] and count > least[kind]}
 
@@ -242,7 +242,7 @@ class KVShift(KeepsPrecision, Mechanism):
 
     @classmethod
     def splits_heads(cls, options: OptionValues) -> bool:
-        return options["variant"] != "half_heads"  # of all heads: a process with a part does not know which it has
+        return options["variant"] != "half_heads"  # half of all heads, and a process does not know which ones it has
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         heads = {"k": plan.k_heads, "v": plan.v_heads, "q": tuple(range(self.sizes["q"]))}

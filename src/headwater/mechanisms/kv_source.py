@@ -45,7 +45,7 @@ class KVSource(Mechanism):
         keys: LayerMap | list[int] = "cross_layer"  # cross_layer, yoco, last, own, or a layer for each layer
         values: LayerMap | list[int] = "cross_layer"  # the same
         group_size: int = 2  # layers in a group of cross_layer
-        num_shared_layers: int | None = None  # the last layers, that share, of last; default: half
+        num_shared_layers: int | None = None  # for last: how many of the last layers share; default: half
         layer_types: list[str] | None = None  # for last: share within layers of one name
 
     @classmethod
@@ -88,7 +88,7 @@ class KVSource(Mechanism):
             if kinds[layer] not in kinds[:start]:
                 raise HeadwaterError(
                     f"Mechanism 'kv_source': layer {layer} is of kind {kinds[layer]!r}, and none of the {start} "
-                    "layers that share nothing is; lower num_shared_layers, or change layer_types."
+                    "layers below those that share is; lower num_shared_layers, or change layer_types."
                 )
 
     @classmethod
@@ -135,7 +135,7 @@ class KVSource(Mechanism):
 
 
 def check_sources(kind: str, sources: Sequence[int]) -> None:
-    """Raise `HeadwaterError` unless every layer's source comes before it, or is itself, and has what it gives."""
+    """Raise `HeadwaterError` unless each layer's source is an earlier layer, or itself, with its own tensors."""
     for layer, source in enumerate(sources):
         if not 0 <= source <= layer:
             raise HeadwaterError(

@@ -31,7 +31,7 @@ from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import identity_with, keep_options
 from headwater.util.errors import HeadwaterError
 
-# The inner width over the number of weights, after the last block.
+# After the last block: the network's inner width divided by the number of weights.
 WIDER = 4
 
 
@@ -77,7 +77,7 @@ class MUDD(KeepsPrecision, Mechanism):
         self.up = nn.Linear(width, wider * ways * terms, bias=False)
         self.down = nn.Linear(wider * ways * terms, ways * terms, bias=False)
         self.bias = fp32_parameter(ways, terms)
-        self.last = final  # after the last block
+        self.last = final  # the sum after the last block
         self.reset_parameters()
         nn.init.normal_(self.up.weight, std=width**-0.5)
         nn.init.zeros_(self.down.weight)
@@ -127,7 +127,7 @@ class MUDD(KeepsPrecision, Mechanism):
 
     @classmethod
     def list_sources(cls, layer: int) -> tuple[Source, ...]:
-        """The hidden states before the one that block `layer` is given."""
+        """List the hidden states before the input of block `layer`."""
         return tuple(Source("stream", "x", j) for j in range(-1, layer - 1))
 
     @classmethod
@@ -152,8 +152,8 @@ class MUDD(KeepsPrecision, Mechanism):
             count, inner = ways * terms, wider * ways * terms
             matrices = inner * (width + count)
             parameters, flops = parameters + matrices + count, flops + 2 * matrices
-            # Autograd keeps x, its norm and what that is divided by, GELU's input and output, and the weights; before a
-            # block the new stream too, whose memory is one with that of attention's inputs.
+            # Autograd keeps x, its norm and the divisor of that, GELU's input and output, and the weights; before a
+            # block also the new stream, which shares memory with attention's inputs.
             saved += (2 + (ways > 1)) * width + 1 + 2 * inner + count
         return Cost(parameters=parameters, flops=flops, saved=saved)
 
@@ -183,7 +183,7 @@ class MUDD(KeepsPrecision, Mechanism):
         }[parameter]
 
     def find_neutral_value(self, parameter: str) -> Tensor | None:
-        if self.labels == ("out",):  # of the last layer, which may be a new one: what comes before it counts
+        if self.labels == ("out",):  # the final sum keeps its weights, even in a new layer
             return None
         shape = self.get_parameter(parameter).shape
         return torch.zeros(shape) if parameter == "down.weight" else self.initial_value(parameter)

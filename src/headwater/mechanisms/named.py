@@ -30,7 +30,7 @@ class Named(nn.ModuleDict):
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.names = {name: name.replace(".", "_").replace(":", "_") for name in modules}
-        self.stages: dict[str, tuple[str, ...]] = {}  # what acts at each stage, by the stage's value
+        self.stages: dict[str, tuple[str, ...]] = {}  # value of a stage -> mechanisms that act at it
         super().__init__({self.names[name]: module for name, module in modules.items()})
 
     @classmethod

@@ -3,8 +3,8 @@
     U'_l = A_l·V_l + λ·(V_0 - V_l)        l ≥ 1, λ = 0.4, before the output map
 
 A baseline of the value-residual paper (arXiv 2410.17897); λ is fixed. V_0 and V_l are the values as projected: no other
-mechanism changes them. Beside a value residual the authors' code adds 0.2·(V_0 - V'), V' the mixed value; where V' is
-0.5·V_0 + 0.5·V_l, that is λ = 0.1 here.
+mechanism changes them. Together with a value residual the authors' code adds 0.2·(V_0 - V'), V' the mixed value. Where
+V' is 0.5·V_0 + 0.5·V_l, that equals λ = 0.1 here.
 
 Departures: under GQA each query head gets its key/value head's difference. A head that attends to another layer's
 values (skip-layer attention) takes V_l from that layer. Our addition: with `learnable`, λ is a free scalar per layer,
@@ -60,7 +60,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     ) -> None:
         super().__init__()
         self.weight = weight
-        # The slot of V_0; the slots of the values attended to, each with which of their heads.
+        # The slot of V_0; and for each source of values its slot, and which of its heads are attended to.
         self.first_slot, self.value_slots = first_slot, value_slots
         self.lambdas = fp32_parameter(1) if learnable else None
         self.reset_parameters()
@@ -70,7 +70,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
 
     def forward(self, out: Tensor, first_values: Tensor, values: Tensor) -> Tensor:
         """Add λ·(first_values - values), V_0 and V_l [B, K, T, d], to out [B, T, H, d]."""
-        # A 0-d factor does not raise the dtype of what it multiplies.
+        # A 0-d factor does not promote the dtype of the other one.
         weight = self.weight if self.lambdas is None else self.lambdas[0]
         added = weight * (first_values - values).transpose(1, 2)
         return out + added.repeat_interleave(out.shape[2] // added.shape[2], dim=2)
@@ -84,7 +84,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
             if all(attended.v == 0 for attended in plan.attends):
-                return plan  # V_0 - V_0 is zero
+                return plan  # in layer 0 the difference is zero
             sources = (Source("raw", "v", group.v) for group in plan.groups if group.v != plan.index)
             return plan.acting(cls, cls.transform_head_outputs).reading(FIRST, *sources)
 

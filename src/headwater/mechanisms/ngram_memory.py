@@ -42,10 +42,10 @@ from headwater.mechanisms.shift import earlier, read_tail
 from headwater.util.errors import HeadwaterError
 
 Opened = Literal["none", "scalar", "match"]
-# The steps and multipliers of SplitMix64 (Steele, Lea and Flood, 2014), and what separates the layers' seeds.
+# Increments and multipliers of SplitMix64 (Steele, Lea and Flood, 2014), and the step between the layers' seeds.
 GAMMA, MIX_1, MIX_2, LAYER = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 10007
 LARGEST = 2**63 - 1
-# The least |c| whose root the gate takes: the root's slope at 0 is infinite.
+# The gate clamps |c| here before the square root, whose slope at 0 is infinite.
 LEAST = 1e-6
 
 
@@ -144,7 +144,7 @@ class NGramTable(KeepsPrecision, Mechanism):
 
     def list_past(self, ids: Tensor, reach: Reach, tail: Tail | None) -> list[Tensor]:
         """The ids of each token and of those before it, [B, T] each."""
-        # Counted from 1: 0 is no token, in the cache too.
+        # Ids are stored plus 1, so that 0 means no token, also in the cache.
         tokens_B1T1 = (ids.long() + 1)[:, None, :, None]
         previous = read_tail(tail, self.tail, tokens_B1T1, self.back, reach)
         is_known, ids = None, ids.long()
@@ -201,17 +201,17 @@ class NGramMemory(KeepsPrecision, Mechanism):
     needs_input_ids = True
 
     class Options:
-        target: Literal["stream", "values"] = "stream"  # what is added to: the residual stream, or values
+        target: Literal["stream", "values"] = "stream"  # whether it adds to the residual stream or to values
         orders: list[int] | None = None  # lengths n; default: [2, 3]
-        heads: int = 4  # hashes, and so rows read, of each order
-        rows: int | None = None  # at least, in each head's table; default: vocab_size
-        rank: int | None = None  # numbers of a row, which a map widens; default: no map
+        heads: int = 4  # number of hashes, and so of rows read, for each order
+        rows: int | None = None  # minimum number of rows for each head; default: vocab_size
+        rank: int | None = None  # width of a row, which a linear map widens; default: no map
         gate: Opened = "none"  # scalar: a learned number; match: by how the row fits x_t
         init: Literal["random", "zero"] = "random"  # zero: for adding it to a trained model
-        end_of_text: int | None = None  # an id after which n-grams restart
-        seed: int = 0  # of the hashes
-        vocab_size: int | None = None  # that the hashes are for; filled in
-        layers: list[int] | None = None  # that have a memory; default: the first, or for values all
+        end_of_text: int | None = None  # id after which n-grams restart
+        seed: int = 0  # seed of the hashes
+        vocab_size: int | None = None  # number of ids that the hashes are made for; filled in
+        layers: list[int] | None = None  # layers with a memory; default: the first, or for values all
 
         def __post_init__(self) -> None:
             if self.orders is None:
@@ -325,8 +325,8 @@ class NGramMemory(KeepsPrecision, Mechanism):
         return Cost(
             parameters=table + maps + (options["gate"] == "scalar"),
             flops=2 * maps,
-            # Autograd keeps the rows' numbers (int64), the inputs of the maps, and what is multiplied with a gate; for
-            # "match" also what is normed and the results, and a few numbers on the way from c to g.
+            # Autograd keeps the row numbers (int64), the inputs of the maps, and what a gate multiplies; for "match"
+            # also what is normed, the results, and the numbers between c and g.
             saved=2 * len(options["orders"]) * options["heads"]
             + (options["rank"] or 0)
             + (options["gate"] != "none") * width
@@ -365,7 +365,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         grows = growth.widens if options["target"] == "stream" else growth.extends("kv")
         if grows and options["rank"] is None:
             raise HeadwaterError(
-                "Mechanism 'ngram_memory' has rows as wide as what they are added to, in one part for each hash; grow "
+                "Mechanism 'ngram_memory' has rows as wide as the tensor they are added to, one part per hash; grow "
                 "other sizes, or start from a model with a rank."
             )
         if growth.widens and options["gate"] == "match":
@@ -374,7 +374,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
             )
         if not growth.deepens:
             return options
-        # The first copies alone: a layer's hash depends on its place among those that have a memory.
+        # Only the first copies: a layer's hash depends on its index among the layers with a memory.
         return options | {"layers": [growth.first_copy(layer) for layer in cls.list_layers(options, config)]}
 
     def describe_axes(self, parameter: str) -> tuple[Dim, ...]:

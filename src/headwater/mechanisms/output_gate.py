@@ -47,10 +47,10 @@ class OutputGate(Mechanism):
 
     class Options:
         granularity: Literal["head", "channel"] = "head"  # one number per query head, or per channel
-        channels: int | None = None  # of x_t that the gate reads, the first ones; default: all
+        channels: int | None = None  # how many channels of x_t the gate reads, from the first; default: all
         scale: float | int = 1.0  # s; with 2, W = 0 changes nothing
         init: Literal["random", "zero"] = "random"  # zero: W = 0
-        layers: list[int] | None = None  # in which it acts; default: all
+        layers: list[int] | None = None  # layers in which it acts; default: all
 
     def __init__(
         self, channels: int, outputs: int, scale: float = 1.0, init: Literal["random", "zero"] = "random"

@@ -64,7 +64,7 @@ class Pattention(Mechanism):
         frozen: how many of the n pairs, the first ones, are not trained.
         top_k: how many pairs a token reads, those with the largest scores; default all.
         product_heads: 0: every pair has a key. h: keys are sums of two, n is a square, and h lists of top_k pairs, each
-            of keys of its own, are read and added up.
+            with keys of its own, are read and added up.
 
     Parameters: `key` [n - frozen, d_in], `value` [n - frozen, d_out]; if any are frozen, also `frozen_key`
     [frozen, d_in] and `frozen_value` [frozen, d_out], without gradients. With product keys `key` is [2·h·√n, d_in], C
@@ -82,12 +82,12 @@ class Pattention(Mechanism):
 
     source = "the parameters, as key/value tokens"
     order = 10
-    embedding_range = 0.2  # chosen in docs/fairness.md; the papers' presets have the published 0.02
+    embedding_range = 0.2  # see docs/fairness.md; the papers' presets use the published 0.02
 
     class Options:
-        attention_pairs: int | None = None  # of each attention map; default: D
-        ffn_pairs: int | None = None  # of the feed-forward; default: 4·D
-        query_pairs: int | None = None  # of one map; default: attention_pairs
+        attention_pairs: int | None = None  # pairs of each attention map; default: D
+        ffn_pairs: int | None = None  # pairs of the feed-forward; default: 4·D
+        query_pairs: int | None = None  # pairs of one map; default: attention_pairs
         key_pairs: int | None = None  # the same
         value_pairs: int | None = None  # the same
         output_pairs: int | None = None  # the same
@@ -97,10 +97,10 @@ class Pattention(Mechanism):
         # Standard deviations at init: a number, "fan_in", or a mapping from a map's name to one of these.
         key_init: float | int | str | dict[str, Any] | None = None  # of K_P; default: 0.02
         value_init: float | int | str | dict[str, Any] | None = None  # of V_P; default: 2/(L·√D)
-        frozen: dict[str, int] | None = None  # map -> pairs that are not trained, the first ones
-        top_k: int | dict[str, int] | None = None  # pairs that a token reads, or map -> pairs; default: all
+        frozen: dict[str, int] | None = None  # map -> number of its first pairs that are not trained
+        top_k: int | dict[str, int] | None = None  # number of pairs that a token reads, or map -> number; default: all
         product_keys: list[str] | None = None  # maps whose pairs have product keys; needs top_k
-        product_heads: int = 1  # lists of top_k pairs that a token reads
+        product_heads: int = 1  # number of lists of top_k pairs that a token reads
 
     def __init__(
         self,
@@ -131,14 +131,14 @@ class Pattention(Mechanism):
         self.scale = Tau(default_tau(score, top_k or pairs) if tau is None else tau)
         self.product = ProductKeys(math.isqrt(pairs), top_k) if top_k and product_heads else None
         self._is_default = score == "l2_norm_gelu" and top_k is None
-        self.annealed: float | None = None  # how far τ has moved to its target, 0 to 1
+        self.annealed: float | None = None  # the share of τ's path that is done, 0 to 1
         self.reset_parameters()
 
     def initial_value(
         self, parameter: str, generator: torch.Generator | None = None, rows: int | None = None
     ) -> Tensor:
         """Draw as `Mechanism.initial_value`. rows: draw only this many rows."""
-        # Two rows of product keys make a key.
+        # Each key is the sum of two rows, so a row has half the variance.
         key_std = self.key_std if self.product is None else self.key_std / 2**0.5
         std = {"key": key_std, "value": self.value_std}[parameter.removeprefix("frozen_")]
         count, width = getattr(self, parameter).shape
@@ -165,7 +165,7 @@ class Pattention(Mechanism):
         return pairs.flatten(-2), self._theta(chosen, tau).flatten(-2)
 
     def _theta(self, scores: Tensor, tau: Tensor) -> Tensor:
-        """Θ of the scores x·K_Pᵀ [..., n], in at least fp32."""
+        """Compute Θ of the scores x·K_Pᵀ [..., n], in at least fp32."""
         if "gelu" not in self.score:
             return tau * _wide(scores / self.key.shape[1] ** 0.5 if self.score == "softmax" else scores).softmax(-1)
         a, order, form = _wide(scores), 2 if "l2" in self.score else 1, GELU[self.gelu]
@@ -222,13 +222,13 @@ class Pattention(Mechanism):
     def find_tau_path(self) -> tuple[float, float] | None:
         """τ's present value and its target; None where they are equal."""
         path = float(self.scale.tau), default_tau(self.score, self.score_count)
-        # τ is stored in fp32, which rounds most defaults.
+        # τ is stored in fp32, which rounds most defaults, so the comparison has a tolerance.
         return None if math.isclose(*path, rel_tol=1e-6) else path
 
     def anneal(self, path: Sequence[float], done: float) -> None:
         """Move τ along `path` by the fraction `done`, at most 1."""
         done = min(done, 1.0)
-        if done != self.annealed:  # once there, no further writes
+        if done != self.annealed:  # no more writes once the target is reached
             self.annealed = done
             self.scale.set_tau(path[0] + (path[1] - path[0]) * done)
 
@@ -307,7 +307,7 @@ class Pattention(Mechanism):
 
     @classmethod
     def default_pairs(cls, config: HeadwaterConfig, name: Map) -> int:
-        """D, and 4·D for the feed-forward."""
+        """Return the default number of pairs: D, and 4·D for the feed-forward."""
         return (4 if name == "feed_forward" else 1) * config.hidden_size
 
     @classmethod
@@ -326,7 +326,7 @@ class Pattention(Mechanism):
         """Standard deviations at init of the keys and values of a map from d_in with `pairs` pairs."""
         value_std = 2 / (config.num_hidden_layers * config.hidden_size**0.5)
         if top_k := cls.top_k_of(options, name):
-            # As many numbers are added up as `pairs` says; the rest of the default number is made up for.
+            # The output sums only this many values. Larger values make up for the difference from the default number.
             pairs = top_k * max(1, cls.product_heads_of(options, name))
             value_std *= (cls.default_pairs(config, name) / pairs) ** 0.5
         key_std = _init_std(options["key_init"], name, d_in, config.initializer_range)
@@ -337,8 +337,8 @@ class Pattention(Mechanism):
         heads = cls.product_heads_of(options, name)
         keys, lists = 2 * heads * math.isqrt(pairs) or pairs, max(1, heads)
         read_pairs = lists * top_k
-        # Autograd keeps of each pair two places in 64 bits, with product keys three, and its weight; what Θ keeps; and
-        # what a sum of rows keeps of each token.
+        # Per pair autograd keeps two indices of 64 bits, or three with product keys, and the weight; also what Θ keeps,
+        # and what a sum of rows keeps for each token.
         theta = top_k if options["score"] in ("exp_l1_norm", "softmax") else 2 * top_k + 3
         return Cost(
             parameters=keys * d_in + pairs * d_out,
@@ -370,7 +370,7 @@ class Pattention(Mechanism):
         if top_k := cls.top_k_of(options, name):
             return cls._sparse_cost(options, name, pairs, top_k, d_in, d_out)
         numbers = pairs * (d_in + d_out)
-        # Autograd keeps the scores and one number per row for the default score; for others what the plain form keeps.
+        # For the default score autograd keeps the scores and one number per row, for others what the plain form keeps.
         saved = {"l2_norm_gelu": pairs + 1, "exp_l1_norm": 2 * pairs, "softmax": 2 * pairs}
         return Cost(parameters=numbers, flops=2 * numbers, saved=saved.get(options["score"], 3 * pairs + 3))
 
@@ -473,7 +473,7 @@ def find_problem(pairs: int, top_k: int | None, product: bool, frozen: int) -> s
 
 
 def _init_std(option: float | str | dict[str, Any] | None, name: Map, inputs: int, default: float) -> float:
-    """The standard deviation that an option gives for one map."""
+    """Read the standard deviation of one map from an option."""
     value = option.get(name) if isinstance(option, dict) else option
     return default if value is None else inputs**-0.5 if value == "fan_in" else float(value)
 
@@ -486,7 +486,7 @@ def _join_rows(frozen: Tensor | None, trained: Tensor) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-# The forms of GELU, and PyTorch's names for them.
+# PyTorch's name for each form of GELU.
 GELU = {"erf": "none", "tanh": "tanh"}
 
 

@@ -50,8 +50,8 @@ class PersistentMemory(Mechanism):
 
     class Options:
         pairs: int = 4  # n, of each key/value head; 1 is a learned sink
-        layers: list[int] | None = None  # in which it acts; default: all
-        init_std: float | int | None = None  # at the start; default: that of the tokens' keys and values
+        layers: list[int] | None = None  # layers in which it acts; default: all
+        init_std: float | int | None = None  # initial standard deviation; default: that of the tokens' keys and values
 
     def __init__(self, heads: int, pairs: int, width: int, init_stds: tuple[float, float] = (1.0, 1.0)) -> None:
         super().__init__()
@@ -96,14 +96,14 @@ class PersistentMemory(Mechanism):
         width, q_width = (n * config.head_dim for n in (config.num_key_value_heads, config.num_attention_heads))
         saved = 0
         if config.is_causal:
-            # What heads read, once more without the pairs' places; and these, once per row.
+            # A second copy of what heads read, without the pairs' positions; and those positions, once per row.
             saved = q_width + 2 * options["pairs"] * (width + q_width) // config.max_position_embeddings
         return Cost(parameters=2 * options["pairs"] * width, flops=4 * options["pairs"] * q_width, saved=saved)
 
     @classmethod
     def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         init_std = options["init_std"]
-        if init_std is None:  # projected from inputs that a norm has given a mean square of 1
+        if init_std is None:  # projections of a normed input, whose mean square is 1
             drawn = config.initializer_range * sqrt(config.hidden_size)
             value = 1.0 if config.linear_init == "fan_in" else drawn
             init_stds = (1.0 if config.qk_norm else value, value)
@@ -115,7 +115,7 @@ class PersistentMemory(Mechanism):
 
     @classmethod
     def list_kernels(cls, options: OptionValues) -> tuple[str, ...]:
-        return "sdpa", "eager", "matmul"  # the others take no mask in which some keys have no place in the row
+        return "sdpa", "eager", "matmul"  # other kernels take no mask for keys without a position in the row
 
     grow_options = staticmethod(move_layers)
 

@@ -30,7 +30,7 @@ class ProductKeys(KeepsPrecision):
     def forward(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """scores [..., 2, s] -> i·s + j and a_i + b_j, [..., k], the largest first."""
         best = find_largest(scores.detach(), min(self.top_k, self.side))
-        # By rank, and then by rank of the pair.
+        # Index by rank within each half, then by rank of the pair.
         ranked = best.gather(-1, self.ranks.expand(*best.shape[:-1], -1))
         largest = find_largest(scores.detach().gather(-1, ranked).sum(-2), self.top_k)
         entries = ranked.gather(-1, largest.unsqueeze(-2).expand(*largest.shape[:-1], 2, -1))
@@ -46,8 +46,8 @@ def find_largest(a: Tensor, k: int) -> Tensor:
     """Find the k largest numbers of each row, in order, of equal ones the first, as indices: [..., n] -> [..., k]."""
     if a.dtype != torch.float32:
         return a.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    # PyTorch's topk leaves open which of equal numbers it takes, and sorting takes longer. So no two are equal here:
-    # first the bits, which are ordered as the numbers are but for the negative ones, then the place.
+    # topk leaves the order of equal numbers undefined, and sorting is slower. So make all keys distinct: the high half
+    # is the bits, whose order is that of the numbers once negative ones are reversed, and the low half the index.
     bits = a.view(torch.int32)
     ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits).long()
     position = torch.arange(a.shape[-1] - 1, -1, -1, device=a.device)
@@ -55,14 +55,14 @@ def find_largest(a: Tensor, k: int) -> Tensor:
 
 
 def take_entries(a: Tensor, index: Tensor) -> Tensor:
-    """`a.gather(-1, at)`, which stores the places for the backward pass and not a."""
+    """Compute `a.gather(-1, index)`, storing the indices and not `a` for the backward pass."""
     rows = torch.arange(index.shape[:-1].numel(), device=index.device).view(*index.shape[:-1], 1)
     return a.flatten().index_select(0, (rows * a.shape[-1] + index).flatten()).view(index.shape)
 
 
 def weighted_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     """Σ_i weights_i·table[rows_i]: table [n, d], rows and weights [..., k] -> [..., d]."""
-    if can_fuse(table, weights, needs_grad=False):  # stores the weights, and not the rows
+    if can_fuse(table, weights, needs_grad=False):  # it stores the weights, but not the rows
         flat = rows.flatten(0, -2)
         out = nn.functional.embedding_bag(flat, table, per_sample_weights=weights.reshape(flat.shape), mode="sum")
         return out.view(*rows.shape[:-1], table.shape[1])

@@ -15,7 +15,7 @@ from headwater.util.errors import HeadwaterError
 
 
 def list_receivers(options: OptionValues, config: HeadwaterConfig) -> list[int]:
-    """List the receiving layers: those of the option `layers`, by default all after the option `source` (else 0)."""
+    """List the receiving layers: the option `layers`, by default all layers after the option `source` (else 0)."""
     if options["layers"] is None:
         return list(range(options.get("source", 0) + 1, config.num_hidden_layers))
     return sorted(set(options["layers"]))
@@ -115,7 +115,7 @@ def identity_with(**identity: Any) -> Any:
 
 
 def move_receivers(options: OptionValues, layers: list[int], growth: Larger) -> OptionValues:
-    """The options `source` and `layers` in a larger model, in which all copies of the receiving `layers` receive."""
+    """Move the options `source` and `layers` to a larger model, where all copies of the receiving `layers` receive."""
     source = growth.first_copy(options["source"])
     new = [layer for layer in growth.list_copies(layers) if layer > source]
     everything = new == list(range(source + 1, len(growth.layers)))

@@ -25,7 +25,7 @@ def shift(
     """
     window, length = weight.shape[0], x.shape[2]
     if length == 1 and window > 2 and previous is not None and reach is None:
-        # A decoding step: one product, not one for each tap, and no taps with 1 added.
+        # For a decoding step: one product for all taps, without adding 1 to the taps.
         terms = weight.view(window, x.shape[1], -1).flip(0).transpose(0, 1) * torch.cat((previous, x), dim=2)
         y = terms.sum(2, keepdim=True)
         return (y + x if residual else y).to(x.dtype)
@@ -43,10 +43,10 @@ def shift(
 
 
 def shift_second(x: Tensor, dim: int, size: int, reach: Reach = None, previous: Tensor | None = None) -> Tensor:
-    """x [B, heads, T, d], all but its first `size` heads (dim 1) or channels (dim 3) those of the previous token."""
+    """Shift all but the first `size` heads (dim 1) or channels (dim 3) of x [B, heads, T, d] by one token."""
     late, earlier_late = (y if y is None else y.narrow(dim, size, x.shape[dim] - size) for y in (x, previous))
     halves = x.narrow(dim, 0, size), earlier(late, 1, reach, earlier_late)
-    # Joined in the memory layout of projections, which what heads read takes over from queries.
+    # Concatenate in the memory layout of projections. Attention's output takes its layout from the queries.
     return torch.cat([y.transpose(1, 2) for y in halves], 2 if dim == 1 else 3).transpose(1, 2)
 
 
@@ -57,7 +57,7 @@ def dynamic_shift(
     reach: Reach = None,
     previous: Tensor | None = None,
 ) -> Tensor:
-    """y_t = Σ_s (weight[s] + more[s]_t)·x_{t-s}: as `shift`, with token_weights [window, B, K, T, 1]."""
+    """Compute y_t = Σ_s (weight[s] + token_weights[s]_t)·x_{t-s}: `shift` with token_weights [window, B, K, T, 1]."""
     taps = weight.view(len(weight), x.shape[1], 1, -1)
     y = (taps[0] + token_weights[0]) * x
     for steps in range(1, len(taps)):

@@ -50,7 +50,7 @@ Site = Literal[
     "feed_forward_hidden",
     "feed_forward_output",
 ]
-# Those inside attention; the others are the stages of these names.
+# Tensors inside attention. Other sites are the stages of the same name.
 PARTS: dict[str, Kept] = {"queries": "q", "keys": "k", "values": "v"}
 # The tensors of feed_forward_hidden.
 HIDDEN: dict[str, Kept] = {"gate": "gate", "up": "up"}
@@ -89,10 +89,10 @@ class ShortConv(KeepsPrecision, Mechanism):
     class Options:
         sites: list[str] | None = None  # what is convolved; default: keys and values
         window: int = 4  # w
-        residual: bool = True  # whether x_t itself is added
+        residual: bool = True  # whether y includes x_t itself
         dynamic: list[str] | None = None  # queries, keys or values with taps that depend on the token
         init: Literal["random", "identity"] = "random"  # identity: y = x, for adding it to a trained model
-        layers: list[int] | None = None  # in which it acts; default: all
+        layers: list[int] | None = None  # layers in which it acts; default: all
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         name, shape = parameter.removesuffix("_taps"), self.get_parameter(parameter).shape
-        if name == parameter:  # of a map
+        if name == parameter:  # a parameter of a map
             return torch.zeros(shape) if self.init_mode == "identity" else None
         if self.init_mode == "random" and name not in self.dynamic:
             return (2 * torch.rand(shape, generator=generator) - 1) * self.window**-0.5
@@ -219,7 +219,7 @@ class ShortConv(KeepsPrecision, Mechanism):
                 widths |= {name: config.intermediate_size for name in HIDDEN if gated or name == "up"}
             else:
                 widths[site] = config.hidden_size
-        # In pieces as wide as a head, so that a cache keeps raw tokens like those of keys.
+        # Cut into pieces as wide as a head, so that the cache keeps raw tokens of the same shape as keys.
         wide = config.head_dim
         return {name: (size // wide, wide) if size % wide == 0 else (1, size) for name, size in widths.items() if size}
 
@@ -256,8 +256,8 @@ class ShortConv(KeepsPrecision, Mechanism):
         numbers = options["window"] * sum(sizes[name][0] for name in options["dynamic"] or [] if name in sizes)
         again = config.hidden_size * (len(plan.inputs) - 1) * ("attention_input" in sizes)
         dynamic = sum(heads * width for name, (heads, width) in sizes.items() if name in (options["dynamic"] or []))
-        # Autograd keeps what is convolved for the gradient of the taps, and the taps of each token; where these are
-        # dynamic, for each tap a shifted copy and the sum of both taps.
+        # Autograd keeps the convolved tensors, for the gradient of the taps, and the taps of each token. For dynamic
+        # taps it also keeps a shifted copy and the sum of both kinds of taps, for each tap.
         return Cost(
             parameters=channels * options["window"] + numbers * config.hidden_size,
             flops=2 * numbers * config.hidden_size,
@@ -285,11 +285,11 @@ class ShortConv(KeepsPrecision, Mechanism):
     @classmethod
     def find_identity_options(cls, options: OptionValues) -> OptionValues | None:
         scale = 2 * options.get("window", 4) + 1
-        rounded = options.get("dynamic") and isqrt(scale) ** 2 != scale  # 1/√(2w + 1) times its inverse is not 1
+        rounded = options.get("dynamic") and isqrt(scale) ** 2 != scale  # then 1/√(2w + 1) has no exact inverse
         return None if rounded or options.get("init") == "random" else options | {"init": "identity"}
 
     def choose_group(self, parameter: str) -> Literal["vectors"] | None:
-        return "vectors" if parameter.endswith("_taps") else None  # of each channel, however they are laid out
+        return "vectors" if parameter.endswith("_taps") else None  # one number per channel, whatever the shape
 
     per_head, per_token = True, False
 

@@ -75,7 +75,7 @@ class SkipLayer(Mechanism):
 
     @classmethod
     def _move_distance(cls, distance: int, growth: Larger) -> int:
-        """The distance that is the same in the larger model. Raises `HeadwaterError` if there is none."""
+        """Find the distance with the same meaning in the larger model. Raises `HeadwaterError` if there is none."""
         copies = [growth.first_copy(layer) for layer in range(growth.depth)]
         distances = {copies[layer] - copies[layer - distance] for layer in range(distance, growth.depth)}
         if distance and (len(distances) > 1 or copies[distance - 1] >= min(distances)):

@@ -47,9 +47,9 @@ class Smear(KeepsPrecision, Mechanism):
     order = 170
 
     class Options:
-        channels: int = 12  # n, the first ones
+        channels: int = 12  # n, the number of channels that the gate reads, from the first
         norm: Literal["none", "before", "after"] = "none"  # when x_0 is divided by its root mean square
-        weight: float | int = 0.0  # λ at the start
+        weight: float | int = 0.0  # initial λ
 
     def __init__(self, channels: int = 12, norm: str = "none", weight: float = 0.0, width: int | None = None) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Smear(KeepsPrecision, Mechanism):
     @classmethod
     def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         channels, norms = options["channels"], options["norm"] != "none"
-        # Autograd keeps the embedding and the one before; what a norm is given; and the gate.
+        # Autograd keeps the embedding and its predecessor, the input of a norm, and the gate.
         return Cost(parameters=channels + 1, flops=2 * channels, saved=(2 + norms) * config.hidden_size + 2)
 
     @classmethod
@@ -107,7 +107,7 @@ class Smear(KeepsPrecision, Mechanism):
     find_identity_options = identity_with(weight=0.0, norm="none")
 
     def choose_group(self, parameter: str) -> Literal["vectors"] | None:
-        return "vectors" if parameter == "gate.weight" else None  # one row
+        return "vectors" if parameter == "gate.weight" else None  # a matrix of a single row
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"λ": Shown(self.strength)}

@@ -27,7 +27,7 @@ class SVFormer(Mechanism):
     class Options:
         share: Literal["values", "keys", "both"] = "values"  # what the layers share
         source: int = 0  # the layer whose values they share
-        layers: list[int] | None = None  # that share; default: all after the source
+        layers: list[int] | None = None  # layers that share; default: all after the source
 
     validate_options = classmethod(check_receivers)
 

@@ -69,13 +69,13 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     needs_input_ids = True
 
     class Options:
-        tables: int | None = None  # shared by the layers in turn; default: one for each layer
-        rank: int | None = None  # numbers per row, which a map of each layer widens; default: no map
+        tables: int | None = None  # number of tables, shared by the layers in turn; default: one per layer
+        rank: int | None = None  # width of a row, which a map of each layer widens; default: no map
         gate: Gate = "sigmoid"  # sigmoid of the input, a learned scalar, or none
-        channels: int = 12  # n, that the gate reads
+        channels: int = 12  # n, the number of channels that the gate reads
         scale: float | int = 2.0  # s, the largest gate
         init: Literal["random", "zero"] = "random"  # zero: for adding it to a trained model
-        layers: list[int] | None = None  # in which it acts; default: layers with their own values
+        layers: list[int] | None = None  # layers in which it acts; default: layers with their own values
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     ) -> None:
         super().__init__()
         self.width, self.channels, self.scale, self.init_mode, self.spread = width, channels, scale, init, std
-        # If the table is shared: the slot of its rows, which of the tables, and the heads of it.
+        # With a shared table: the slot of its rows, the index of the table, and the heads in a row.
         self.slot, self.index, self.chosen = shared
         self.table = nn.Embedding(vocab_size, rank or heads * width) if vocab_size else None
         self.up = nn.Linear(rank, heads * width, bias=False) if rank else None
@@ -110,7 +110,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         if parameter == "gate.weight" or (self.init_mode == "zero" and parameter == "up.weight"):
             return torch.zeros(shape)
         if parameter == "table.weight":
-            # With a map after it, that starts at zero, and the table's gradients must not be zero too.
+            # A map after the table starts at zero. If the table did too, its gradients would be zero.
             zero = self.init_mode == "zero" and self.up is None
             return torch.zeros(shape) if zero else torch.normal(0.0, self.spread, shape, generator=generator)
         return None
@@ -188,7 +188,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         return Cost(
             parameters=table + rank * width + gate + (options["gate"] == "scalar"),
             flops=2 * (rank * width + gate),
-            # Autograd keeps what is multiplied with a gate, what that is made of, and the gate's sigmoid.
+            # Autograd keeps what a gate multiplies, the input of the map before that, and the gate's sigmoid.
             saved=(options["gate"] != "none") * (rank > 0 or table > 0) * width
             + (table > 0) * rank
             + (options["gate"] == "sigmoid") * 2 * heads,
@@ -197,12 +197,12 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
 
     @classmethod
     def list_receivers(cls, plans: Sequence[LayerPlan]) -> list[int]:
-        """The layers in which it acts."""
+        """List the layers in which the mechanism acts."""
         return [plan.index for plan in plans if cls.registered_name() in plan.at(Stage.QKV)]
 
     @classmethod
     def shared_numbers(cls, options: OptionValues, config: HeadwaterConfig) -> int:
-        """Numbers in a row of a shared table: as many as the values of each layer that reads it have."""
+        """Count the numbers in a row of a shared table: those of the values in each layer that reads it."""
         reader = layer_config(config, cls.list_receivers(plan_layers(config))[0])
         return options["rank"] or reader.num_key_value_heads * reader.head_dim
 
@@ -247,7 +247,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
 
     @classmethod
     def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
-        # Layers that add nothing at first have no table: which layers share one would change.
+        # Layers that add nothing at first get no table. Otherwise shared tables would go to other layers.
         acting = cls.list_receivers(plan_layers(config))
         layers = [growth.first_copy(layer) for layer in acting] if growth.silent else growth.list_copies(acting)
         return options | {"layers": layers} if growth.deepens else options
@@ -264,7 +264,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
 
     @classmethod
     def splits_heads(cls, options: OptionValues) -> bool:
-        # The rows of shared tables have the channels of all heads.
+        # A row of a shared table has the channels of all heads.
         return options["tables"] is None or options["rank"] is not None
 
     def show_scalars(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:

@@ -71,12 +71,12 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     class Options:
         mode: Mode | None = None  # default: learnable; of queries, keys, probabilities identity; of hidden constant
-        target: Target = "values"  # of which the residual is
-        source: int = 0  # the layer that is mixed in
-        layers: list[int] | None = None  # that receive; default: all after the source with their own values
+        target: Target = "values"  # the tensor that the residual is added to
+        source: int = 0  # the layer whose tensor is mixed in
+        layers: list[int] | None = None  # layers that receive; default: all after the source with their own values
         weight: float | int | None = None  # λ1 of a fixed form; default: the paper's
         init: LearnableInit | None = None  # half (default); identity: λ = (0, 1), for a trained model
-        plus_init: PlusInit | None = None  # of learnable_plus: uniform (default), ramp or depth
+        plus_init: PlusInit | None = None  # for learnable_plus: uniform (default), ramp or depth
 
         def __post_init__(self) -> None:
             if self.mode is None:
@@ -109,11 +109,11 @@ class ValueResidual(KeepsPrecision, Mechanism):
         if sources != 1 and mode != "dense":
             raise HeadwaterError(f"A value residual's mode {mode!r} mixes one source, not {sources}; use 'dense'.")
         self.mode, self.target, self.reads = mode, target, reads
-        # The slots of the sources, each with which of their heads; for learnable_plus the slot of all weights and the
-        # index of this layer's.
+        # For each source its slot, and which of its heads are read. For learnable_plus: the slot of all layers'
+        # weights, and this layer's index among them.
         self.slots, self.plus = slots, plus
         self.receiver_index = receiver
-        if mode == "learnable_plus":  # a tensor: a number would give each layer its own compiled graph
+        if mode == "learnable_plus":  # a tensor, because each number would compile another graph
             self.register_buffer("receiver", torch.tensor([receiver]), persistent=False)
         self.init_mode = init
         if weight is None:
@@ -234,12 +234,12 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     @classmethod
     def list_own_heads(cls, options: OptionValues, plan: LayerPlan) -> tuple[int, ...]:
-        """The heads that a layer itself has of what is mixed; (0,) where that is not split into heads."""
+        """List the heads of the target that a layer makes itself; (0,) if the target has no heads."""
         return {"v": plan.v_heads, "k": plan.k_heads}.get(PARTS[options["target"]], (0,))
 
     @classmethod
     def sources_of(cls, options: OptionValues, plan: LayerPlan, plans: Sequence[LayerPlan]) -> tuple[Source, ...]:
-        """The sources that have every head they are mixed into. The dense form skips the others."""
+        """List the sources that have all heads they are mixed into. The dense form skips the others."""
         heads = set(cls.list_own_heads(options, plan))
         return tuple(
             source
@@ -249,14 +249,14 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     @classmethod
     def list_receivers(cls, plans: Sequence[LayerPlan]) -> list[int]:
-        """The layers in which a model's value residual acts."""
+        """List the layers in which a model's value residual acts."""
         return [plan.index for plan in plans if any(name == cls.registered_name() for _, name in plan.acts)]
 
     @classmethod
     def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         sources = len(cls.sources_of(options, plan, plan.all_layers)) if options["mode"] == "dense" else 1
         count = {"learnable": 2, "learnable_plus": 1, "dense": sources + 1}.get(options["mode"], 0)
-        # Autograd keeps what free weights are multiplied with; the earlier layers' tensors are counted there.
+        # Autograd keeps what learned weights multiply. Earlier layers count their own tensors.
         heads = {"v": len(plan.v_heads), "k": len(plan.k_heads), "q": config.num_attention_heads}
         saved = {kind: number * config.head_dim for kind, number in heads.items()} | {"x": config.hidden_size}
         return Cost(parameters=count, saved=saved.get(PARTS[options["target"]], 0) if count else 0)
@@ -305,11 +305,11 @@ class ValueResidual(KeepsPrecision, Mechanism):
     @classmethod
     def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         acting, depth = cls.list_receivers(plan_layers(config)), config.num_hidden_layers
-        if options["mode"] == "learnable_plus" and growth.silent:  # layers that add nothing have no part in the budget
+        if options["mode"] == "learnable_plus" and growth.silent:  # leave layers that add nothing out of the budget
             layers = [growth.first_copy(layer) for layer in acting]
             return options | {"source": growth.first_copy(options["source"]), "layers": layers}
         fixed = options["mode"] == "sparse" and options["layers"] is None
-        if growth.deepens and fixed:  # the last layers are others
+        if growth.deepens and fixed:  # different layers are the last ones now
             options = options | {"layers": acting}
         return move_receivers(options, acting, growth) if len(growth.layers) > depth else options
 
@@ -322,8 +322,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
     def find_identity_options(cls, options: OptionValues) -> OptionValues | None:
         mode = options.get("mode") or "learnable"
         if mode == "dense":
-            return dict(options)  # its init is the identity
-        # A fixed weight cannot be kept: only the learnable form starts as the identity.
+            return dict(options)  # the dense form starts as the identity
+        # No fixed weight leaves the function unchanged. Only the learnable form can start as the identity.
         if mode != "learnable" or options.get("weight") is not None or options.get("init") == "half":
             return None
         return options | {"mode": "learnable", "init": "identity"}

@@ -6,7 +6,7 @@ from torch import Tensor
 
 def weighted_sum(weights: Tensor, *tensors: Tensor) -> Tensor:
     """Sum n tensors of one shape and dtype, weighted by weights [n], in that dtype."""
-    # 0-d factors do not raise the dtype of what they multiply.
+    # 0-d factors do not promote the dtype of the other factor.
     (weight, x), *terms = zip(weights.unbind(), tensors, strict=True)
     y = weight * x
     for weight, x in terms:

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from headwater.util.errors import HeadwaterError
 
-# The name of the tail that holds the positions of the tokens in the other tails.
+# The tail with the positions of the tokens in all other tails.
 POSITIONS = "positions"
 
 
@@ -58,11 +58,11 @@ class _TailMixin(CacheLayerMixin):
         tail = self.tails[name]
         if self.record_past:
             self.tails[name] = torch.cat((tail, x), dim=2)
-        elif not torch.compiler.is_compiling() and x.shape[2] == length:  # a traced length may be any
+        elif not torch.compiler.is_compiling() and x.shape[2] == length:  # while tracing, the length is not fixed
             self.tails[name] = x
         else:
             tokens = _keep_last(tail, x, length)
-            # Copied where it is long: a slice would keep the whole prefill alive.
+            # Clone a slice of a long input, which would otherwise keep the whole prefill in memory.
             self.tails[name] = tokens if x.shape[2] == 1 else tokens.clone()
         return tail
 
@@ -88,7 +88,7 @@ class _GrowingTailMixin(_TailMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        # Four dimensions from the first, so that the length is known even where heads or widths are zero.
+        # Start with four dimensions, so that the length is defined even if the number of heads or the width is zero.
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -97,7 +97,7 @@ class _GrowingTailMixin(_TailMixin):
                 f"crop takes the number of tokens to remove as a negative integer, not {tokens_to_remove}."
             )
         cropped = {}
-        for name, tail in self.tails.items():  # without all that is older than the tails need
+        for name, tail in self.tails.items():  # keep only what the tails still need
             length_left, length = tail.shape[2] + tokens_to_remove, self.tail_lengths[name]
             if length_left < length:
                 raise RuntimeError(
@@ -118,15 +118,15 @@ class _GrowingTailMixin(_TailMixin):
         self.map_tails(lambda t: t[indices])
 
     def reset(self) -> None:
-        # Dropped, for `update` extends them; transformers 5.17 only zeroes them.
+        # Drop keys and values, because `update` appends to them. transformers 5.17 only zeroes them.
         self.keys = self.values = None
         self.is_initialized = False
         super().reset()
         self.tails, self.record_past = {}, False
 
 
-# Memory grows by this many tokens at a time, so that a step need not copy the whole history: an eighth of it, within
-# these bounds.
+# Number of tokens by which memory grows, so that a step need not copy the whole history: an eighth of its length,
+# within these bounds.
 LEAST_ROOM, ROOM = 16, 256
 
 
@@ -174,7 +174,7 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
     """A growing layer: keys and values [B, heads, S, d] of the heads the layer stores, and tails."""
 
     _layer_type = "headwater_attention"
-    # Not in the instance's __dict__, which exporters take for the state.
+    # A slot, because exporters take the instance's __dict__ for its state.
     __slots__ = ("_growing",)
 
     @property
@@ -203,7 +203,7 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
         super().map_tails(fn)
         for growing, stored in zip(
             self.growing, (self.keys, self.values), strict=True
-        ):  # these have been replaced, too
+        ):  # keys and values have been replaced as well
             growing.release_memory(stored)
 
     def get_seq_length(self) -> int:
@@ -215,7 +215,7 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
 
 
 class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
-    """The same, keeping the last `sliding_window` - 1 tokens; `update` passes the window."""
+    """A growing layer that keeps the last `sliding_window` - 1 tokens. `update` is passed the window."""
 
     _layer_type = "headwater_sliding_attention"
 
@@ -225,18 +225,18 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.sliding_window = kwargs["sliding_window"]
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        if self.record_past:  # as many as the mask is for: transformers 5.17 returns all that it recorded
+        if self.record_past:  # the mask covers only these; transformers 5.17 returns all recorded tokens
             visible = self.sliding_window - 1 + key_states.shape[2]
             return keys[:, :, -visible:], values[:, :, -visible:]
-        if key_states.shape[2] > 1:  # copied: a slice would keep the whole prefill alive
+        if key_states.shape[2] > 1:  # cloned, because a slice would keep the whole prefill alive
             self.keys, self.values = self.keys.clone(), self.values.clone()
         return keys, values
 
 
 class HeadwaterStaticLayer(_TailMixin, StaticLayer):
-    """The same in buffers allocated once, for `torch.compile`.
+    """A static layer: buffers that are allocated once, for `torch.compile`.
 
-    Initialized early (for export, and where `generate` splits a prompt), it has room for all heads.
+    If initialized early (for export, or because `generate` splits a prompt), it has room for all heads.
     """
 
     _layer_type = "headwater_attention"
@@ -249,9 +249,9 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        # `early_initialization`, with all heads, since it is unknown which the layer stores.
+        # Called by `early_initialization` with all heads, since it is not known yet which of them the layer stores.
         self.is_early = key_states.shape[2] == 0
-        if value_states.shape[1] != key_states.shape[1]:  # transformers takes the number of heads from the keys
+        if value_states.shape[1] != key_states.shape[1]:  # transformers gives values as many heads as keys
             self.values = value_states.new_zeros(
                 *value_states.shape[:2], self.max_cache_len, value_states.shape[3], device=self.device
             )

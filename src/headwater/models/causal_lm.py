@@ -1,6 +1,6 @@
 """`HeadwaterModel` and `HeadwaterForCausalLM`: the Hugging Face models around the stack of blocks."""
 
-# No postponed annotations in this file: other packages read those of `forward` at run time.
+# No postponed annotations in this file: other packages read the annotations of `forward` at run time.
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
@@ -21,7 +21,7 @@ from headwater.kernels.autotune import allow_autotuning
 from headwater.kernels.fused_attention import MATMUL
 from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.named import run_shared
-from headwater.models.cache import restart_cache  # the module registers the cache layers, too
+from headwater.models.cache import restart_cache  # importing it registers the cache layers
 from headwater.models.input_checks import check_paged
 from headwater.models.inputs import (
     ForwardArguments,
@@ -48,7 +48,7 @@ from headwater.nn.position import RotaryEmbedding, document_lengths, for_heads
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import IS_EXPORTED
 
-# Attention kernels of transformers and of headwater, by the beginning of their names; others may be an engine's.
+# Names of transformers' and headwater's attention kernels begin with one of these. Others may belong to an engine.
 OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention", MATMUL, VARLEN)
 
 
@@ -121,7 +121,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 "input_ids."
             )
         if use_cache is None:
-            # Training reads no cache, and building one would copy every key and value.
+            # No cache in training: nothing would read it, and building it would copy every key and value.
             use_cache = self.config.use_cache and not self.training
         past_key_values = make_cache(self.config, one_cache(past_key_values, cache), use_cache)
         kwargs = {"use_cache": use_cache, **kwargs}
@@ -140,7 +140,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
     def embed_inputs(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """Compute the input of the first block from the tokens' embeddings x [B, T, D]."""
-        if self.config.embedding_scale != 1:  # rounded to the embedding's precision, as in Gemma
+        if self.config.embedding_scale != 1:  # multiplied in the embedding's precision, as in Gemma
             x = x * torch.full((), float(self.config.embedding_scale), dtype=x.dtype, device=x.device)
         if self.embed_positions is not None:
             x = x + self.embed_positions(position_ids)
@@ -164,7 +164,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
     @property
     def ropes_by_length(self) -> list[RotaryEmbedding]:
-        """RoPE modules whose frequencies change with the length of a sequence."""
+        """List the RoPE modules whose frequencies change with the length of a sequence."""
         return [x for x in (self.rotary_emb, self.sliding_rotary_emb) if x is not None and x.follows_length]
 
     def check_frequencies(self, inputs: ModelInputs) -> None:
@@ -202,7 +202,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         return self.norm(x)[:, 0]
 
     def find_last(self, inputs: ModelInputs, x: Tensor, tokens: int | Tensor) -> LastTokens | None:
-        """Arguments for blocks from `output_only_from` on, which run only for the last `tokens` of x [B, T, D].
+        """Make the arguments of blocks from `output_only_from` on, which run only for the last `tokens` of x [B, T, D].
 
         None if they run for all: if all are requested, in training, and with a mask whose last rows cannot be selected.
         """
@@ -288,7 +288,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             arXiv 2204.02311, section 5, without its weight).
         loss_chunk_tokens: with labels and `skip_logits`, the number of tokens whose logits exist at once. They are
             computed again in the backward pass: the output head costs 4/3 of its FLOPs and a part of its memory.
-        The other arguments are those of `HeadwaterModel`.
+        The other arguments are the same as for `HeadwaterModel`.
         """
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
@@ -356,7 +356,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """The same as `whole_losses`, with the logits of `size` tokens at a time, recomputed in the backward pass."""
+        """Return what `whole_losses` does, `size` tokens at a time, and recompute their logits in the backward pass."""
         targets = shift_targets(labels) if shift_labels is None else shift_labels
         chunk_inputs = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
         # The head draws nothing random, and saving the generators' states would wait for the device.
@@ -381,7 +381,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         cache = one_cache(kwargs.pop("past_key_values", None), kwargs.pop("cache", None))
         if cache is not None:
             kwargs[CACHE] = cache
-        # transformers changes the config for it, and leaves that changed after an error.
+        # Refused here, because transformers changes the config for it and does not restore it after an error.
         chosen = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("assistant_early_exit", getattr(chosen, "assistant_early_exit", None)) is not None:
             raise HeadwaterError(
@@ -399,9 +399,9 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,  # transformers looks for the name
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """transformers' method. Where RoPE's frequencies change with the new tokens, the cache is filled anew.
+        """transformers' method. Where RoPE's frequencies change with the new tokens, the cache is refilled.
 
-        What wraps this method, as PEFT's prompts do, finds the cache under both of its names.
+        Wrappers of this method, such as PEFT's prompts, find the cache under both of its names.
         """
         cache = kwargs.get(CACHE)
         if cache is not None and self.is_outgrown(cache, input_ids, attention_mask, kwargs.get("position_ids")):
@@ -480,12 +480,12 @@ def positions_kept(hidden: Tensor, which: int | Tensor) -> Tensor:
     return hidden[:, which]
 
 
-# From these names transformers infers what a class is for: its Trainer shifts the labels of causal models before label
-# smoothing, and its pipelines list the models they support.
+# transformers infers the kind of a class from these names: its Trainer shifts labels of causal models before smoothing
+# them, and its pipelines list the supported models.
 MODEL_MAPPING_NAMES[HeadwaterConfig.model_type] = HeadwaterModel.__name__
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[HeadwaterConfig.model_type] = HeadwaterForCausalLM.__name__
 
-# Not in a copy inside a checkpoint: transformers would use that copy for every other checkpoint too.
+# Not in an exported copy: transformers would use that copy for every other checkpoint as well.
 if not IS_EXPORTED:
     AutoConfig.register(HeadwaterConfig.model_type, HeadwaterConfig)
     AutoModel.register(HeadwaterConfig, HeadwaterModel)

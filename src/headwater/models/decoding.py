@@ -26,11 +26,11 @@ from headwater.util.errors import HeadwaterError
 
 # Maximum tokens of a prompt, since attention to all of them takes quadratic memory.
 LONGEST = 2**16
-# The cache's length is a multiple of this: calls of similar length share a graph, and kernels like aligned masks.
+# Round the cache's length up to a multiple of this: similar lengths share a graph, and kernels like aligned masks.
 SLOTS = 64
-# Steps before the recording: they compile and load kernels, which a recording must not.
+# Steps to run before recording. They compile and load kernels, which is not possible while recording.
 WARM = 2
-# More shapes than this would be compiled for one model only by mistake.
+# No correct use compiles more shapes than this for one model.
 SHAPES = 256
 
 
@@ -59,10 +59,10 @@ class Choice(NamedTuple):
 
 
 class Decoder:
-    """Generator that continues batches of prompts with a static cache; tokens equal those of `generate`.
+    """Generator that continues batches of prompts with a static cache and produces the same tokens as `generate`.
 
-    On a GPU the step is recorded as a CUDA graph after two tokens and replayed for the others, also in later calls with
-    as many rows, no more tokens and the same options. Elsewhere it runs directly.
+    On a GPU the step is recorded as a CUDA graph after two tokens and replayed for the others. Later calls with as many
+    rows, no more tokens and the same options replay it too. Elsewhere it runs directly.
 
     model: in eval mode. compiled: compile the step with `torch.compile`, as one graph, which takes a minute or so.
     backend: the compiler's. Raises `HeadwaterError` for RoPE whose frequencies depend on the length.
@@ -112,7 +112,7 @@ class Decoder:
         choice = Choice(temperature, top_k, top_p, tuple(ends), pad_token_id)
         state, slots = self.state, length + max_new_tokens
         if state is None or (state.rows, state.choice) != (rows, choice) or state.length < slots:
-            self.state = state = None  # its memory is free before more is taken
+            self.state = state = None  # frees its memory before more is allocated
             self.state = DecodingState(self, rows, slots, choice)
         device = self.model.device
         on_it = torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # for its streams and events
@@ -139,11 +139,11 @@ class DecodingState:
         if any(layer.is_sliding for layer in self.cache.layers):
             # transformers' own roll the window, by numbers that the host counts and a replayed step would not.
             self.cache.layers = [HeadwaterStaticSlidingLayer(max_cache_len=self.length) for _ in self.cache.layers]
-        # The last tokens; which slots of the cache hold real ones, also those still to come; which rows have ended.
+        # The last tokens; which slots of the cache are real, including those to come; which rows have ended.
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.real = torch.ones(rows, self.length, dtype=torch.long, device=device)
         self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
-        # Drawn before each step, since draws in a compiled step would differ from those of `generate`.
+        # Drawn outside the step, since random numbers in a compiled step would differ from those of `generate`.
         self.noise = torch.ones(rows, model.config.vocab_size if choice.temperature else 0, device=device)
         self.draw = torch.Generator(device)
         self.run: Callable[[], None] = self.step
@@ -177,7 +177,7 @@ class DecodingState:
         ended = [False] * self.rows
 
         def over() -> bool:
-            """Read the tokens of the step before, and say whether they were the last."""
+            """Read the previous step's tokens, and return whether they were the last."""
             new_ids.append(arrivals.receive_tokens())
             for row, token in enumerate(new_ids[-1].tolist()):
                 ended[row] |= token in self.choice.ends
@@ -206,13 +206,13 @@ class DecodingState:
             torch.cuda.current_stream(self.device).wait_stream(side)
             return None
         if self.steps == WARM:
-            with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(self.device)):  # recorded, not run
+            with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(self.device)):  # records only, runs nothing
                 self.run()
             self.steps += 1
         return self.graph.replay()
 
     def run_and_compile(self) -> None:
-        """A step that may compile."""
+        """Run a step that may compile."""
         with torch._dynamo.config.patch(recompile_limit=SHAPES):
             self.run()
         self.steps += 1

@@ -3,7 +3,7 @@
 Attention runs in both directions: the config is not causal, and there is no mask.
 """
 
-# No postponed annotations in this file: other packages read those of `forward` at run time.
+# No postponed annotations in this file: other packages read the annotations of `forward` at run time.
 from typing import Any, Unpack
 
 import torch
@@ -39,7 +39,7 @@ class HeadwaterImagePreTrainedModel(HeadwaterPreTrainedModel):
     _input_embed_layer = "embed_patches"
 
     def initial_value(self, module: nn.Module, name: str) -> Tensor:
-        """The same as in `HeadwaterPreTrainedModel`; the patch embedding maps normalized pixels to size one."""
+        """Return the base class's initial value, but map normalized pixels to size one in the patch embedding."""
         if (getattr(module, "_qualified_name", ""), name) == ("embed_patches", "weight"):
             shape = module.get_parameter(name).shape
             draw = generator(self.config.initializer_seed, "embed_patches.weight")
@@ -87,14 +87,14 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
             raise HeadwaterError("An image model takes no attention_mask: every patch sees all others; leave it out.")
         x = self.embed_images(pixel_values, grid, interpolate_pos_encoding)
         reach, angles = self.prepare_reach(grid, x.device), self.compute_angles(x, grid)
-        inputs = ModelInputs({False: None}, reach=reach, position_embeddings=angles, kwargs=kwargs)  # no mask
+        inputs = ModelInputs({False: None}, reach=reach, position_embeddings=angles, kwargs=kwargs)  # None: no mask
         shared = run_shared(self.mechanisms.named())
         x = self.norm(run_blocks(self.layers, self.last_reader, self.dropout(x), shared, inputs.arguments()))
         pooled = x[:, self.config.first_patch :].mean(1) if self.class_token is None else x[:, 0]
         return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
 
     def grid_of(self, images: Tensor | None) -> tuple[int, int]:
-        """Rows and columns of patches. Raises `HeadwaterError` for images that the model does not take."""
+        """Count the rows and columns of patches. Raises `HeadwaterError` for images that the model does not take."""
         channels = self.config.num_channels
         if images is None or images.ndim != 4 or images.shape[1] != channels or not images.shape[0]:
             shape = "none" if images is None else list(images.shape)
@@ -169,7 +169,7 @@ class HeadwaterForImageClassification(HeadwaterImagePreTrainedModel):
 
         labels: [B], numbers of classes; or [B, classes], the probability of each, as mixup, CutMix and label smoothing
             make them. Raises `HeadwaterError` for a label that is not a class.
-        The other arguments are those of `HeadwaterImageModel`.
+        The other arguments are the same as for `HeadwaterImageModel`.
         """
         outputs: BaseModelOutputWithPooling = self.model(
             pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, **kwargs
@@ -183,7 +183,7 @@ class HeadwaterForImageClassification(HeadwaterImagePreTrainedModel):
         )
 
 
-# As in causal_lm.py.
+# Register the names as in causal_lm.py.
 KIND = HeadwaterVisionConfig.model_type
 MODEL_MAPPING_NAMES[KIND] = HeadwaterImageModel.__name__
 MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES[KIND] = HeadwaterForImageClassification.__name__

@@ -75,7 +75,7 @@ def drops_visible_tokens(cached: Any, window: int | None, length: int) -> bool:
     size = getattr(cached, "sliding_window", None)
     if size is not None:
         return bool(size < window)
-    # Static: at most as many slots as the window, which suffice until they are full.
+    # A static sliding cache may be shorter than the window, which only matters once it is full.
     full = getattr(cached, "cumulative_length_int", 0) + length > cached.get_max_length()
     return bool(full and cached.get_max_length() < window)
 
@@ -83,7 +83,7 @@ def drops_visible_tokens(cached: Any, window: int | None, length: int) -> bool:
 def check_cached_heads(layers: list[CachedLayer], cache: Cache | None) -> None:
     """Check that the cache has this model's heads, not another model's or those of PEFT's prefix tuning."""
     for index, (cached, layer) in enumerate(zip(getattr(cache, "layers", ()), layers, strict=False)):
-        if cached.is_compileable:  # static, which may have room for more heads than it uses
+        if cached.is_compileable:  # a static cache may have room for more heads than are used
             continue
         for name, heads in (("keys", layer.k_heads), ("values", layer.v_heads)):
             tensor = getattr(cached, name, None)

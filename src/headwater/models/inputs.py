@@ -1,6 +1,6 @@
 """Everything that is computed before the blocks run: masks, positions, and how far back mechanisms may look.
 
-`prepare_inputs` is the one way for all callers, whether they decode with a cache, pack documents, compile, export or
+`prepare_inputs` serves all callers, whether they decode with a cache, pack documents, compile, export or
 serve. Its result, `ModelInputs`, is what the blocks read in addition to the residual stream.
 """
 
@@ -40,7 +40,7 @@ from headwater.nn.masks import LayerKind, NewTokens, find_new_tokens, is_kernel_
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 
-# The keys of what `prepare_generation` returns: the mask by whether a layer has the sliding window, and the reach.
+# Keys of the mapping that `prepare_generation` returns: the mask, by whether a layer has the sliding window; the reach.
 MASK = {False: "headwater_mask", True: "headwater_sliding_mask"}
 REACH = "headwater_reach"
 # The argument of `forward` by which some engines with paged attention are recognized: their attention layers.
@@ -146,7 +146,7 @@ def prepare_inputs(spec: InputSpec, arguments: ForwardArguments) -> ModelInputs:
     tokens = find_new_tokens(arguments.inputs_embeds, cache)
     check_cached_heads(spec.layers, cache)
     masks = split_masks(spec, arguments.attention_mask)
-    # What says which tokens are real or what they see, for all kinds of layers.
+    # A mask that says which tokens are real, or what they see, whatever the kind of layer.
     attention_mask = None if is_prepared(arguments.attention_mask) else next(iter(masks.values()))
     check_gaps(attention_mask, arguments.input_ids, spec.lookback.limit > 0 or True in spec.kinds)
     served = is_served(arguments)
@@ -217,7 +217,7 @@ def prepare_generation(
     prepared = {MASK[slides]: mask for slides, mask in masks.items()}
     if spec.lookback.keeper is not None:
         position_ids = find_positions(tokens, attention_mask, position_ids).ids
-        # In a mask's shape, so that it is concatenated like one.
+        # Shaped like a mask, so that `generate` concatenates it like one.
         prepared[REACH] = count_reach(position_ids, attention_mask, tokens.past)[:, None, :, None]
     return prepared
 
@@ -237,7 +237,7 @@ def find_positions(tokens: NewTokens, attention_mask: Any, position_ids: Tensor 
 def find_document_positions(
     cu_seq_lens: Tensor | None, tokens: NewTokens, attention_mask: Any, position_ids: Tensor | None
 ) -> Tensor | None:
-    """Find the position ids, by default those of the documents between these borders.
+    """Find the position ids, by default from the documents between these borders.
 
     Raises `HeadwaterError` where the two disagree, and where a mask leaves open what the borders mean.
     """
@@ -271,7 +271,7 @@ def choose_borders(
     return dict(zip(BORDERS, borders, strict=True))
 
 
-# Looking back
+# Look-back
 
 
 def prepare_reach(
@@ -316,7 +316,7 @@ def find_first_column(spec: InputSpec, tokens: NewTokens, attention_mask: Any) -
     return tokens.past - offset
 
 
-# The last tokens alone
+# The last tokens only
 
 
 def keep_last_tokens(spec: InputSpec, inputs: ModelInputs, x: Tensor, count: int) -> ModelInputs | None:

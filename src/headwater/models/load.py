@@ -30,16 +30,16 @@ from headwater.util.files import explain_absence, read_bytes
 
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 PICKLED = "pytorch_model.bin"
-# The shards that the processes of a run have written.
+# Shards, one per process of a run.
 SHARDS = "shard-*.safetensors"
 _LAYERS = ("num_hidden_layers", "n_layer")
-# Fields that a config.json may set in addition to those of its config's class.
+# Fields that a config.json may set although its config class does not declare them.
 _SETTABLE = {
     *("model_type", "name_or_path", "num_labels", "output_attentions", "per_layer_config", "rope_scaling"),
     *("torch_dtype", "use_return_dict"),
 }
 _KERNEL = "_attn_implementation"
-# Where transformers looks for the configs of a model's parts.
+# Names under which transformers looks for configs of a model's parts.
 _COMPOSITE = ("decoder", "generator", "text_config", "text_encoder", "attn_implementation")
 _LONGEST = 200
 _MOST_LABELS = 10**6
@@ -55,7 +55,7 @@ def reading(name: str, advice: str = "use an intact one") -> Iterator[None]:
     except HeadwaterError:
         raise
     except BaseException as error:
-        # Rust panics are not Exceptions.
+        # Panics of Rust libraries are not Exceptions.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         if isinstance(error, ImportError):  # a package that transformers asks for
@@ -140,7 +140,7 @@ def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:
         config = kind.from_dict(content)
         if isinstance(config, HeadwaterConfig):
             plan_layers(config)
-        config.return_dict = True  # other fields only matter to direct callers of the model
+        config.return_dict = True  # the other fields matter only to direct callers of the model
         return config
 
 
@@ -177,7 +177,7 @@ def check_layers(folder: Path) -> None:
 def check_size(skeleton: PreTrainedModel, stored: int, folder: Path) -> None:
     """Raise `HeadwaterError` if a model needs far more numbers than are `stored`."""
     needed = sum(parameter.numel() for parameter in skeleton.parameters())
-    if needed > 2 * stored:  # transformers' own list names missing or mismatched tensors
+    if needed > 2 * stored:  # smaller mismatches appear in transformers' own list, by tensor
         raise HeadwaterError(
             f"The weights in {str(folder)!r} do not match its {CONFIG}: it needs {needed:,} numbers, but there are "
             f"at most {stored:,}; use an intact checkpoint with its own config."
@@ -188,7 +188,7 @@ def check_size(skeleton: PreTrainedModel, stored: int, folder: Path) -> None:
 
 
 def weight_files(folder: Path, pickled: bool = False) -> list[Path]:
-    """The files of a folder's weights: model.safetensors, the shards in its index, or processes' shards.
+    """Find the files of a folder's weights: model.safetensors, the shards in its index, or processes' shards.
 
     pickled: also accept pytorch_model.bin or its index; `read_weights` runs no code from them.
     Raises `HeadwaterError` if there are none, and for an index that names files outside the folder.
@@ -210,7 +210,7 @@ def weight_files(folder: Path, pickled: bool = False) -> list[Path]:
 
 
 def list_shards(index: Path) -> list[Path]:
-    """The shards that an index names. Raises `HeadwaterError` unless all are in its folder."""
+    """List the shards that an index names. Raises `HeadwaterError` unless all are in its folder."""
     shards = read_object(index).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise HeadwaterError(f"{str(index)!r} is not an index of shards; use an intact checkpoint.")
@@ -275,7 +275,7 @@ def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
     """Raise `HeadwaterError` naming the first weight that is not finite."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
-            wide = tensor if tensor.itemsize > 1 else tensor.float()  # 8 bits have no isfinite
+            wide = tensor if tensor.itemsize > 1 else tensor.float()  # 8-bit dtypes have no isfinite
             if not bool(wide.isfinite().all()):
                 raise HeadwaterError(
                     f"The weights in {where} are not all finite: {name!r} contains NaN or infinity; use an earlier "
@@ -304,7 +304,7 @@ def build_model(
             state_dict=tensors,
             dtype="auto",
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the list
+            ignore_mismatched_sizes=True,  # mismatches are in the list that this returns
         )
     model.name_or_path = model.config.name_or_path = str(folder)
     if os.path.lexists(file := folder / GENERATION):

@@ -1,6 +1,6 @@
 """`HeadwaterPreTrainedModel`: what text and image models share."""
 
-# No postponed annotations in this file: other packages read those of models at run time.
+# No postponed annotations in this file: other packages read the annotations of models at run time.
 import os
 from typing import Any, Self
 
@@ -47,11 +47,11 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    # For quantizers alone, all of which leave what it names (see `_get_dtype_plan`).
+    # The modules whose outputs transformers records if a call requests them.
     _can_record_outputs = {"hidden_states": Block, "attentions": Attention}
 
     def __init__(self, config: HeadwaterConfig) -> None:
-        config.complete_fields()  # they may have been set since it was created
+        config.complete_fields()  # fields may have been set after the config was created
         super().__init__(config)
 
     @classmethod
@@ -82,17 +82,17 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         names = [name.split(".") for name in self.state_dict() if name.rpartition(".")[0] in wide]
         self._keep_in_fp32_modules_strict = sorted({".".join(path[-2:]) for path in names})
         self._keep_in_fp32_modules = [BESIDE] if any(".mechanisms." in f".{name}" for name in self.state_dict()) else []
-        kernels.are_disabled()  # reads the environment now: a change between two layers would cost a compiled graph
+        kernels.are_disabled()  # reads the environment now, since a later change would cost one compiled graph more
         super().post_init()
         self.freeze_parameters()
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """transformers' method, but what quantizers leave is loaded in any precision."""
+        """transformers' method, without `BESIDE`, which only tells quantizers what to skip."""
         return {name: wide_dtype for name, wide_dtype in super()._get_dtype_plan(dtype).items() if name != BESIDE}
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
-        """The same as `HeadwaterConfig.register_for_auto_class`."""
+        """Register the class as `HeadwaterConfig.register_for_auto_class` does."""
         if not auto_map.register_class(cls, auto_class):
             super().register_for_auto_class(auto_class)
 

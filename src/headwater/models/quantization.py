@@ -10,10 +10,10 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from headwater.mechanisms.contract import Mechanism
 from headwater.util.errors import HeadwaterError
 
-# Qualified names of linear layers' weights, and of the parameters that mechanisms have in their place.
+# Qualified names of the weights of linear layers, and of the parameters that replace them in mechanisms.
 MAPS = r"re:(.*\.)?([a-z]+_proj\.weight|([a-z]+_proj|mlp)\.(frozen_)?(key|value))"
-# A pattern for the modules that mechanisms have in addition to the model's linear layers, as transformers matches
-# names. Their own linear layers, such as gates, are small, and kernels for quantized weights do not take all of their
+# Pattern, in transformers' syntax, for the modules that mechanisms add to the model. Quantizers skip them: their linear
+# layers, such as gates, are small, and kernels for quantized weights do not support all of their
 # sizes.
 BESIDE = r".*\bmechanisms"
 
@@ -28,7 +28,7 @@ def torchao_config(weights: Any) -> Any:
     `torchao.quantize_(model, torchao_config(weights), filter_fn=None)`. The output head and the embedding are not
     quantized. Raises `HeadwaterError` if torchao is missing.
     """
-    try:  # not `import torchao`: transformers requires what exported code imports to be installed
+    try:  # not `import torchao`, because transformers requires every package that exported code imports
         torchao = import_module("torchao.quantization")
     except ImportError as error:
         raise HeadwaterError(f"This needs torchao: pip install torchao ({error}).") from error

@@ -62,7 +62,7 @@ def make_code(outside: Mapping[str, str] | None = None) -> dict[str, str]:
 
     Raises `HeadwaterError` for an import that has no flat form, and for a mechanism whose code cannot be included.
     """
-    if IS_EXPORTED:  # copied unchanged
+    if IS_EXPORTED:  # copy the files unchanged
         folder = Path(__file__).parent
         copies = [folder / f"{ENTRY}.py", *sorted(folder.glob(f"{LIBRARY}_*.py"))]
         return {file.name: file.read_text(encoding="utf-8") for file in copies}
@@ -88,8 +88,8 @@ def _make_files(outside: Mapping[str, str]) -> dict[str, str]:
             waiting += [name for _, _, names in _find_edits(module, tree, {}) for name in names]
     sources = dict(sorted(sources.items()))
 
-    # Cache layers register under a name in a table that the whole process shares. With a digest of the code in it, the
-    # installed package and checkpoints of other versions keep theirs.
+    # Cache layers register under a name in a table of the whole process. A digest of the code in the name keeps them
+    # apart from the installed package's and from those of other versions.
     digest = hashlib.sha256("".join(sources.values()).encode()).hexdigest()[:8]
     kinds = {name: f"{name}_{digest}" for source in sources.values() for name in _layer_types(ast.parse(source))}
     files = {f"{_flat_name(module)}.py": _rewrite_source(module, source, kinds) for module, source in sources.items()}
@@ -112,7 +112,7 @@ def _make_entry(modules: Iterable[str]) -> str:
 
 
 def _rewrite_source(module: str, source: str, kinds: dict[str, str]) -> str:
-    text = source.encode()  # ast counts columns in bytes
+    text = source.encode()  # ast counts columns in bytes, not characters
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -126,7 +126,7 @@ def _rewrite_source(module: str, source: str, kinds: dict[str, str]) -> str:
 
 
 def _find_edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tuple[Any, str, list[str]]]:
-    """Find what changes in a module: (node, replacement, modules of the package that it names)."""
+    """List the edits of a module: (node, replacement, modules of the package that it names)."""
     package = module if _find_path(module).name == "__init__.py" else module.rpartition(".")[0]
     packages = LIBRARY, module.split(".")[0]
     for node in ast.walk(tree):
@@ -153,7 +153,7 @@ def _rewrite_import(node: ast.ImportFrom, source: str) -> tuple[str, list[str]]:
         if _is_module(module):
             lines.append(f"from . import {_flat_name(module)} as {alias.asname or alias.name}")
             modules.append(module)
-        else:  # what the package itself names is imported from where it is defined
+        else:  # import names that the package re-exports from where they are defined
             home = getattr(import_module(LIBRARY), alias.name).__module__ if source == LIBRARY else source
             names.setdefault(home, []).append(ast.unparse(alias))
     from_names = [f"from .{_flat_name(home)} import {', '.join(imported)}" for home, imported in names.items()]

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from headwater.config.plan import EMBEDDING, Kind, LayerPlan, Source
 
-# The keyword arguments of blocks: of those with a sliding window (True), and of the others.
+# Keyword arguments of the blocks with a sliding window (True) and without (False).
 BlockArguments = dict[bool, dict[str, Any]]
-# By kind of source, the dimension of the new tokens; None: it has all tokens or none.
+# The dimension of the new tokens, by kind of source. None: the tensor covers all tokens or none.
 TOKENS: dict[Kind, int | None] = {"raw": 2, "local": 2, "bank": None, "probabilities": 2, "stream": 1, "shared": None}
 
 
@@ -21,7 +21,7 @@ class LastTokens(NamedTuple):
     arguments: BlockArguments
 
     def select_tokens(self, source: Source, tensor: Tensor) -> Tensor:
-        """The part of a carried tensor that belongs to these tokens."""
+        """Select the part of a carried tensor that belongs to these tokens."""
         dim = TOKENS[source.kind]
         return tensor if dim is None else tensor.narrow(dim, tensor.shape[dim] - self.tokens, self.tokens)
 
@@ -50,5 +50,5 @@ def run_blocks(
 
 
 def last_readers(plans: Iterable[LayerPlan]) -> dict[Source, int]:
-    """The layer after which each carried tensor is dropped."""
+    """Find the layer after which each carried tensor is dropped."""
     return {source: plan.index for plan in plans for source in plan.reads}

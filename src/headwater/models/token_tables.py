@@ -44,7 +44,7 @@ def resize_token_tables(model: PreTrainedModel, new: int, from_mean: bool = True
     for name, (parameter, count) in token_tables(model).items():
         owner, _, inner = name.rpartition(".")
         holder, rows = model.get_submodule(owner), parameter.unflatten(0, (count, -1))
-        # The parameter itself stays, as transformers keeps the embedding's. `initial_value` takes its size from it.
+        # Resize the parameter in place, as transformers does for the embedding. `initial_value` reads its size.
         parameter.data = rows.new_empty(count * new, *rows.shape[2:])
         old = rows.shape[1]
         if from_mean:

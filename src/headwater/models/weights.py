@@ -30,7 +30,7 @@ def map_unwrapped_names(names: Iterable[str], where: str, known: Collection[str]
         bare = name if name in known else ".".join(element for element in path if element not in WRAPPERS) or name
         if bare in sources:
             raise HeadwaterError(
-                f"{sources[bare]!r} and {name!r} in {where} are one tensor, {bare!r}, without the names of wrappers; "
+                f"{sources[bare]!r} and {name!r} in {where} are both {bare!r} once the names of wrappers are removed; "
                 "keep one of the two."
             )
         sources[bare], plain[name] = name, bare

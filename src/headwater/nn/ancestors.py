@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_mask
 from headwater.mechanisms.contract import Ancestors
 from headwater.nn.checks import refuse_where
 
-# An additive mask hides slots below this: softmax then gives them a weight of zero in every precision.
+# A slot counts as hidden if an additive mask is below this: softmax then gives it weight zero in every precision.
 HIDDEN = -1e3
 
 
@@ -39,7 +39,7 @@ def find_ancestors(
     length, slots = sees.shape[1:]
     device = sees.device
     position = position_ids.to(device)
-    # Candidates: the tokens in the tail, then the new ones.
+    # Candidates for predecessors: the tokens in the tail, then the new ones.
     in_tail = 0 if tail_positions is None else tail_positions.shape[1]
     column = torch.arange(-in_tail, length, device=device) + first_column
     sees_candidate = sees[:, :, column.clamp(0, slots - 1)] & (column >= 0)

@@ -37,7 +37,7 @@ class Attention(Staged, nn.Module):
         config = layer_config(config, plan.index)
         self.plan = plan
         self.layer_idx = plan.index
-        self.is_causal = config.is_causal  # read by transformers' attention kernels
+        self.is_causal = config.is_causal  # transformers' attention kernels read this
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5 if config.attention_scale is None else float(config.attention_scale)
@@ -81,28 +81,28 @@ class Attention(Staged, nn.Module):
         key_input, value_input: [B, T, D], what keys and values are projected from; default: x, as queries.
         left_out: tokens before x that this layer, which stores nothing, was not called with; its cache counts them.
         """
-        tensors = [*sources]  # each at its `LayerPlan.slot`: what the layer reads, then its own, in the order of `OWN`
+        tensors = [*sources]  # indexed by `LayerPlan.slot`: what the layer reads, then its own in the order of `OWN`
         context = Context(tensors, reach, find_tail(self.plan, past_key_values), token_ids, x)
         q, k, v = self.project_inputs(x, key_input, value_input)
         for mechanism in self.list_acting(Stage.PROJECTIONS):
             q, (k, v) = mechanism.transform_projections(q, KV(k, v), context)
         q = q if self.q_norm is None else self.q_norm(q.transpose(1, 2)).transpose(1, 2)
         k = k if self.k_norm is None else self.k_norm(k.transpose(1, 2)).transpose(1, 2)
-        tensors += q, k, v  # raw
+        tensors += q, k, v  # the raw tensors
         for mechanism in self.list_acting(Stage.QKV):
             q, (k, v) = mechanism.transform_qkv(q, KV(k, v), context)
-        tensors.append(v)  # local
+        tensors.append(v)  # the local value
         q, k = self.rotate_heads(q, k, position_embeddings)
 
         if isinstance(past_key_values, Engine):
-            tensors += k, v  # in the banks' places: the engine itself knows whose a head attends to
+            tensors += k, v  # fill the banks' slots: the engine itself finds the keys and values of each head
             return self.collect_results(past_key_values.attend(self, q, k, v), None, context)
-        if self.materialise:  # later layers read what the layer computed, not its cache
+        if self.materialise:  # later layers read the gathered tensors, not this layer's cache
             tensors += k, v
             k, v = self.gather_kv(context)
         if left_out:
             k = v = x.new_empty(x.shape[0], 0, left_out + x.shape[1], self.head_dim)
-        if is_paged(past_key_values):  # says in kwargs what the kernel needs to know
+        if is_paged(past_key_values):  # the kernel expects these in kwargs
             k, v = past_key_values.update(k, v, self.layer_idx, kwargs)
         elif past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx, sliding_window=self.sliding_window)
@@ -110,15 +110,15 @@ class Attention(Staged, nn.Module):
         dropout = self.attention_dropout if self.training else 0.0
         options = dict(dropout=dropout, sliding_window=self.sliding_window, softcap=self.softcap, **kwargs)
         if self.materialise and not (self.shows_weights or self.mechanisms.stages[Stage.ADDED_KEY_VALUES.value]):
-            # One lookup and one call, spelled out: vLLM's Transformers backend reads the source of `forward`.
+            # Spelled out as one lookup and one call, because vLLM's Transformers backend reads the source of `forward`.
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
             out, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **options)
-            out = out.reshape(*x.shape[:2], -1, self.head_dim)  # servers join the heads
+            out = out.reshape(*x.shape[:2], -1, self.head_dim)  # servers return joined heads
             return self.collect_results(out, weights, context)
         if self.materialise:
             inputs = [KernelInputs(q, k, v, attention_mask)]
         else:
-            tensors += k, v  # banks: with the cache's tokens
+            tensors += k, v  # the banks, cached tokens included
             inputs = self.select_inputs(q, attention_mask, context)
         inputs = self.add_pairs(inputs, context)
         out, weights = self.attend(inputs, context, scaling=self.scaling, **options)
@@ -151,13 +151,13 @@ class Attention(Staged, nn.Module):
         return self.run_stage(Stage.ATTENDED_KV, kv, context)
 
     def select_inputs(self, q: Tensor, attention_mask: Any, context: Context) -> list[KernelInputs]:
-        """One call of the kernel for each group of heads that attend to the same layers; one for all, once gathered."""
+        """Make one kernel call per group of heads that attend to the same layers, or a single one once gathered."""
         if self.mechanisms.stages[Stage.ATTENDED_KV.value]:
             return [KernelInputs(q, *self.gather_kv(context), attention_mask)]
         return [group.select_inputs(q, attention_mask, context.sources) for group in self.groups]
 
     def add_pairs(self, inputs: list[KernelInputs], context: Context) -> list[KernelInputs]:
-        """The calls, with what every token sees beside the tokens."""
+        """Add learned keys and values, which every token sees, to the calls."""
         pairs = [mechanism.add_key_values(context) for mechanism in self.list_acting(Stage.ADDED_KEY_VALUES)]
         return divide_pairs(inputs, pairs) if pairs else inputs
 
@@ -172,7 +172,7 @@ class Attention(Staged, nn.Module):
         return read_groups(self, inputs, weights, weights_of_keys, options["dropout"]), weights
 
     def collect_results(self, out_BTHd: Tensor, weights: Tensor | None, context: Context) -> tuple[Tensor | None, ...]:
-        """Results of `forward`. out: what each head read, [B, T, H, d]."""
+        """Collect the results of `forward`. out: what each head read, [B, T, H, d]."""
         out_BTHd = self.run_stage(Stage.HEAD_OUTPUTS, out_BTHd, context)
         x_BTD = apply_linear(self.o_proj, out_BTHd.flatten(2))
         return x_BTD, weights, *(context.sources[slot] for slot in self.exports)

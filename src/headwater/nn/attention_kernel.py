@@ -61,23 +61,23 @@ def attend_in_group(
         return eager_attention(module, q, k, v, mask, beside=beside, **options)
     length, pairs = q.shape[2], beside.k.shape[1]
     from_start = mask is None and bool(module.is_causal) and length > 1
-    # Scores of a step, or of some candidates, are small next to the history, which is then not copied.
+    # For one query or a few, eager scores are small compared to the history, which joining the pairs would copy.
     is_few = length == 1 or (not torch.compiler.is_compiling() and length <= FEW)
     if not from_start and not torch.is_grad_enabled() and is_few:
         return eager_attention(module, q, k, v, mask, beside=beside, **options)[0], None
     keys, values = (x.expand(q.shape[0], -1, -1, -1) for x in beside)
-    if from_start:  # as tokens before the first, whose queries are dropped: so the kernel needs no mask
+    if from_start:  # put the pairs before the first token and drop their queries, so that causal kernels need no mask
         q = nn.functional.pad(q, (0, 0, pairs, 0))
     elif mask is not None:
         mask = nn.functional.pad(mask, (pairs, 0), value=mask.dtype == torch.bool)
     k, v = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
     out, _ = attention_kernel(implementation, q, k)(module, q, k, v, mask, **options)
-    # The output projection would copy a slice of several rows.
+    # Copy now, because the output projection would copy a slice of several rows.
     return out[:, pairs:].clone() if from_start else out, None
 
 
 def weigh_keys(inputs: Sequence[KernelInputs], scaling: float, softcap: float | None) -> Tensor:
-    """Compute the attention weights of all keys, [B, H, T, S], with those of added keys last."""
+    """Compute the attention weights of all keys, [B, H, T, S]; added keys come last."""
     weights = [attention_weights(q, k, mask, scaling, softcap, beside) for q, k, _, mask, beside in inputs]
     return join_groups(weights, dim=1)
 
@@ -124,7 +124,7 @@ def sdpa_of_one(
     memory-efficient one takes a mask but as many.
     """
     mask = attention_mask
-    if mask is not None and mask.shape[1] > 1:  # ALiBi's differs between heads
+    if mask is not None and mask.shape[1] > 1:  # a mask with ALiBi differs between heads
         mask = group_heads(mask, k.shape[1])
     out = nn.functional.scaled_dot_product_attention(group_heads(q, k.shape[1]), k, v, mask, dropout, scale=scaling)
     return out.reshape(q.shape[0], 1, q.shape[1], v.shape[-1]), None
@@ -176,7 +176,7 @@ def attention_weights(
         scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(scores_BHTS.dtype).min)
     elif mask is not None:
         scores_BHTS = scores_BHTS + mask
-    if beside is not None:  # joined here, where they are small
+    if beside is not None:  # joining the weights here is cheap
         scores_BHTS = torch.cat((scores_BHTS, scored(beside.k)), dim=-1)
     wide = torch.promote_types(scores_BHTS.dtype, torch.float32)
     return scores_BHTS.softmax(dim=-1, dtype=wide).to(q.dtype)

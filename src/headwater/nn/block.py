@@ -47,21 +47,21 @@ class Block(Staged, GradientCheckpointingLayer):
         self.inputs = plan.inputs
         self.exports_stream = Source("stream", "x", plan.index) in plan.exports
         self.exports_embedding = EMBEDDING in plan.exports
-        self.embedding = plan.reads.index(EMBEDDING) if EMBEDDING in plan.reads else None  # among the sources
+        self.embedding = plan.reads.index(EMBEDDING) if EMBEDDING in plan.reads else None  # its index among the sources
 
     if OUTSIDE:
         __call__ = nn.Module.__call__
 
     def forward(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         if OUTSIDE and self.gradient_checkpointing and self.training:
-            kwargs |= {"use_cache": False, CACHE: None}  # the repetition would write a second time
+            kwargs |= {"use_cache": False, CACHE: None}  # the recomputation would write to the cache again
             return cast(
                 tuple[Tensor, ...], self._gradient_checkpointing_func(partial(self.run_stages, **kwargs), *args)
             )
         return self.run_stages(*args, **kwargs)
 
     def run_stages(self, x: Tensor, *sources: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
-        # Under transformers' own name until here, since newer versions take it away while they checkpoint.
+        # Passed under transformers' own name until here, because newer versions remove it while checkpointing.
         cache = kwargs.pop(CACHE, None)
         context = Context([*sources], kwargs.get("reach"), find_tail(self.plan, cache), kwargs.get("token_ids"))
         x = self.run_stage(Stage.EMBEDDING, x, context)
@@ -82,7 +82,7 @@ class Block(Staged, GradientCheckpointingLayer):
         x = x + self.drop_output(self.feed_forward(inputs.stream if self.parallel else x, context))
 
         exports = [*exports]  # PyTorch 2.11 traces the starred name as a tuple
-        # The last of the plan's exports, which are sorted.
+        # These come last, because the plan's exports are sorted.
         if self.exports_embedding:
             exports.append(embedding)
         if self.exports_stream:
@@ -111,11 +111,11 @@ class Block(Staged, GradientCheckpointingLayer):
         return AttentionInputs(self.normalize_input(inputs.q, context), k, v, inputs.stream)
 
     def normalize_input(self, x: Tensor, context: Context) -> Tensor:
-        """Compute the input of attention from x [B, T, D], before its norm."""
+        """Normalize x [B, T, D], and let mechanisms transform the result, the input of attention."""
         return self.run_stage(Stage.ATTENTION_INPUT, self.input_layernorm(x), context)
 
     def normalize_part(self, letter: Part, x: Tensor | None, context: Context) -> Tensor | None:
-        """`normalize_input` of the input of keys or values alone, with separate tails; None if there is none."""
+        """Apply `normalize_input` to the input of keys or values only, with separate tails; None if there is none."""
         if x is None:
             return None
         tail = None if context.tail is None else PartTail(context.tail, letter)

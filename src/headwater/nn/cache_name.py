@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from headwater.util.errors import HeadwaterError
 
-# The installed transformers' name of it: an argument of `forward` and `generate`, and a field of what they return.
+# The name for the cache in the installed transformers: an argument of `forward` and `generate`, and an output field.
 CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
 

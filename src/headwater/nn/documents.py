@@ -11,9 +11,9 @@ from torch import Tensor
 from headwater.kernels.varlen import VARLEN
 from headwater.nn.checks import require_all
 
-# Kernels that take the borders of documents in place of a mask.
+# Attention kernels that take the borders of documents instead of a mask.
 BY_DOCUMENTS = VARLEN, "flash_attention"
-# Room for this many tokens a document, on average, in `make_cu_seq_lens`; and for at least this many documents.
+# `make_cu_seq_lens` leaves room for one document per this many tokens, and for at least this many documents.
 TOKENS, DOCUMENTS = 256, 64
 
 
@@ -34,7 +34,7 @@ def make_cu_seq_lens(position_ids: Tensor) -> Tensor | None:
     slot = torch.arange(length, device=position_ids.device)
     starts = (position_ids == 0) | (slot == 0)
     since = slot - torch.where(starts, slot, 0).cummax(1).values
-    # A row may begin inside a document: further back than its first token there is nothing to see.
+    # A row may begin inside a document, and no token sees further back than the row's first one.
     if not torch.equal(torch.minimum(position_ids, slot), since):
         return None
     begins = starts.flatten().nonzero().flatten()

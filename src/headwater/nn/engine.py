@@ -23,7 +23,7 @@ class AttentionLayer(Protocol):
 class Engine(ABC):
     """A server's cache and attention kernel, passed to a model as `past_key_values`."""
 
-    layers: Sequence[Any]  # what holds each layer's raw tokens (`Tail`); of layers without any, anything
+    layers: Sequence[Any]  # one object per layer that holds its raw tokens (`Tail`); anything for a layer without any
 
     @abstractmethod
     def attend(self, attention: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

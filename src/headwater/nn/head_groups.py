@@ -53,7 +53,7 @@ class GroupSlots(NamedTuple):
 
 
 def divide_pairs(inputs: Sequence[KernelInputs], pairs: Sequence[KV]) -> list[KernelInputs]:
-    """Add keys and values [K, n, d] to the calls, to each those of its own key/value heads."""
+    """Add to each call the keys and values, from [K, n, d], of its own key/value heads."""
     keys, values = (join_groups([pair[index] for pair in pairs], dim=1).to(inputs[0].q.dtype) for index in (0, 1))
     calls: list[KernelInputs] = []
     start = 0
@@ -65,7 +65,7 @@ def divide_pairs(inputs: Sequence[KernelInputs], pairs: Sequence[KV]) -> list[Ke
 
 
 def of_tokens(weights: Tensor, inputs: Sequence[KernelInputs]) -> Tensor:
-    """Select the tokens' weights among those of all keys, where those of added keys are last."""
+    """Select the tokens' weights from the weights of all keys, of which added keys are the last."""
     beside = inputs[0].beside
     return weights if beside is None else weights[..., : weights.shape[3] - beside.k.shape[1]]
 
@@ -76,5 +76,5 @@ def select_heads(x: Tensor, heads: Heads) -> Tensor:
 
 
 def join_groups(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Join the parts one after another, without copying a single one."""
+    """Concatenate the parts. A single part is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), dim=dim)

@@ -73,7 +73,7 @@ def find_reach(
         begin = last_marked(document_starts)
         since = torch.where(begin < 0, slot + past, slot - begin)
         return _limit_reach(torch.minimum(count_reach(position_ids, attention_mask, past), since), limit)
-    # Without a cache a row begins within the limit.
+    # Only with a cache: without one, the first tokens of a row have fewer than `limit` tokens before them.
     looks = isinstance(past, int) and past > 0 and not must_wait(position_ids) and not torch.compiler.is_compiling()
     if looks and bool((position_ids >= limit).all()):
         near = None if attention_mask is None else attention_mask[:, -(position_ids.shape[1] + limit) :]

@@ -32,7 +32,7 @@ def causal_lm_loss(
         assert labels is not None
         shift_labels = shift_targets(labels, ignore_index)
     targets = shift_labels.reshape(-1).to(logits.device)
-    # One column of log-probabilities, reduced as the whole matrix would be.
+    # The loss of one column of log-probabilities has the same reduction as that of the whole matrix.
     column = target_log_probabilities(logits.reshape(-1, vocab_size), targets, ignore_index)
     zeros = torch.where(targets == ignore_index, ignore_index, 0)
     if num_items_in_batch is None:
@@ -71,7 +71,7 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
     labels = labels.to(logits.device)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if labels.is_floating_point() and labels.shape == logits.shape:
-        # Rounded to half precision, a thousand of them need not add up to one.
+        # The tolerance allows for rounding: a thousand probabilities in half precision need not add up to one.
         sums = labels.sum(-1, dtype=logits.dtype)
         require_all(
             ((sums - 1).abs() < 0.05) & (labels >= 0).all(-1), "The probabilities of an image must add up to 1."

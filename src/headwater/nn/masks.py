@@ -80,7 +80,7 @@ def make_mask(kind: LayerKind, tokens: NewTokens, attention_mask: Any, position_
         config=config,
         inputs_embeds=tokens.inputs_embeds,
         attention_mask=attention_mask,
-        # Not passed on: transformers would look for documents in them too, but only without a cache.
+        # Not passed on, because transformers would also look for documents in them, but only without a cache.
         position_ids=None,
         and_mask_function=None if at_once else same_document,
         allow_is_causal_skip=config.position != "alibi" and not at_once,
@@ -132,13 +132,13 @@ def separate_documents(tokens: NewTokens, attention_mask: Tensor | None, positio
     else:
         key_count = attention_mask.long().cumsum(-1).to(device)
         query_count = select_columns(key_count, past, length)
-        if cache is not None and cache.is_compileable:  # it has slots beyond the tokens, which no query sees
+        if cache is not None and cache.is_compileable:  # pad for slots beyond the tokens, which no query sees
             key_count = torch.nn.functional.pad(key_count, (0, max(0, cache.get_max_length() - key_count.shape[1])))
     hidden = query_count - 1 - position_ids
-    # Where the host must not wait to check whether given positions separate documents, it is assumed that they do.
+    # If checking whether the given positions separate documents would make the host wait, assume that they do.
     unchecked = (must_wait(hidden) and torch.is_grad_enabled()) or is_replayed(past, length)
     if not unchecked and not torch.compiler.is_compiling():
-        # Padded queries have no meaningful position, and their output is never read.
+        # Ignore padded queries, whose positions mean nothing and whose output is never read.
         real = True if attention_mask is None else select_columns(attention_mask, past, length).to(device).bool()
         if not bool(((hidden > 0) & real).any()):
             return None
@@ -176,7 +176,7 @@ def add_alibi(kind: LayerKind, tokens: NewTokens, mask: Tensor, attention_mask: 
     slopes = alibi_slopes(kind.config.num_attention_heads, wide, device)
     bias_BHTS = -slopes[:, None, None] * distance_BTS[:, None]
     sees = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    # At least the lowest number of bf16, in fp32 too: autocast may round the mask, and must not round it to -inf.
+    # Not below bf16's lowest number, even in fp32: autocast may round the mask, and must not round it to -inf.
     hidden = max(torch.finfo(dtype).min, torch.finfo(torch.bfloat16).min)
     return torch.where(sees, bias_BHTS, hidden).to(dtype)
 
@@ -193,7 +193,7 @@ def keep_last_rows(kind: LayerKind, tokens: NewTokens, mask: Any, count: int) ->
         return True, None
     if kind.config._attn_implementation not in TAKE_BOOLEANS:
         return False, None
-    # Kernels that are causal without a mask let the first query see the first key alone.
+    # Build the mask, because kernels that are causal without one would let the first query see only the first key.
     slots = length if cache is None else cache.get_mask_sizes(length, kind.layer)[0]
     end = tokens.past + length if empty else slots
     device = tokens.inputs_embeds.device

@@ -20,7 +20,7 @@ class RMSNorm(nn.RMSNorm):
             nn.init.zeros_(self.weight)
 
     def factor(self) -> Tensor | None:
-        """Factor of x / rms(x)."""
+        """The factor that multiplies x / rms(x)."""
         if self.weight is None or not self.offset:
             return self.weight
         return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
@@ -34,7 +34,7 @@ class LayerNorm(nn.LayerNorm):
 
     def __init__(self, size: int, eps: float, weight: bool = True, bias: bool = True) -> None:
         super().__init__(size, eps, elementwise_affine=weight, bias=bias)
-        if bias and not weight:  # which PyTorch's own cannot have
+        if bias and not weight:  # PyTorch's LayerNorm has no bias without a weight
             self.bias = nn.Parameter(torch.zeros(size))
 
 

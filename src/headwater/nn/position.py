@@ -70,14 +70,14 @@ class RotaryEmbedding(KeepsPrecision):
         if self.follows_length:
             inv_freq = self.frequencies_for(document_lengths(position_ids))
         elif x.dtype == torch.float64 and self.rope_type == "default":
-            inv_freq = self.compute_frequencies(torch.float64, x.device)[0]  # the buffer is rounded to fp32
+            inv_freq = self.compute_frequencies(torch.float64, x.device)[0]  # not the buffer, which is in fp32
         angles = position_ids[..., None].to(torch.promote_types(x.dtype, torch.float32)) * inv_freq
         cos = (angles.cos() * self.attention_scaling).to(x.dtype)
         sin = (angles.sin() * self.attention_scaling).to(x.dtype)
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
-# Types of RoPE whose frequencies change with the length of the sequence.
+# RoPE types whose frequencies change with the sequence length.
 FOLLOW_LENGTH = "dynamic", "longrope"
 
 

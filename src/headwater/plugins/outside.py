@@ -1,8 +1,8 @@
 """Import "package.module:attribute", and decide which of these names may be imported, and which files read.
 
-An import runs code, and a name may be anyone's: it may stand in a checkpoint's config or history, or in the recipe of a
-record. The same holds for the path of a private file. Therefore only what the user trusts is imported, or read outside
-the current folder:
+Importing runs code, and names may come from other people: from a checkpoint's config or history, or from the recipe of
+a record. So may the path of a private file. Therefore headwater imports, and reads outside the current folder, only
+what the user trusts:
 
 - names that the user wrote: on the command line, or in a recipe that was named or passed (`trust_names_in`);
 - modules, names and paths that the user passed as `--trust NAME` or `trust=["NAME"]` (`trust_names`).
@@ -29,7 +29,7 @@ from typing import Any
 from headwater.util.errors import HeadwaterError, NotTrusted, shown
 from headwater.util.layout import is_ours
 
-# Separated by commas: "package.module", "package.module:attribute" or paths.
+# The trusted names, separated by commas: "package.module", "package.module:attribute" or paths.
 VARIABLE = "HEADWATER_TRUST"
 _PART = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _NAME = re.compile(f"{_PART}:{_PART}")
@@ -57,7 +57,7 @@ def trust_names_in(values: Any) -> None:
     wrote, keys of mappings included.
     """
     for text in _texts_in(values):
-        # Not a folder around the current one, such as the title "/".
+        # Ignore texts that happen to name a folder above the current one, such as the title "/".
         is_elsewhere = _is_path(text) and _leads_out(text) and not _is_below(os.curdir, text)
         if is_elsewhere or _NAME.fullmatch(text):
             trust_names([text])
@@ -104,7 +104,7 @@ def import_trusted(name: str, kind: str, base: str | None = None) -> Any:
     with _search_current_folder(module):
         try:
             parent = importlib.import_module(module)
-        except Exception as error:  # the module can raise anything
+        except Exception as error:  # importing can raise anything
             reason = " ".join(str(error).split())
             raise HeadwaterError(
                 f"The {kind} {name!r} cannot be imported: {type(error).__name__}: {reason}; correct {module!r}, "

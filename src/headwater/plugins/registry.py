@@ -70,8 +70,8 @@ class Registry:
         """
         if self.is_built_in(name):
             module, _, attribute = (self.built_in.get(name) or self.temporary[name]).partition(":")
-            # With the package, it also works in the exported single-folder form of this code, where names are
-            # relative.
+            # Passing the package makes this work for exported checkpoints too, whose code lies in a single folder and
+            # has relative names.
             return getattr(import_module(module, __package__), attribute)
         if name in self.added:
             return self.added[name]
@@ -79,7 +79,7 @@ class Registry:
             return self._check_kind(name, _load_entry_point(point, self.kind, name))
         if ":" in name and not IS_EXPORTED:
             for point in self.entry_points.values():
-                if point.value.replace(" ", "") == name:  # installed, and so trusted by this name too
+                if point.value.replace(" ", "") == name:  # an installed package is trusted under this name too
                     return self._check_kind(name, _load_entry_point(point, self.kind, name))
             return self._check_kind(name, outside.import_trusted(name, self.kind, self.base))
         raise HeadwaterError(
@@ -150,7 +150,7 @@ def scan_mechanisms() -> tuple[dict[str, str], dict[str, str]]:
 
     Returns their classes, each with its module, and the mechanisms, name -> "module:Class", sorted by `order`.
     """
-    folder, prefix, package = Path(__file__).parent, f"{LIBRARY}_mechanisms_", "."  # in the exported single folder
+    folder, prefix, package = Path(__file__).parent, f"{LIBRARY}_mechanisms_", "."  # in an exported checkpoint
     if not IS_EXPORTED:
         folder, prefix, package = folder.parent / "mechanisms", "", f"{LIBRARY}.mechanisms."
     modules: dict[str, str] = {}
@@ -193,7 +193,7 @@ def resolve(name: str) -> Any:
 def register(name: str, mechanism: type | None = None) -> Any:
     """Name a mechanism for this process, for example in a notebook: `register("mine", Mine)`, or as a decorator.
 
-    Other processes, such as those of `headwater compare`, do not know it; for them, put the class into a module.
+    Other processes, such as workers of `headwater compare`, do not know it; for them, put the class into a module.
     Raises `HeadwaterError` for a built-in name, and for anything but a `Mechanism`.
     """
     if mechanism is None:

@@ -64,7 +64,7 @@ BASES: dict[str, dict[str, Any]] = {
     "gpt2": dict(gpt2=True, num_key_value_heads=4),
     "sliding": dict(sliding_window=5),
     "parallel": dict(parallel_residual=True),
-    # Layers of two kinds, with what Gemma and nanochat have besides.
+    # Two kinds of layers, and further features of Gemma and nanochat.
     "two_kinds": dict(
         sliding_window=5,
         sliding_layers=[0, 1],
@@ -91,8 +91,8 @@ BASES: dict[str, dict[str, Any]] = {
     ),
 }
 
-# Layers that differ from the model: what each kind of layer has in place of the 4 query heads, 2 key/value heads and 8
-# channels of a head. The other bases have layers alike.
+# Layers of two shapes: what each kind has in place of 4 query heads, 2 key/value heads and 8 channels per head. In the
+# other bases all layers are alike.
 ODD_LAYERS: dict[str, dict[str, Any]] = {
     name: dict(sliding_window=window, sliding_layers=layers, sliding_fields=fields)
     for name, (window, layers, fields) in {
@@ -116,7 +116,7 @@ ODD_LAYERS["other_slopes"] = ODD_LAYERS["more_query_heads"] | dict(position="ali
 T = 17
 CHUNKS = {"one_shot": [17], "token_by_token": [1] * 17, "chunked": [5, 1, 6, 5]}
 
-# Documents of two rows, with several of length 1 and one longer than the sliding window.
+# Lengths of the documents in two rows, several of length 1 and one longer than the sliding window.
 DOCUMENTS = [[1, 5, 1, 1, 2, 7], [6, 1, 9, 1]]
 BORDERS = {"one_shot": [17], "token_by_token": [1] * 17, "inside": [5, 1, 6, 5], "on_starts": [6, 1, 1, 2, 7]}
 
@@ -127,7 +127,7 @@ def run_uncached(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
 
 
 def per_document(model: HeadwaterForCausalLM, ids: Tensor, rows: list[list[int]]) -> Tensor:
-    """Logits of packed rows, each document run on its own."""
+    """Compute the logits of packed rows by running each document alone."""
     return torch.cat(
         [
             torch.cat([run_uncached(model, document[None]) for document in row.split(lengths)], dim=1)
@@ -136,7 +136,7 @@ def per_document(model: HeadwaterForCausalLM, ids: Tensor, rows: list[list[int]]
     )
 
 
-# The ways of `headwater verify`, and more of `generate` with rows that are padded on the left.
+# The ways of `headwater verify`, and more calls of `generate` with left-padded rows.
 DECODING = [
     *WAYS,
     *(
@@ -163,7 +163,7 @@ class Case:
 
     @classmethod
     def combine(cls, mechanisms: Iterable[dict[str, Any]], *bases: str) -> list[Case]:
-        """Every choice of mechanisms in every base, without invalid combinations."""
+        """Combine all choices of mechanisms with all bases, without invalid combinations."""
         cases = [cls(base, json.dumps(options)) for options in mechanisms for base in bases]
         return [case for case in cases if not is_refused(case)]
 
@@ -171,17 +171,17 @@ class Case:
         return config(json.loads(self.mechanisms), **self.fields, **changes)
 
     def plain_config(self) -> HeadwaterConfig:
-        """The base alone."""
+        """Make the config of the base, without mechanisms."""
         return config(**self.fields)
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The config's fields of the base."""
+        """The config fields of the base."""
         return (BASES | ODD_LAYERS)[self.base]
 
     @property
     def model(self) -> HeadwaterForCausalLM:
-        """Shared by all tests of a process: copy before changing it."""
+        """The case's model, shared by all tests of a process: copy it before changing it."""
         return shared(json.loads(self.mechanisms), **self.fields)
 
     @property
@@ -198,13 +198,13 @@ class Case:
 
 @functools.cache
 def make_cases(cases: Callable[[], list[Any]]) -> list[Any]:
-    """A suite's cases, made once for all of its tests: each is a config that is checked."""
+    """Make a suite's cases once for all of its tests, since each config has to be checked."""
     return cases()
 
 
 @functools.cache
 def is_refused(case: Case) -> bool:
-    """Whether there can be no such model."""
+    """Whether this case's model is invalid."""
     try:
         case.config()
     except (HeadwaterError, StrictDataclassError):
@@ -222,14 +222,14 @@ class Contract:
             options = [{"window": 3}]           # to test besides the defaults
             reference = NaiveMine               # a `headwater.testing.Reference` that knows its equation
 
-    It equals the equations, forward and in gradients, under masks and in packed rows; decoding with a cache, in chunks
-    and by generation of every kind, equals the model without one; rows are causal, and padding and neighbors in a row
-    change nothing, nor do other branches of a tree; every parameter starts by its name alone and has a gradient;
-    parameters, FLOPs, what autograd keeps and bytes of the cache are as planned, and grow with the tokens alone; what
-    it says with `find_identity_options`, `per_head` and `per_token` is true; what is saved is loaded; it compiles as
+    The model equals the equations, forward and in gradients, under masks and in packed rows. Decoding with a cache, in
+    chunks and by all kinds of generation, equals the model without one. Rows are causal, and padding, neighbors in a
+    row and other branches of a tree change nothing. Each parameter's start depends only on its name; it has a gradient.
+    Parameters, FLOPs, what autograd keeps and bytes of the cache are as planned, and grow only with tokens. What the
+    mechanism claims with `find_identity_options`, `per_head` and `per_token` is true. Saved models load. It compiles as
     one graph.
 
-    A test that your mechanism need not pass is left out by setting it to None in the subclass.
+    To skip a test that your mechanism need not pass, set it to None in the subclass.
     """
 
     mechanism: ClassVar[str | type[Mechanism]] = ""
@@ -255,7 +255,7 @@ class Contract:
         cases = Case.combine(alone, "llama") + Case.combine([{name: {}}], *BASES, *ODD_LAYERS)
         cases += Case.combine(pairs, "llama")
         if not cases:
-            Case("llama", json.dumps({name: {}})).config()  # which says why
+            Case("llama", json.dumps({name: {}})).config()  # raises, and says why
         return [pytest.param(case, id=str(case)) for case in dict.fromkeys(cases)]
 
     @classmethod
@@ -286,16 +286,16 @@ class Contract:
         return self.reference(model.config, dict(model.state_dict(keep_vars=differentiable)))
 
     def prepare(self, case: Case, model: HeadwaterForCausalLM) -> float:
-        """Put a model where all of its parameters have a gradient; returns the least value of its largest entry."""
+        """Change the model so that each parameter has a gradient; return the minimum for its largest entry."""
         return 1e-9
 
     def assert_equal(
         self, model: HeadwaterForCausalLM, logits: Callable[[HeadwaterForCausalLM], Tensor], expected: Tensor
     ) -> None:
-        """`logits` of the model are as expected, but for rounding.
+        """Assert that `logits` of the model are as expected, up to rounding.
 
-        Some models magnify it, those with large scores for example. Then the difference may be as large as what
-        rounding their weights in the last digit changes.
+        Some models magnify rounding, for example those with large scores. Then the difference may be as large as that
+        from rounding their weights in the last digit.
         """
         actual, tolerance = logits(model).detach(), self.tolerance
         scale = max(1.0, float(expected.abs().max()))
@@ -309,7 +309,7 @@ class Contract:
             tolerance = max(tolerance, min(2 * changed, 1e-10))
         assert_near(actual, expected, tolerance)
 
-    # Against the equations
+    # Comparison with the equations
 
     def test_forward_equals_naive(self, model):
         ids = tokens(2, 8)
@@ -345,7 +345,7 @@ class Contract:
         ]
         self.assert_equal(model, lambda m: run_uncached(m, ids, document_starts=starts), torch.stack(expected))
 
-    # Who sees whom
+    # Visibility
 
     @pytest.mark.parametrize("changed", [1, 6, T - 1])
     def test_causal(self, model, ids, changed):
@@ -384,7 +384,7 @@ class Contract:
         """Trees of candidates, in one call, after a cached prefix, and grown in a cache that records its past."""
         prefix = 5
         if model.config.position == "alibi" or model.config.sliding_window is not None:
-            return  # distances and windows that a mask made for the kernel would have to hold
+            return  # a mask made for the kernel cannot express distances or windows
         trees = [Tree([-1, 0, 1, 2, 3, 4, 4, 5, 5, 6, 9]), Tree([-1, 0, 1, 2, 3, 4, 5, 4, 7, 6, 8], seed=1)]
         inputs, expected = batch_trees(trees), torch.stack([tree.compute_logits(model) for tree in trees])
         size = expected.shape[1]
@@ -398,7 +398,7 @@ class Contract:
                 logits = model(**slice_tokens(inputs, start, end), past_key_values=cache).logits
                 assert_near(logits, expected[:, start:end])
 
-    # With a cache
+    # Decoding with a cache
 
     @pytest.mark.parametrize("way", DECODING, ids=lambda way: way.name)
     def test_cached_equals_uncached(self, model, way):
@@ -430,7 +430,7 @@ class Contract:
         )
 
     def test_served_from_a_paged_cache_as_alone(self, case, model):
-        """Flat batches of a server: chunks, shared blocks, rows that begin anew, tokens that are taken back."""
+        """Flat batches as a server runs them: chunks, shared blocks, restarted rows, tokens that are taken back."""
         try:
             check_servable(case.config())
         except HeadwaterError:
@@ -442,7 +442,7 @@ class Contract:
             assert_near(logits, alone[row][position])
 
     def test_materialised_equals_the_same_model(self, case, model, ids):
-        """Every layer with keys and values of its own before the cache, so that any cache will do."""
+        """Each layer has all keys and values of its own before the cache, so that any cache works."""
         if model.model.input_spec.lookback.limit:
             with pytest.raises((HeadwaterError, StrictDataclassError), match="without the raw tokens of"):
                 case.config(materialise=True)
@@ -470,13 +470,13 @@ class Contract:
         Alone: of two mechanisms, one may keep what the other keeps too, or what attention alone would have kept.
         """
         config, plain, length = case.config(), case.plain_config(), 64
-        masked = config.position == "alibi" or config.sliding_window is not None  # kernels on a CPU then keep more
+        masked = config.position == "alibi" or config.sliding_window is not None  # CPU kernels then keep more
         if masked or len(config.mechanisms) > 1:
             return
         measured = kept_per_token(config, length) - kept_per_token(plain, length)
         stated = [cost.activation_bytes(c, length)["kept"] / (4 * length) for c in (config, plain)]
         difference = stated[0] - stated[1]
-        # Besides a few numbers per head, such as a softmax's sum.
+        # Allow a few more numbers per head, such as a softmax's sum.
         room = 0.05 * abs(difference) + config.num_hidden_layers * config.num_attention_heads
         assert abs(measured - difference) <= room, (
             f"count_cost().saved is off by {(measured - difference) / config.num_hidden_layers:+.1f} numbers per layer "
@@ -505,7 +505,7 @@ class Contract:
         assert operations[0] == operations[1], f"operations in rows of {T} and of {3 * T} tokens: {operations}"
 
     def test_starts_are_drawn_by_name(self, case):
-        """Parameters start the same whatever was drawn before, and whatever other mechanisms the model has."""
+        """Initial parameters depend neither on earlier draws nor on the model's other mechanisms."""
         torch.manual_seed(7)
         parameters = dict(HeadwaterForCausalLM(case.config()).named_parameters())
         torch.manual_seed(8)
@@ -520,7 +520,7 @@ class Contract:
     # Generation
 
     def test_generation_after_packed_documents(self, model):
-        """Only the last document of the prompt counts."""
+        """Generation continues only the last document of the prompt."""
         ids = tokens(2, 9)
         options = dict(max_new_tokens=10, do_sample=False)
         generated = model.generate(ids, position_ids=document_positions([[4, 5]] * 2), **options)
@@ -534,7 +534,7 @@ class Contract:
         model(ids, labels=ids).loss.backward()
         for name, parameter in model.named_parameters():
             if name.endswith("k_proj.bias") and model.config.position != "rope":
-                continue  # adds the same to all scores of a query, which softmax does not see
+                continue  # it adds the same number to all of a query's scores, which softmax cancels
             assert parameter.grad is not None, name
             assert parameter.grad.abs().max() > least, name
 
@@ -548,7 +548,7 @@ class Contract:
             assert a.grad is not None, name
             assert_near(a.grad, b.grad, 1e-12)
 
-    # What it says of itself
+    # The mechanism's own claims
 
     def test_identity_changes_nothing(self, case, ids):
         """The last mechanism, added as `headwater retrofit` would to a trained model that has the others."""
@@ -564,8 +564,8 @@ class Contract:
         assert_near(run_uncached(new, ids), run_uncached(old, ids))
 
     def test_heads_and_tokens_are_computed_alone(self, model, ids):
-        """Halves of the heads, run alone, read what they read in the model, if `per_head` says so; and with the same
-        attention a token changes no other, if `per_token` says so."""
+        """If `per_head` holds, halves of the heads read the same alone as in the model. If `per_token` holds, a token
+        changes no other as long as attention is the same."""
         names = model.config.mechanisms
         if {"num_attention_heads", "num_key_value_heads", "head_dim"} & (model.config.sliding_fields or {}).keys():
             return  # such models run in one process
@@ -581,7 +581,7 @@ class Contract:
         is_unchanged = torch.arange(T) != 6
         assert_near(logits[:, is_unchanged], run_uncached(model, ids)[:, is_unchanged])
 
-    # The rest
+    # Other properties
 
     def test_single_precision_cached_equals_uncached(self, case, ids):
         model = case.copy.float()
@@ -610,7 +610,7 @@ class Contract:
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
     def test_more_tokens(self, case, ids):
-        """Old tokens give the same logits with a larger vocabulary, and new ones what the equations say."""
+        """With a larger vocabulary old tokens keep their logits, and new ones have those of the equations."""
         model = case.copy
         old_logits, size = run_uncached(model, ids), model.config.vocab_size
         model.resize_token_embeddings(size + 7)
@@ -627,12 +627,12 @@ class Contract:
             HeadwaterConfig.from_dict(json.loads(original.to_json_string())),
             copy.deepcopy(original),
         ):
-            restored.layer_types = original.layer_types  # which the model narrowed by its plans
+            restored.layer_types = original.layer_types  # which the model had narrowed according to its plans
             assert restored.to_dict() == original.to_dict()
             assert list(restored.mechanisms or {}) == list(original.mechanisms or {})
             assert plan_layers(restored) == plan_layers(original)
 
-    # Compiled
+    # Compilation
 
     def test_compiles_as_one_graph(self, traced):
         """Forward and backward as the compiler captures them, run without generated code, equal eager ones."""

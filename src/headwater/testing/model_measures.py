@@ -21,7 +21,7 @@ def kept_by_autograd(model: HeadwaterForCausalLM, batch_size: int, context: int,
 
 
 def kept_per_token(config: HeadwaterConfig, context: int) -> float:
-    """Numbers that autograd keeps of a further token, in fp32; what it keeps once per model does not count."""
+    """Count the fp32 numbers that autograd keeps per additional token, without what it keeps once per model."""
     model = HeadwaterForCausalLM(config).train()
     return (kept_by_autograd(model, 3, context) - kept_by_autograd(model, 1, context)) / (2 * context * 4)
 
@@ -80,7 +80,7 @@ def read_halves(model: HeadwaterForCausalLM, ids: Tensor) -> Iterator[tuple[Tens
 
 
 def outside_attention(model: HeadwaterForCausalLM, ids: Tensor, changed_ids: Tensor) -> Tensor:
-    """Logits of `other` tokens, with the outputs that attention has for `ids`."""
+    """Compute the logits of `changed_ids`, with the outputs that attention has for `ids`."""
     outputs: list[Any] = []
     layers: list[Any] = [block.self_attn for block in model.model.layers]
     with torch.no_grad():

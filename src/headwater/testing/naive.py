@@ -20,11 +20,11 @@ from headwater.plugins.registry import MECHANISMS
 ByHead = dict[int, Tensor]
 QKV = tuple[ByHead, ByHead, ByHead]
 
-# The square of a length that is taken for zero.
+# Squared lengths below this count as zero.
 ZERO = 1e-24
-# The score of what a token does not see.
+# Score of a token that is not visible.
 UNSEEN = -1e30
-# What pattention's options call the linear layers.
+# Names of the linear layers in pattention's options.
 MAPS = dict(q_proj="query", k_proj="key", v_proj="value", o_proj="output", mlp="feed_forward")
 
 
@@ -140,7 +140,7 @@ ACTIVATIONS = {
 }
 
 
-# Where keys and values come from. `kv` is 0 for keys, 1 for values.
+# Sources of keys and values. `kv` is 0 for keys, 1 for values.
 
 
 def find_sources(config: Any, layer: int, head: int) -> tuple[int, int]:
@@ -251,7 +251,7 @@ class Reference:
     def run_blocks(self, x: Tensor) -> Tensor:
         """The stream after all blocks."""
         c = self.config
-        # By layer: q, k, v as projected; attention's input; v after mechanisms; what is attended to; weights; stream.
+        # Per layer: projected q, k, v; attention's input; v after mechanisms; what heads attend to; weights; stream.
         self.raw: list[dict[str, ByHead]] = []
         self.inputs: list[Tensor] = []
         self.final_v: list[ByHead] = []
@@ -408,7 +408,7 @@ class Reference:
         return inputs
 
     def list_queries(self, layer: int, count: int) -> list[Tensor]:
-        """List the queries of attention over depth in a layer, if it is set to so many."""
+        """List the queries of attention over depth in a layer, if it has this many; else none."""
         queries = self.find_parameter("depth_attention", layer, "query")
         return [] if queries is None or self.mechanisms["depth_attention"]["queries"] != count else list(queries)
 
@@ -541,7 +541,7 @@ class Reference:
         return self.weights["model.mechanisms.value_residual.scale"][0] * share, lambdas[0]
 
     def transform_projections(self, name: str, layer: int, q: ByHead, k: ByHead, v: ByHead) -> QKV:
-        """Queries, keys and values before their norms."""
+        """Transform queries, keys and values before their norms."""
         if name != "short_conv":
             return q, k, v
         sites = zip((q, k, v), ("queries", "keys", "values"), strict=True)
@@ -549,7 +549,7 @@ class Reference:
         return q, k, v
 
     def short_conv(self, layer: int, site: str, x: Sequence[Tensor]) -> Sequence[Tensor]:
-        """x by head, each channel convolved over the document's last tokens.
+        """Convolve each channel of x, by head, over the document's last tokens.
 
         With a map of attention's input, one more number for each tap of a head; then the sum is scaled.
         """
@@ -566,12 +566,12 @@ class Reference:
         return convolved
 
     def convolve_stream(self, layer: int, site: str, x: Tensor) -> Tensor:
-        """x outside attention."""
+        """Convolve the tensor x of a site outside attention."""
         taps = self.find_parameter("short_conv", layer, f"{site}_taps")
         return x if taps is None else torch.cat([*self.short_conv(layer, site, x.split(taps.shape[2], dim=1))], dim=1)
 
     def transform_qkv(self, name: str, layer: int, q: ByHead, k: ByHead, v: ByHead) -> QKV:
-        """Queries, keys and values after the mechanism `name`."""
+        """Transform queries, keys and values by the mechanism `name`."""
         options = self.mechanisms[name]
         if name == "kv_shift":
             return self.kv_shift(layer, q, k, v)
@@ -704,7 +704,7 @@ class Reference:
         return self.position[:, None] * torch.tensor(rates, dtype=torch.float64)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """A linear layer, or the pattention in its place."""
+        """Apply a linear layer, or the pattention that replaces it."""
         if f"{name}.key" in self.weights:
             tau, options = self.weights[f"{name}.scale.tau"][0], self.mechanisms["pattention"]
             key, value = self.weights[f"{name}.key"], self.weights[f"{name}.value"]
@@ -725,7 +725,7 @@ class Reference:
         return rms_norm(x, weight, self.config.norm_eps) + self.weights.get(f"{name}.bias", 0.0)
 
     def project(self, name: str, x: Tensor, heads: Sequence[int]) -> ByHead:
-        """Queries, keys or values."""
+        """Project queries, keys or values."""
         width = self.layer_config.head_dim
         return dict(zip(heads, self.linear(name, x).split(width, dim=1), strict=True)) if heads else {}
 

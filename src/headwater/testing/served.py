@@ -1,7 +1,7 @@
-"""A server in miniature: a model over a paged cache, and the scheduling that makes such caches go wrong.
+"""A server in miniature: a model over a paged cache, and the scheduling that reveals bugs in such caches.
 
 Sequences run in chunks of any length, several in a batch. They share the full blocks of equal prefixes, even blocks
-that another sequence fills in the same step. Some are dropped and begin anew, and some are given tokens that are then
+that another sequence fills in the same step. Some are dropped and restarted, and some are given tokens that are then
 taken back.
 """
 
@@ -21,7 +21,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention_kernel import eager_attention
 from headwater.nn.engine import AttentionLayer
 
-# Up to so many tokens are tried and taken back.
+# Maximum number of tokens that are tried and taken back.
 TAKEN_BACK = 2
 
 
@@ -58,7 +58,7 @@ class Request:
 
 
 class Server:
-    """Runs rows to their ends, checking nothing itself: `run_rows` gives each token's logits as they are computed.
+    """Runs rows to their ends without checks: `run_rows` yields each token's logits as they are computed.
 
     share: the model is this part of one that is split over processes.
     """
@@ -72,14 +72,14 @@ class Server:
         share = share or Portion(model.config)
         page = Page(share.narrow_config, share.plans, self.size, element, TAKEN_BACK)
         self.engine = NaiveEngine(page, share.slopes)
-        self.prefix_blocks: dict[tuple[int, ...], int] = {}  # blocks of prefixes
+        self.prefix_blocks: dict[tuple[int, ...], int] = {}  # prefix -> its block
         self.block_count = 0
 
     @torch.no_grad()
     def run_rows(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, Tensor]]:
-        """(row, position, logits [V]) of every token, some of them several times."""
+        """Yield (row, position, logits [V]) for every token, for some of them several times."""
         live = [Request([*row]) for row in rows]
-        # What nobody has written is no number.
+        # Fill unwritten memory with NaN, so that reading any of it shows in the logits.
         self.engine.bind_memory(torch.full((self.size * 200, self.engine.page.size), 0xFF, dtype=torch.uint8))
         while waiting := [row for row in live if row.done < len(row.tokens)]:
             chosen = self.random.sample(waiting, self.random.randint(1, len(waiting)))
@@ -95,7 +95,7 @@ class Server:
                     row.done, row.blocks = 0, []
 
     def schedule_tokens(self, row: Request) -> list[int]:
-        """The tokens that a row is given next; the last ones may be wrong."""
+        """Choose the tokens that a row runs next. The last ones may be wrong, to be taken back."""
         if row.done == 0:
             while (len(row.blocks) + 1) * self.size < len(row.tokens):
                 prefix = tuple(row.tokens[: (len(row.blocks) + 1) * self.size])

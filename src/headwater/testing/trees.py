@@ -29,7 +29,7 @@ class Tree:
         return visible
 
     def compute_logits(self, model: HeadwaterForCausalLM) -> Tensor:
-        """Logits [T, V]: each path from the root to a leaf run alone."""
+        """Compute the logits [T, V] by running each path from the root to a leaf alone."""
         logits: dict[int, Tensor] = {}
         for leaf in set(range(len(self.parents))) - set(self.parents):
             path = self.list_path(leaf)
@@ -47,7 +47,7 @@ def batch_trees(trees: list[Tree]) -> dict[str, Tensor]:
 
 
 def slice_tokens(inputs: dict[str, Tensor], start: int, end: int) -> dict[str, Tensor]:
-    """Tokens from `start` to `end`; the mask over all up to `end`."""
+    """Take the tokens from `start` to `end`, and the mask over all tokens up to `end`."""
     return {
         "input_ids": inputs["input_ids"][:, start:end],
         "position_ids": inputs["position_ids"][:, start:end],

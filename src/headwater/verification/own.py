@@ -17,7 +17,7 @@ from headwater.verification.subject import Subject
 from headwater.verification.verdicts import EXACT, Verified, verify_twice
 from headwater.verification.ways import LONGEST, PROMPT, WAYS, Feed, Probe, Way, read_packed
 
-# What fp64 differs by at most without a mistake: these models make no constants in fp32.
+# Largest fp64 difference without a bug. These models create no constants in fp32.
 OWN_EXACT = 1e-9
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from headwater.nn.cache_name import CACHE
 from headwater.util.errors import HeadwaterError
 
-# What models call the cache that they return and take; before transformers 5.24 not all had one name.
+# Names of the cache in models' arguments and outputs. Before transformers 5.24 models did not agree on one.
 CACHES = (*dict.fromkeys((CACHE, "past_key_values", "cache_params")), "state", "mems", "past_buckets_states")
 
 
@@ -75,7 +75,7 @@ class Subject:
         self.cache_name = next((name for name in CACHES if name in self.takes), None)
         self.dtype = next(model.parameters()).dtype
         self.blocks = _list_blocks(model)
-        self.positions = "position_ids" in self.takes  # and they count from 0, which is tried
+        self.positions = "position_ids" in self.takes  # whether positions count from 0 is tested later
         self.whole_mask = _takes_whole_mask(model)
 
     @property
@@ -126,7 +126,7 @@ class Subject:
                 wrote = output[0] if isinstance(output, tuple | list) and output else output
                 if isinstance(wrote, Tensor) and wrote.ndim >= 3 and wrote.shape[:2] == ids.shape:
                     times = sum(key.partition(" ")[0] == name for key in layers)  # some models run a layer repeatedly
-                    # A copy: some layers write into it later.
+                    # Copied, because some layers later write into it.
                     layers[f"{name} (pass {times + 1})" if times else name] = wrote.detach().clone()
 
             return hook
@@ -165,7 +165,7 @@ def _list_blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     ]
     if lists:
         depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-        # The outermost of the longest: experts and heads lie within layers.
+        # Choose the outermost of the longest lists, because experts and heads lie inside layers.
         name, layers = max(lists, key=lambda item: (len(item[1]) == depth, -item[0].count("."), len(item[1])))
         blocks += [(f"{name}.{number}", layer) for number, layer in enumerate(layers)]
     return blocks

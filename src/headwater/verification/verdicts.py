@@ -15,7 +15,7 @@ from headwater.util.errors import HeadwaterError
 from headwater.verification.subject import Subject
 from headwater.verification.ways import CAUSAL, WAYS, DoesNotApply, Feed, Parting, Probe, Way, texts_for
 
-# In fp64, constants that a model made in fp32 exceed 1e-9, and only a mistake exceeds `EXACT`; in fp32, the rounding of
+# In fp64, a model's own fp32 constants cause more than 1e-9, and only a bug more than `EXACT`. In fp32, the rounding of
 # an ill-conditioned model may exceed `ROUNDED`.
 EXACT, ROUNDED = 1e-6, 1e-4
 BF16 = "bf16"
@@ -82,12 +82,12 @@ def _judge_way(way: Way, exact: _Precision, rounded: _Precision) -> Verified:
 
 
 def verify_twice(model: PreTrainedModel, seed: int, ways: Sequence[Way], exact_to: float = EXACT) -> list[Verified]:
-    """Run `verify_model`, where a way differs only if it differs again with other texts: once may be a tie."""
+    """Run `verify_model`, and count a difference only if it recurs with other texts: a single one may be a tie."""
     verdicts = verify_model(model, seed, ways, exact_to)
     differing = {verdict.check for verdict in verdicts if verdict.ok is False}
     if not differing:
         return verdicts
-    if CAUSAL not in differing:  # with it, the other ways have not run
+    if CAUSAL not in differing:  # if it differs, the other ways are not run
         ways = [way for way in ways if way.name in differing]
     again = {verdict.check: verdict for verdict in verify_model(model, seed + 1, ways, exact_to)}
     chance = {name for name in differing if again[name].ok is not False}
@@ -108,11 +108,11 @@ class _Precision:
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, seed: int, tolerance: float) -> None:
         self.subject: Subject | None = None
         self.why, self.tolerance = "its logits are not finite", tolerance
-        Subject(model)  # refuses one that takes no ids
+        Subject(model)  # raises for a model without input_ids
         try:
             subject = Subject(copy.deepcopy(model).to(dtype).eval())
             if dtype == torch.float64 and hasattr(subject.model, "set_experts_implementation"):
-                subject.model.set_experts_implementation("eager")  # the kernels for experts take no fp64
+                subject.model.set_experts_implementation("eager")  # other kernels for experts do not support fp64
             self.texts = texts_for(subject, seed)
         except Exception as error:
             self.why = write_error(error)
@@ -120,14 +120,14 @@ class _Precision:
         if not self.texts.alone.logits.isfinite().all():
             return
         self.subject = subject
-        if subject.positions:  # some models begin at another number than 0
+        if subject.positions:  # some models do not count positions from 0
             probe = Probe(subject, self.texts, self.tolerance)
             try:
                 Feed(probe).read_tokens(use_cache=False)
                 subject.positions = probe.parting is None
             except Exception:
                 subject.positions = False
-        # How far two evaluations without a cache are apart that ought to be the same.
+        # The difference between two evaluations without a cache, which should be equal.
         noise = self.run_way(next(way for way in WAYS if way.name == CAUSAL)).error
         if noise is not None and noise <= self.tolerance:
             self.tolerance = max(self.tolerance, 100 * noise)
@@ -159,6 +159,6 @@ def _judge_bf16(model: PreTrainedModel, judge: _Precision) -> Verified:
     size = float(true.square().mean().sqrt())
     error = float(cached.square().mean().sqrt()) / size
     ok = error <= 3 * float(uncached.square().mean().sqrt()) / size + 0.02
-    # Of all rows; the token that is worst against bf16 without a cache.
+    # The token, over all rows, that is worst compared to bf16 without a cache.
     parting = None if ok else Parting(0, int((cached - 3 * uncached).argmax()))
     return Verified(BF16, ok, rounded=error, parting=parting)

@@ -21,12 +21,12 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 from headwater.nn.cache_name import CACHE, cache_of
 from headwater.verification.subject import CallOutput, Subject, in_double
 
-# Texts, their tokens, and how many of them the last text shares with the first.
+# Number of texts, tokens in each, and tokens that the last text shares with the first.
 ROWS, LENGTH, SHARED = 4, 20, 12
-# Tokens that `generate` adds, and the longest row that results.
+# Tokens in a prompt, tokens that `generate` adds, and the length of the longest row.
 PROMPT, NEW = 13, 8
 LONGEST = PROMPT + NEW + 3 + NEW
-# How many tokens of padding each row has on its left, and each prompt.
+# Left padding of each row, and of each prompt.
 PADS = (0, 5, LENGTH - 3)
 PROMPT_PADS = (0, 4, PROMPT - 1)
 
@@ -49,7 +49,7 @@ class Parting:
 
 @dataclass(frozen=True)
 class Texts:
-    """ids [ROWS, LENGTH], an id for padding, and what the model without a cache makes of them."""
+    """ids [ROWS, LENGTH], an id for padding, and the model's output for them without a cache."""
 
     ids: Tensor
     pad: int
@@ -61,7 +61,7 @@ class Texts:
 
 
 def texts_for(subject: Subject, seed: int = 0) -> Texts:
-    """Random ids that are none of the model's special tokens, and one uncached forward pass of them."""
+    """Draw random ids, no special tokens of the model, and run one uncached forward pass of them."""
     config = subject.config
     special = {value for key, value in vars(config).items() if key.endswith(("_token_id", "_token_index"))}
     allowed = torch.tensor([token for token in range(config.vocab_size) if token not in special])
@@ -74,7 +74,7 @@ def texts_for(subject: Subject, seed: int = 0) -> Texts:
     return Texts(ids, pad, subject(ids, use_cache=False)[0])
 
 
-# (row, slot, text, position, length): slots of a call's rows, and where in the texts the same tokens are.
+# (row, slot, text, position, length): slots in a row of a call, and where these tokens are in the texts.
 CallSpan = tuple[int, int, int, int, int]
 
 
@@ -124,7 +124,7 @@ class Probe:
             self.parting = Parting(row, position)
 
     def make_cache(self) -> Any:
-        """An empty cache, as `generate` makes it; None: the model makes its own."""
+        """Make an empty cache as `generate` does; None: the model makes its own."""
         supports = getattr(self.subject.model, "_supports_default_dynamic_cache", None)
         if self.subject.cache_name in (CACHE, "past_key_values", "cache_params") and (supports is None or supports()):
             return DynamicCache(config=self.subject.model.config)
@@ -162,7 +162,7 @@ class Feed:
         """Read the next tokens (default: all that are left). wrong: of these texts instead, without a comparison."""
         until = LENGTH if tokens is None else self.position + tokens
         mask = (torch.arange(until) >= torch.tensor(self.pads)[:, None]).long()
-        positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)[:, self.position :]  # as `generate` counts them
+        positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)[:, self.position :]  # counted as in `generate`
         arguments: dict[str, Any] = {} if self.bare else {"mask": mask, "positions": positions}
         texts = self.probe.texts
         lines = [
@@ -217,7 +217,7 @@ PACKED = ((0, 7), (1, 9), (2, 1), (3, 6))
 def read_packed(probe: Probe, with_borders: bool = False, promised: bool = False) -> None:
     """Read packed documents.
 
-    with_borders: with all that says where documents begin. promised: the model says that it keeps them apart.
+    with_borders: pass all arguments that say where documents begin. promised: the model claims to separate them.
     """
     if "position_ids" not in probe.subject.takes:
         raise DoesNotApply(f"{type(probe.subject.model).__name__} takes no position_ids")
@@ -301,7 +301,7 @@ REORDER, SELECT = "reorder_cache", "batch_select_indices"
 def _change_rows(
     probe: Probe, changes: Sequence[tuple[str, Any, Sequence[int]]], texts: Sequence[int] = (0, 1, 2)
 ) -> None:
-    """Continue after each change of the cache's rows: (method, rows to take or copies, texts that follow)."""
+    """Change the cache's rows and continue, several times: (method, rows to take or copies, texts that follow)."""
     feed = Feed(probe, texts)
     feed.read_tokens(SHARED - 1)
     feed.read_singly(1)
@@ -313,7 +313,7 @@ def _change_rows(
 
 
 def _reuse_prefix(probe: Probe) -> None:
-    """One row's prefix, cached once, continues in two ways, from copies of the cache."""
+    """Continue one row's cached prefix in two ways, from copies of the cache."""
     feed = Feed(probe, [0])
     feed.read_tokens(SHARED)
     cache = feed.cache
@@ -345,7 +345,7 @@ def _reset_cache(probe: Probe) -> None:
     second.read_tokens()
 
 
-# By `generate`. What it made is read once more, without a cache, each row alone.
+# Calls of `generate`. Each generated row is compared with one uncached forward pass of that row alone.
 
 
 @contextlib.contextmanager
@@ -452,7 +452,7 @@ class Way:
         self.run: Callable[[Probe], None] = partial(run, **options)
 
 
-# The first is what the others rest on: a model whose uncached logits depend on later tokens has no cache to verify.
+# All other ways rest on this one: if uncached logits depend on later tokens, there is no cache to verify.
 CAUSAL = "prefixes"
 STATIC: dict[str, Any] = dict(cache_implementation="static", disable_compile=True)
 SAMPLED: dict[str, Any] = dict(do_sample=True, top_k=0, num_return_sequences=2)

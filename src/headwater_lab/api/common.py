@@ -91,7 +91,7 @@ def make_frame(rows: list[dict[str, Any]]) -> DataFrame:
 
 
 def write_html(title: str, rows: list[dict[str, str]], note: str = "") -> str:
-    """Write a table of texts as HTML without colors, which takes those of the notebook's theme."""
+    """Write a table of texts as HTML without colors, so that the notebook's theme applies."""
     above, below = (f"<p>{escape(text)}</p>" if text else "" for text in (title, note))
     if not rows:
         return above + below

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from headwater_lab.reports.pictures import Picture
 
 RowKind = Literal["arm", "run", "evaluation"]
-# Comparisons that the text of a result summarizes.
+# Number of comparisons to summarize in the text of a result.
 MOST_LINES = 2
 
 
@@ -237,7 +237,7 @@ def _train_comparison(
 
 
 def watched_trials(name: str, steps: int, watch: Observer) -> OnChange:
-    """Report the progress of a comparison with so many steps, and of each running trial."""
+    """Report the progress of a comparison with this many steps, and of each running trial."""
     done: dict[str, int] = {}
     begun: set[str] = set()
 

@@ -63,18 +63,18 @@ def convert(
     else:  # from the hub, or a file of tensors: the runs start from a copy
         checkpoint = out.resolve() / "source"
     trained = open_source(source)
-    trained.original = None  # a second copy
+    trained.original = None  # frees a second copy of the model
     if not isinstance(trained.model, HeadwaterForCausalLM):
         raise HeadwaterError(f"{source!r} is an image model, which has no cache; convert is for language models.")
     data = _data_of(source, text, trained, checkpoint)
-    # Rows of synthetic data are as long as their settings make them, and the command line may change either.
+    # The length of synthetic rows follows from several settings, and overrides may change any of them.
     sizes = [
         override
         for override in overrides
         if override.startswith(("data.", "training.batch_size=", "training.gradient_accumulation_steps="))
     ]
     _check_overrides(overrides)
-    # The data are what the model's history says, which may be anyone's.
+    # The data settings come from the model's history, which somebody else may have written.
     batches = {"name": out.name, "data": data, "training": {"batch_size": ROWS}}
     sized = change_recipe(batches, sizes, "the recipe")
     if text is not None:
@@ -109,7 +109,7 @@ def convert(
     _say_price(price, teacher, watch)
     if only_plan:
         return None
-    with connect_processes(recipe, out) as fabric:  # which says if the device cannot be used
+    with connect_processes(recipe, out) as fabric:  # raises if the device cannot be used
         device = fabric.device
     with occupy_folder(out, empty=True):
         mark_folder(out)

@@ -24,7 +24,7 @@ NamedFacts = Iterator[tuple[str, str]]
 
 # Packages that are always installed and that results depend on.
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "pydantic", "typer")
-# Names of packages where they are not those of their modules.
+# Package names that differ from module names.
 PACKAGE_OF = {"PIL": "pillow", "sklearn": "scikit-learn"}
 # Environment variables that change results, speed, or what is found. None of them holds a secret.
 VARIABLES = (
@@ -86,7 +86,7 @@ def _list_extras() -> NamedFacts:
 def _find_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # a module on the path without a package
+    except importlib.metadata.PackageNotFoundError:  # the module is importable, but not from an installed package
         return "(version unknown)"
 
 

@@ -33,7 +33,7 @@ from headwater_lab.training.trained_models import (
 from headwater_lab.util.machine import check_memory
 from headwater_lab.util.model_kinds import AnyModel
 
-# In a sample of a text.
+# Rows in a sample of text.
 ROWS = 32
 
 
@@ -70,7 +70,7 @@ def grow(
     except HeadwaterError as error:
         if out is None:
             raise
-        trained = _open_model("grow", model)  # which raises what is not about the state
+        trained = _open_model("grow", model)  # raises every error that is not about the state
         watch.tell(str(error))
     check_full_precision(trained.model)
     check_memory(changed_config(trained.model.config, change))
@@ -115,7 +115,7 @@ def shrink(
         )
         moved = {"before": old_loss, "after": new_loss}
         says = f"held-out {data.metric.replace('_', ' ')} {old_loss:.4f} → {new_loss:.4f}"
-    else:  # a text: the rest of it
+    else:  # continue with the rest of the text
         moved = measure_change(trained.model, model, ids[calibrated:])
         says = f"{_describe_change(moved)} (last quarter)"
     watch.say(f"{trained.model.num_parameters():,} → {model.num_parameters():,} parameters; {says}")
@@ -219,7 +219,7 @@ def _tell_converted(
 
 def _describe_change(moved: dict[str, float]) -> str:
     loss = ""
-    if "loss_before" in moved:  # not of images, which have no labels here
+    if "loss_before" in moved:  # images have no labels here, and so no loss
         loss = f", loss {moved['loss_before']:.4f} → {moved['loss_after']:.4f} nats per token"
     return f"logits differ by {moved['logits']:.1e} relative to the largest, KL {max(moved['kl'], 0.0):.1e}{loss}"
 

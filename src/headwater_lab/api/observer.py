@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.progress import Progress, ProgressColumn, Task, TaskID
 
-# Seconds between two updates of a notebook's progress.
+# Minimum seconds between two updates of a notebook's progress.
 UPDATE_SECONDS = 0.3
 
 
@@ -64,7 +64,7 @@ class NotebookProgress(NamedTasks):
     """A display of progress and notices under a cell of a notebook."""
 
     def __init__(self) -> None:
-        super().__init__(disable=True)  # it only counts: rich's display needs ipywidgets
+        super().__init__(disable=True)  # used only for counting, because rich's display needs ipywidgets
         self.display: Any = None
         self.updated = 0.0
 
@@ -90,7 +90,7 @@ class NotebookProgress(NamedTasks):
         ]
         content = {"text/plain": "\n".join(lines), "text/html": "".join(bars)}
         if self.display is None:
-            from IPython.display import display  # which is there: only notebooks have this observer
+            from IPython.display import display  # always installed here: only notebooks use this observer
 
             self.display = display(content, raw=True, display_id=True)
         else:

@@ -141,7 +141,7 @@ def reproduce(
     work.check_tasks(files)
     keep_file = None if keep is None else local(keep, "keep")
     if keep_file is not None and keep_file.exists():
-        read_runs(keep_file)  # damage is found before there is work to lose
+        read_runs(keep_file)  # find damage before training begins
     if records is not None:
         restore_runs(local(records, "records"), work, watch.tell)
     if watch.listens:

@@ -99,7 +99,7 @@ def _find_trial(
     recipe: Recipe, arm: str, size: str | None, overrides: Sequence[str], watch: Observer
 ) -> tuple[Recipe, Path, Experiment]:
     """Find the recipe, the folder and the experiment of an arm; report the overrides that it replaces."""
-    from headwater_lab.comparison.trials import make_trial  # the rest of the package is not needed to train
+    from headwater_lab.comparison.trials import make_trial  # plain training does not need this package
 
     if recipe.compare is None or arm not in recipe.compare.arms:
         arms = list(recipe.compare.arms) if recipe.compare else []

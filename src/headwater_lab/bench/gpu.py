@@ -52,7 +52,7 @@ from headwater_lab.util.outputs import write_json
 
 Measurement = dict[str, Any]
 M = TypeVar("M", bound=PreTrainedModel)
-# Maximum share of the time for each phase; unused time goes to later phases.
+# Each phase's maximum share of the time. Later phases may use what is left over.
 SHARES = {
     "environment": 0.05,
     "correctness": 0.21,
@@ -65,9 +65,9 @@ WRONG = "WRONG"
 LATE = "skipped: no time left"
 # The preset of the recommended mechanisms.
 RECOMMENDED = "headwater-base"
-# Seconds at the end of the budget for ending a phase, writing the results and ending the command.
+# Seconds reserved at the end of the budget to stop a phase, write the results and exit.
 RESERVE = 5.0
-# The Python code of a phase.
+# How Python starts a phase.
 RUN = ["-P", "-m", f"{__package__}.gpu"]
 
 
@@ -77,7 +77,7 @@ class Sizes(NamedTuple):
     training: dict[str, tuple[int, int, int]] = {"124M": (12, 768, 64), "350M": (24, 1024, 32)}
     context: int = 1024
     mechanisms: tuple[int, int, int] = (12, 768, 32)
-    decoding: dict[str, tuple[int, int]] = {"1.5B": (28, 2048), "124M": (12, 768)}  # layers, width
+    decoding: dict[str, tuple[int, int]] = {"1.5B": (28, 2048), "124M": (12, 768)}  # (layers, width)
     batches: tuple[int, ...] = (1, 64)
     prompt: int = 512
     tokens: int = 64
@@ -149,10 +149,10 @@ def _run_phase(name: str, folder: Path, device: str, seconds: float) -> dict[str
     """Run a phase in a separate process, which ends at its deadline; its rows until then are kept."""
     rows, log = folder / "rows.jsonl", folder / "log"
     started = time.monotonic()
-    # The deadline by the clock, which the process shares: its imports count.
+    # The deadline is an absolute time, so that the process's imports count too.
     command = [sys.executable, *RUN, name, str(rows), device, str(time.time() + seconds)]
     with open(log, "w") as text:
-        # A separate session, so that processes of the phase, such as compilers, end with it.
+        # In its own session, so that the phase's child processes, such as compilers, are stopped with it.
         process = subprocess.Popen(command, stdout=text, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = process.wait(seconds)
@@ -188,7 +188,7 @@ def find_problems(results: dict[str, Any]) -> list[str]:
     return wrong
 
 
-# What runs inside a phase
+# Code that runs in a phase's process
 
 
 class Phase:
@@ -265,7 +265,7 @@ def draw_weights(model: M, device: torch.device) -> M:
 
 
 def combine_mechanisms(names: Sequence[str] = tuple(MECHANISMS.built_in)) -> dict[str, dict[str, dict]]:
-    """Combine mechanisms: none, each alone, and as many as can act in one model."""
+    """List combinations of mechanisms: none, each alone, and as many as can act in one model."""
     alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in names}
     together: dict[str, dict] = {}
     for options in alone.values():
@@ -320,7 +320,7 @@ def correctness(phase: Phase) -> None:
     for name in extremes:
         phase.attempt(partial(_check_varlen, phase, mechanisms_by_name[name]), brief=True, packed=name)
 
-    # Compilation takes most of the time: that of as many mechanisms as fit, a minute or more.
+    # Compilation takes most of the time, a minute or more for as many mechanisms as fit into one model.
     def compiled(name: str) -> None:
         phase.attempt(partial(_check_compiled, phase, mechanisms_by_name[name]), compiled=name)
 
@@ -408,7 +408,7 @@ def _check_compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
         model(ids, labels=ids, use_cache=False).loss.backward()
         return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
 
-    with tf32(False):  # or TF32 is compared with TF32
+    with tf32(False):  # otherwise TF32 would be compared with TF32
         eager = gradients()
         _count_graphs()
         compile_blocks(model.model.layers, phase.sizes.backend)
@@ -427,7 +427,7 @@ def _count_graphs() -> Measurement:
 def _make_steps(phase: Phase, model: PreTrainedModel, ids: Tensor) -> Callable[[], None]:
     """Make training steps in bf16, compiled by block; head and loss as one, so that no logits leave the graph."""
     backend = phase.sizes.backend
-    if isinstance(model, HeadwaterForCausalLM):  # as `headwater train` has it
+    if isinstance(model, HeadwaterForCausalLM):  # compile as `headwater train` does
         compile_model(model, backend)
         return training_step(
             model, lambda: model(ids, labels=ids, skip_logits=True, use_cache=False).loss, Precision.BF16_MIXED
@@ -485,7 +485,7 @@ def mechanisms(phase: Phase) -> None:
     shape = StepShape(layers, width, phase.sizes.vocab_size, phase.sizes.context)
 
     def measure(options: dict[str, dict]) -> Measurement:
-        with torch.device("meta"):  # their own initialization, on the CPU, would take longer than the steps
+        with torch.device("meta"):  # initialization on the CPU would take longer than the steps
             empty = make_twins(options, shape)
         models = [draw_weights(model, phase.device) for model in empty]
         ids = phase.draw(rows, phase.sizes.context)
@@ -518,7 +518,7 @@ def mechanisms(phase: Phase) -> None:
 def decoding(phase: Phase) -> None:
     """Time a generated token with a static cache, which a GPU replays as a graph, as a share of the bandwidth.
 
-    The step is recorded as it is, and compiled.
+    The step is recorded uncompiled and compiled.
     """
     sizes = phase.sizes
     peak = copy_bandwidth(phase.device)
@@ -527,7 +527,7 @@ def decoding(phase: Phase) -> None:
         model = make_model(phase, layers, width, sizes.prompt + sizes.tokens).to(torch.bfloat16).eval()
         config = model.config
         decoder, ids = Decoder(model, compiled, sizes.backend), phase.draw(rows, sizes.prompt)
-        times: list[float] = []  # when the tokens of each step were on the host
+        times: list[float] = []  # when the host received each step's tokens
 
         def note(new: Tensor) -> None:
             times.append(time.perf_counter())
@@ -544,7 +544,7 @@ def decoding(phase: Phase) -> None:
             "of the copy bandwidth": step / second / peak,
         }
 
-    # One compiled row first. Compilation takes a minute, so the steps that need none come next.
+    # Run one compiled row first. Compilation takes a minute, so the steps without it come next.
     shapes = list(product(sizes.batches, sizes.decoding))
     first_compiled, *later_compiled = [(shape, True) for shape in shapes]
     for (rows, name), compiled in (first_compiled, *((shape, False) for shape in shapes), *later_compiled):
@@ -563,7 +563,7 @@ def run_main(name: str, rows: str, device: str, deadline: str) -> None:
     """Run a phase in the process that `bench_gpu` starts for it. deadline: by `time.time`."""
     transformers.logging.set_verbosity_error()
     if torch.device(device).index is not None:
-        torch.cuda.set_device(device)  # events, waits and peaks of memory are those of the current device
+        torch.cuda.set_device(device)  # events, synchronization and peak memory refer to the current device
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     PHASES[name](Phase(Path(rows), device, float(deadline) - time.time()))

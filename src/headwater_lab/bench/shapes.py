@@ -30,7 +30,7 @@ class ModelShape:
     vocab_size: int = set_minimum(1, 50304)
 
     def config(self, tokens: int) -> dict[str, Any]:
-        """Make a config's sizes, for rows of so many tokens."""
+        """Make a config's sizes, for rows of this many tokens."""
         return dict(
             vocab_size=self.vocab_size,
             hidden_size=self.width,

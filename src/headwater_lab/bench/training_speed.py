@@ -128,7 +128,7 @@ def bench_steps(
 def time_pair(pair: ModelPair, precision: Precision, pairs: int, device: str = "cpu") -> PairedTimes:
     """Time whole training steps of the two models in turn."""
     if device == "cpu":
-        keep_freed_memory()  # as training does
+        keep_freed_memory()  # training does so too
 
     step_a, step_b = (training_step(model, loss, precision) for model, loss in _make_passes(pair, precision, device))
 

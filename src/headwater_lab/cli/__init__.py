@@ -17,7 +17,7 @@ from headwater_lab.util.terminal import literal
 for _module in pkgutil.iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-# The error of a command line that cannot be parsed, in Click's words.
+# Click's error for a command line that cannot be parsed.
 UsageError: Any = typer.BadParameter.__bases__[0]
 
 
@@ -69,7 +69,7 @@ def main() -> None:
         sys.exit(typer.main.get_command(app)(standalone_mode=False))
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
-            print(error.message, end="")  # the help, if it is not printed yet
+            print(error.message, end="")  # the help text, unless it has been printed
             sys.exit(2)
         _end(2, literal(explain_usage(error)))
     except (Interrupted, KeyboardInterrupt) as error:  # SIGINT or SIGTERM

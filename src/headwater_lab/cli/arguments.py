@@ -150,7 +150,7 @@ def check_writable(target: Path, folder: bool = False) -> None:
         if not above.is_dir():
             raise HeadwaterError(f"{explain_absence(target.parent, 'folder')} for {target.name!r}; create it first.")
     try:
-        # Permissions do not show read-only disks, and mean nothing for the superuser.
+        # Try to write: permissions do not reveal read-only disks, and do not apply to the superuser.
         with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:

@@ -28,7 +28,7 @@ def list_shipped(kind: Catalogue | None = None, *, json: AsJson = False) -> None
     print_result(rows if kind is None else rows[kind], tables, json, indent=2)
 
 
-# Of the rows, what the tables show. guess: always the most frequent label.
+# The columns that each table shows. guess: the score of always guessing the most frequent label.
 COLUMNS = {
     "recipes": ("name", "command", "title"),
     "presets": ("name", "paper", "layers", "width", "heads", "kv_heads", "parameters", "reads"),

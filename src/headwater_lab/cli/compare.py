@@ -87,7 +87,7 @@ def show_report(folder: Path) -> None:
     from headwater_lab.reports import words
     from headwater_lab.reports.price_tables import find_prices, terminal_prices
 
-    page = reports.write_report(folder)  # before anything is printed, since the pipe may be closed
+    page = reports.write_report(folder)  # write first, since the output pipe may be closed
     comparisons = reports.read_comparisons(folder)
     for comparison in comparisons:
         for table in words.result_tables(comparison):

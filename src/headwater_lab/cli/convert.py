@@ -43,7 +43,7 @@ def convert_model(
             "Choose how to make the cache smaller: --mechanism NAME to let layers share, or --num-key-value-heads N."
         )
     if text is not None:
-        local_files(text)  # is an error if there are none, also with --plan
+        local_files(text)  # raises if there are none, also with --plan
     with ProgressReport() as report:
         convert(
             source,

@@ -8,7 +8,7 @@ from headwater.util.layout import PACKAGES, package_folder
 from headwater_lab.cli.arguments import check_writable, say
 from headwater_lab.cli.options import MAKE, FolderPath, add_group, command
 
-# Templates, and the files made from them.
+# Templates and the names of the files made from them.
 FILES = {
     "pyproject.toml.txt": "pyproject.toml",
     "README.md.txt": "README.md",

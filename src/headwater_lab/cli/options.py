@@ -38,7 +38,7 @@ DeviceName = Annotated[str, Values(help="cpu, cuda, cuda:1, …; auto is a GPU i
 WorkerCount = Annotated[int, Values(min=1, max=1024, help="Trials at a time; default: one per GPU or core.")]
 AsJson = Annotated[bool, Values(help="Print JSON.")]
 TrustRemoteCode = Annotated[bool, Values(help="Run code that comes with a model. Use it only for models you trust.")]
-# The option --trust, which is not passed to the command.
+# The option --trust. It is handled here and not passed to the command's function.
 TRUST = inspect.Parameter(
     "trust",
     inspect.Parameter.KEYWORD_ONLY,
@@ -51,11 +51,11 @@ TRUST = inspect.Parameter(
         ),
     ],
 )
-# What --help groups commands by.
+# Headings that group the commands in --help.
 HEADINGS = TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Change a trained model", "Plan and inspect"
-# Options that count bytes and tokens of a corpus, and so need large numbers.
+# Options that count a corpus's bytes or tokens and so allow larger numbers.
 BYTES = ("max_bytes",)
-# What may begin with an address without being a path.
+# Options whose text may begin like an address although it is not a path.
 FREE_TEXT = ("prompt", "stop", "separator")
 
 
@@ -81,7 +81,7 @@ app = typer.Typer(
 def add_group(heading: str, name: str, text: str) -> typer.Typer:
     """Add a group of commands under a heading of --help."""
     group = typer.Typer(help=text, no_args_is_help=True)
-    group.callback()(lambda: None)  # a group even of one command
+    group.callback()(lambda: None)  # keeps it a group even with one command
     app.add_typer(group, name=name, rich_help_panel=heading)
     return group
 
@@ -186,7 +186,7 @@ def _type_and_values(annotation: Any) -> tuple[Any, Values]:
     return annotation, Values()
 
 
-# The context of the command that runs.
+# Context of the running command.
 _running: ContextVar[Any] = ContextVar("running")
 
 
@@ -259,5 +259,5 @@ def _check_path(name: str, text: Any, path: Path) -> None:
     if text == "":
         raise HeadwaterError(f"{name} is empty; give a path, such as . for this folder.")
     if name == "--out" and not str(path).isprintable():
-        # Also bytes that are not UTF-8, which some libraries cannot write.
+        # This includes bytes that are not UTF-8, which some libraries cannot write.
         raise HeadwaterError(f"{name} {shown(str(path))} has characters that cannot be displayed; rename it.")

@@ -12,7 +12,7 @@ from headwater_lab.api.observer import NamedTasks, write_line
 from headwater_lab.cli.arguments import say, stderr, tell
 from headwater_lab.util.terminal import literal
 
-# Seconds between two lines of one task in a log. A task's first and last line are always printed.
+# Minimum seconds between two lines about a task in a log. Its first and last line are always printed.
 LINE_SECONDS = 10.0
 
 
@@ -31,10 +31,10 @@ class ProgressReport(NamedTasks):
         super().__init__(*columns, console=stderr, disable=not stderr.is_terminal)
         self.printed: dict[TaskID, tuple[float, str]] = {}
         self.is_running = False
-        self.stream = sys.stderr  # also while other libraries' output is silenced
+        self.stream = sys.stderr  # still works while other libraries' output is silenced
 
     def __enter__(self) -> ProgressReport:
-        return self  # it starts with the first progress, so that an error before leaves no bar behind
+        return self  # starts with the first update, so that an earlier error leaves no bar behind
 
     def say(self, text: Any) -> None:
         say(text)

@@ -12,7 +12,7 @@ from headwater_lab.cli.options import TRAIN, DeviceName, FilePath, FolderPath, W
 from headwater_lab.cli.progress import ProgressReport
 
 ScaleOption = Literal["cpu", "gpu", "paper"]
-# What only training reads.
+# Options that affect only training.
 OF_TRAINING = ("--keep", "--task-files", "--workers", "--device")
 
 

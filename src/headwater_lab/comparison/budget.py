@@ -5,7 +5,7 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import Data
 from headwater_lab.recipe.recipe import Recipe
 
-# How far an arm may differ from the baseline's parameters, since the feed-forward's width is a whole number.
+# Tolerance for the number of parameters, since the feed-forward's width is a whole number.
 TOLERANCE = 0.01
 
 
@@ -26,7 +26,7 @@ def match_arms(recipe: Recipe) -> Recipe:
         if not section.sizes:
             arms[name] = change if name == section.baseline else _merge_changes(change, fit(name, None))
             continue
-        # A change that depends on the size goes with the size, under the arm's name.
+        # The change may depend on the size, so put it under the arm's name in each size.
         arms[name] = change
         for size, overrides in section.sizes.items():
             fitted = {} if name == section.baseline else fit(name, size)
@@ -98,7 +98,7 @@ def _resize_feed_forward(recipe: Recipe, data: Data, target: int, name: str) -> 
     config = recipe.config_for(data)
     mechanisms: dict = config.mechanisms or {}
     options: dict = recipe.model.get("mechanisms") or mechanisms
-    # With top_k not any number of pairs will do.
+    # With top_k the number of pairs cannot be chosen freely.
     sized = [name for name, chosen in mechanisms.items() if "ffn_pairs" in chosen and not _reads_few(chosen)]
     mechanism = sized[0] if sized else None
 

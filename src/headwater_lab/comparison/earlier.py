@@ -149,7 +149,7 @@ def _same_settings(recipe_a: dict[str, Any], recipe_b: dict[str, Any]) -> bool:
     """Whether two runs differ at most in their seeds, names and reporting."""
     aside = ("name", "title", "seed", "reporting", "compare")
     plain = [{key: value for key, value in recipe.items() if key not in aside} for recipe in (recipe_a, recipe_b)]
-    if json.dumps(plain[0]) == json.dumps(plain[1]):  # the order of mechanisms counts
+    if json.dumps(plain[0]) == json.dumps(plain[1]):  # compared as text, because the order of mechanisms matters
         return True
     try:
         return len({parse({**recipe, "seed": 0}, "a record").identity for recipe in plain}) == 1

@@ -51,7 +51,7 @@ def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnCha
     on_change: called with (job, steps done, "running" | "finished" | "failed"), a few times a second.
     """
     for trial in {(trial.experiment.arm, trial.experiment.size): trial for trial in trials}.values():
-        if read_finished(trial.jobs[0]) is None:  # else the checkpoint may have changed since
+        if read_finished(trial.jobs[0]) is None:  # otherwise the checkpoint may have changed since
             check_later_stages(trial.recipe)
     report = on_change or (lambda job, step, status: None)
     outcomes: dict[Path, Outcome] = {}
@@ -118,19 +118,19 @@ def _run_pool(jobs: list[Job], workers: int, report: OnChange) -> dict[Path, Out
     finally:
         pool.end()
         for folder in (job.folder for job in jobs):
-            if (folder / RECORD).exists() or list_checkpoints(folder):  # else it was refused, and has left nothing
+            if (folder / RECORD).exists() or list_checkpoints(folder):  # otherwise it was refused and left nothing
                 keep_contents(folder)
     return outcomes
 
 
-# Seconds that a trial may take to finish its step and save.
+# Seconds allowed for a trial to finish its step and save.
 SAVING = 60.0
 
 
 class _Pool:
     """Workers by number, which determines the GPU: a replacement gets the number of the dead worker."""
 
-    STARTS = 3  # consecutive workers that end before they are ready
+    STARTS = 3  # maximum number of consecutive workers that end before they are ready
 
     def __init__(self, count: int) -> None:
         self.count, self.gpus = count, torch.cuda.device_count()
@@ -248,7 +248,7 @@ def _read_outcome(job: Job, worker: Worker, answer: Answer) -> Outcome:
             return Outcome(job.label, read_record(job.folder), message)
         except HeadwaterError as error:
             return Outcome(job.label, None, str(error))
-    # A bug in one trial must not lose the others' results.
+    # Catch everything: a bug in one trial must not lose the results of the others.
     expected = kind in (HeadwaterError.__name__, NotTrusted.__name__, Interrupted.__name__)
     return Outcome(job.label, None, message if expected else f"{kind}: {message}")
 

@@ -27,9 +27,9 @@ from headwater_lab.util.machine import set_threads
 from headwater_lab.util.model_kinds import is_of_images
 
 PRICES = "prices.json"
-# TimeRatio pairs of training steps, and of generations.
+# Number of timed pairs of training steps, and of generations.
 STEPS, GENERATIONS = 24, 9
-# Most tokens of a timed generation: a quarter of the context, so that the cache is nearly full.
+# Maximum tokens of a timed generation, a quarter of the context, so that the cache is nearly full.
 TOKENS = 32
 
 Told = Callable[[str], None]
@@ -111,7 +111,7 @@ def check_priced(arms: Mapping[str, Recipe]) -> None:
     for name, recipe in arms.items():
         if recipe.stages or recipe.training.devices * recipe.training.nodes > 1:
             reason = "stages" if recipe.stages else "several devices"
-            raise HeadwaterError(f"Prices are measured of whole runs on one device, but the arm {name!r} has {reason}.")
+            raise HeadwaterError(f"Costs are measured for whole runs on one device, but the arm {name!r} has {reason}.")
 
 
 def measure_prices(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> Prices:
@@ -122,7 +122,7 @@ def measure_prices(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell
     """
     check_priced(arms)
     threads = torch.get_num_threads()
-    trial_threads = arms[baseline].training.threads or 1  # as trials have
+    trial_threads = arms[baseline].training.threads or 1  # the same number as in trials
     set_threads(trial_threads)
     try:
         device = _choose_device(arms[baseline])

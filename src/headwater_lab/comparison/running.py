@@ -27,7 +27,7 @@ from headwater_lab.comparison.tuning import choose_rates, list_tuning_trials
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.util.output_folder import occupy_folder
 
-# An arm at a size.
+# (arm, size).
 ArmKey = tuple[str, str | None]
 
 

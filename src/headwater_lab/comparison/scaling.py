@@ -22,7 +22,7 @@ from headwater_lab.training.records import RunRecord, same_tokens
 
 Axis = Literal["parameters", "tokens"]
 CONFIDENCE = 0.95
-# The fitted constants, E, log A and a, need as many sizes.
+# At least as many sizes as the law has constants: E, log A and a.
 LEAST_SIZES = 3
 
 
@@ -223,7 +223,7 @@ def fit_law(n: np.ndarray, loss: np.ndarray) -> np.ndarray:
         centered = x - x.mean(-1, keepdims=True)
         slope = (centered @ loss) / np.maximum((centered * centered).sum(-1), 1e-300)
         e = loss.mean() - slope * x.mean(-1)
-        alone = e < 0  # no loss is below 0
+        alone = e < 0  # a loss below 0 is impossible
         e, amount = np.where(alone, 0.0, e), np.where(alone, without, slope)
         e, amount = np.where(amount > 0, e, loss.mean()), np.maximum(amount, 0.0)
         return ((e[..., None] + amount[..., None] * x - loss) ** 2).sum(-1), e, amount
@@ -253,7 +253,7 @@ def invert_law(law: np.ndarray, loss: float) -> float:
 def _choose_metric(records: Sequence[RunRecord]) -> str:
     """Choose nats per token if all have the same tokens, otherwise their metric. Accuracy has no scaling laws."""
     record = records[0]
-    loss = "".join(["loss", *record.metric.partition("/")[1:]])  # of the deciding domain, if there is one
+    loss = "".join(["loss", *record.metric.partition("/")[1:]])  # the loss of the deciding domain, if there is one
     if same_tokens(records) and all(loss in run.held_out[-1].metrics for run in records):
         return loss
     if not record.lower_is_better:

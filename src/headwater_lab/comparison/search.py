@@ -13,8 +13,8 @@ from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.records import read_record
 
 VANILLA = "vanilla"
-SEEDS = [0, 1]  # of the selection
-FINAL_SEEDS = [10_000 + seed for seed in range(6)]  # none of the selection's
+SEEDS = [0, 1]  # seeds for choosing combinations
+FINAL_SEEDS = [10_000 + seed for seed in range(6)]  # seeds for the final test, none of them used for choosing
 FINALISTS = 2
 PAIRS = 2
 

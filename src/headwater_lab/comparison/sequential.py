@@ -31,11 +31,11 @@ from headwater_lab.training.records import SeedPlan
 
 # The share of comparisons in which any verdict is wrong.
 LEVEL = 0.05
-# The exponent of the spent share of the level: 1 is close to Pocock's boundary, 3 to that of O'Brien and Fleming.
+# Exponent of the spending function: 1 is close to Pocock's boundary, 3 to that of O'Brien and Fleming.
 SPENDING = 3
-# Of the numerical integration: halving their width changes critical values by less than 0.1 %.
+# Cells of the numerical integration. Twice as many change critical values by less than 0.1 %.
 CELLS = 160
-# Results are of order one; differences that are closer than this differ only by rounding.
+# Results are of order one. Differences closer than this are equal up to rounding.
 ROUNDING = 1e-12
 
 
@@ -51,7 +51,7 @@ class SeedLook:
 class Chain:
     """The distribution of |W| after some normal differences of mean 0, for samples inside all boundaries, in cells.
 
-    |W| = √n·sin(a), t = √(n - 1)·tan(a); the cells have equal width in a. first: differences at the first look.
+    |W| = √n·sin(a), t = √(n - 1)·tan(a); the cells have equal width in a. min_pairs: differences at the first look.
     """
 
     def __init__(self, min_pairs: int) -> None:
@@ -128,12 +128,12 @@ def repeated_intervals(
     n = np.arange(1, d.shape[-1] + 1)
     c = np.full(len(n), math.inf)
     c[min_pairs - 1 :] = critical_values(level, min_pairs, max_pairs)[: max(0, len(n) - min_pairs + 1)]
-    start = d[..., :1]  # sums of powers lose digits where the mean is large
+    start = d[..., :1]  # subtracted first, since sums of powers lose digits if the mean is large
     mean, square, cube = (np.cumsum((d - start) ** power, axis=-1) / n for power in (1, 2, 3))
     variance = np.maximum(square - mean**2, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         skew = np.nan_to_num((cube - 3 * mean * square + 2 * mean**3) / variance**1.5)
-        bound = (n - 2) / np.sqrt(n - 1)  # no n numbers have more
+        bound = (n - 2) / np.sqrt(n - 1)  # the largest skewness that n numbers can have
         skew = np.clip(skew, -bound, bound)
         reach = c * np.sqrt(variance / (n - 1))
         low, high = (side * reach * (1 + np.maximum(0, side * skew) * c / np.sqrt(n)) for side in (-1, 1))
@@ -195,7 +195,7 @@ def find_standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping
     always the baseline's come from the same model; an accuracy of 1 in every seed may hide rare failures.
     """
     seeds: list[int] = []
-    paired: list[tuple[int, float]] = []  # seeds up to this one, difference
+    paired: list[tuple[int, float]] = []  # (seeds up to this one, difference)
     diverged = False
     for seed in plan.seeds:
         if seed not in arm or seed not in base or diverged:

@@ -22,9 +22,9 @@ from headwater_lab.comparison.sequential import (
 )
 from headwater_lab.training.records import HeldOutPoint, RunRecord, SeedPlan
 
-# The probability behind "more seeds would settle it".
+# Power assumed for "more seeds would settle it".
 POWER = 0.8
-MOST = 10_000  # seeds; more are not reported
+MOST = 10_000  # maximum number of additional seeds to report
 
 Verdict = Literal["", "better", "worse", "equivalent", "inconclusive", "identical", "diverged"]
 
@@ -124,7 +124,7 @@ def _summarize_pairs(differences: tuple[float, ...], p: float | None, level: flo
     more_seeds: int | None = None
     detectable: float | None = None
     if p is not None and is_constant(differences):
-        # Inverting the sign test: bounded only if that many equal signs are beyond chance.
+        # The sign test's interval: bounded only if that many equal signs are significant.
         interval = (mean, mean) if mean == 0 or p <= level else None
     elif p is not None:
         interval = t_interval(mean, standard_error(differences), len(differences) - 1, level)
@@ -147,7 +147,7 @@ def find_power(effect: float, pairs: int, level: float = LEVEL) -> float:
     P(|T| > t), with T of the noncentral t distribution with pairs - 1 degrees of freedom and center effect·√pairs.
     """
     critical, center = special.stdtrit(pairs - 1, 1 - level / 2), effect * math.sqrt(pairs)
-    # Boost, which scipy asks, gives nan for some probabilities below 1e-15.
+    # scipy calls Boost here, which returns nan for some probabilities below 1e-15.
     below, beyond = np.nan_to_num(special.nctdtr(pairs - 1, center, [critical, -critical]))
     return float(1 - below + beyond)
 
@@ -341,7 +341,7 @@ def choose_decisive(records: Sequence[RunRecord], baseline: str) -> list[RunReco
     seeds[baseline] = of_baseline
 
     def counts(record: RunRecord) -> bool:
-        of_arm = seeds.get(arm_of(record), of_baseline)  # the baseline with other budgets has its seeds
+        of_arm = seeds.get(arm_of(record), of_baseline)  # arms with another budget use the baseline's seeds
         return record.seed in of_arm or not of_arm
 
     return list(filter(counts, records))
@@ -380,7 +380,7 @@ def _summarize_standing(standing: Standing, plan: SeedPlan) -> Paired | None:
     mean = 0.0 if _is_zero(d) else float(np.mean(d))
     more_seeds = None
     if standing.looks and not standing.decided and not is_constant(d):
-        # A fixed sample as strict as the last look, for whichever verdict is nearer.
+        # Significance in a fixed sample that is as strict as the last look, for the nearer of the verdicts.
         spread, critical = float(np.std(d, ddof=1)), critical_values(level, plan.min_seeds, max_pairs)[-1]
         strict = float(2 * special.stdtr(max_pairs - 1, -critical))
         apart = [abs(mean) / spread]

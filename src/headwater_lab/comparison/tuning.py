@@ -1,4 +1,4 @@
-"""Each arm's learning rate: the best of those tried."""
+"""Choose each arm's learning rate, the best of those tried."""
 
 import math
 from collections.abc import Sequence

@@ -12,11 +12,11 @@ from headwater.plugins.registry import Registry
 from headwater.util.seeding import generator
 from headwater_lab.util.settings import Settings
 
-# input_ids [B, T], shift_labels [B, T] (the label of each position; -100 is ignored), and if documents start inside a
-# row, position_ids [B, T] that restart there or document_starts [B, T].
-# Of images: pixel_values [B, C, H, W], and labels, [B] or [B, classes].
+# Text: input_ids [B, T], shift_labels [B, T] (labels already shifted; -100 is ignored), and if documents start inside
+# a row, position_ids [B, T] that restart there or document_starts [B, T].
+# Images: pixel_values [B, C, H, W] and labels, [B] or [B, classes].
 Batch = dict[str, Tensor]
-# Fields of a batch that are not inputs of the model.
+# Fields of a batch that are labels and not inputs.
 LABELS = ("labels", "shift_labels")
 
 
@@ -67,7 +67,7 @@ class DataShape:
 class Data(Protocol):
     """A source of training rows and of a held-out metric."""
 
-    # As in `DataShape`; the tokenizer is None if rows are not text.
+    # The fields of `DataShape`. The tokenizer is None if rows are not text.
     vocab_size: int
     context: int
     tokenizer: PreTrainedTokenizerBase | None
@@ -103,7 +103,7 @@ class DataSettings(Settings):
 
 
 K = TypeVar("K", bound=DataSettings)
-# Values of `data.kind`.
+# The registered values of `data.kind`.
 DATA = Registry("kind of data", "headwater.data", {}, "Settings")
 
 

@@ -25,14 +25,14 @@ from headwater_lab.data.tokenizer_files import TEXT_ENDS, TURN_ENDS
 from headwater_lab.util.deadline import SECONDS, within
 
 ASSISTANT = "assistant"
-# Speakers in `conversations`, whose messages have `from` and `value`.
+# Roles for the speakers in `conversations`, whose messages have `from` and `value`.
 ROLES = {"human": "user", "gpt": ASSISTANT}
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 # Characters that a template may write: a million, and this many times the conversation's.
 FREE, MOST_ADDED = 10**6, 100
 
-# transformers keeps the marks of one text at a time.
+# transformers marks answers in one text at a time.
 _RENDERING = threading.Lock()
 
 ChatMessage = dict[str, Any]
@@ -144,7 +144,7 @@ class ChatEncoder:
         except ValueError as error:
             raise HeadwaterError(f"The chat template cannot be used: {first_line(error)}") from error
         self.backend = copy_backend(tokenizer)
-        # Others shorten the offsets of tokens that begin with a space.
+        # Other post-processors trim the offsets of tokens that begin with a space.
         self.backend.post_processor = processors.ByteLevel(trim_offsets=False)
         added = tokenizer.added_tokens_decoder
         self.special = {id: token.content for id, token in added.items() if token.special}
@@ -161,7 +161,7 @@ class ChatEncoder:
             raise HeadwaterError(f"The chat template leaves out the answers of {where!r}; use another tokenizer.")
         pieces = self.encode_stretches(text, spans)
         counts = np.concatenate([np.full(len(ids), is_answer) for ids, is_answer, _ in pieces])
-        counts[:1] = False  # nothing of the conversation predicts its first token
+        counts[:1] = False  # the first token has no predecessor to predict it
         ids = np.concatenate([np.asarray(ids, dtype=self.dtype) for ids, _, _ in pieces])
         size = sum(len(text[start:end].encode()) for start, end in spans)
         return Encoded(ids, counts, size - sum(special for _, _, special in pieces))
@@ -191,7 +191,7 @@ class ChatEncoder:
                 )
         except HeadwaterError:
             raise
-        except Exception as error:  # a template can raise anything
+        except Exception as error:  # templates can raise anything
             raise HeadwaterError(
                 f"The chat template cannot write {where!r}: {first_line(error)}; correct that conversation, or use "
                 "another template."
@@ -218,7 +218,7 @@ class ChatEncoder:
                     "{% endgeneration %}."
                 )
             start = len(prompt)
-            if not prompted:  # the name of who speaks may stand before the answer
+            if not prompted:  # the speaker's name may come before the answer
                 answer = text.find(message["content"].strip(), start, len(answered))
                 start = answer if answer > start and text[start:answer].strip() else start
             yield start, len(answered)
@@ -239,7 +239,7 @@ class ChatEncoder:
         borders = [0, *(border for span in spans for border in span), len(text)]
         encoding = self.backend.encode(text, add_special_tokens=False)
         starts, ends = np.array(encoding.offsets or [(0, 0)]).T
-        # How many tokens begin before each border; the last of them may end behind it.
+        # Count the tokens that begin before each border. The last of them may end after it.
         counts = np.searchsorted(starts, borders)
         if (ends[np.maximum(counts, 1) - 1] > borders)[1:].any():
             stretches = (text[start:end] for start, end in pairwise(borders))

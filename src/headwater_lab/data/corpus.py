@@ -36,7 +36,7 @@ STDLIB, TOPICS, DOCS = "python-stdlib", "python-topics", "python-docs"
 FEW_FILES = 20
 # Characters in a piece: at least PIECE, at most LONGEST_PIECE, less than `tokenizer.LONGEST`.
 PIECE = 16_384
-# In how many pieces to cut a text that would be one, and their fewest characters.
+# Number of pieces for a text that would otherwise be a single one, and their minimum characters.
 FEW_PIECES, SHORTEST_PIECE = 10, 16
 LONGEST_PIECE = 4 * PIECE
 
@@ -67,7 +67,7 @@ class Document:
 
 
 def check_column_is_read(column: str, sources: Iterable[str], option: str) -> None:
-    """Raise `HeadwaterError` for a column other than the default if none of the sources is a table.
+    """Raise `HeadwaterError` if a column other than the default is set and no source is a table.
 
     option: its name.
     """
@@ -169,7 +169,7 @@ def local_files(source: str) -> tuple[Path, list[Path]] | None:
         if not files:
             raise HeadwaterError(f"The folder {source!r} holds no files.")
         for file in files:
-            if file.is_symlink():  # the folders above it are none
+            if file.is_symlink():  # no folder above it is a link
                 check_link(file, path)
         return path, files
     if path.exists():
@@ -230,7 +230,7 @@ def load_hub_rows(source: str, config: str | None = None, split: str | None = No
     check_reachable("dataset", name)
     try:
         return load_dataset(name, config, split=split or named_split or "train", streaming=streaming)
-    except Exception as error:  # a download or a dataset's layout can fail in many ways
+    except Exception as error:  # downloads and dataset layouts fail in many ways
         raise HeadwaterError(f"The dataset {name!r} could not be loaded: {first_line(error)}") from error
 
 

@@ -82,7 +82,7 @@ class LanguageData:
         tokens, weights = zip(*streams.values(), strict=True)
         self.train = Rows(tokens, weights, self.context, settings.row_layout)
         self.encoder = Encoder(tokenizer)
-        if self.domains:  # in one order, however a recipe was written, so that sums are the same to the last bit
+        if self.domains:  # sorted, so that sums are identical to the last bit however the recipe orders them
             held_out = dict(sorted(held_out.items()))
         groups = [[(name, document) for document in several] for name, several in held_out.items()]
         self.held_out: list[HeldOut] = []
@@ -155,7 +155,7 @@ class LanguageData:
         firsts = range(0, len(rows), size)
         for turn in range(-(-len(firsts) // share.world)):
             number = turn * share.world + share.rank
-            start = firsts[min(number, len(firsts) - 1)]  # models in several processes must run together
+            start = firsts[min(number, len(firsts) - 1)]  # processes must make equally many calls
             batch = torch.from_numpy(np.stack(rows[start : start + size], axis=1))
             labels = batch[1]
             scores = logits({"input_ids": batch[0].clamp(min=0)}).float().flatten(0, 1)

@@ -1,8 +1,8 @@
 """Documents → token shards: streamed and parallel. See docs/data.md.
 
 Threads, not processes: the tokenizer runs outside Python's lock, and nothing is copied or imported a second time.
-Everything is written by the main thread, in the order of the source, to a hidden folder in the new one. What is in it
-moves up when all is written, the manifest last. The next run removes a hidden folder that a killed one has left.
+Everything is written by the main thread, in the order of the source, to a hidden folder in the new one. Its contents
+move up once all is written, the manifest last. If a run is killed, the next one removes its hidden folder.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from headwater_lab.util.endings import Interrupted
 from headwater_lab.util.machine import cores
 from headwater_lab.util.output_folder import LOCK, occupy_folder
 
-# Bytes of a file to gather before they are written; each domain has four files, of conversations six.
+# Bytes to buffer per file before writing. Each domain has four files, or six with conversations.
 WRITTEN = 2**17
 MOST_DOMAINS = 256
-# Characters of a domain's name that its folder's name keeps.
+# Maximum characters of a domain's name in its folder's name.
 MOST_NAME = 64
-# Number of skipped files to name.
+# Maximum number of skipped files to list.
 NAMED = 20
 MOST_WORKERS = 16
-# What is counted of each split.
+# The counts kept for each split.
 COUNTS = ("documents", "bytes", "tokens")
 
 OnProgress = Callable[[int, int, int], None]
@@ -144,8 +144,8 @@ def _is_finished(out: Path, settings: dict[str, Any]) -> bool:
 
 
 def _collect_settings(source: TextSource, encoder: Encoder, options: Options) -> dict[str, Any]:
-    """Everything that affects the result, as the manifest keeps it."""
-    # In the form that save_pretrained writes.
+    """Collect everything that affects the result, for the manifest."""
+    # The tokenizer as save_pretrained writes it.
     content = encoder.tokenizer.backend_tokenizer.to_str(pretty=True)
     settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source)}
     settings |= {"tokenizer": hashlib.sha256(content.encode()).hexdigest(), **asdict(options)}
@@ -155,11 +155,11 @@ def _collect_settings(source: TextSource, encoder: Encoder, options: Options) ->
 
 
 def moved_document(stream: Stream, share: float, encoder: Encoder) -> float | None:
-    """The fraction of the document to put on the other side than its hash says, since that side would be empty; None
+    """Return the fraction of the document to move to the other side of the split, since that side would be empty; None
     if neither is, as in any large corpus, of which only the beginning is read.
 
-    The document is one whose text occurs least often, so that no text is on both sides; among them the one that is
-    closest to the border. encoder: is called with the first document, for its errors.
+    Choose a document whose text occurs least often, so that no text is on both sides, and of these the one closest to
+    the border. encoder: called with the first document, for its errors.
     Raises `HeadwaterError` if there are fewer than two texts.
     """
     counts = Counter[float]()
@@ -189,7 +189,7 @@ class _Run:
     ) -> None:
         self.out, self.settings, self.stream, self.name = out, settings, stream, name
         self.encoder, self.moved = encoder, moved
-        # The folder of each domain.
+        # One folder per domain.
         self.folders: dict[str | None, _Folder] = {}
         self.files = stream.fingerprint
 
@@ -273,7 +273,7 @@ class _Run:
     def close_files(self) -> None:
         splits = chain.from_iterable(folder.splits.values() for folder in self.folders.values())
         for file in chain.from_iterable(split.files.values() for split in splits):
-            with contextlib.suppress(OSError):  # of a full disk, which has been an error already
+            with contextlib.suppress(OSError):  # a full disk has already raised an error
                 file.close()
 
 
@@ -283,7 +283,7 @@ class _Folder:
     def __init__(self, path: Path, domain: str | None, settings: dict[str, Any], moved: float | None) -> None:
         self.path, self.domain, self.settings, self.moved = path, domain, settings, moved
         self.splits = {name: _Split(path, name, settings["shard_tokens"]) for name in SPLITS}
-        # Of a line for each document.
+        # Hash of one line per document.
         self.content = hashlib.sha256()
         # (fraction, name, text): texts to evaluate on with the smallest fractions, and their bytes.
         self.chosen: list[tuple[float, str, str]] = []
@@ -296,12 +296,12 @@ class _Folder:
         self.splits["held_out" if is_held_out else "train"].add_document(document, tokens)
         self.content.update(f"{document.id}\0{hashlib.sha256(document.data).hexdigest()}\n".encode())
         most = self.settings["evaluation_bytes"]
-        if is_held_out and not (document.is_chat and len(document.data) > most):  # a conversation is never cut
+        if is_held_out and not (document.is_chat and len(document.data) > most):  # conversations are never cut
             self.is_chat = document.is_chat
-            text = document.data[:most].decode(errors="ignore")  # cut between characters
+            text = document.data[:most].decode(errors="ignore")  # ignore an incomplete last character
             bisect.insort(self.chosen, (fraction, document.id, text))
             self.chosen_bytes += len(text.encode())
-            # The first that does not fit marks where the choice ends.
+            # Stop at the first text that does not fit.
             while self.chosen_bytes - (size := len(self.chosen[-1][-1].encode())) > most:
                 self.chosen.pop()
                 self.chosen_bytes -= size
@@ -326,7 +326,7 @@ class _Split:
         self.documents = self.bytes = self.tokens = 0
         self.answer_tokens: int | None = None
         self.shards: list[ShardFacts] = []
-        # Those of the open shard, by suffix.
+        # Files of the open shard, by suffix.
         self.files: dict[str, BinaryIO] = {}
         self.open_tokens = self.open_documents = 0
 
@@ -373,7 +373,7 @@ class _Split:
 
 
 def _make_batches(stream: Stream, size: int) -> Iterator[list[Document]]:
-    """Documents in groups of about `size` bytes."""
+    """Yield documents in groups of about `size` bytes."""
     group: list[Document] = []
     gathered = 0
     for document in stream:
@@ -389,7 +389,7 @@ def _make_batches(stream: Stream, size: int) -> Iterator[list[Document]]:
 def _publish_folder(written: Path, out: Path) -> None:
     """Move what was written to its folder; the file that marks it as finished comes last."""
     for path in sorted(written.iterdir(), key=lambda path: path.name == MANIFEST):
-        if (target := out / path.name).is_dir():  # of a run that was killed here
+        if (target := out / path.name).is_dir():  # left by a run that was killed while moving files
             shutil.rmtree(target)
         flush_path(out)
         path.replace(target)

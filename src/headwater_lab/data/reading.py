@@ -25,11 +25,11 @@ TABLES = {
     ".parquet": "parquet",
 }
 DELIMITERS = {"csv": ",", "tsv": "\t"}
-# The column that is read unless another is named, and the one with conversations that stands in for it.
+# The default column of text, and the column of conversations that is read if there is none.
 DEFAULT, MESSAGES = "text", "messages"
-# The column next to conversations with the functions that a model may call in them, which are not trained on.
+# A column next to conversations that lists functions a model may call. Training does not read it.
 TOOLS = "tools"
-# Columns whose text is a conversation if it is JSON.
+# Columns in which a text that is JSON is read as a conversation.
 CONVERSATIONS = (MESSAGES, "conversations")
 MISSING = object()
 NO_TOOLS: tuple[Any, ...] = (MISSING, None, "", [])
@@ -38,21 +38,21 @@ CHUNK = 2**22
 # Rows of a parquet file at a time, fewer if they take more bytes than this.
 ROWS = 64
 MOST_ROWS = 2**28
-# A longer line of JSON is an error: parsing needs several times its memory.
+# Maximum length of a line of JSON, since parsing needs several times its memory.
 LONGEST_LINE = 2**28
-# Number of columns to list when one is missing.
+# Maximum number of columns to list if one is missing.
 NAMED_COLUMNS = 30
-# Rows that may lack the domain's column before the first that has it.
+# Maximum number of rows before the first that has the domain's column.
 FIRST_ROWS = 10_000
 # The byte order mark.
 MARK = "\ufeff"
-# pyarrow's name for what a file with this suffix is packed with. Its readers refuse a truncated end and damaged later
-# streams, and unpack a piece at a time.
+# pyarrow's name for the compression behind each suffix. Its readers reject truncated files and damaged later streams,
+# and unpack one piece at a time.
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 
 class Columns:
-    """The columns to read of a source's rows, and whether any row so far has had them.
+    """The columns to read from a source, and whether any row so far has had them.
 
     text: the column with the text. by: the column with the domain's name. Both are dotted if nested: meta.text.
     option: the one that sets `text`; None if there is none.
@@ -63,7 +63,7 @@ class Columns:
         self.options = {text: option, **({by: "--by"} if by else {})}
         # Columns that no row has had yet.
         self.missing = dict.fromkeys(self.options)
-        # Names of columns in the rows so far, a few more than an error lists.
+        # Names of the columns seen so far, slightly more than an error lists.
         self.names: dict[str, None] = {}
         self.rows = 0
 
@@ -85,7 +85,7 @@ class Columns:
         self.rows += 1
         if self.missing and len(self.names) <= NAMED_COLUMNS:
             self.add_names(_dotted_names(row))
-        if self.by in self.missing and self.rows > FIRST_ROWS:  # would all go into one domain
+        if self.by in self.missing and self.rows > FIRST_ROWS:  # otherwise all rows would go into one domain
             self.check_missing(where)
         text = _read_cell(row, self.text, where)
         if text is MISSING and self.text == DEFAULT:
@@ -112,7 +112,7 @@ class Columns:
         return name
 
     def check_missing(self, where: str) -> None:
-        """Raise `HeadwaterError` if there were rows, and none of them had a column."""
+        """Raise `HeadwaterError` if there were rows and a column was missing in all of them."""
         for column in self.missing if self.rows else ():
             names = [name if name.isprintable() else repr(name) for name in [*self.names][:NAMED_COLUMNS]]
             ellipsis = ", …" if len(self.names) > NAMED_COLUMNS else ""
@@ -122,7 +122,7 @@ class Columns:
 
 
 def _tools_column(column: str) -> str:
-    """The name of the column `tools` next to a column of conversations, dotted if that is nested."""
+    """Name the column `tools` next to a column of conversations, dotted if that is nested."""
     outer, dot, _ = column.rpartition(".")
     return outer + dot + TOOLS
 
@@ -138,13 +138,13 @@ def _read_conversation(value: Any) -> Any:
 
 
 def _read_cell(row: dict[str, Any], column: str, where: str) -> Any:
-    """The value of a column, dotted if nested; `MISSING` if the row has none. Raises `HeadwaterError`."""
+    """Read the value of a column, dotted if nested; `MISSING` if the row has none. Raises `HeadwaterError`."""
     if column in row:
         return row[column]
     value: Any = row
     path = column.split(".")
     for depth, name in enumerate(path):
-        if isinstance(value, str) and value.startswith("{"):  # nested, and written as text
+        if isinstance(value, str) and value.startswith("{"):  # a nested value that is stored as JSON text
             value = json.loads(value)
         if isinstance(value, list):
             raise HeadwaterError(
@@ -158,7 +158,7 @@ def _read_cell(row: dict[str, Any], column: str, where: str) -> Any:
 
 
 def _dotted_names(row: dict[str, Any]) -> Iterator[str]:
-    """The names of a row's columns, and of the fields inside them."""
+    """List the names of a row's columns, and of the fields inside them."""
     for name, value in row.items():
         if isinstance(value, dict) and value:
             yield from (f"{name}.{inner}" for inner in value)
@@ -167,7 +167,7 @@ def _dotted_names(row: dict[str, Any]) -> Iterator[str]:
 
 
 def escape_name(name: str) -> str:
-    """A file's name with the bytes that are not UTF-8 escaped, so that it can be printed and stored."""
+    """Escape the bytes of a file's name that are not UTF-8, so that it can be printed and stored."""
     return name.encode(errors="backslashreplace").decode()
 
 
@@ -186,7 +186,7 @@ def encode_text(text: str, where: str) -> bytes:
 
 
 def local_path(name: str) -> Path:
-    """The path that a user wrote, with ~ expanded. Raises `HeadwaterError` for an invalid one."""
+    """Expand ~ in a path that a user wrote. Raises `HeadwaterError` for an invalid one."""
     if not name:
         raise HeadwaterError("The name of a file or folder is empty; pass a name.")
     check_local(name)
@@ -201,7 +201,7 @@ def local_path(name: str) -> Path:
 
 
 def table_kind(file: Path) -> str | None:
-    """The kind of table that a file's name implies, compressed or not; None for text."""
+    """Find the kind of table from a file's name, compressed or not; None for text."""
     name = file.with_suffix("") if file.suffix.lower() in PACKED else file
     return TABLES.get(name.suffix.lower())
 
@@ -247,7 +247,7 @@ def open_text(file: Path) -> Iterator[IO[str]]:
 
 
 def describe_unreadable(file: Path, error: Exception) -> HeadwaterError:
-    """The error for a file that cannot be read."""
+    """Make the error for a file that cannot be read."""
     cause = error.__cause__ or error
     text = (getattr(cause, "strerror", None) or str(cause) or type(cause).__name__).splitlines()[0]
     if isinstance(error, EOFError) or text.startswith("Truncated"):
@@ -312,7 +312,7 @@ def _read_array(stream: IO[bytes], file: Path) -> bytes:
 
 
 def _read_lines(stream: IO[AnyStr], file: Path) -> Iterator[AnyStr]:
-    """Lines of a file in bounded memory. Raises `HeadwaterError` for one longer than LONGEST_LINE."""
+    """Yield the lines of a file in bounded memory. Raises `HeadwaterError` for one longer than LONGEST_LINE."""
     for number in itertools.count(1):
         line = stream.readline(LONGEST_LINE + 1)
         if not line:
@@ -357,7 +357,7 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[
             if len(fields) > len(names):
                 raise HeadwaterError(
                     f"Line {reader.line_num} of {_quote_name(file)} has {len(fields)} fields, and the first line names "
-                    f"{len(names)} columns; put text with {delimiter!r} or line ends in it between quotes."
+                    f"{len(names)} columns; quote text that contains {delimiter!r} or line breaks."
                 )
             yield number, dict(zip(names, fields, strict=False))
     except csv.Error as error:
@@ -372,16 +372,16 @@ def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
         schema = table.schema_arrow
         columns.add_names(_list_fields(schema))
         names = columns.find_columns(schema.names)
-        # Metadata of columns is not looked at: where it is damaged, pyarrow 26 ends the process.
+        # Do not read the metadata of columns: if it is damaged, pyarrow 26 ends the process.
         groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
         size = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
         rows = max(1, min(ROWS, MOST_ROWS // max(1, size)))
-        # The number of rows counts even if none of them has the column.
+        # Read some column anyway, because rows without the requested ones still count.
         yield from table.iter_batches(batch_size=rows, columns=names or schema.names[:1])
 
 
 def _list_fields(schema: Any) -> Iterator[str]:
-    """The names of columns, and of the fields inside them."""
+    """List the names of columns, and of the fields inside them."""
     from pyarrow import types
 
     for field in schema:
@@ -392,7 +392,7 @@ def _list_fields(schema: Any) -> Iterator[str]:
 
 
 def rows_of_tables(tables: Iterable[Any], columns: Columns, file: Path) -> Iterator[TableRow]:
-    """Rows of Arrow tables."""
+    """Yield the rows of Arrow tables."""
     where = escape_name(str(file))
     try:
         for table in tables:

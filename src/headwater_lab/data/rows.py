@@ -2,7 +2,7 @@
 
 A row is `context` tokens of a stream, with one more for the last label. In packed rows (the default) the position ids
 restart where a document starts, so that neither attention nor a shift crosses from one document to the next. In
-contiguous rows, as nanoGPT's, attention crosses; the document starts go along, so that a shift still does not.
+contiguous rows, as nanoGPT's, attention crosses them. The rows mark where documents start, so that a shift does not.
 """
 
 import itertools

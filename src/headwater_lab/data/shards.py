@@ -21,12 +21,12 @@ from headwater_lab.data.corpus import Document
 from headwater_lab.data.tokenizer import load_tokenizer, separator_id, vocabulary_size
 
 MANIFEST = "manifest.json"
-# Folder in which a prepared folder is written.
+# Hidden folder that receives the files of a prepared folder until all are written.
 WRITING = f"{STAGING}prepared"
 EVALUATION = "evaluation.jsonl"
 TOKENIZER = "tokenizer"
 FORMAT_VERSION: Literal[2] = 2
-# The field of a manifest that detects changes: the SHA-256 of the file with this field empty.
+# A manifest's field for detecting changes: the SHA-256 of the file in which this field is empty.
 SEAL = "check"
 SPLITS: tuple[Literal["train"], Literal["held_out"]] = ("train", "held_out")
 
@@ -52,7 +52,7 @@ class ShardFacts(Facts):
     sha256: Digest
     borders_sha256: Digest
     answers_sha256: Digest | None = None
-    """Of conversations."""
+    """SHA-256 of `answers`, for conversations."""
 
     @property
     def borders(self) -> str:
@@ -217,7 +217,7 @@ class Shards:
     def __init__(self, folder: Path, facts: SplitFacts, dtype: np.dtype, vocab_size: int) -> None:
         self.folder, self.facts, self.dtype, self.vocab_size = folder, facts, dtype, vocab_size
         self.tokens, self.documents = facts.tokens, facts.documents
-        # Where each shard begins in the stream, and the end.
+        # Position of each shard's first token in the stream, and of the end.
         self.offsets = list(itertools.accumulate((shard.tokens for shard in facts.shards), initial=0))
         self._open: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
 
@@ -236,7 +236,7 @@ class Shards:
         return tokens
 
     def starts(self, start: int, stop: int) -> np.ndarray:
-        """The positions in [start, stop) at which a document begins, int64 and sorted."""
+        """Find the positions in [start, stop) at which a document begins, int64 and sorted."""
         starts = [np.empty(0, np.int64)]
         for i, a, b in self._find_spans(start, stop):
             borders = self._open_shard(i)[1]
@@ -245,7 +245,7 @@ class Shards:
         return np.concatenate(starts)
 
     def counts(self, start: int, stop: int) -> np.ndarray | None:
-        """Which of the tokens [start, stop) are trained on, bool; None: all of the stream."""
+        """Mark which of the tokens [start, stop) are trained on, bool; None: the whole stream is."""
         if self.facts.answer_tokens is None:
             return None
         files = [(self._open_shard(i)[2], a, b) for i, a, b in self._find_spans(start, stop)]
@@ -340,7 +340,7 @@ def list_domains(folder: Path) -> list[Path]:
 def prepared_folder(path: Path) -> Path | None:
     """Find the folder of prepared data, or of all its domains, from its path or the path of its manifest."""
     folder = path.parent if path.name == MANIFEST else path
-    with suppress(HeadwaterError):  # another program's file of this name
+    with suppress(HeadwaterError):  # the file belongs to another program
         if any(read_sealed(member / MANIFEST) is not None for member in (folder, *list_domains(folder))):
             return folder
     return None
@@ -401,7 +401,7 @@ def validate_file(kind: type[M], values: dict[str, Any], file: Path) -> M:
 def check_all(prepared: list[Prepared]) -> None:
     """Check every file. Raises `HeadwaterError` with the names of those whose content has changed."""
     wrong: list[str] = []
-    for folder in prepared:  # the manifest's own checksum was compared when it was read
+    for folder in prepared:  # the manifest's own checksum was verified on reading
         sums = {file: digest for file, _, digest in folder.manifest.shard_files}
         changed = _find_changed(folder.folder, sums | {EVALUATION: folder.manifest.evaluation.sha256})
         changed_tokenizer = _changed_tokenizer(folder.folder, folder.manifest.tokenizer)

@@ -45,7 +45,7 @@ from headwater_lab.data.reading import (
 )
 from headwater_lab.data.tokenizer import LONGEST, part_end
 
-# Bytes to read at most to find out whether a corpus has fewer than FEW_FILES documents.
+# Maximum bytes to read to find out whether a corpus has fewer than FEW_FILES documents.
 FEW_BYTES = 2**26
 
 
@@ -153,14 +153,14 @@ class Stream:
 
     def __iter__(self) -> Iterator[Document]:
         cuts_texts = self.few_texts and not self.marked
-        # A text that would be one piece is cut smaller, as a whole.
+        # A text that would be a single piece stays whole here, and is cut more finely later.
         cuts_texts = cuts_texts and len(list(itertools.islice(self.iterate_documents(True), 2))) > 1
         documents = self.iterate_documents(cuts_texts)
         if self.marked or cuts_texts:
             yield from documents
             return
 
-        # Enough documents to tell whether there are FEW_FILES.
+        # Read enough documents to know whether there are FEW_FILES.
         first_documents: list[Document] = []
         keys: set[int] = set()
         size = 0
@@ -236,7 +236,7 @@ class Stream:
         index, is_empty = 0, True
         for content in contents:
             is_empty = False
-            if not content:  # nothing before a mark, or in the file
+            if not content:  # no text before the first mark, or in the file
                 self.empty += 1
             elif in_pieces or self.marked:
                 key = content[: part_end(content, 0)] if len(content) > LONGEST else content

@@ -22,7 +22,7 @@ from headwater_lab.data.tokenizer_files import has_tokenizer, open_tokenizer
 from headwater_lab.util.deadline import SECONDS, within
 
 END_OF_TEXT = "<|endoftext|>"
-# Tokens, for which memory is taken at once: several times those of the largest models.
+# Maximum number of tokens, since memory for all is allocated at once. The largest models have a fraction of this.
 LARGEST_VOCABULARY = 2**22
 # Characters that a long document is tokenized at a time: at least PART, at most LONGEST.
 PART = 2**18
@@ -97,7 +97,7 @@ def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         if path.is_dir() and not has_tokenizer(path):
             raise HeadwaterError(f"The folder {str(source)!r} has no tokenizer: there is no tokenizer.json in it.")
         tokenizer = open_tokenizer(path if path.exists() else str(source))
-        vocabulary_size(tokenizer)  # inspects it
+        vocabulary_size(tokenizer)  # raises if the vocabulary is damaged
         return tokenizer
 
 
@@ -114,7 +114,7 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def has_all_tokens(tokenizer: PreTrainedTokenizerBase | None, base: PreTrainedTokenizerBase | None) -> bool:
-    """Whether a tokenizer has all tokens of another one under their ids, and perhaps more."""
+    """Whether a tokenizer has all tokens of another one under the same ids, and possibly more."""
     if tokenizer is None or base is None:
         return False
     return base.get_vocab().items() <= tokenizer.get_vocab().items()
@@ -173,7 +173,7 @@ class Encoder:
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode texts, without separators."""
-        if self.is_bytes:  # same result as calling the tokenizer, without the overhead
+        if self.is_bytes:  # equals calling the tokenizer, without its overhead
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
         with _one_sentence("The tokenizer cannot encode a text"):
             return [np.asarray(row, dtype=self.dtype) for row in encode_in_time(self._encode_ids, texts)]

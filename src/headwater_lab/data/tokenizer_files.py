@@ -22,7 +22,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any(os.path.lexists(folder / name) for name in FILES)
 
 
-# Tokens that end a text, and those that end a message, which end a text too if there is no other.
+# Tokens that end a text, and tokens that end a message, which are used if there is none of the former.
 TEXT_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|endofsentence|>", "<eos>", "[EOS]")
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eom_id|>", "<|return|>")
 
@@ -35,7 +35,7 @@ def local_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     if is_bare and not (path / CONFIG).is_file():
         return bare_tokenizer(path)
     tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    if is_bare and tokenizer.eos_token is None and tokenizer.bos_token is None:  # the model's type names none either
+    if is_bare and tokenizer.eos_token is None and tokenizer.bos_token is None:  # the type of the model names neither
         return bare_tokenizer(path)
     return tokenizer
 

@@ -20,7 +20,7 @@ from headwater_lab.training.hub_models import check_source, explaining_code
 from headwater_lab.training.trained_models import read_tokenizer
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-# The limit for a model without its own, as in lm-evaluation-harness.
+# Context of models that have no limit of their own, as in lm-evaluation-harness.
 CONTEXT = 2048
 PROBE = "Sphinx of black quartz,\n\tjudge my vow: 1234.5 + 67 = 1302; naïve 水源 🦉\r\n  def f(x): return x"
 
@@ -90,7 +90,7 @@ class Candidate:
 
     def _load_foreign(self) -> PreTrainedModel:
         """Load a model from outside headwater with transformers."""
-        if (folder := Path(self.source)).is_dir():  # all files of its index are present
+        if (folder := Path(self.source)).is_dir():  # transformers checks that all files of the index exist
             files = weight_files(folder, pickled=True)
             check_size(self.skeleton, 2 * sum(file.stat().st_size for file in files), folder)  # of 4 bits or more
             check_files(files, repr(self.source), self.skeleton)

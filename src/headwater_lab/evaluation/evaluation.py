@@ -24,13 +24,13 @@ from headwater_lab.evaluation.tasks import Score, Tasks
 from headwater_lab.util.machine import usable_device
 from headwater_lab.util.terminal import Table, lined
 
-# The measures of a text, by the form and weight of `paired.Items`.
+# Measures of a text: the form of the figure, and the weight of `paired_differences.Items`.
 MEASURES = {
     "bits-per-byte": ("bits", "bytes"),
     "loss": ("loss", "tokens"),
     "perplexity": ("perplexity", "tokens"),
 }
-SEED = 1234  # lm-eval's own for examples in prompts
+SEED = 1234  # lm-eval's own seed for choosing few-shot examples
 
 
 @dataclass
@@ -142,7 +142,7 @@ def evaluate(
     for candidate in candidates:
         model = candidate.load_model(device, dtype)
         facts = result.models[candidate.name] = _model_facts(candidate, model)
-        with forbid_autotuning():  # all models' linear layers use the same kernel, whatever was timed to be fast here
+        with forbid_autotuning():  # all models use the same linear kernel, not the one timed to be fastest here
             if on_tasks is not None:
                 scores = on_tasks.run_tasks(
                     candidate, model, batch_size=batch_size, limit=limit, context=context, seed=seed, progress=progress

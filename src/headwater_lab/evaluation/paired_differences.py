@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-# Each figure as a function of r, and its derivative. For log-likelihoods in nats, except "mean".
+# Each figure as a function of the ratio r, and its derivative. All but "mean" take log-likelihoods in nats.
 FORMS: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
     "mean": (lambda r: r, lambda r: 1.0),
     "loss": (lambda r: -r, lambda r: -1.0),

@@ -41,11 +41,11 @@ GROUPS = {
         "mmlu@5:acc",
         "hendrycks_math@0:exact_match",
     ),
-    "mmlu-forms": ("mmlu_continuation@0:acc", "mmlu@0:acc", "mmlu@5:acc"),  # the same, Table 3
+    "mmlu-forms": ("mmlu_continuation@0:acc", "mmlu@0:acc", "mmlu@5:acc"),  # arXiv 2411.19574, Table 3
 }
-# Draws of lm-eval's bootstrap, for figures without a closed-form standard error.
+# Number of bootstrap samples in lm-eval, for figures without a closed-form standard error.
 DRAWS = 1000
-# Of several libraries.
+# Names of network errors in several libraries.
 NETWORK_ERRORS = (
     *("ConnectionError", "OfflineModeIsEnabled", "DatasetNotFoundError", "LocalEntryNotFoundError", "ConnectError"),
 )
@@ -110,7 +110,7 @@ class Tasks:
         folder = None if self.folder is None else str(self.folder.resolve())
         self.manager = TaskManager(include_path=folder, include_defaults=not tasks <= local)
         for name in sorted(tasks - set(self.manager.all_tasks)):
-            near = nearest(name, [*self.manager.all_tasks, *GROUPS])  # which may list thousands
+            near = nearest(name, [*self.manager.all_tasks, *GROUPS])  # listing all tasks takes time
             hint = near if near.startswith("did you") else "`lm_eval ls tasks` lists them all."
             raise HeadwaterError(f"There is no task {name!r}; {hint}")
         self.loaded = [(request, self._load_task(request)) for request in requests]
@@ -263,7 +263,7 @@ def local_tasks(files: Path) -> set[str]:
         except Exception as error:  # a parser's, or a missing include's
             reason = " ".join(str(error).split()) or type(error).__name__
             raise HeadwaterError(f"The task file {str(file)!r} cannot be read: {reason}") from error
-        # A file that names neither is one that others include.
+        # Files with neither key are included by others.
         names |= {content[kind] for kind in ("task", "group") if isinstance(content.get(kind), str)}
     if not names:
         raise HeadwaterError(f"There is no task in {str(files)!r}: no .yaml file there has a line `task: NAME`.")
@@ -279,7 +279,7 @@ def _is_network(error: BaseException) -> bool:
 
 def prepare_lm_eval() -> None:
     """Import lm-eval without its messages. Raises `HeadwaterError` if it is not installed."""
-    # Read at every bootstrap: otherwise it starts one process per core.
+    # lm-eval reads this at every bootstrap. Without it, it starts one process per core.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     try:
         import lm_eval.models.huggingface  # noqa: F401

@@ -17,7 +17,7 @@ from headwater_lab.inspection.tables import read_measure
 from headwater_lab.util.figures import ShownFigure
 from headwater_lab.util.outputs import default_style, save_figure
 
-# Cell size of a heatmap in inches, and the largest side with a number in each cell.
+# Cell size of a heatmap in inches, and the longest side for which numbers are written into the cells.
 CELL_WIDTH, CELL_HEIGHT, NUMBERED = 0.42, 0.26, 24
 DRAWN = {
     "entropy, share of maximum": "entropy / maximum",
@@ -35,7 +35,7 @@ class Grid:
     title: str
     values: list[np.ndarray | None]
     across: str
-    start: int = 0  # what the first column is called
+    start: int = 0  # number of the first column
 
     @property
     def columns(self) -> int:
@@ -77,7 +77,7 @@ def heads_picture(inspections: Sequence[Inspection]) -> Figure | None:
     for measure, title in DRAWN.items():
         values = [read_measure(inspection, measure) for inspection in inspections]
         if any(value is not None for value in values):
-            # NaN where a layer has fewer heads than another
+            # Fill with NaN where a layer has fewer heads than another.
             arrays = [None if rows is None else np.array([*zip_longest(*rows, fillvalue=nan)]).T for rows in values]
             grids.append(Grid(title, arrays, "query head"))
     return draw_heatmaps(inspections, grids)

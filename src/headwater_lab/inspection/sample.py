@@ -17,11 +17,11 @@ from headwater_lab.data.images import ImageData
 from headwater_lab.training.trained_models import Trained, build_data, sample_rows
 from headwater_lab.util.model_kinds import AnyModel
 
-ROWS, LEAST = 16, 4  # rows of text by default, and at least
-IMAGES = 64  # held-out images by default
-PERIOD = 50  # random tokens of an induction row, before they repeat
-REPEATED = 8  # induction rows
-# Maximum attention weights of one layer to hold at a time.
+ROWS, LEAST = 16, 4  # default and minimum rows of text
+IMAGES = 64  # default number of held-out images
+PERIOD = 50  # number of random tokens in an induction row before they repeat
+REPEATED = 8  # number of induction rows
+# Maximum number of one layer's attention weights to hold at a time.
 WEIGHTS = 2**26
 
 

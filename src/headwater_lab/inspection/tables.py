@@ -7,7 +7,7 @@ from typing import Any
 from headwater_lab.inspection.inspection import Inspection
 from headwater_lab.util.terminal import SideBySide, Table
 
-# Show up to this many heads one by one, otherwise the range.
+# Show up to this many heads individually, and the range of more.
 HEADS = 4
 
 CENSUS = {
@@ -17,7 +17,7 @@ CENSUS = {
     "current_key_previous_value": "α1 > α2, β1 ≤ β2: this key, previous value",
     "previous_key_previous_value": "α1 ≤ α2, β1 ≤ β2: previous key, previous value",
 }
-# Measures by layer, most of them by head: label, and where they stand in an inspection.
+# Measures by layer, most of them by head: label -> attribute of an inspection.
 MEASURES = {
     "token similarity: a layer's input": "read.hidden",
     "token similarity: values": "read.values",

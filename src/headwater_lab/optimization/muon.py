@@ -12,7 +12,7 @@ from headwater_lab.optimization.adamw import adamw
 from headwater_lab.optimization.registry import register_optimizer
 from headwater_lab.optimization.tensors import list_gradients, local_shard
 
-# The quintic polynomial that Newton-Schulz applies five times: steep at 0, and near 1 only roughly 1.
+# Newton-Schulz applies this quintic polynomial five times. It is steep at 0, and values near 1 stay only roughly at 1.
 A, B, C = 3.4445, -4.7750, 2.0315
 STEPS, EPS = 5, 1e-7
 
@@ -33,7 +33,7 @@ class Muon(torch.optim.Optimizer):
     changes nothing if `found_inf`, 0-d, is 1.
     """
 
-    # How GradScaler and our loop tell that an optimizer can skip a step on the device.
+    # Tells GradScaler and the training loop that this optimizer can skip a step on the device.
     _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
 
@@ -67,7 +67,7 @@ class Muon(torch.optim.Optimizer):
         finite: Tensor | float = 1.0
         if self.found_inf is not None:
             finite = 1.0 - self.found_inf
-            # A gradient that is not finite must not reach the momentum, not even times zero.
+            # A non-finite gradient must not reach the momentum. Multiplying it by zero would give NaN.
             grads = [torch.where(finite > 0, grad, 0) for grad in grads]
         differences = torch._foreach_sub(grads, buffers)
         torch._foreach_mul_(differences, (1 - momentum) * finite)
@@ -100,7 +100,7 @@ def _orthogonalize_updates(like: nn.Parameter, updates: Tensor) -> Tensor:
     world = dist.get_world_size(group)
     count, (rows, columns) = len(updates), like.shape
     per_process, share = -(-count // world), -(-rows // world)  # matrices; rows, except for the last processes
-    # Sent in bfloat16, which the iteration uses, padded with zeros.
+    # Exchange in bfloat16, the iteration's dtype, padded with zeros.
     padded = updates.new_zeros(per_process * world, share, columns, dtype=torch.bfloat16)
     padded[:count, : updates.shape[1]] = updates
     matrices = torch.empty_like(padded)

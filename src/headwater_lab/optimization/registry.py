@@ -30,13 +30,13 @@ def register_schedule(fraction: F) -> F:
 def fields_read(thing: Any) -> list[str]:
     """List the fields of `training:` that an optimizer or a schedule reads: a function's keyword-only parameters.
 
-    A class like those of torch.optim takes the learning rate and its own arguments, `optimizer_options`.
+    A class such as torch.optim's takes the learning rate and its own arguments, `optimizer_options`.
     """
     if isinstance(thing, type):
         return ["learning_rate", "optimizer_options"]
     try:
         parameters = inspect.signature(thing).parameters.values()
-    except ValueError:  # of some built-in functions
+    except ValueError:  # some built-in functions have no signature
         return []
     return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 

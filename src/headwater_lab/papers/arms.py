@@ -17,7 +17,7 @@ from headwater_lab.training.records import ENDED, RunRecord, read_record
 from headwater_lab.training.stages import list_stages
 
 REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")
-# Marks the folder of a run of which only the record is there; see kept.py.
+# Marks a run's folder in which only the record is present; see kept.py.
 RESTORED = ".restored"
 # Overrides of these do not change runs, so tables with and without them share runs; of the threshold, unless it chooses
 # learning rates.
@@ -75,7 +75,7 @@ class SizedArm:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished or diverged run. checkpoints: the folder of its last stage's checkpoints."""
+    """A finished or diverged run. checkpoint_folder: the folder with its last stage's checkpoints."""
 
     record: RunRecord
     folder: Path
@@ -148,14 +148,14 @@ def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
     tuned = arm.recipe.compare is not None and arm.recipe.compare.learning_rates
     rate = find_tuned_rate(arm.recipe, arm.arm, out) if tuned and arm.devices == 1 else None
     for seed in arm.seeds:
-        if arm.recipe.compare and not arm.folder(seed, out).is_dir():  # computing settings takes time
+        if arm.recipe.compare and not arm.folder(seed, out).is_dir():  # because computing settings takes time
             continue
         recipe, folder = arm.run(seed, out)
         try:
             record = read_record(folder)
         except HeadwaterError:
             continue
-        if tuned and arm.devices > 1:  # started by hand, at the rate that somebody found best
+        if tuned and arm.devices > 1:  # trained by hand, at a learning rate that somebody chose
             rate = record.recipe["training"]["learning_rate"]
         if tuned and rate is None:
             continue

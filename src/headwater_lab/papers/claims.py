@@ -51,7 +51,7 @@ ClaimVerdict = Literal["replicates", "fails", "inconclusive"]
 EvidenceKind = Literal["mean", "share", "more"]
 Interval = tuple[float, float]
 ABOVE_ZERO: Interval = (0.0, math.inf)
-# log N'/N: anything that takes a larger one counts as unreachable.
+# Largest log N'/N. An arm that would need more counts as unreachable.
 MOST = 100.0
 LUCKY = "a run diverged, and the mean of the others is meaningless"
 # Claims about most seeds: what those seeds do, and whether it denies that they get there, or diverge.
@@ -103,7 +103,7 @@ def mean_evidence(
         return replace(result, p=p, interval=lambda level: ends if p <= level else None)
     error, spread = standard_error(values), float(np.std(values, ddof=1))
     effects = sorted(abs(mean - border) / spread for border in region if math.isfinite(border))
-    if not region[0] < mean < region[1]:  # to be inside takes all borders, to be outside one
+    if not region[0] < mean < region[1]:  # being inside takes all borders, being outside only the nearest
         effects = effects[:1]
     return replace(
         result,
@@ -156,10 +156,10 @@ def _p_of_t(mean: float, error: float, freedom: int, region: Interval) -> float:
 class Judged:
     """A claim and its evidence from our runs, or from computation.
 
-    why: why it is inconclusive, or another remark; the evidence itself where nothing is estimated.
-    what, kind: what was estimated: a mean difference, a share of the seeds, or how much more of the baseline's size.
-    estimate, interval: of it; the interval has confidence 1 - level, the level at which Holm's procedure tests the
-        claim among those of its table. p: uncorrected. seeds: its number of seeds.
+    why: why the claim is inconclusive, or another remark; the evidence itself if nothing is estimated.
+    what, kind: what is estimated: a mean difference, a share of the seeds, or how much more of the baseline's size.
+    estimate, interval: the estimate and its interval, of confidence 1 - level, where Holm's procedure tests the claim
+        at this level within its table. p: uncorrected. seeds: the number of seeds.
     more: seeds still needed to settle it with a probability of 80 %, if mean and spread stay the same; None if it is
         settled, needs more than 10 000, or has no mean.
     counted: an arithmetical identity, such as the FLOPs of one arm compared with another's: counted or computed, not
@@ -207,7 +207,7 @@ def _judge_claim(claim: Claim, evidence: Evidence, level: float) -> Judged:
         if interval is None:
             seeds = f"{evidence.size} seeds"
             why = f"all {seeds} differ by exactly this amount, but {seeds} are too few to rule out chance"
-    if evidence.kind == "more":  # told as a share more
+    if evidence.kind == "more":  # expressed as a relative increase
         estimate = estimate and _bounded_expm1(estimate)
         interval = interval and (_bounded_expm1(interval[0]), _bounded_expm1(interval[1]))
     return Judged(
@@ -268,7 +268,7 @@ def _find_evidence(claim: Claim, runs: Runs) -> Evidence:
 
 
 def _paired_evidence(claim: Better | Alike | NotBetter, runs: Runs) -> Evidence:
-    """Compare two arms, or two such differences, in the seeds that all of them have."""
+    """Compare two arms, or two differences of arms, in the seeds that all of them have."""
     names = list_claimed_arms(claim)
     seeds = set.intersection(*(set(runs.find_seeds(name)) for name in names))
     if not seeds:

@@ -16,11 +16,11 @@ from headwater_lab.papers import theory
 from headwater_lab.reports.words import write_range
 from headwater_lab.util.terminal import si
 
-# The growth series of TokenFormer.
+# TokenFormer's growth series.
 SERIES = ("tokenformer-124m", "tokenformer-354m", "tokenformer-757m", "tokenformer-1.4b")
 CONTEXT = 1024
 CONTEXTS = (1024, 4096, 16384, 32768)
-# Table 3 leaves out biases, which are lower-order terms.
+# Relative tolerance, because Table 3 leaves out biases, which are lower-order terms.
 ROUGHLY = 0.01
 
 
@@ -122,7 +122,7 @@ def compute_tokenformer_flops() -> Computed:
     }
     of_grown, of_wide = _count_flops(grown), _count_flops(wide)
     ratios = of_wide / of_grown
-    # of those that were grown: the first of the series was not
+    # Only the grown models. The first of the series was trained from scratch.
     advantages, saved = ratios[1:], (of_wide - of_grown)[1:]
     rows = [[name, *map(si, flops)] for name, flops in zip(grown | wide, [*of_grown, *of_wide], strict=True)]
     rows += [[f"Transformer over {name}", *map("{:.2f}".format, row)] for name, row in zip(grown, ratios, strict=True)]

@@ -37,11 +37,11 @@ FACTS: dict[str, Callable[[RunRecord], float]] = {
     "tokens_per_second": lambda record: record.tokens_per_second,
     "cache": lambda record: record.cache_bytes_per_token,
 }
-# The only fact that is measured, and of which more is better.
+# The only measured fact. All others are counted. More is better.
 SPEED = "tokens_per_second"
 COUNTED = FACTS.keys() - {SPEED}
 HALVES = ("easier", "harder")
-# Rows of the model's training data, as `headwater inspect` reads by default.
+# Default number of rows of training data, as in `headwater inspect`.
 ROWS = 16
 
 
@@ -91,7 +91,7 @@ class Runs:
         if kind == "task":
             return self._find_task(run, argument)
         if kind in ("census", "scalar"):
-            if run.checkpoint_folder not in self._inside:  # a model is read once for all measures
+            if run.checkpoint_folder not in self._inside:  # read each model once for all measures
                 model = load_model(newest_checkpoint(run.checkpoint_folder))
                 self._inside[run.checkpoint_folder] = take_census(model), collect_scalars(model)
             counts, learned = self._inside[run.checkpoint_folder]
@@ -174,7 +174,7 @@ class Runs:
     def _evaluate_tasks(self, run: FinishedRun, name: str) -> list[dict[str, Any]]:
         path = run.folder / f"evaluation-{make_slug(name)}.json"
         key = {"identity": run.record.identity, "lm_eval": version("lm_eval")}
-        if self.task_files is not None:  # otherwise any files they were evaluated with
+        if self.task_files is not None:  # without task files, accept an evaluation with any
             key["task_files"] = self._task_digest
         if path.exists():
             saved = json.loads(read_bytes(path))

@@ -12,14 +12,14 @@ from headwater_lab.papers.table import ScaleName
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.util.machine_speed import find_hardware
 
-# FLOP/s of a core in fp32, and additional seconds per step: least squares of relative errors over 300 arms of widths 64
-# to 160, the fastest run of each, two at a time on an AMD EPYC (family 25, model 1). Most take 0.8 to 1.4 times that.
+# fp32 FLOP/s of a core, and additional seconds per step: least squares of relative errors over 300 arms of widths 64 to
+# 160, the fastest run of each, two at a time on an AMD EPYC (family 25, model 1). Most take 0.8 to 1.4 times that.
 CORE = 4e10
 STEP = 4e-2
 CORES = 2
 GPU = "H100"
 MFU = 0.4
-# What the hours are of, by scale.
+# The device for which hours are estimated, by scale.
 DEVICES = {"cpu": f"{CORES} cores", "gpu": GPU, "paper": GPU}
 # Per token, by config and length.
 _flops_by_config: dict[tuple[str, int], float] = {}
@@ -35,9 +35,9 @@ def estimate_price(arms: list[SizedArm], scale: ScaleName) -> tuple[float, float
         section, runs = arm.recipe.compare, []
         if section is None:
             runs.append((list(list_stages(arm.recipe))[: arm.recipe.stage_names.index(arm.arm) + 1], 1))
-        else:  # all seeds cost the same
+        else:  # all seeds have the same cost
             runs.append((list(list_stages(arm.recipe.arm(arm.arm, arm.seeds[0], arm.size))), len(arm.seeds)))
-            if section.learning_rates:  # tuned at the first size, for all
+            if section.learning_rates:  # rates are tuned at the first size, for all sizes
                 tuned = arm.recipe.arm(arm.arm, section.tuning_seeds[0], next(iter(section.sizes), None))
                 runs.append((list(list_stages(tuned)), len(section.learning_rates) * len(section.tuning_seeds)))
         for of_run, number in runs:
@@ -56,7 +56,7 @@ def list_stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
     for (run, _), config in zip(recipe.chain(lambda name, _: Path(name)), configs, strict=True):
         section = run.training
         tokens = section.steps * section.batch_size * section.gradient_accumulation_steps * run.row_length
-        # The same for every seed, and runs differ mostly in that.
+        # Left out of the key, because the cost does not depend on it, and runs differ mostly in the seed.
         key = repr(config.to_dict() | {"initializer_seed": None}), run.row_length
         if key not in _flops_by_config:
             _flops_by_config[key] = training_flops(config, run.row_length)

@@ -26,7 +26,7 @@ from headwater_lab.util.outputs import save_figure, write_json
 from headwater_lab.util.terminal import Table, lined
 
 RESULT = "result.json"
-# After "one claim" and after several.
+# Verb forms after "one claim" and after several.
 WORDS: dict[ClaimVerdict, tuple[str, str]] = {
     "replicates": ("replicates", "replicate"),
     "fails": ("fails", "fail"),
@@ -273,7 +273,7 @@ def table_caption(result: Reproduction) -> str:
     over = f"{seeds[0]} to {counted(seeds[-1])}" if seeds else "no run that finished"
     over = counted(seeds[0]) if len(seeds) == 1 else over
     laws = "; by a fitted law with its 95 % interval" if "saved" in list_measures(result.table) else ""
-    printed = any(paper for row in result.cells for paper, _ in row)  # a table of the ledger is of no paper
+    printed = any(paper for row in result.cells for paper, _ in row)  # tables from the ledger belong to no paper
     figures, or_ = ("The paper's figures, and ours", ", or not given") if printed else ("Our figures", "")
     return f"{figures}: mean ± standard deviation over {over}{laws}. Empty: not trained at this scale{or_}."
 

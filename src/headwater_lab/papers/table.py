@@ -22,21 +22,21 @@ VERDICTS = TABLES.with_name("verdicts.json")
 ScaleName = Literal["cpu", "gpu", "paper"]
 SCALES: tuple[ScaleName, ...] = ("cpu", "gpu", "paper")
 
-# What is measured: "result" is the recipe's deciding metric, "perplexity" e^loss, "steps" those to the recipe's
-# threshold; any other name is one of the held-out metrics (loss, bits_per_byte, accuracy, accuracy/k=3, …), a fact of
-# the run (parameters, tokens, flops, tokens_per_second, cache), "census:…" (see `headwater inspect`), or "task:NAME" or
-# "task:NAME:METRIC" (see `headwater evaluate`). Further:
-# "total_flops" with all stages before, "stage_flops" of the last stage alone;
-# "easier", "harder": means of the first and of the second half of the measures accuracy/…, which go from easy to hard,
-# and "hardest": the last of them; "diverged": how many seeds did, by the table's claim of it;
-# "saved": by the law over sizes, how much less of what they differ in an arm needs for the baseline's loss, 1 - N/N';
-# "census:FIELD" or "census:FIELD+FIELD", fields of `inspect.scalars.Census`, added up;
-# "scalar:SYMBOL:FROM-TO": mean of a scalar (`inspect.scalars.Scalars.symbol`) over these layers, ends included;
-# "similarity:FROM-TO": mean cosine between a row's tokens, going into these layers (`inspect.watch.Read.hidden`);
-# "task:GROUP:mean": mean over the tasks of one of `evaluate.tasks.GROUPS`, perplexities left out.
+# What a column or claim measures. "result" is the recipe's deciding metric, "perplexity" is e^loss, "steps" those to
+# the threshold; any other name is one of the held-out metrics (loss, bits_per_byte, accuracy, accuracy/k=3, …), a fact
+# about the run (parameters, tokens, flops, tokens_per_second, cache), "census:…" (see `headwater inspect`), "task:NAME"
+# or "task:NAME:METRIC" (see `headwater evaluate`). In addition:
+# "total_flops" with all earlier stages, "stage_flops" of the last stage only;
+# "easier", "harder": the means of the first and the second half of the measures accuracy/…, which go from easy to hard,
+# and "hardest": the last of these; "diverged": the number of seeds that diverged, as the table's claim defines it;
+# "saved": by the law over sizes, the share of the size that an arm saves at the baseline's loss, 1 - N/N';
+# "census:FIELD" or "census:FIELD+FIELD", the sum of fields of `inspection.scalars.Census`;
+# "scalar:SYMBOL:FROM-TO": mean of a scalar (`inspection.scalars.Scalars.symbol`) over these layers, ends included;
+# "similarity:FROM-TO": mean cosine between a row's tokens, going into these layers (`inspection.watch.Read.hidden`);
+# "task:GROUP:mean": mean over the tasks of one of `evaluation.tasks.GROUPS`, perplexities left out.
 Measure = str
-# "ARM", "ARM @ SIZE" where a recipe has sizes, and "RECIPE: ARM" where several recipes have arms of one name (RECIPE is
-# the recipe's name). Of a recipe with stages and without arms the stages are the arms.
+# "ARM"; "ARM @ SIZE" if a recipe has sizes; and "RECIPE: ARM", with the recipe's name, if several recipes have an arm
+# of that name. If a recipe has stages and no arms, its stages are the arms.
 ReferenceText = str
 
 
@@ -94,9 +94,9 @@ class Pair(Settings):
     @model_validator(mode="after")
     def _check_than(self) -> Pair:
         if self.than is not None and len(set(self.pairs)) == 1:
-            raise ValueError("`than` names another arm, against or measure than the claim")
+            raise ValueError("`than` must differ from the claim in arm, against or measure")
         if self.than is not None and "steps" in {measure for *_, measure in self.pairs}:
-            raise ValueError("`than` does not work for steps: a run that never gets there has no difference to compare")
+            raise ValueError("`than` does not work for steps: runs that never get there cannot be compared")
         return self
 
 
@@ -177,7 +177,7 @@ class Scale(Settings):
     recipes: list[str] = []
     """Files below recipes/."""
     overrides: list[str] = []
-    """dotted.key=value, applied to each of them."""
+    """dotted.key=value, applied to each recipe."""
     arms: dict[str, ReferenceText | None] = {}
     """The table's name of an arm (in full, with " @ SIZE") -> its name in these recipes, if it differs; null:
     not trained at this scale, so that its cells stay empty and claims about it untested."""

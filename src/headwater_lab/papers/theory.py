@@ -25,10 +25,10 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.util.figures import ShownFigure
 
 PAPER = "2411.19574"
-SLOPE = float(alibi_slopes(1))  # of a model with one head: 2^-8
+SLOPE = float(alibi_slopes(1))  # for a model with one head: 2^-8
 LENGTHS = (4, 12, 102)  # T of the three panels
 STREAM, MARK = "#0072B2", "#D55E00"
-ROUNDING = 1e-12  # of fp64
+ROUNDING = 1e-12  # allowed for rounding in fp64
 
 
 # Definition 1: the machine
@@ -112,7 +112,7 @@ def two_layers(x: Tensor, first_slope: float, sharpness: float = 1.0) -> Tensor:
     ALiBi weighs that one e^p times more than the previous one: a steep slope would copy the wrong token.
     """
     d = x.shape[-1]
-    copied, shifted = torch.eye(2 * d, dtype=x.dtype).split(d, dim=1)  # h @ copied is the token's half of h
+    copied, shifted = torch.eye(2 * d, dtype=x.dtype).split(d, dim=1)  # h @ copied: the half with the token itself
     h = x @ copied.T
     h = h + _attention_head(h, 0 * copied, 0 * copied, copied @ shifted.T, _alibi_bias(x, first_slope, diagonal=-1))
     return _attention_head(h, sharpness * copied, shifted, copied, _alibi_bias(x, SLOPE, diagonal=0))

@@ -24,7 +24,7 @@ def train_table(work: Work, workers: int | None, comparing: Comparing) -> list[O
     outcomes = []
     for arm in work.trained_arms if reads_models(work.table) else []:
         for run in finished_runs(arm, work.trials).values():
-            if run.is_restored:  # its model is needed, and missing
+            if run.is_restored:  # the table needs the model, which is missing
                 (run.folder / RECORD).unlink()
                 (run.folder / RESTORED).unlink()
     missing = {arm.recipe.name for arm, _ in work.list_missing()}

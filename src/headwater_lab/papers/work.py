@@ -76,7 +76,7 @@ class Work:
 
     @property
     def trained_arms(self) -> list[SizedArm]:
-        """Every arm once, and the baselines and sizes that a law needs."""
+        """List every arm once, with the baselines and sizes that a law needs."""
         arms = [arm for arm in self.arms.values() if arm is not None]
         laws = [self.arms[f"{claim.arm} @ {claim.size}"] for claim in self.table.claims if isinstance(claim, Gains)]
         arms += [member for arm in laws if arm is not None for member in list_law_arms(arm)]

@@ -43,7 +43,7 @@ def list_problems(error: ValidationError, section: Any, data: type[DataSettings]
     for detail in error.errors():
         location = [str(step) for step in detail["loc"]] or [""]
         owner, field = _find_field(section, data, location)
-        # One sentence is enough for a field, whichever of its types or items does not fit.
+        # Report a field only once, even if several of its types or items are wrong.
         if field not in fields:
             yield _describe_problem(detail, owner, location, sections)
         fields.add(field)
@@ -53,7 +53,7 @@ def _find_field(section: Any, data: type[DataSettings], location: Sequence[str])
     """Find the innermost section of a location, and the location of its field, without positions inside its value."""
     owner = section
     for depth, name in enumerate(location, 1):
-        if name.isdigit():  # in a list of sections
+        if name.isdigit():  # an index in a list of sections
             continue
         owner, section = section, _read_type(section, name)
         if section is DataSettings:

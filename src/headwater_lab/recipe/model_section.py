@@ -120,7 +120,7 @@ def _name_labels(fields: dict[str, Any], classes: list[str]) -> dict[str, Any]:
 def _build_config(make: Callable[..., HeadwaterConfig], fields: dict[str, Any]) -> HeadwaterConfig:
     try:
         config = make(**fields)
-        plan_layers(config)  # or a run would end after others of its comparison have been trained
+        plan_layers(config)  # fail now, and not after other runs of the comparison have been trained
     except (HeadwaterError, StrictDataclassError) as error:
         raise HeadwaterError(f"model: {sentence(error)}") from error
     return config

@@ -18,7 +18,7 @@ from headwater.util.errors import LARGEST, HeadwaterError, shown
 
 # Far beyond any real recipe; larger input is damaged or malicious.
 MOST_BYTES = 2**20
-MOST_TEXT = 2**30  # of prompts and samples
+MOST_TEXT = 2**30  # maximum bytes of prompts and samples
 MOST_VALUES = 100_000
 DEEPEST = 40
 
@@ -153,7 +153,7 @@ def read_yaml(text: str, where: str, single: bool = False) -> Any:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}: " if mark else ""
         raise HeadwaterError(f"{where}: not valid YAML: {line}{error.problem or error.context}.") from error
-    except yaml.YAMLError as error:  # such as a control character
+    except yaml.YAMLError as error:  # for example a control character
         raise HeadwaterError(f"{where}: not valid YAML: {' '.join(str(error).split())}.") from error
     except RecursionError:
         raise HeadwaterError(f"{where}: nested deeper than {DEEPEST} levels.") from None

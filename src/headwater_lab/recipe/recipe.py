@@ -33,10 +33,10 @@ from headwater_lab.recipe.training_section import Reporting, Training
 from headwater_lab.util.names import file_name, is_file_name
 from headwater_lab.util.settings import Seed, Settings
 
-# Raise it when a default changes: fields at their defaults do not enter the identity, and records of runs with the old
-# default would count as runs with the new one.
+# Increase this if a default changes: fields at their defaults are not part of the identity, so records of runs with the
+# old default would otherwise count as runs with the new one.
 IDENTITY_VERSION = 2
-# Fields that decide nothing.
+# Fields that do not affect the result.
 NOT_DECISIVE: Any = {
     "name": True,
     "title": True,
@@ -186,8 +186,8 @@ class Recipe(Settings):
             stage.check_state(previous.training.optimizer, run.training.optimizer, frozen)
             frozen = frozen if stage.grow is None else stage.grow.freeze
         _check_one_metric(runs, "Stages are compared")
-        if self.start is None and self.stages:  # else the model is a checkpoint's
-            # This does not read the data, whose vocabulary does not matter here.
+        if self.start is None and self.stages:  # otherwise the checkpoint determines the model
+            # Needs no data: the size of the vocabulary does not matter here.
             self.configs(self.config_for(DataShape(self.known_size or 1, self.row_length)))
 
     def arm(self, name: str, seed: int, size: str | None = None) -> Recipe:
@@ -228,8 +228,8 @@ class Recipe(Settings):
         content["data"]["kind"] = self.data.kind
         if content.get("start", {}).get("previous") is not None:
             del content["start"]["checkpoint"]
-        # Keys are sorted, but mechanisms apply in order, and the order of a mixture's sources decides which rows are
-        # drawn.
+        # Keys are sorted, but mechanisms apply in order, and the order of a mixture's sources decides which rows
+        # are drawn. So these two keep theirs.
         for section, name in (("model", "mechanisms"), ("data", "source")):
             if isinstance(content.get(section, {}).get(name), dict):
                 content[section][name] = list(content[section][name].items())

@@ -93,7 +93,7 @@ def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) 
     """
     stages = values.get("stages")
     stages = dict(enumerate(stages)) if isinstance(stages, list) else {}
-    # As it was written, the names in its key, its value.
+    # (text as written, names in the key, value).
     parsed: list[tuple[str, list[Any], Any]] = []
     for text in overrides:
         names, value = parse_override(text)
@@ -110,7 +110,7 @@ def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) 
     chains = list_chains(recipe)
     unread = find_unread(recipe, chains, values)
     if unread and overrides:
-        with suppress(HeadwaterError):  # it may need the overrides
+        with suppress(HeadwaterError):  # it may be valid only with the overrides
             original = parse(values, where)
             unread = find_unread(original, list_chains(original), values)
     if unread := list(dict.fromkeys([*unread, *find_unread(recipe, chains, said)])):
@@ -121,7 +121,7 @@ def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) 
 def _number_stage(text: str, names: Sequence[str], stages: Mapping[int, Any]) -> list[Any]:
     """Replace a stage's name, or its number as text, by its number in the key of an override of its fields."""
     titles = {i: str(stage.get("name")) if isinstance(stage, dict) else "" for i, stage in stages.items()}
-    path = ".".join(names[1:])  # a stage's name may have dots, too
+    path = ".".join(names[1:])  # stage names may contain dots
     for number, title in [*titles.items(), *((i, str(i)) for i in stages)]:
         if title and path.startswith(f"{title}."):
             return ["stages", number, *path.removeprefix(f"{title}.").split(".")]
@@ -136,7 +136,7 @@ def _drop_other_kind(values: dict[str, Any], said: Collection[str]) -> dict[str,
     except ValidationError as error:
         wrong = {detail["loc"][0] for detail in error.errors() if detail["loc"]}.difference(said)
         return {name: value for name, value in values.items() if name not in wrong}
-    except ValueError:  # an unknown kind, which parsing refuses
+    except ValueError:  # an unknown kind: parsing raises an error
         pass
     return values
 

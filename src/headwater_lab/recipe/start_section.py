@@ -96,7 +96,7 @@ class Change(Settings):
         if sum(map(bool, (self.grow, self.convert, self.finish_conversion))) > 1:
             raise ValueError("a model is grown, converted or finished, one at a time; make stages of it")
         if self.grow is not None and self.grow.freeze and self.optimizer_state == "keep":
-            raise ValueError("grow.freeze trains only what is new, for which no state can be kept; leave out one")
+            raise ValueError("grow.freeze trains only new parameters, which have no state to keep; leave one out")
         return self
 
 
@@ -131,8 +131,8 @@ class TrainingStage(Change):
             return
         if self.grow is not None and frozen:
             raise HeadwaterError(
-                f"Stage {self.name!r} trains again what the stage before had frozen, for which it has no optimizer's "
-                "state; leave out optimizer_state: keep."
+                f"Stage {self.name!r} trains what the stage before had frozen, for which there is no optimizer state; "
+                "leave out optimizer_state: keep."
             )
         if previous != current:
             raise HeadwaterError(
@@ -141,8 +141,8 @@ class TrainingStage(Change):
             )
         if self.convert is not None and self.convert.align:
             raise HeadwaterError(
-                f"Stage {self.name!r} aligns keys and values, which turns their weights, so that the optimizer's state "
-                "does not belong to them; set convert.align to false, or leave out optimizer_state: keep."
+                f"Stage {self.name!r} aligns keys and values, which rotates their weights, so that the optimizer's "
+                "state no longer fits; set convert.align to false, or leave out optimizer_state: keep."
             )
 
 

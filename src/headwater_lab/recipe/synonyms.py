@@ -3,7 +3,7 @@
 They are used only in hints; a recipe has one name for each field.
 """
 
-# Section -> field, or several -> the names elsewhere. "" is the top level.
+# Section -> field, or several fields -> names in other programs. "" is the top level.
 _NAMES = {
     "": {"name": "run_name wandb_run_name experiment_name"},
     "model": {
@@ -66,7 +66,7 @@ _NAMES = {
     },
     "start": {"checkpoint": "init_from resume_from_checkpoint model_name_or_path pretrained"},
 }
-# Name elsewhere -> section and field.
+# Name in other programs -> section and field.
 SYNONYMS = {
     name: (section, field)
     for section, fields in _NAMES.items()

@@ -98,7 +98,7 @@ class Training(Settings):
     """Weight of mean(logsumexp(logits)²), added to the loss (PaLM, arXiv 2204.02311, section 5: 1e-4); the
     reported loss does not include it."""
     label_smoothing: Annotated[Fraction, OF_IMAGES] = 0.0
-    """Of images: this share of each label's probability is spread over all classes."""
+    """For images: this share of each label's probability is spread over all classes."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights, per step; null for none. The averaged weights are
     evaluated and saved. In step t the decay is at most (1 + t) / (10 + t), so that early weights are soon forgotten."""

@@ -7,7 +7,7 @@ from typing import Any
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.util.settings import ReadIf, Settings
 
-# The runs of an arm at a size, stage by stage.
+# (arm, size) -> the arm's runs, one per stage.
 Chains = dict[tuple[str, str | None], list[Recipe]]
 
 
@@ -20,13 +20,13 @@ def list_chains(recipe: Recipe) -> Chains:
 def find_unread(recipe: Recipe, chains: Chains, values: Mapping[str, Any]) -> list[str]:
     """Write a sentence for each of these values that no run of the recipe reads, unless it is the default.
 
-    A field that the recipe sets must be read by one of all runs, and a field that an arm or a stage sets by one of its
-    own.
+    A field that the recipe sets must be read by at least one of all runs, and a field that an arm or a stage sets by at
+    least one of its runs.
     """
     return [
         f"{prefix}{'.'.join(path)} has no effect {condition.otherwise.format(runs[0])}; leave it out"
         for prefix, section, runs in _list_sections(recipe, chains, values)
-        if runs  # else an override has taken them away
+        if runs  # otherwise an override has removed them
         for path, condition in _find_conditions(runs[0], section)
         if not any(condition.test(run, path[-1]) for run in runs)
     ]
@@ -84,7 +84,7 @@ def find_overruled(recipe: Recipe, runs: Iterable[Recipe], overrides: Sequence[s
     overruled = []
     for key in dict.fromkeys(text.partition("=")[0] for text in overrides):
         value = _look_up(values, key)
-        # Sections are merged.
+        # Skip mappings, which are merged and not replaced.
         if not isinstance(value, dict | None) and value not in [_look_up(run, key) for run in by_run]:
             overruled.append(key)
     return overruled

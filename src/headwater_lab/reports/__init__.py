@@ -3,7 +3,7 @@
 comparison.py  which records belong together   words.py     tables and sentences
 curves.py      runs and their means            pictures.py  what matplotlib draws
 styles.py      colors, markers, dashes         recipes.py   changes of each arm
-prices.py      gains and what they cost        page.py      the page
+price_tables.py  gains and what they cost   page.py      the page
 """
 
 from headwater_lab.reports.comparison import Comparison, read_comparisons

@@ -44,7 +44,7 @@ class Curves:
 def make_arm_curves(comparison: Comparison) -> Curves:
     """Make the held-out curves if they are dense enough, otherwise those of training losses if comparable."""
     finished = [record for arm in comparison.arms for record in comparison.finished(arm)]
-    # Losses per different tokens share no axis.
+    # Losses per token are only comparable for the same tokens.
     trained = same_tokens(comparison.records) and all(record.curve for record in finished)
     kind: What = "training" if trained and min(len(record.held_out) for record in finished) < DENSE else "held_out"
     runs = {arm: [make_run_curve(run, kind) for run in comparison.runs(arm)] for arm in comparison.arms}

@@ -319,7 +319,7 @@ def list_warnings(sizes: Sequence[Comparison]) -> list[str]:
                 )
             for notice in record.notices:
                 messages.setdefault((notice.step, notice.message), []).append(run)
-        for (step, message), those in messages.items():  # what many runs say is said once
+        for (step, message), those in messages.items():  # show a message once, even if many runs have it
             run = those[0] if len(those) == 1 else f"{those[0]} and {counted(len(those) - 1, 'other run')}"
             warnings.append(f"{run}, step {step}: {message}")
         warnings += words.list_left_out(size)

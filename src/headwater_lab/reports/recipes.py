@@ -6,7 +6,7 @@ import yaml
 
 from headwater_lab.reports.comparison import Comparison
 
-# Fields that are not an arm's.
+# Fields that do not distinguish arms.
 NAMES = ("name", "title", "seed", "compare")
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from headwater_lab.util.outputs import COLORS
 
-GREY = "#6b7683"  # of the baseline
+GREY = "#6b7683"  # the baseline's color
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 LINES = ("-", "--", ":", "-.", (0, (10, 3)))
 
@@ -22,7 +22,7 @@ class Style:
 def choose_styles(arms: Sequence[str], baseline: str) -> dict[str, Style]:
     """Choose a style for each arm, no two alike among 210."""
     compared = [arm for arm in arms if arm != baseline]
-    # Six colors and seven markers have no common divisor: each of the first 42 arms is a pair of its own.
+    # 6 colors and 7 markers have no common divisor, so each of the first 42 arms gets a pair of its own.
     by_arm = {
         arm: Style(
             COLORS[index % len(COLORS)],

@@ -11,7 +11,7 @@ from headwater_lab.comparison.worth import Worth
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
 from headwater_lab.util.terminal import Table, counted, lined
 
-# Larger numbers of seeds that are still needed are not given.
+# Do not print estimates of more additional seeds than this.
 MANY = 200
 RARE = (
     "If an arm rarely fails at the task, the first seeds may not show it: with one run in ten, a fifth to a half of "
@@ -276,7 +276,7 @@ class _Answer:
                 if verdict in ("better", "inconclusive") and summary is not best
             ]
             verdicts = self._say_rivals(best, rivals)
-        else:  # their seeds stopped at different times, and were not compared on the way
+        else:  # arms stopped after different numbers of seeds, and were not compared with each other
             verdicts = self._list_verdicts(best)
         return f"{best.arm} is better than {self.base} by {_write_effect(best, self.comparison)}{verdicts}."
 
@@ -381,7 +381,7 @@ def write_range(values: Sequence[float], form: Callable[[float], str]) -> str:
 
 def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Test results of every arm: column names and rows."""
-    fixed = comparison.plan is None  # else there is no p
+    fixed = comparison.plan is None  # sequential comparisons have no p
     rows = []
     for s in comparison.summaries:
         if (p := s.paired) is None:

@@ -78,7 +78,7 @@ def continue_prompts(
     decoder: use its static cache instead of a growing one; the texts are the same.
     """
     _check_texts(prompts, stop)
-    start = cast(int, separator_id(tokenizer))  # as `load_for_generation` has checked
+    start = cast(int, separator_id(tokenizer))  # `load_for_generation` has checked that there is one
     rows = [[start, *ids] for ids in encode_plainly(tokenizer, prompts)]
     longest = max(map(len, rows))
     _check_length(model, longest, max_new_tokens)
@@ -160,7 +160,7 @@ class _Stream(TextStreamer):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
         super().__init__(tokenizer, skip_special_tokens=True)
         self.until = UntilStop(stop)
-        self.prompt: int | None = None  # characters of the prompt that are still to come
+        self.prompt: int | None = None  # characters of the prompt not yet received
 
     def put(self, value: torch.Tensor) -> None:
         if self.prompt is None:

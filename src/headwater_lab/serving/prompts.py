@@ -8,7 +8,7 @@ from typing import Any
 from headwater.util.errors import HeadwaterError
 from headwater_lab.recipe.overrides import MOST_TEXT, read_text
 
-# Options of the command that a line of JSONL cannot set.
+# Options of the command that apply to all lines, so that no line of JSONL can set them.
 OF_ALL_LINES = {"top_p", "top_k", "seed", "temperature", "max_new_tokens", "max_tokens", "stop"}
 
 

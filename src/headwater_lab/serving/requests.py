@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from headwater.util.errors import HeadwaterError, shown
 
-# Bytes of a request's body, its prompts and its stop texts.
+# Maximum bytes of a request's body, and maximum numbers of prompts and of stop texts.
 MOST_BYTES, MOST_PROMPTS, MOST_STOPS = 2**22, 128, 16
 
 
@@ -113,7 +113,7 @@ class Message(_Fields):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[Any, AfterValidator(lambda content: _check_content(content))]
-    # OpenAI's clients send answers back with these
+    # OpenAI's clients send these back with earlier answers.
     type: Literal["message"] | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
@@ -134,7 +134,7 @@ class Chat(Sampling):
     logprobs: Literal[False] | None = None
 
 
-# The field that each route calls the number of new tokens, and where the text stands.
+# Each route's field for the number of new tokens, and its field for the text.
 LENGTHS = ("max_completion_tokens", "max_tokens")
 TEXTS = ("prompt", "messages")
 

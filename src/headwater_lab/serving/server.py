@@ -55,11 +55,11 @@ logger = logging.getLogger(__name__)
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
 NO_TEMPLATE = "the model's tokenizer has no chat template"
-# New tokens of a request that does not say how many.
+# Number of new tokens if a request does not specify one.
 DEFAULT_LENGTH = 1024
-# How often to look whether the client of an answer is still there.
+# Seconds between checks whether the client is still connected.
 SECONDS_BETWEEN_LOOKS = 0.2
-# The status for a client that has left, which nobody reads.
+# HTTP status for a client that has disconnected. Nobody reads it.
 CLIENT_LEFT = 499
 
 
@@ -115,7 +115,7 @@ class ModelServer:
     async def _read_request(self, request: Request, kind: type[Sampling]) -> dict[str, Any]:
         """Read the checked fields of a request. Raises `RequestError`."""
         body = b""
-        async for chunk in request.stream():  # to its end: a client that is still sending reads no answer
+        async for chunk in request.stream():  # read all of it: a client that is still sending reads no answer
             if len(body) <= MOST_BYTES:
                 body += chunk
         fields = read_fields(kind, read_json(body))
@@ -144,7 +144,7 @@ class ModelServer:
                     return Response(status_code=CLIENT_LEFT)
             await work
         finally:
-            for run in runs:  # the client has left, or a prompt has failed: the others need no answer
+            for run in runs:  # if the client has left or a prompt has failed, stop the others
                 run.cancel()
         choices = [_make_choice(fields, run.text, run.finish_reason, index) for index, run in enumerate(runs)]
         return JSONResponse(self._describe_answer(fields) | {"choices": choices, "usage": _count_tokens(runs)})
@@ -218,7 +218,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> l
     write = partial(tokenizer.apply_chat_template, messages, add_generation_prompt=True, return_dict=True, **options)
     try:
         return within(SECONDS, lambda: write()["input_ids"], "it takes too long")
-    except Exception as error:  # whatever a template raises
+    except Exception as error:  # templates can raise anything
         raise RequestError("messages", f"the model's chat template refuses it: {first_line(error)}") from error
 
 
@@ -242,7 +242,7 @@ class Continuation(StoppingCriteria):
         self.config.max_new_tokens = _choose_length(model.config, prompt, fields)
         self.pass_on: Callable[[str], object] = lambda text: None
         self.stops: list[str] = fields.get("stop", [])
-        # Special tokens are not part of the text, so as stop texts they end a row as its end token does.
+        # Special tokens are not part of the text, so a stop text that is one must be compared as a token.
         ends = [tokenizer.convert_tokens_to_ids(stop) for stop in self.stops if stop in tokenizer.all_special_tokens]
         end = self.config.eos_token_id
         self.ends = {*ends, *([] if end is None else end if isinstance(end, list) else [end])}
@@ -275,7 +275,7 @@ class Continuation(StoppingCriteria):
         self.text = before_stop(self.tokenizer.decode(new, skip_special_tokens=True), self.stops)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if not self.ended:  # where `generate` looks late, there is a token after the last
+        if not self.ended:  # `generate` may notice the end late, and then passes further tokens
             token = int(input_ids[0, -1])
             self.new_tokens += 1
             self._show(self.decoding.step(self.tokenizer._tokenizer, token) or "")
@@ -289,14 +289,14 @@ class Continuation(StoppingCriteria):
 
 def _make_config(model: HeadwaterForCausalLM, fields: dict[str, Any]) -> GenerationConfig:
     config = copy.deepcopy(model.generation_config)
-    default = (config.temperature or 1.0) if config.do_sample else 1.0  # OpenAI's
+    default = (config.temperature or 1.0) if config.do_sample else 1.0  # OpenAI's default
     temperature = fields.get("temperature", default)
     config.do_sample = temperature > 0
     options = {"temperature": temperature, "top_k": 0} | {
         name: fields[name] for name in ("top_p", "top_k", "min_p") if name in fields
     }
     for name, value in options.items():
-        setattr(config, name, value if config.do_sample else None)  # at 0, all of them leave the likeliest token
+        setattr(config, name, value if config.do_sample else None)  # with greedy decoding these options have no effect
     config.repetition_penalty = fields.get("repetition_penalty", config.repetition_penalty)
     return config
 

@@ -20,22 +20,22 @@ def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
     names = {option.partition("=")[0].replace("_", "-") for option in options if option.startswith("-")}
     added = ["--served-model-name", name] * ("--served-model-name" not in names)
     if not torch.cuda.is_available():
-        # vLLM would round a model in fp32 to bf16, and reserve nearly all memory.
+        # By default vLLM rounds fp32 models to bf16, and reserves nearly all memory.
         dtype = str(config.dtype).rpartition(".")[2]
         added += ["--dtype", dtype] * ("--dtype" not in names and dtype != "None")
         added += ["--enforce-eager"] * (not names & {"--enforce-eager", "--no-enforce-eager"})
-        free = int(available_memory() / 4 / _count_processes(options) // 2**30)  # vLLM keeps so much for each process
+        free = int(available_memory() / 4 / _count_processes(options) // 2**30)  # reserved by each of vLLM's processes
         if "--kv-cache-memory-bytes" not in names:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, free)))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the checkpoint is here
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # which the plugin is not tried with
-    # `vllm serve` asks for the version of a package named vllm, and fails where vLLM's package is vllm-cpu.
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the plugin has not been tested with the new runner
+    # `vllm serve` looks up the version of the package vllm, which fails if the installed package is vllm-cpu.
     from vllm.entrypoints.launchers.api_server.entry import main as vllm_server
 
     sys.argv = ["vllm", "--model", str(source), *added, *options]
     try:
         vllm_server()
-    except ValueError as error:  # pydantic's, around what the plugin says of vLLM's options
+    except ValueError as error:  # pydantic wraps the plugin's errors about vLLM's options
         for detail in getattr(error, "errors", list)():
             if isinstance(cause := detail.get("ctx", {}).get("error"), HeadwaterError):
                 raise cause from None

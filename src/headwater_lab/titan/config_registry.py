@@ -33,7 +33,7 @@ from headwater_lab.titan.titan_data import NoTokenizer, RecipeLoader
 from headwater_lab.training.attention_choice import set_attention
 from headwater_lab.training.optimizers import parameter_groups
 
-# torchtitan 0.3 calls this function by its name in PyTorch after 2.13.
+# torchtitan 0.3 needs this function, which has a public name only in PyTorch after 2.13.
 if not hasattr(dist, "set_timeout"):
     dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
 

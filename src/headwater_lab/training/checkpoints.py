@@ -64,7 +64,7 @@ from headwater_lab.training.records import RECORD, Event, read_record
 from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, model_class
 
 FORMAT_VERSION = 2
-# What the names of tensors begin with that are the state of a run, not weights.
+# Prefixes of tensors that are a run's state and not weights.
 OF_RUN = "optimizer.", "running.", "trained."
 TENSORS, FACTS, HISTORY, SUMS = "training.safetensors", "training.json", "history.json", "SHA256SUMS"
 _DAMAGED = "damaged-"
@@ -270,7 +270,7 @@ def restore_run(
     distributed: whether the parameters are sharded; then all processes call it together. average: also filled.
     Raises `HeadwaterError` if a tensor is missing, unknown, or of another shape.
     """
-    # Before the first step that was not skipped there is no state.
+    # Optimizers have no state if every step so far was skipped.
     stepped = any(name.startswith("optimizer.") for name in _read_metadata(path))
     targets = optimizer_tensors(model, optimizers, fill=stepped)
     targets |= {f"running.{name}": tensor.view(1) for name, tensor in running.items()}
@@ -278,7 +278,7 @@ def restore_run(
         targets |= average.state
     _read_model(path, model, targets, distributed)
     if average is not None:
-        average.swap()  # the file of the model has the average
+        average.swap()  # model.safetensors holds the average, so exchange it with the trained weights
 
 
 def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Optimizer], distributed: bool) -> None:
@@ -291,7 +291,7 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
         raise HeadwaterError(f"{str(path)!r} holds no optimizer state to keep; leave out start.optimizer_state=keep.")
     state = optimizer_tensors(model, optimizers, fill=True)
     if state.keys() - stored.keys():
-        # What growth has added has been stepped 0 times: its averages are the zeros they were filled with.
+        # Parameters that growth added have been stepped 0 times. Their averages keep the zeros they were filled with.
         counts = [f"optimizer.{name}.step" for name, _ in model.named_parameters()]
         steps = {name: torch.zeros(1) for name in counts if name in stored}
         _fill_tensors(path, steps, distributed)
@@ -389,7 +389,7 @@ def _fill_tensors(path: Path, targets: dict[str, Tensor], distributed: bool) -> 
         raise HeadwaterError(f"{str(path)!r} lacks {len(missing)} tensors of this run, {missing[0]} first.")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: one process reads
             dcp.load(targets, storage_reader=_open_reader(path), no_dist=not distributed)
     except (CheckpointException, SafetensorError, OSError, ValueError, AssertionError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]

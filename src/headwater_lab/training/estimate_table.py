@@ -15,7 +15,7 @@ class PriceTable(SideBySide):
         super().__init__((price.name for price in prices), caption=_write_note(prices))
         self.prices = prices
         self.unit, self.batch = prices[0].unit, f"batch {prices[0].batch}"
-        # Some layers run for a prompt's last token alone.
+        # Whether some layers run only for a prompt's last token.
         self.is_shortened = any(price.last_token_layers for price in prices)
 
     def add_row(self, label: str, values: Sequence[Any], ratio: bool = True) -> None:

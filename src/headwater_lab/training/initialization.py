@@ -90,7 +90,7 @@ def measure_initialization(model: AnyModel, input_ids: Tensor | None = None) -> 
         stack.callback(model.train, was_training)
         model.eval()
         if is_compiled(model):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))  # no graph can hold these hooks
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # these hooks would break graphs
         for layer, block in enumerate(cast(Sequence[Block], model.model.layers)):
             for handle in (
                 block.self_attn.register_forward_hook(capture("attention")),

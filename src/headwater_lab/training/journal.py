@@ -63,7 +63,7 @@ class Metrics:
         except OSError as error:
             raise HeadwaterError(f"{str(self.file)!r} cannot be read: {error.strerror}.") from error
         damaged = []
-        # A killed process may leave an incomplete last line; its step is repeated.
+        # If the process was killed, the last line may be incomplete. The resumed run repeats that step.
         for number, line in enumerate(lines if _read_point(tail) is None else [*lines, tail], 1):
             point = _read_point(line)
             if point is None or (isinstance(point, HeldOutPoint) and metric not in point.metrics):
@@ -78,12 +78,12 @@ class Metrics:
 
     def add_point(self, point: Point) -> None:
         """Add a point, unless it has just been added."""
-        if point in self.points[-8:]:  # a finished run is evaluated again, with the same result
+        if point in self.points[-8:]:  # resuming a finished run evaluates it again, with the same result
             return
         self.points.append(point)
         if not self.writes:
             return
-        # The next checkpoint reports a full disk; a missing line of the log is no reason to end a run.
+        # Ignore a full disk, which the next checkpoint reports. A missing line of the log is no reason to stop.
         with suppress(OSError), self.file.open("a") as file:
             file.write(_format_line(point))
 
@@ -205,7 +205,7 @@ class Journal:
             self.flops_per_unit += run.teacher.flops
         on_gpu = fabric.device.type == "cuda"
         self.peak = peak_of(fabric.device, recipe.training.precision) if on_gpu else None
-        self.previous = replace(run.progress)  # at the previous point of the curve
+        self.previous = replace(run.progress)  # progress at the previous point of the curve
         if recipe.reporting.wandb is not None:
             run_in_first(fabric, start_wandb, recipe, self.folder, run.progress.run_id)
         with explain_disk_errors(self.describe_failure):
@@ -345,7 +345,7 @@ def start_wandb(recipe: Recipe, folder: Path, run_id: str) -> None:
         wandb.init(
             project=recipe.reporting.wandb,
             name=recipe.name,
-            id=run_id,  # a resumed run continues its curve
+            id=run_id,  # lets a resumed run continue its curve
             resume="allow",
             dir=folder,
             config=recipe.model_dump(mode="json"),

@@ -58,7 +58,7 @@ from headwater_lab.util.model_kinds import is_of_images
 from headwater_lab.util.process import stop_requests
 
 T = TypeVar("T")
-# Threads that hash a batch: pixels at 224 x 224 take a core about a millisecond an image.
+# Threads for hashing a batch: 224 x 224 pixels take one core about a millisecond per image.
 HASHING = 4
 
 
@@ -84,7 +84,7 @@ def train(
     """
     if recipe.training.threads is not None:
         set_threads(recipe.training.threads)
-    early_warnings: list[str] = []  # from before the journal exists
+    early_warnings: list[str] = []  # warnings before the journal exists
     with (
         connect_processes(recipe, folder) as fabric,
         claim_folder(folder, resume, fabric, early_warnings.append) as checkpoint,
@@ -105,12 +105,12 @@ def train(
         except Exception as error:
             lost = find_lost_process(fabric, error)
             status = "stopped" if lost else "diverged" if isinstance(error, Diverged) else "failed"
-            if not lost:  # or its outcome may never arrive
+            if not lost:  # otherwise the step's outcome may never arrive
                 with suppress(Exception):
                     run.settle_step()
             if run.saver.failure not in (None, error):
                 run.journal.warn(f"{run.saver.failure}")
-            with suppress(HeadwaterError):  # a full disk matters less than the error itself
+            with suppress(HeadwaterError):  # report the original error, even if the disk is full
                 run.journal.write_record(status, error)
             if lost:
                 raise HeadwaterError(
@@ -189,7 +189,7 @@ class TrainingRun(Setup):
                 if is_last or is_due(step, reporting.evaluate_every):
                     self.evaluate()
                 self.journal.report(step, None)
-                # A single process has no others to wait for.
+                # A single process need not wait until all agree to stop.
                 alone = self.fabric.world_size == 1
                 stopping = not is_last and (self.stops_elsewhere or (alone and stop.is_set()))
                 if is_last or stopping or is_due(step, reporting.save_every):
@@ -231,7 +231,7 @@ class TrainingRun(Setup):
     def set_rates(self) -> float:
         """Set the optimizers' learning rates for the next step, and the seed of its dropout. Returns the rate."""
         settings, step = self.recipe.training, self.progress.step
-        # Dropout is a function of seed, step and process, so no random state needs saving.
+        # Reseeding dropout from seed, step and process means that no random state must be saved.
         torch.manual_seed(number("dropout", self.recipe.seed, step, self.fabric.global_rank))
         rate = learning_rate(step, settings)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
@@ -241,7 +241,7 @@ class TrainingRun(Setup):
     def run_backward(self, batches: list[CountedBatch], labels: Tensor) -> Tensor:
         """Run the forward and backward passes of one step, with `labels` over all processes; returns its loss, 0-d."""
         world = self.fabric.world_size
-        # Under FSDP, delaying the reduction would keep the gradients of the whole model in every process.
+        # With FSDP, delaying the reduction would keep the whole model's gradients in every process.
         waits = world > 1 and not is_sharded(self.recipe.training)
         total = torch.zeros((), device=self.fabric.device)
         for index, batch in enumerate(batches, 1):
@@ -249,7 +249,7 @@ class TrainingRun(Setup):
                 self.journal.announce(f"batch {index} of {len(batches)}")
             with self.fabric.no_backward_sync(self.wrapped, enabled=index < len(batches) and waits):
                 loss, objective = self.compute_losses(self.fabric.to_device(batch.tensors), labels)
-                # Processes average their gradients, but the mean must be over all tokens.
+                # Processes average their gradients. Multiply by their number, since `count` already covers all tokens.
                 self.fabric.backward(objective * world if world > 1 else objective)
             total += loss.detach()
         if self.scalars and world > 1:
@@ -259,7 +259,7 @@ class TrainingRun(Setup):
     def compute_losses(self, batch: Batch, count: Tensor) -> tuple[Tensor, Tensor]:
         """Compute (the loss to report, the loss to minimize) of a batch, both over `count` tokens or images."""
         training, teacher = self.recipe.training, self.teacher
-        count = count.clamp(min=1)  # a step may have no answer of a conversation
+        count = count.clamp(min=1)  # the batches of a step may contain no answer to train on
         with autocast_forward(self.fabric.device, training):
             if "pixel_values" in batch:
                 labels = smooth_labels(batch["labels"], training.label_smoothing, self.config.num_labels)
@@ -382,7 +382,7 @@ class TrainingRun(Setup):
             self.journal.announce(f"evaluating, batch {batches}")
             rows = len(main_input(batch))
             most_rows = max(most_rows, rows)
-            if compiled:  # a last batch of fewer rows would be compiled for itself
+            if compiled:  # otherwise a smaller last batch would be compiled separately
                 batch = pad_rows(batch, most_rows)
             batch = with_documents(batch) if self.by_document else batch
             inputs = {name: tensor for name, tensor in batch.items() if name not in LABELS}
@@ -424,7 +424,7 @@ class TrainingRun(Setup):
         self.settle_step()
         self.saver.finish_saving()
         broken = [~parameter.isfinite().all() for parameter in map(local_shard, self.parameters)]
-        if int(sum_processes(self.fabric, torch.stack(broken).sum())):  # one wait for all
+        if int(sum_processes(self.fabric, torch.stack(broken).sum())):  # waits once for all parameters
             problem = f"after step {self.progress.step} some weights are not finite"
             if not must:
                 self.journal.warn(f"Not saved: {problem}.")
@@ -476,7 +476,7 @@ def read_batches(
     pinned: in page-locked memory, from which copies to a GPU are asynchronous.
     by_document: packed rows come `with_documents`.
     """
-    size = recipe.training.batch_size  # over all processes
+    size = recipe.training.batch_size  # rows over all processes
     with ThreadPoolExecutor(HASHING, "hash") as pool:
         for batch in data.batches(recipe.seed, size, row, share):
             if by_document:
@@ -514,7 +514,7 @@ def hash_rows(start: int, rows: Tensor) -> int:
     total = 0
     for position, row in enumerate(rows.contiguous().numpy(), start):
         content = hashlib.blake2b(position.to_bytes(8, "little"), digest_size=5)
-        content.update(row)  # outside Python's lock
+        content.update(row)  # releases Python's lock
         total += int.from_bytes(content.digest(), "little")
     return total
 

@@ -68,7 +68,7 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
     """Apply a recipe's `convert:` or `finish_conversion:`. Parameters that keep their meaning keep optimizer state."""
     original, goal = trained.model, change.convert
     if goal is not None and not isinstance(original, HeadwaterForCausalLM):
-        raise HeadwaterError("An image model has no cache to make smaller; leave start.convert out.")
+        raise HeadwaterError("An image model has no cache to make smaller; leave out start.convert.")
     old_bytes, trained.original = cache_bytes_per_token(original.config), None
     details: dict[str, Any] = {}
     if goal is None:
@@ -77,8 +77,8 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
         state = finish_state(trained.state, original, model)
     else:
         mechanisms, heads = goal.mechanisms, goal.num_key_value_heads
-        blend_config(original.config, mechanisms, heads)  # which says what is wrong before the model runs
-        # Turned or mixed in bf16, the weights would be rounded, and the function another one.
+        blend_config(original.config, mechanisms, heads)  # raises before the model runs
+        # Convert in fp32 or wider: rounding rotated or mixed weights to bf16 would change the function.
         original.to(torch.promote_types(original.dtype, torch.float32))
         if goal.align and rows is None:
             raise HeadwaterError(
@@ -88,7 +88,7 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
         turned = goal.align and align_layers(original, cast(Tensor, rows), mechanisms, heads)
         if turned and trained.state and change.optimizer_state == "keep":
             raise HeadwaterError(
-                "Aligning keys and values turns their weights, to which the optimizer's state does not belong; set "
+                "Aligning keys and values rotates their weights, so that the optimizer's state no longer fits; set "
                 "convert.align=false, or leave out optimizer_state: keep."
             )
         trained.model = model = blend_model(original, mechanisms, heads, 0.0 if goal.anneal else 1.0)
@@ -179,7 +179,7 @@ def _add_tokens(trained: Trained, data: Data) -> Trained:
         )
     model = trained.model
     details = {"from": {"vocab_size": model.config.vocab_size}, "to": {"vocab_size": data.vocab_size}}
-    with torch.random.fork_rng(devices=[]):  # transformers draws the embedding's new rows
+    with torch.random.fork_rng(devices=[]):  # transformers initializes the embedding's new rows randomly
         torch.manual_seed(model.config.initializer_seed)
         model.resize_token_embeddings(data.vocab_size)
     return trained.after("refitted", details, tokenizer=data.tokenizer)
@@ -262,11 +262,11 @@ def _compare_logits(original: PreTrainedModel, changed: PreTrainedModel, ids: Te
 
 
 def carry_state(state: dict[str, Tensor], model: Model, large: Model, options: GrowthOptions) -> dict[str, Tensor]:
-    """The optimizer's state of the larger model: averages of gradients as the gradients themselves change.
+    """Make the optimizer's state of the larger model, whose averages of gradients change as the gradients do.
 
-    What copies write has a share of the old gradient, and factors on copies have all of it. New elements have an
-    average of zero, and of squares the mean of the old ones: after zeros Adam, which counts steps once per tensor,
-    would make large updates. A parameter with no counterpart has been stepped 0 times. state: not empty.
+    Entries that write copies each get a share of the old gradient, and entries that read copies all of it. New ones
+    get an average of zero, and of squares the mean of the old ones: after zeros Adam, which counts steps once per
+    tensor, would make large updates. A parameter with no counterpart has been stepped 0 times. state: not empty.
     """
     growth = make_larger(model.config, options)
     moves = Moves(model, large, growth)
@@ -285,7 +285,7 @@ def carry_state(state: dict[str, Tensor], model: Model, large: Model, options: G
             if is_count or (not options.sizes and tensor.shape == parameter.shape):
                 averages[key] = tensor.clone()
                 continue
-            squares = kind.endswith("exp_avg_sq")  # AMSGrad's maximum, too
+            squares = kind.endswith("exp_avg_sq")  # also matches AMSGrad's maximum
             fresh = torch.full(parameter.shape, float(tensor.mean()) if squares else 0.0, dtype=tensor.dtype)
             moved = moves.make_tensor(name, fresh, tensor, 2 if squares else 1)
             if moved is not None:

@@ -42,9 +42,9 @@ from headwater_lab.util.model_kinds import unit_of
 
 _HINT = "name a preset, a recipe, a config.json or a checkpoint"
 _FACTORS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-# How a model without a recipe is trained, unless overrides say otherwise.
+# Training settings of a model without a recipe, unless overrides change them.
 _DEFAULTS = {"data": {"kind": "induction"}, "training": {"batch_size": 1, "precision": "bf16-mixed"}}
-# The fields of `training:` that decide a price; with a recipe also those of its budget and of its data's attention.
+# Fields of `training:` that affect a price. With a recipe, those of its budget and its attention kernel do too.
 _DECISIVE = {
     *("precision", "devices", "nodes", "batch_size", "gradient_checkpointing", "loss_chunk_tokens", "ema_decay"),
 }
@@ -122,7 +122,7 @@ class PlannedModel(NamedTuple):
             return settings
         if self.run is not None and getattr(self.run.data, "row_layout", "") == "packed":
             computed = training.model_copy(update={"precision": precision})
-            # On a GPU, or on the CPU if the recipe names it.
+            # Assume a GPU, unless the recipe names the CPU.
             device = torch.device("cpu" if training.device == "cpu" else "cuda")
             kernel = choose_attention(self.config, computed, device, context)
             masked = not takes_documents(kernel) and kernel != "flex_attention"
@@ -191,13 +191,13 @@ def price_models(
     context = _choose_context(configs) if not context and context != 0 else context
     longest = max(context) if isinstance(context, Sequence) else context or 1
     model = next(iter(planned.values()))
-    # Of the first model, for all columns.
+    # Taken from the first model, for all columns.
     devices = model.training.devices * model.training.nodes
     batch = max(1, model.training.batch_size // devices)
     shared: dict[str, Any] = {"precision": model.training.precision, "devices": devices, "batch": batch}
     counts = {"tokens": tokens, "images": images}
     budget = {unit: read_count(count, unit) for unit, count in counts.items() if count is not None}
-    if not budget and model.run is not None:  # the recipe's rows
+    if not budget and model.run is not None:  # the recipe's number of rows
         budget = {model.run.unit: model.run.rows * longest}
     shared |= budget
     shared |= {name: value for name, value in settings.items() if value is not None}
@@ -254,7 +254,7 @@ def _read_configs(model: Any, changes: dict[str, Any]) -> dict[str, HeadwaterCon
         )
     try:
         with reading("its config", "correct it"):
-            # Not from_pretrained, which applies overrides to a config that was checked without them.
+            # Not from_pretrained, which would check the config before it applies the overrides.
             _check_fields(changes, kind)
             check_names(kind, content, file)
             config = kind.from_dict(merge_values(content, changes))

@@ -42,7 +42,7 @@ def parameter_groups(
     decay_on: which of them decay, see `DECAYED`. A tied output head is an embedding.
     Raises `HeadwaterError` for a mechanism that puts anything but matrices in "matrices", or gives no usable name.
     """
-    # Sharded and unsharded parameters cannot be stepped together.
+    # Sharded and unsharded parameters need separate groups, because they cannot be stepped together.
     by_kind: dict[tuple[str, bool], list[nn.Parameter]] = {}
     sorted_parameters: set[nn.Parameter] = set()
     for path, module in model.named_modules():

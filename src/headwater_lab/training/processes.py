@@ -1,11 +1,11 @@
-"""One process or several: Lightning Fabric starts and connects them; this module does what they must agree on.
+"""One process or several: Lightning Fabric starts and connects them; this module handles what they must agree on.
 
     single    one device
     ddp       each process has the whole model; gradients are averaged
     fsdp      FSDP2 (torch.distributed.fsdp.fully_shard): each process keeps its share of every parameter
 
 `torchrun`, SLURM and other launchers that Fabric knows are recognized by their environment variables; otherwise Fabric
-starts the other processes of this machine with the command line of the first one, and ends all of them with any one.
+starts the other processes of this machine with the command line of the first one, and ends all if any one ends.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
             strategy=choose_strategy(training, world),
             devices=devices,
             num_nodes=nodes,
-            # Precision is ours (`start.build`, `autocast_forward`): Fabric would copy all logits to fp32 for no use.
+            # `start.build` and `autocast_forward` set the precision. Fabric would copy all logits to fp32 for no use.
             precision="32-true",
             loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
         )
@@ -117,7 +117,7 @@ def _quiet_fabric() -> None:
     for name in ("lightning.fabric", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("lightning_fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
-    # The oldest PyTorch lacks its replacement.
+    # The oldest supported PyTorch lacks the replacement for this argument.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     warnings.filterwarnings("ignore", message="The `srun` command is available")
 
@@ -234,7 +234,7 @@ def shard_model(model: AnyModel, mesh: DeviceMesh, precision: Precision) -> AnyM
     initialized: set[nn.Parameter] = set()
     for module in model.modules():
         parameters = set(module.parameters(recurse=False))
-        if not parameters or not parameters <= initialized:  # a tied table has the initial values of its first owner
+        if not parameters or not parameters <= initialized:  # skip a tied table that its first owner has initialized
             model._init_weights(module)
         initialized |= parameters
     return model

@@ -23,16 +23,16 @@ from headwater.util.processor import describe_cpu
 
 SCHEMA_VERSION = 2
 RECORD = "record.json"
-# The states of a run with a result; the result of a diverged one is that it diverged.
+# Status of runs that have a result. The result of a diverged run is that it diverged.
 ENDED = ("finished", "diverged")
 # Relative tolerance of bits per byte over nats per token; rounding is a millionth of it.
 SAME = 1e-6
-# What can be counted; numbers with thousands of digits are invalid, and printing them raises an error.
+# A count. Numbers with thousands of digits are rejected, because printing them raises an error.
 RecordCount = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Section(BaseModel):
-    # A diverged run has losses that are not finite, and its record must still be readable.
+    # Losses of a diverged run are not finite, but its record must still be readable.
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants")
 
 
@@ -201,9 +201,9 @@ class StageRecord(_Section):
     total_flops: float
     """Total training FLOPs up to the end of this stage."""
     result: float | None
-    """The deciding metric at its end."""
+    """The deciding metric at the end of the stage."""
     cache_bytes_per_token: RecordCount = 0
-    """Bytes per token in the cache of its model, in fp32."""
+    """Bytes per token in the cache of the stage's model, in fp32."""
 
 
 class _TrainingSettings(BaseModel):
@@ -250,11 +250,11 @@ class RunRecord(_Section):
     metric: str
     """The deciding metric."""
     lower_is_better: bool
-    """Of the deciding metric."""
+    """Whether a lower deciding metric is better."""
     parameters: RecordCount
     """Trainable parameters, tied ones once."""
     embedding_parameters: RecordCount = 0
-    """Of these, the parameters of the embedding and of an untied output head."""
+    """The number of these in the embedding and an untied output head."""
     cache_bytes_per_token: RecordCount
     """Bytes each further token adds to the K/V cache of one sequence, in fp32."""
     unit: Literal["tokens", "images"] = "tokens"
@@ -266,7 +266,7 @@ class RunRecord(_Section):
     seconds: float
     """Time in training steps, without evaluation and saving."""
     data_wait_seconds: float = 0.0
-    """Of these, the seconds that steps waited for data."""
+    """The part of `seconds` in which steps waited for data."""
     skipped_steps: RecordCount = 0
     """Steps skipped because their loss or gradient was not finite."""
     data_order: str = ""
@@ -307,7 +307,7 @@ class RunRecord(_Section):
 
     @property
     def data_hashes(self) -> str:
-        """Of the training data and of held-out domains, as JSON; equal for tasks, whose settings say all."""
+        """Hashes of the training data and of held-out domains, as JSON; equal for tasks, whose settings say all."""
         return json.dumps([self.data.get("sha256"), self.data.get("held_out_sha256")], sort_keys=True)
 
     @property
@@ -465,7 +465,7 @@ def list_records(folder: Path, tell: Callable[[str], None] | None = None) -> lis
     """
 
     def report_folder(error: OSError) -> None:
-        if isinstance(error, FileNotFoundError):  # it never existed, or was removed
+        if isinstance(error, FileNotFoundError):  # the folder never existed, or was removed meanwhile
             return
         problem = f"The folder {error.filename!r} cannot be read: {error.strerror}."
         if tell is None:

@@ -35,7 +35,7 @@ def lock_run(run: Path, nested: bool = False) -> Iterator[None]:
     """Lock a run's folder; nested: as `occupy_folder`. Raises `HeadwaterError` as `check_ours`."""
     check_ours(run)
     with occupy_folder(run, nested=nested):
-        check_ours(run)  # another process may have been faster
+        check_ours(run)  # again, since another process may have created something meanwhile
         yield
 
 
@@ -84,9 +84,9 @@ def check_ours(run: Path) -> None:
         marks = [run / MARK, *(run / STAGES).glob(f"*/{MARK}")]  # of the run, or of one of its stages
         if not os.path.lexists(run) or any(mark.is_file() for mark in marks):
             return
-        if run.is_dir() and {path.name for path in run.iterdir()} <= {LOCK}:  # empty, or of a run that begins
+        if run.is_dir() and {path.name for path in run.iterdir()} <= {LOCK}:  # empty, or a run that is just beginning
             return
-        problem = "holds files that are not a run's" if run.is_dir() else "is no folder"
+        problem = "holds files that are not a run's" if run.is_dir() else "is not a folder"
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
     raise HeadwaterError(f"{str(run)!r} {problem}; choose a new or empty folder with --out.")
@@ -117,7 +117,7 @@ def is_running(run: Path) -> bool:
         lock.acquire(timeout=0)
     except Timeout:
         return True
-    except (OSError, NotImplementedError):  # another user's, or a file system without locks
+    except (OSError, NotImplementedError):  # the lock is another user's, or the file system has none
         return False
     lock.release()
     return False

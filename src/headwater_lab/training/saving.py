@@ -46,10 +46,10 @@ from headwater_lab.training.records import Event
 from headwater_lab.util.machine import available_memory
 from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel
 
-if TYPE_CHECKING:  # reading needs none of the trainer's packages
+if TYPE_CHECKING:  # reading a checkpoint does not need the trainer's packages
     from lightning_fabric import Fabric
 
-# What makes inputs for a model, and is saved with it.
+# Prepares a model's inputs, and is saved with it.
 Preparer: TypeAlias = PreTrainedTokenizerBase | BaseImageProcessor
 _REMOVING = ".removing-"
 # Bytes in each file of a shard, besides a larger tensor.
@@ -89,7 +89,7 @@ def write_files(
     weights: by their names in the model; None if the processes write them with the state.
     """
     if weights is not None:
-        model.save_pretrained(folder, state_dict=dict(weights), max_shard_size=2**60)  # one file
+        model.save_pretrained(folder, state_dict=dict(weights), max_shard_size=2**60)  # forces a single file
     else:
         add_code(model.config, folder)
         model.config.save_pretrained(folder)
@@ -126,7 +126,7 @@ def prune_checkpoints(run: Path, keep: int, lower_is_better: bool) -> None:
     paths = list_checkpoints(run)
     results = {}
     for path in paths:
-        with suppress(HeadwaterError):  # damaged, which `find_newest_intact` reports
+        with suppress(HeadwaterError):  # `find_newest_intact` reports damaged ones
             if (result := read_progress(path).result) is not None:
                 results[path] = result
     best = (min if lower_is_better else max)(results, key=results.__getitem__, default=None)
@@ -154,19 +154,19 @@ class Saver:
     """Saves checkpoints while training continues. All processes call its methods together.
 
     A save copies everything to host memory; a thread of the first process then writes, hashes, syncs and renames it,
-    while further steps run. There is one checkpoint on its way at a time: the next save waits for it, and so do the end
+    while further steps run. Only one checkpoint is in progress at a time: the next save waits for it, and so do the end
     of training and a stop. Errors are raised by the training thread, in all processes.
 
     If the parameters are sharded, each process writes its own part, and all wait until the checkpoint is complete.
 
-    As a context it ends with the thread: a checkpoint on its way is completed first, if an exception does not end the
-    process at once, but other processes are not waited for. failure: what went wrong with it then.
+    As a context manager it ends with the thread. A checkpoint in progress is completed first, unless an exception ends
+    the process at once, but other processes are not waited for. failure: what went wrong with it then.
     """
 
     def __init__(self, fabric: Fabric, sharded: bool = False) -> None:
         self.fabric, self.sharded = fabric, sharded
         self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.host: dict[str, Tensor] = {}  # reused, because fresh memory costs more than the copy
+        self.host: dict[str, Tensor] = {}  # reused, because allocating memory takes longer than copying
         self.leaving = threading.Event()
         self.failure: BaseException | None = None
         self.saving = False
@@ -198,7 +198,7 @@ class Saver:
         Raises `HeadwaterError` if the disk is full; nothing is lost.
         """
         self.finish_saving()
-        if run_in_first(self.fabric, target.exists):  # each step is saved once
+        if run_in_first(self.fabric, target.exists):  # save each step only once
             return
         weights = list_weights(model)
         tensors = weights | dict(state)
@@ -287,7 +287,7 @@ def write_shards(
                     name: 1 + end // (FILE_BYTES * fabric.world_size) for name, end in zip(tensors, ends, strict=True)
                 }
                 dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), files, save_distributed=True))
-            except CheckpointException as error:  # of any process: each raises its own
+            except CheckpointException as error:  # every process raises its own error
                 if (failure := error.failures.get(fabric.global_rank)) is not None:
                     raise failure[0] from error
             names = write_rest(folder) if fabric.global_rank == 0 else []
@@ -354,7 +354,7 @@ def how_to_load(folder: Path) -> str:
     content = read_object(folder / CONFIG)
     of_images = any("ImageClassification" in str(name) for name in content.get("architectures") or ())
     loader = "AutoModelForImageClassification" if of_images else "AutoModelForCausalLM"
-    if "auto_map" in content:  # its code is in the folder
+    if "auto_map" in content:  # the model is saved with its code
         return f"{loader}.from_pretrained({str(folder)!r}, trust_remote_code=True) loads it."
     after_import = " after import headwater" if content.get("model_type") in MODEL_TYPES else ""
     return f"{loader}.from_pretrained({str(folder)!r}) loads it{after_import}."

@@ -175,7 +175,7 @@ def _shift_steps(on_event: OnEvent | None, steps: int) -> OnEvent | None:
 
 
 RECIPE = "recipe.yaml"
-# One in which a model goes over, one at a constant rate, and one that decays.
+# One step to convert the model, one at a constant rate, and one at a decaying rate.
 LEAST_STEPS = 3
 
 
@@ -238,7 +238,7 @@ def build_conversion(
 def write_recipe(recipe: Recipe, folder: Path) -> None:
     """Write the recipe of a conversion to its folder, for `headwater train`."""
     values = recipe.model_dump(mode="json", exclude_defaults=True)
-    values["data"]["kind"] = recipe.data.kind  # a default of its class, and what says which class it is
+    values["data"]["kind"] = recipe.data.kind  # a default that exclude_defaults drops, but that selects the class
     replace_text(folder / RECIPE, json.dumps(values, indent=1) + "\n")
 
 
@@ -248,11 +248,11 @@ def list_healing(record: RunRecord) -> list[dict[str, float]]:
     stage, end = 0, stages[0].tokens
     rows: list[dict[str, float]] = []
     for point in record.held_out:
-        # Where stages meet there are two: of the model before the change, and after it.
+        # Two evaluations share the step where stages meet: of the model before and after the change.
         if rows and point.tokens == end == rows[-1]["tokens"] and stage + 1 < len(stages):
             stage += 1
             end += stages[stage].tokens
         row = {"tokens": point.tokens, "cache_bytes_per_token": stages[stage].cache_bytes_per_token, **point.metrics}
-        if row not in rows[-1:]:  # the change may be only one of the learning rate
+        if row not in rows[-1:]:  # equal if only the learning rate changed
             rows.append(row)
     return rows

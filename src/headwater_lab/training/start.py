@@ -63,13 +63,13 @@ from headwater_lab.training.trained_models import open_source, open_trained
 from headwater_lab.util.machine import c_compiler, check_memory
 from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, is_of_images, model_class
 
-# The folder of a changed model, before and after the run begins.
+# Folder of a changed model before the run begins, and afterwards.
 CHANGED, START = ".start", "start"
-# Rows on which a conversion measures how alike keys and values are.
+# Number of rows on which a conversion measures how similar keys and values are.
 SAMPLE = 16
-# What a recipe may change in a trained model.
+# Config fields that a recipe may change in a trained model.
 MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout", "drop_path")
-# Fields that may change when a run is resumed: how long it runs and on which hardware, not the model or its data.
+# Fields that may change when a run resumes: its length and the hardware, but not the model or the data.
 MAY_CHANGE = {
     "training.steps",
     "training.device",
@@ -83,7 +83,7 @@ MAY_CHANGE = {
     "training.loss_chunk_tokens",
     "training.max_skipped_steps",
     "training.timeout_minutes",
-    "start.checkpoint",  # it may have been moved
+    "start.checkpoint",  # the checkpoint may have been moved
     "data.workers",
 }
 
@@ -150,7 +150,7 @@ def prepare_start(start: Start, folder: Path, data: Data, device: torch.device) 
         if not list_refits(read_config(path), data, start, find_tokenizer(path)):
             return path
     target = folder / CHANGED
-    shutil.rmtree(target, ignore_errors=True)  # of a run that was killed before it began
+    shutil.rmtree(target, ignore_errors=True)  # left by a run that was killed before it began
     if foreign:
         trained = open_source(start.checkpoint)
     else:
@@ -159,7 +159,7 @@ def prepare_start(start: Start, folder: Path, data: Data, device: torch.device) 
     if start.convert is not None:
         if device.type == "cuda":
             trained.model.to(device)
-        # Always the same rows.
+        # Use the same rows every time.
         rows = next(iter(data.batches(seed=0, batch_size=SAMPLE, start=0))).get("input_ids")
     changed = refit_model(change_model(trained, start, rows), data, start)
     return write_model(target, changed.model, changed.tokenizer, changed.history, changed.state)
@@ -174,7 +174,7 @@ def read_beginning(recipe: Recipe, path: Path, data: Data, resumed: bool = False
     config = _read_config(path, recipe)
     _check_data(config, path, data, recipe.start)
     if recipe.start.tau is not None and not has_pairs(config):
-        raise HeadwaterError("start.tau is about parameter tokens, which this model lacks; leave it out.")
+        raise HeadwaterError("start.tau applies to parameter tokens, which this model does not have; leave it out.")
     history = read_history(path)[: -1 if resumed else None]
     origin = Origin(
         checkpoint=recipe.start.checkpoint,
@@ -355,7 +355,7 @@ class Teacher:
 def compute_divergence(logits: Tensor, targets: Tensor, selected: Tensor, temperature: float = 1.0) -> Tensor:
     """T²·Σ KL(softmax(targets / T) ‖ softmax(logits / T)) over the tokens `selected` [B, T]; logits [B, T, V].
 
-    The other tokens are made equal, and not left out: how many there are is known to the device alone.
+    The other tokens are made equal instead of being left out, since only the device knows how many there are.
     """
     log_q, log_p = (
         x.masked_fill(~selected[..., None], 0.0)
@@ -485,7 +485,7 @@ def build_model(
         if attention is not None:
             set_attention(model, attention)
         if training.gradient_checkpointing:
-            older: Any = model.gradient_checkpointing_enable  # the only name in transformers 5.17
+            older: Any = model.gradient_checkpointing_enable  # transformers 5.17 has no other name
             getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
         if is_compiling(training, fabric.device):
             compile_model(model)

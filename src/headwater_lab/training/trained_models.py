@@ -78,7 +78,7 @@ def open_trained(path: Path, with_state: bool = False) -> Trained:
     for name, tensor in state.items():
         if tensor.shape not in ((1,), shapes.get(name.removeprefix("optimizer.").rpartition(".")[0])):
             raise HeadwaterError(
-                f"The optimizer's state in {str(path)!r} cannot be carried along, because {name} has another shape "
+                f"The optimizer's state in {str(path)!r} cannot be kept, because {name} has another shape "
                 "than its parameter; begin with a fresh optimizer."
             )
     return Trained(str(path), model, open_preparer(path, model), read_history(path), state)
@@ -221,7 +221,7 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
         try:
             if table_kind(text) is None and text.suffix.lower() not in PACKED:
                 content = read_text(text, "text", MOST_TEXT)
-            else:  # the text of all rows
+            else:  # read the text of all rows
                 documents, _ = read_documents(str(text), "text", None)
                 content = "\n".join(read_contents(row.text) if row.is_chat else row.text for row in documents)
         except OSError as error:

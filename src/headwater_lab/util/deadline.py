@@ -29,7 +29,7 @@ def within(seconds: float, work: Callable[[], T], problem: str) -> T:
     def run_work() -> None:
         try:
             result.set_result(work())
-        except BaseException as error:  # also the panics of Rust libraries, which are no Exceptions
+        except BaseException as error:  # includes panics of Rust libraries, which are not Exceptions
             result.set_exception(error)
 
     begun, computed = time.monotonic(), time.process_time()

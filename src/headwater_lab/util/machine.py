@@ -40,8 +40,8 @@ def check_memory(config: HeadwaterConfig) -> None:
 def usable_device(name: str) -> str:
     """Return the name of a device if tensors on it have readable values. Raises `HeadwaterError` for any other."""
     try:
-        torch.zeros(1, device=name).tolist()  # the device "meta" has shapes alone
-    except Exception as error:  # each kind of device has its own
+        torch.zeros(1, device=name).tolist()  # fails on the device "meta", whose tensors have no values
+    except Exception as error:  # each kind of device raises errors of its own
         raise HeadwaterError(
             f"PyTorch cannot use the device {shown(name)} here; leave out --device to use what is available."
         ) from error
@@ -85,7 +85,7 @@ def available_memory() -> float:
         name = Path("/proc/self/cgroup").read_text().split("::", 1)[1].splitlines()[0]
         group = Path("/sys/fs/cgroup") / name.lstrip("/")
         usage = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        files = int(usage["inactive_file"])  # which can be read again
+        files = int(usage["inactive_file"])  # the page cache can be dropped
         limit, current = (int((group / file).read_text()) for file in ("memory.max", "memory.current"))
         free.append(limit - current + files)
     return min(free)
@@ -107,6 +107,6 @@ def keep_freed_memory() -> None:
         return
     with suppress(AttributeError, OSError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
-        # Together: setting one stops glibc from adapting the other, which would then stay at its tiny default.
+        # Set both: setting one stops glibc from adapting the other, which would stay at its small default.
         mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its maximum: what is larger is always given back
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD

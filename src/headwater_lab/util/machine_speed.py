@@ -45,7 +45,7 @@ def measure_machine() -> Hardware:
 
 def copy_bandwidth(device: torch.device) -> float:
     """Measure the bytes/s of the best of repeated copies, which read and write every byte once."""
-    length = 2**32 if device.type == "cuda" else 2**28  # long: short ones come from a GPU's cache
+    length = 2**32 if device.type == "cuda" else 2**28  # long enough to exceed a GPU's cache
     source, target = (torch.ones(length, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * length / best(lambda: target.copy_(source), device)
 

@@ -8,7 +8,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 
 AnyModel = HeadwaterForCausalLM | HeadwaterForImageClassification
-# What the config.json of a headwater model says.
+# Values of model_type in the config.json of headwater models.
 MODEL_TYPES = HeadwaterConfig.model_type, HeadwaterVisionConfig.model_type
 
 

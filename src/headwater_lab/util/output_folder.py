@@ -18,7 +18,7 @@ LOCK = ".lock"
 # free, and the processes of a killed run may take a moment to end.
 PATIENCE = 5.0
 
-# The folders that this process has locked, by thread: whether their contents stay if the command fails.
+# Folders that this thread has locked -> whether their contents stay if the command fails.
 _stays: dict[tuple[Path, int], bool] = {}
 
 
@@ -53,7 +53,7 @@ def occupy_folder(folder: Path, *, empty: bool = False, nested: bool = False) ->
         finally:
             stays = _stays.pop(key, False)
             with suppress(OSError):
-                if (folder / LOCK).stat().st_size == 0:  # else it is another program's
+                if (folder / LOCK).stat().st_size == 0:  # otherwise the lock file belongs to another program
                     (folder / LOCK).unlink()
             lock.release()
     except BaseException:
@@ -95,7 +95,7 @@ def _acquire_lock(folder: Path) -> FileLock:
             ) from error
         except OSError as error:
             if isinstance(error, FileNotFoundError) and time.monotonic() < end + 1:
-                continue  # removed by a command that was refused, after it was made here
+                continue  # another command created it and removed it again when it was refused
             raise HeadwaterError(f"The folder {str(folder)!r} cannot be created: {error.strerror}.") from error
 
 

@@ -30,7 +30,7 @@ _MARKS = (
     b"%%Creator: headwater\n",  # PostScript
 )
 _JSON = re.compile(rb'\{\s*"headwater":')
-# Bytes at the beginning and end of a file in which it says who wrote it.
+# Bytes at the beginning and the end of a file that are searched for headwater's mark.
 _NEAR = 2**14
 
 
@@ -67,7 +67,7 @@ def write_text(file: Path, text: str) -> None:
         replace_text(file, text)
 
 
-# Okabe-Ito, which stays apart for the color-blind, without yellow, which white paper swallows.
+# Okabe and Ito's colors, which color-blind people can distinguish, without yellow, which is hard to see on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
@@ -75,7 +75,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 def default_style() -> Iterator[None]:
     """Draw and save with matplotlib's own settings, and do not read two dollar signs in a name as a formula.
 
-    matplotlib reads settings from a matplotlibrc in the current folder, which may be anyone's and can start LaTeX.
+    matplotlib also reads a matplotlibrc in the current folder, which may come from someone else and can start LaTeX.
     """
     from matplotlib import rc_context, rcParamsDefault
 
@@ -99,6 +99,6 @@ def save_figure(figure: Figure, file: Path, dpi: int) -> Path:
             options: dict[str, Any] = {"metadata": {_METADATA[kind]: _AUTHOR}} if kind in _METADATA else {}
             with default_style():
                 figure.savefig(temporary, dpi=dpi, format=kind, **options)
-        except ValueError as error:  # a suffix that no picture has
+        except ValueError as error:  # no picture format has this suffix
             raise HeadwaterError(f"{str(file)!r} cannot be drawn: {error}") from error
     return file

@@ -32,11 +32,11 @@ def is_command() -> bool:
 def set_up() -> None:
     """Set up a command-line process, before anything else."""
     gc.set_threshold(50_000, 20, 20)  # garbage collection during imports takes a tenth of a command's start-up time
-    os.environ["PYTHONSAFEPATH"] = "1"  # processes that this one starts look for no modules in the current folder
+    os.environ["PYTHONSAFEPATH"] = "1"  # child processes do not search the current folder for modules
     _open_streams()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as shells do for background jobs
+            if signal.getsignal(number) != signal.SIG_IGN:  # shells ignore signals for background jobs
                 signal.signal(number, _interrupt)
     atexit.register(_flush_output)  # registered first, so called last
     try:
@@ -98,7 +98,7 @@ def _open_streams() -> None:
     sys.stdin = sys.stdin or open(0, encoding="utf-8")  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8")  # as files are read
+        sys.stdin.reconfigure(encoding="utf-8")  # the encoding in which files are read
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     encoding = sys.stderr.encoding if sys.stderr else "utf-8"
@@ -126,7 +126,7 @@ class _Aside(io.TextIOWrapper):
 def _flush_output() -> None:
     """At exit: flush the output, and set the exit code if that fails."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # it ends anyway
+        signal.signal(number, signal.SIG_IGN)  # the process is ending anyway
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-# Messages of a worker: {"ready": true} once it can be called; then, for each call, {"result": …} or
-# {"error": [the exception's type, its message]}. None: it has ended.
+# A worker's messages: {"ready": true} once it can be called; then for each call {"result": …} or
+# {"error": [the exception's type, its message]}. None means that it has ended.
 Answer = dict[str, Any] | None
 
 
@@ -61,7 +61,7 @@ class Worker:
 
     def _send_json(self, content: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, which `on_answer` is told
+        with suppress(BrokenPipeError):  # the process has ended, and `on_answer` will be told
             self.process.stdin.write(json.dumps(content).encode() + b"\n")
             self.process.stdin.flush()
 
@@ -69,13 +69,13 @@ class Worker:
         reader = threading.Thread(target=self._read_answers, args=[on_answer], daemon=True)
         reader.start()
         self.process.wait()
-        reader.join(1)  # for its last answer; a child that it has left behind may hold the pipe open
+        reader.join(1)  # read its last answer, but do not wait for a child that holds the pipe open
         on_answer(self, None)
 
     def _read_answers(self, on_answer: Callable[[Worker, Answer], None]) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.endswith(b"\n"):  # otherwise it was killed while writing
+            if line.endswith(b"\n"):  # an incomplete line means that it was killed while writing
                 on_answer(self, json.loads(line))
 
     @property
@@ -153,7 +153,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     calls = _Calls(os.fdopen(os.dup(0), "rb"))
     answers = os.fdopen(os.dup(1), "wb")
-    # Libraries read empty input, and their output must not count as an answer.
+    # Libraries must read empty input, and must not print into the answers.
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
@@ -184,9 +184,9 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except KeyboardInterrupt:  # asked twice to stop
+    except KeyboardInterrupt:  # stopped a second time
         sys.exit(130)
-    # Python would take a second to tear down PyTorch's modules, with nothing left to save.
+    # Skip the rest of Python's shutdown: tearing down PyTorch's modules takes a second, and nothing is left to save.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(0)

@@ -23,7 +23,7 @@ __all__ = ["export", "spec"]
 
 
 def spec(config: HeadwaterConfig, name: str = "headwater", converters: Sequence[Any] = ()) -> ModelSpec:
-    """The model of `config` as torchtitan's trainer takes it: the `model_spec` of its config.
+    """Make the `model_spec` of a torchtitan trainer's config for the model of `config`.
 
     name: what torchtitan's logs call it.
     converters: configs of torchtitan's converters, such as `Float8LinearConverter.Config()`. They replace linear

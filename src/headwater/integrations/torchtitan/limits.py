@@ -15,7 +15,7 @@ DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
 
 
 def check_model(config: HeadwaterConfig, parallelism: Any, length: int) -> None:
-    """Raise `HeadwaterError` if a model cannot be trained so.
+    """Raise `HeadwaterError` if a model cannot be trained with these settings.
 
     parallelism: torchtitan's section of that name. length: tokens in a row.
     """
@@ -39,7 +39,7 @@ def _check_options(parallelism: Any) -> None:
     tensor, context = parallelism.tensor_parallel_degree > 1, parallelism.context_parallel_degree > 1
     if parallelism.spmd_backend != "partial_dtensor":
         raise HeadwaterError(
-            f"headwater models are not split by torchtitan's backend {parallelism.spmd_backend!r}; set "
+            f"headwater models do not support torchtitan's backend {parallelism.spmd_backend!r}; set "
             "parallelism.spmd_backend to partial_dtensor."
         )
     if parallelism.expert_parallel_degree > 1:
@@ -61,7 +61,7 @@ def _check_fields(config: HeadwaterConfig, length: int) -> None:
     for name in ("sliding_layers", "embedding_scale", "embedding_norm", "logit_softcap"):
         if getattr(config, name) not in (None, 1, False):
             raise HeadwaterError(
-                f"headwater models with {name} are not trained by torchtitan; leave it out, or train with headwater."
+                f"torchtitan's trainer does not support models with {name}; leave it out, or train with headwater."
             )
     if dropping := [name for name in DROPOUTS if getattr(config, name)]:
         raise HeadwaterError(

@@ -33,7 +33,7 @@ from headwater.nn.position import for_heads
 from headwater.util.errors import HeadwaterError
 
 TIED = "lm_head.weight"
-# What torchtitan's checkpointing wrapper adds to the names of a block's parameters.
+# The prefix that torchtitan's checkpointing wrapper adds to parameter names inside a block.
 WRAPPED = "_checkpoint_wrapped_module."
 
 
@@ -65,7 +65,7 @@ class TitanModel(BaseModel):
                     "set parallelism.pipeline_parallel_degree to 1, or install a newer PyTorch."
                 )
             if config.parallelism.context_parallel_degree > 1 and hasattr(config.dataloader, "positions"):
-                config.dataloader.positions = True  # a process has a part of the row, and must know which
+                config.dataloader.positions = True  # a process has only part of a row and cannot infer its positions
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """The number of parameters, and the FLOPs of a training step per token of rows of `seq_len` tokens."""
@@ -78,7 +78,7 @@ class TitanModel(BaseModel):
         super().__init__()
         self.config = config
         full = HeadwaterForCausalLM(config.headwater)
-        self.settings: HeadwaterConfig = full.config  # its kernel of attention is chosen
+        self.settings: HeadwaterConfig = full.config  # a copy in which the attention kernel is set
         for qualified, converted in config.linears.list_converted():
             parent, _, name = ours_of(qualified).rpartition(".")
             full.get_submodule(parent).register_module(name, converted.build())
@@ -114,7 +114,7 @@ class TitanModel(BaseModel):
         local_positions, positions = positions, self.gather_positions(positions)
         length = x.shape[1] if positions is None else positions.shape[1]
         counts = count_positions(None, 0, length, x.device) if positions is None else positions
-        row = x[:, :1, :0].expand(-1, length, -1)  # a whole row's shape, dtype and device
+        row = x[:, :1, :0].expand(-1, length, -1)  # dummy with a whole row's shape, dtype and device
         if self.embed_positions is not None:
             x = x + self.embed_positions(counts if local_positions is None else local_positions)
         if self.dropout is not None:
@@ -150,7 +150,7 @@ class TitanModel(BaseModel):
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Give every parameter its value in a new `HeadwaterForCausalLM`, independent of the number of processes."""
         if self.enable_weight_tying and self.tok_embeddings is not None and self.lm_head is not None:
-            self.lm_head.weight = self.tok_embeddings.weight  # moved to a device, each became its own
+            self.lm_head.weight = self.tok_embeddings.weight  # moving them to a device has separated the tied weights
         with torch.device("meta"):
             full = HeadwaterForCausalLM(self.settings)
         for name, parameter in self.named_parameters():
@@ -200,7 +200,7 @@ class Linears:
 
 
 class TitanAdapter(StateDictAdapter):
-    """torchtitan's names <-> those of a headwater checkpoint. The tensors are the same."""
+    """Translate between torchtitan's names and a headwater checkpoint's. The tensors are the same."""
 
     def __init__(self, model_config: TitanModel.Config, hf_assets_path: str | None) -> None:
         super().__init__(model_config, hf_assets_path)

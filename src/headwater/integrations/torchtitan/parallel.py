@@ -77,7 +77,7 @@ def parallelize_model(
 ) -> TitanModel:
     """Apply torchtitan's parallelisms to a model, or to a pipeline's stage, on the meta device; returns it.
 
-    The arguments are those of torchtitan's own functions. Raises `HeadwaterError` for what `limits.check_model`
+    The arguments match torchtitan's own functions. Raises `HeadwaterError` for what `limits.check_model`
     refuses, and for mechanisms whose heads cannot be split according to the plans.
     """
     check_model(model.settings, parallelism, training.seq_len)
@@ -173,11 +173,11 @@ def shard_model(
     fully_shard(model, **options)
     disable_fsdp_gradient_division(model)
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # otherwise they would be multiplied by 1 first, which gloo cannot
+        if isinstance(module, FSDPModule):  # otherwise FSDP2 scales by 1 first, which gloo does not support
             module.set_force_sum_reduction_for_comms(True)
 
 
-# Which part of its parameters a module sees
+# Views of the part of a parameter that belongs to this process
 
 
 def distribute_parameters(
@@ -189,7 +189,7 @@ def distribute_parameters(
     it gathers together, and would round them with the rest. placings: of all that are not simply replicated.
     """
     unsharded: set[nn.Parameter] = set()
-    replaced: dict[nn.Parameter, nn.Parameter] = {}  # a tied table has two owners
+    replaced: dict[nn.Parameter, nn.Parameter] = {}  # a tied table has two owners but stays one parameter
     for module in model.modules():
         scalars = isinstance(module, KeepsPrecision)
         for name, old in list(module.named_parameters(recurse=False)):
@@ -238,7 +238,7 @@ class Totals:
                 continue
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
-                    # A gradient that each process of tensor parallelism has computed in full counts once.
+                    # Count a gradient once if every tensor-parallel process has computed all of it.
                     counts = is_first or self.placings.get((module, name), Placing()).gradient.is_partial()
                     parameter.register_hook(partial(self.take_gradient, len(self.parameters), counts))
                     self.parameters.append(parameter)
@@ -288,7 +288,7 @@ def make_view_class(kind: type, name: str, gradient: tuple[Placement, ...] | Non
     return type(kind.__name__, (kind,), {name: property(read_parameter)})
 
 
-# What travels over the processes of tensor parallelism. Autograd does the reverse.
+# Communication between tensor-parallel processes. The backward pass does the reverse.
 
 
 def share_tensor(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -413,9 +413,9 @@ class SplitHeads:
 class OwnHeads(Attention):
     """Attention of the heads of one process.
 
-    Where the layer stores keys or values of some heads only, and none of this process's read them, their parameters
-    would have no gradient here, and the other processes would wait for it: the output then depends on them through a
-    term that is zero.
+    If the layer stores keys or values of some heads only, and none of this process's heads read them, their parameters
+    would have no gradient here, and the other processes would wait for it. So the output depends on them through a term
+    that is zero.
     """
 
     stores_some = False
@@ -434,7 +434,7 @@ class OwnHeads(Attention):
 
 
 def order_children(local: nn.Module, full: nn.Module) -> None:
-    """Order children and parameters as in `whole`: FSDP2 gathers them in this order, in all processes."""
+    """Order children and parameters as in `full`: FSDP2 gathers them in this order, in all processes."""
     for name, module in full.named_modules():
         counterpart = local.get_submodule(name)
         for entries, order in ((counterpart._modules, module._modules), (counterpart._parameters, module._parameters)):
@@ -445,12 +445,12 @@ def order_children(local: nn.Module, full: nn.Module) -> None:
 
 
 def make_zero(*tensors: Tensor) -> Tensor:
-    """Zero, as a function of these."""
+    """Return a zero that depends on these tensors, so that they get gradients."""
     return torch.cat([x.flatten()[:0].float() for x in tensors]).sum() if tensors else torch.zeros(())
 
 
 def pick_entries(dim: int, entries: list[int], parameter: Tensor) -> Tensor:
-    """Some entries of a dimension of a parameter."""
+    """Select some entries along a dimension of a parameter."""
     return parameter[(slice(None),) * dim + (entries,)]
 
 

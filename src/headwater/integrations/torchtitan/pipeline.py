@@ -21,7 +21,7 @@ from headwater.util.errors import HeadwaterError
 def pipeline_model(
     model: TitanModel, *, parallelism: Any, parallel_dims: Any, model_config: Any, **options: Any
 ) -> Any:
-    """Run torchtitan's `pipeline_llm` after checking what it does not know: tensors that blocks pass on.
+    """Run torchtitan's `pipeline_llm` after checking what it cannot handle: tensors that blocks pass on.
 
     Raises `HeadwaterError` if a block would read what a block of an earlier stage computed.
     """

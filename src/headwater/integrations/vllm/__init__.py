@@ -45,7 +45,7 @@ def register() -> None:
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
         from headwater.integrations.vllm.option_checks import Checks
-    except ImportError as error:  # vLLM's parts are elsewhere; other models need none of them
+    except ImportError as error:  # vLLM's modules have moved; models of other libraries must still work
         log.warning(f"headwater's plugin does not fit vLLM {version}, and its models cannot be served: {error}")
         return
     MODELS_CONFIG_MAP[ARCHITECTURE] = Checks

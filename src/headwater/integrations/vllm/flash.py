@@ -1,7 +1,7 @@
 """FlashAttention over headwater's blocks, for GPUs.
 
 Written from the documentation of vLLM's function, and tested with a CPU function that does the same. It has not been
-run on a GPU, so the plugin uses it only with `HEADWATER_VLLM_GPU=1` (`checks`).
+run on a GPU, so the plugin uses it only with `HEADWATER_VLLM_GPU=1` (`option_checks`).
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from headwater.engines.split import Portion
 from headwater.integrations.vllm import describe_older
 from headwater.util.errors import HeadwaterError, either
 
-# If 1, the plugin runs where it has not been tried.
+# Set to 1 to run the plugin on devices on which it has not been tested.
 TRY_GPU = "HEADWATER_VLLM_GPU"
-# Ways to speculate in which the drafts come from the text itself.
+# Methods of speculative decoding that draft from the text itself.
 DRAFTS = ("ngram", "suffix")
 
 
@@ -114,7 +114,7 @@ def _check_device(vllm_config: Any, device: str) -> None:
 
 
 def _check_blocks(config: Any, cache: Any, device: str) -> None:
-    if cache.user_specified_block_size and cache.block_size % 32:  # vLLM's own default comes later, and is one
+    if cache.user_specified_block_size and cache.block_size % 32:  # if unset, vLLM later chooses a multiple of 32
         raise HeadwaterError(f"block_size must be a multiple of 32, not {cache.block_size}.")
     if cache.prefix_match_unit is not None and any(plan.tails for plan in plan_layers(config)):
         raise HeadwaterError(

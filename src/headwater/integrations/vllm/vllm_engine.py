@@ -88,7 +88,7 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         speculation = vllm_config.speculative_config
         size = vllm_config.cache_config.block_size, vllm_config.model_config.dtype.itemsize
         spare = 0 if speculation is None else speculation.num_speculative_tokens
-        # vLLM wants blocks that are alike in all processes.
+        # vLLM requires equal block sizes in all processes.
         least = max(Page(share.narrow_config, share.plans, *size, spare).size for share in shares)
         self.config, self.num_heads, self.name = portion.config, len(portion.queries), name
         kind = CPUEngine if vllm_config.device_config.device_type == "cpu" else FlashEngine
@@ -125,7 +125,7 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         return SlidingWindowSpec(**fields, sliding_window=max(looks_back, *windows))
 
     def step(self, tokens: int) -> None:
-        """Take the batch of this forward pass of so many tokens; there is none while vLLM measures memory."""
+        """Take the batch of this forward pass, of this many tokens. There is none while vLLM measures memory."""
         metadata = get_forward_context().attn_metadata
         batch = metadata[self.name] if metadata else None
         if batch is not None and batch.count != tokens:
@@ -159,16 +159,16 @@ class CPUEngine(PagedEngine):
                 memory[batch.token_blocks[:, None, None], heads, order[batch.token_offsets][:, None]] = x
 
     def find_order(self, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
-        """Where the kernel puts each channel of keys and of values in a block of one head, [block_size, d].
+        """Find where the kernel puts each channel of keys and of values in a block of one head, [block_size, d].
 
-        It writes both at once, for as many heads; where a layer stores only one of them, headwater does. The order
-        depends on the machine, so it is found by writing numbers.
+        It always writes both, for equally many heads; where a layer stores only one, headwater writes it. The order
+        depends on the machine, so it is found by writing numbers and reading them.
         """
         if (dtype, width) not in self.orders:
             size, isa = self.page.block_size, self.choose_isa(dtype, width)
             slots = torch.arange(size * width).view(size, 1, width)
             numbers = torch.zeros(2, size * width, dtype=torch.long)
-            for digit in range(4):  # half precision holds numbers up to 256
+            for digit in range(4):  # half precision is exact only up to 256, so write the indices in digits
                 digits = (slots >> 6 * digit & 63).to(dtype)
                 written = [torch.zeros(1, 1, size, width, dtype=dtype) for _ in range(2)]
                 kernels.cpu_attn_reshape_and_cache(digits, digits, *written, torch.arange(size), isa)

@@ -47,7 +47,7 @@ HEAD = "lm_head"
 class ServedModel(nn.Module, SupportsLoRA):
     """A model of headwater as vLLM calls it."""
 
-    # From the names in an adapter.
+    # Maps the parameter names in a LoRA adapter.
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"": "language."})
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -58,7 +58,7 @@ class ServedModel(nn.Module, SupportsLoRA):
             self.language = HeadwaterForCausalLM(self.config).eval()
         if vllm_config.lora_config is not None and not any(name != HEAD for name, _ in model_linears(self.language)):
             raise HeadwaterError("This model's layers have no linear layers for LoRA adapters to change.")
-        # vLLM wants the number of a layer in each name.
+        # vLLM requires a layer number in every name.
         self.processes = Ranks()
         shares = list_portions(self.config, vllm_config.parallel_config)
         self.share = shares[self.processes.rank]
@@ -130,7 +130,7 @@ class ContiguousLinear(ReplicatedLinear):
 
 
 def _of_vllm(layer: nn.Linear, name: str) -> ReplicatedLinear:
-    """The same layer, with the same weights, as vLLM's; it takes its kernel after loading."""
+    """Convert a linear layer to vLLM's, with the same weights. It takes its kernel after loading."""
     bias = layer.bias is not None
     with torch.device("meta"):
         linear = ContiguousLinear(
@@ -141,5 +141,5 @@ def _of_vllm(layer: nn.Linear, name: str) -> ReplicatedLinear:
 
 
 def _through_vllm(layer: Any, x: Tensor) -> Tensor:
-    # In bfloat16 its kernels read some inputs as if they were contiguous, whatever their strides.
+    # vLLM's bfloat16 kernels read some inputs as if they were contiguous, ignoring their strides.
     return layer.cpu_linear(x.contiguous(), layer.weight, layer.bias)

@@ -112,8 +112,8 @@ class Changer:
         with drawing_from(draw) if self.draws else nullcontext():
             for transform in self.transforms:
                 image = transform(image)
-            # torchvision's conversion and normalization take longer than all the rest of a small image, and PyTorch's
-            # operations start threads of their own in each thread.
+            # Normalized by hand, because torchvision's conversion and normalization take longer than all else for a
+            # small image, and PyTorch's operations would start threads in each worker thread.
             pixels = np.empty((len(self.mean), *self.size), np.float32)
             np.divide(np.asarray(image).reshape(*self.size, -1).transpose(2, 0, 1), np.float32(255), out=pixels)
             pixels -= self.mean

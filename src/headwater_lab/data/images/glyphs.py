@@ -24,7 +24,7 @@ from headwater_lab.data.images.image_data import ImageData, ImageSettings
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Families of matplotlib's fonts, with their files. Those of one designer that share shapes are one family.
+# Font families in matplotlib, with their files. Fonts of one designer that share shapes form one family.
 MATPLOTLIB = {
     "Computer Modern": "cmb10 cmr10 cmss10 cmti10 cmtt10",
     "DejaVu": "DejaVuSans DejaVuSans-Bold DejaVuSans-BoldOblique DejaVuSans-Oblique "
@@ -41,8 +41,8 @@ STYLES = ("Regular", "Bold", "Italic", "BoldItalic")
 FAMILIES = sorted((*MATPLOTLIB, *PACKAGED))
 # Families to evaluate on, no glyph of which is trained on.
 HELD_OUT = ("Gentium Book Plus", "Lato", "STIX", "Ubuntu")
-# What is random: the longer side as a share of the image, the rotation in degrees, how much darker than the paper the
-# ink is at least, of 255 levels, and the standard deviation of the noise.
+# The ranges of random draws: the longer side as a share of the image, the rotation in degrees, how much darker than
+# the paper the ink is at least, of 255 levels, and the standard deviation of the noise.
 SIDE, ROTATION, CONTRAST, NOISE = (0.5, 0.9), 15.0, 128, 8.0
 
 
@@ -117,7 +117,7 @@ class GlyphImages:
             self.outlines += [draw_outline(font, character) for character in characters]
             content.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
         self.labels = [number % len(characters) for number in range(len(self.outlines) * views)]
-        # Whether they are drawn as before, too.
+        # Also hash drawn images, to detect changes in how they are drawn.
         for index in range(0, len(self.outlines), len(characters)):
             content.update(self.open(index, generator("sample", index)).tobytes())
         self.digest = content.hexdigest()
@@ -145,7 +145,7 @@ class GlyphImages:
         points, codes = self.outlines[index % len(self.outlines)]
         angle = math.radians(ROTATION * (2 * turn - 1))
         turned = points @ np.array([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]])
-        drawn = turned[codes != Outline.CLOSEPOLY]  # whose own points stand for nothing
+        drawn = turned[codes != Outline.CLOSEPOLY]  # its own coordinates have no meaning
         low, high = drawn.min(0), drawn.max(0)
         scale = self.size * (SIDE[0] + side * (SIDE[1] - SIDE[0])) / (high - low).max()
         room = self.size - (high - low) * scale

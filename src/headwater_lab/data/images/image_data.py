@@ -24,7 +24,7 @@ from headwater_lab.data.images.loading import load_batches
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Numbers in a batch to evaluate on.
+# Maximum number of pixel values in a batch for evaluation.
 PIXELS = 2**24
 MEAN, STD = 0.5, 0.5
 
@@ -118,7 +118,7 @@ class ImageData:
         self.notices = list(notices)
         self.reads_ahead = settings.workers > 0
         self.settings, self.train, self.held_out, self.classes = settings, train, held_out, list(classes)
-        self.vocab_size, self.context = len(self.classes), 1  # the model makes tokens of an image
+        self.vocab_size, self.context = len(self.classes), 1  # the model itself cuts an image into tokens
         self.mean, self.std = list(mean or [MEAN] * settings.channels), list(std or [STD] * settings.channels)
         shorter = None if crop_ratio is None else round(max(settings.size) / crop_ratio)
         self.change = Changer(settings.augmentation, settings.size, self.mean, self.std, shorter)
@@ -142,7 +142,7 @@ class ImageData:
     def plan_batches(self, seed: int, batch_size: int, start: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         """Yield (number of its first row, its rows) for each batch; mixed rows with the `back` rows before them."""
         back = self.settings.augmentation.back
-        # The first rows of all have none before them, and take those behind.
+        # The first rows of the run have no rows before them, and use those after them.
         earliest = list(itertools.islice(self.order_images(seed, 0), 2 * back))
         order = self.order_images(seed, max(0, start - back))
         previous = [earliest[number + 2 * back] if number < 0 else next(order) for number in range(start - back, start)]
@@ -182,7 +182,7 @@ class ImageData:
         firsts = range(0, count, size)
         ranks, nats = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
         numbers = range(share.rank, -(-len(firsts) // share.world) * share.world, share.world)
-        # Models in several processes must run together: who has no images left repeats the last ones.
+        # All processes must make equally many calls. A process without images left repeats its last ones.
         starts = [firsts[min(number, len(firsts) - 1)] for number in numbers]
         ranges = [range(start, min(start + size, count)) for start in starts]
         workers = min(self.settings.workers, len(ranges) - 1)
@@ -192,7 +192,7 @@ class ImageData:
                 if number < len(firsts):
                     rows = slice(images.start, images.stop)
                     right = scores.gather(1, labels[:, None])
-                    # Among equal scores the first class comes first, as in argmax. NaN counts as wrong.
+                    # On ties the first class wins, as in argmax. NaN counts as wrong.
                     precedes = torch.arange(scores.shape[1]) < labels[:, None]
                     better = ~(scores <= right) | ((scores == right) & precedes)
                     ranks[rows] = better.sum(1).double()
@@ -216,8 +216,8 @@ def image_processor(
     shorter: the shorter side is resized to this many pixels before the center crop; None resizes the whole image,
         whatever its aspect ratio.
     """
-    # Pillow's resizing, as in training: torchvision's gives other pixels, and accuracy would depend on whether it is
-    # installed. It is saved under the name BitImageProcessor, so transformers reads it as whichever it has.
+    # Resize with Pillow, as in training: torchvision gives other pixels, and accuracy would depend on whether it is
+    # installed. The processor is saved as BitImageProcessor, which transformers loads with either backend.
     from transformers import BitImageProcessorPil
 
     shape = {"height": size[0], "width": size[1]}

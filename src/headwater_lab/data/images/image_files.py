@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SPLITS = ("validation", "val", "valid", "test")
 # Where a dataset in a folder lists its files: in the head of its card, or in a separate file.
 CARD, LIST = "README.md", ".huggingface.yaml"
-# ImageNet's, from which everybody's images are normalized.
+# ImageNet's mean and standard deviation, which are common for all images.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -222,7 +222,7 @@ def _dataset_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Cal
             splits = load_dataset(source, settings.config)
     except HeadwaterError:
         raise
-    except Exception as error:  # the many ways a download or a dataset's own layout can fail
+    except Exception as error:  # downloads and dataset layouts fail in many ways
         raise HeadwaterError(f"The dataset {source!r} could not be loaded: {first_line(error)}") from error
     roots = [folder] if local else download_folders(source)
     return {name: lambda name=name: _dataset_split(settings, name, splits[name], roots) for name in splits}  # type: ignore[misc]
@@ -280,7 +280,7 @@ def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any, roots: Se
                 f"data.{field}: {where!r} has no column {column!r}; {nearest(column, rows.column_names)}"
             )
     kind = rows.features[settings.label_column]
-    if require_decoding(kind):  # which would open files and addresses that the rows name
+    if require_decoding(kind):  # decoding would open files and addresses named in the rows
         raise HeadwaterError(
             f"data.label_column: {settings.label_column!r} of {where!r} holds {type(kind).__name__}, not classes; name "
             "another column."
@@ -306,7 +306,7 @@ def _read_sizes(rows: Any, column: str) -> list[int]:
     import pyarrow.compute as arrow
 
     sizes: list[int] = []
-    for table in rows.with_format("arrow").iter(1000):  # of a shuffled dataset they are copied
+    for table in rows.with_format("arrow").iter(1000):  # copies the rows of a shuffled dataset
         lengths = arrow.binary_length(arrow.struct_field(table[column], "bytes"))
         sizes += [size or 0 for size in lengths.to_pylist()]
     return sizes
@@ -347,8 +347,8 @@ def _find_classes(split: ImageSplit) -> list[str]:
     count = max(labels, default=-1) + 1
     if count > 2 * len(labels):
         raise HeadwaterError(
-            f"The labels of {split.where!r} are {len(labels)} of the numbers from 0 to {count - 1}, so most classes of "
-            "the model would have no images; number the labels without gaps, or make them names (strings)."
+            f"The labels of {split.where!r} use only {len(labels)} of the numbers from 0 to {count - 1}, so most "
+            "classes of the model would have no images; number the labels without gaps, or make them names (strings)."
         )
     return [str(number) for number in range(count)]
 
@@ -356,7 +356,7 @@ def _find_classes(split: ImageSplit) -> list[str]:
 def number_classes(split: ImageSplit, classes: list[str], channels: int) -> ImageFiles:
     """Turn the labels of a split into numbers. Raises `HeadwaterError` for a label that is not a class."""
     numbers = {name: number for number, name in enumerate(classes)}
-    # What is a class's number in one split may be another's in the other, if a folder lacks a class.
+    # If a folder lacks a class, the same class may have different numbers in the two splits.
     class_names = dict(enumerate(split.classes or ()))
     labels = []
     for name, label in zip(split.names, split.labels, strict=True):

@@ -16,19 +16,19 @@ from headwater_lab.data.images.image_data import UnreadableImage
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Pillow finds the format in the content, whatever a file is called. These are pixels, which Pillow reads by itself: for
-# EPS it would start Ghostscript, and formats such as WMF, HDF5, GRIB and BUFR are handed to what is installed for them.
+# Pillow detects the format from the content, not the file name. It decodes these formats itself. For EPS it would
+# start Ghostscript, and it hands formats such as WMF, HDF5, GRIB and BUFR to installed handlers.
 FORMATS = (
     "AVIF", "BLP", "BMP", "CUR", "DDS", "DIB", "GIF", "ICNS", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "PSD",
     "QOI", "SGI", "TGA", "TIFF", "WEBP", "XBM", "XPM",
 )  # fmt: skip
-# Modes of Pillow that `convert_channels` knows.
+# Pillow's modes that `convert_channels` supports.
 GREY = ("1", "L", "LA", "La")
 DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
 COLOR = ("P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
-# Beyond this, a small file that unpacks to a huge image would fill the memory.
+# Maximum pixels: beyond this, a small file that unpacks to a huge image would fill the memory.
 MOST = 2**28
-# A line of pixels, resized until its shorter side has the wanted length, would too.
+# Maximum aspect ratio: a thin line, resized until its shorter side has the required length, would fill it too.
 LONGEST = 100
 
 
@@ -56,7 +56,7 @@ def read_image(source: Path | bytes, name: str, channels: int) -> Image:
         raise
     except Pillow.UnidentifiedImageError as error:
         raise UnreadableImage(f"{name} is not an image in a supported format, such as PNG or JPEG.") from error
-    except Exception as error:  # readers of broken images raise anything
+    except Exception as error:  # readers can raise anything for damaged images
         reason = getattr(error, "strerror", None) or first_line(error)
         raise UnreadableImage(f"{name} cannot be read: {reason.rstrip('.')}.") from error
 

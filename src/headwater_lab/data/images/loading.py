@@ -19,8 +19,8 @@ T = TypeVar("T")
 def load_batches(load: Callable[[T], Batch], batches: Iterable[T], workers: int) -> Generator[Batch, None, None]:
     """Yield `load` of each batch, in order. `workers` processes, at most one per core, read ahead; 0: this one.
 
-    They start immediately, because processes started in a thread cannot end cleanly. The generator raises the
-    `HeadwaterError`s of `read`, and one if a process ends.
+    They start immediately, because processes started in a thread cannot end cleanly. The generator raises `load`'s
+    `HeadwaterError`s, and one if a process ends.
     """
     workers = min(workers, cores())
     loader = DataLoader(
@@ -28,9 +28,9 @@ def load_batches(load: Callable[[T], Batch], batches: Iterable[T], workers: int)
         sampler=batches,
         batch_size=None,
         num_workers=workers,
-        # Starts at once and copies nothing. Elsewhere Python chooses, and the data are pickled.
+        # fork starts at once and copies nothing. Elsewhere Python's default is used, which pickles the data.
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
-        generator=torch.Generator(),  # else it would draw from the global one, as training does
+        generator=torch.Generator(),  # otherwise it would draw from the global generator, as training does
     )
     return _check_batch(_begin_loading(loader))
 
@@ -38,12 +38,12 @@ def load_batches(load: Callable[[T], Batch], batches: Iterable[T], workers: int)
 def _begin_loading(loader: DataLoader[Batch | HeadwaterError]) -> Iterator[Batch | HeadwaterError]:
     """Start the loader's processes, and return its batches.
 
-    Ctrl-C in a terminal reaches them too, and the parent still wants their batches to end a step: they inherit that it
-    is blocked. When one ends, PyTorch would raise an error from a signal, wherever the parent then is; without that,
-    whoever waits for the batch learns it, within five seconds.
+    Ctrl-C in a terminal also reaches them, but the parent still needs their batches to finish a step, so they inherit a
+    signal mask that blocks it. If a worker ended, PyTorch's signal handler would raise an error anywhere in the parent.
+    Without that handler, whoever waits for the batch gets the error, within five seconds.
     """
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
-        return iter(loader)  # no handler can be set
+        return iter(loader)  # signal handlers can only be set in the main thread
     handler, blocked = signal.getsignal(signal.SIGCHLD), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return iter(loader)
@@ -59,7 +59,7 @@ def _check_batch(batches: Iterator[Batch | HeadwaterError]) -> Generator[Batch, 
                 raise batch
             yield batch
     except (RuntimeError, ConnectionError, EOFError) as error:
-        # One that is just ending still counts as alive, and only its connection is lost. "Caught": an error in `read`.
+        # A worker that is ending still counts as alive, and only its connection is lost. "Caught": an error in `read`.
         lost = not isinstance(error, RuntimeError) or "DataLoader worker (pid" in str(error)
         if str(error).startswith("Caught") or not lost:
             raise
@@ -68,7 +68,7 @@ def _check_batch(batches: Iterator[Batch | HeadwaterError]) -> Generator[Batch, 
             "(docker run --ipc=host), or set data.workers=0."
         ) from error
     finally:
-        del batches  # ends its processes, also where an error's traceback keeps this frame
+        del batches  # ends the workers, even if an error's traceback keeps this frame alive
 
 
 class _Parts(Dataset[Batch | HeadwaterError], Generic[T]):

@@ -124,9 +124,9 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         """Draw a problem whose answer needs exactly `operations` operations."""
         names = [(site, thing) for site in PLACES for thing in THINGS]
         chance.shuffle(names)
-        results = [names.pop() for _ in range(operations)]  # each uses only earlier ones
+        results = [names.pop() for _ in range(operations)]  # each uses only results before it
         slots: list[list[Operand | None]] = [[None, None] for _ in results]
-        for needed in range(operations - 2, -1, -1):  # a later one uses each but the last, which is asked for
+        for needed in range(operations - 2, -1, -1):  # every result but the last, the answer, is used later
             later = range(needed + 1, operations)
             free = [(user, side) for user in later for side in (0, 1) if slots[user][side] is None]
             user, side = chance.choice(free)
@@ -174,7 +174,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         return chance.randrange(self.settings.modulus)
 
     def rows_of(self, problems: list[Problem], most: int | None = None) -> Batch:
-        """Encode problems as rows as long as the longest of them, or as the longest of at most `most` operations."""
+        """Encode problems as rows with the length of the longest, or of the longest with `most` operations."""
         prompts = [self.encode_words(prompt_of(problem)) for problem in problems]
         solutions = [self.encode_words(solution_of(problem, self.settings.modulus)) for problem in problems]
         longest = max((len(p) + len(s) for p, s in zip(prompts, solutions, strict=True)), default=1)
@@ -191,7 +191,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         prints = []
         for row in batch["input_ids"].tolist():
             statements = itertools.groupby(row[: row.index(self.ids[":"])], key=self.ids["."].__ne__)
-            # Tuples of numbers have the same hash in every process.
+            # The hash of a tuple of numbers is the same in all processes.
             prints.append(hash(frozenset(tuple(tokens) for _, tokens in statements)))
         return torch.tensor(prints)
 
@@ -304,7 +304,7 @@ def is_solved(problem: Problem, written: list[str], modulus: int) -> bool:
     question = problem[1]
     answer = solve_problem(problem, modulus)[question]
     text = " ".join(itertools.takewhile("<end>".__ne__, written))
-    for sentence in re.split(r"(?<!\S)\.(?!\S)", text)[:-1]:  # nothing after the last full stop is a whole step
+    for sentence in re.split(r"(?<!\S)\.(?!\S)", text)[:-1]:  # without the incomplete step after the last full stop
         step = STEP.fullmatch(sentence.strip())
         if step is not None and step["name"] == " ".join(question):
             result = OPERATIONS[step["sign"]](int(step["left"]), int(step["right"])) % modulus

@@ -57,7 +57,7 @@ class HopData(SyntheticData[HopSettings]):
         position = torch.arange(length + 1).expand(count, -1)
         for hop in range(hops):
             position = torch.where(hops_asked > hop, find.gather(1, position), position)
-        # Place 0 is "nothing".
+        # Position 0 means "nothing".
         answers = torch.cat([torch.full((count, 1), alphabet), symbols], dim=1).gather(1, position)
         answers[:, 0] = -100
         return {"input_ids": torch.cat([alphabet + 1 + hops_asked, symbols], dim=1), "shift_labels": answers}
@@ -67,7 +67,7 @@ class HopData(SyntheticData[HopSettings]):
         count, length = symbols.shape
         pointers = torch.zeros(count, length, self.settings.alphabet, dtype=torch.long)
         positions = torch.arange(2, length + 1).expand(count, -1)
-        # Symbol X_{j-1} points to j, from j on.
+        # From position j on, symbol X_{j-1} points to j.
         pointers[:, 1:].scatter_(2, symbols[:, :-1, None], positions[..., None])
         latest = pointers.cummax(1).values.gather(2, symbols[..., None])[..., 0]
         return torch.cat([torch.zeros(count, 1, dtype=torch.long), latest], dim=1)

@@ -101,14 +101,14 @@ class InductionData(SyntheticData[InductionSettings]):
         pool = draw_distinct(draw, count, self.settings.vocab_size, self.settings.distinct)
         turns = length + 1  # each adds one or two tokens
         chance = torch.rand(count, turns, generator=draw)
-        # A row begins with new pairs: were there one or two to repeat, they would come at lag 2 or 4 most of the time.
+        # Rows begin with new pairs. With only one or two pairs to repeat, most repetitions would have lag 2 or 4.
         chance[:, : max(1, length // 8)] = 0.0
         new, repeat = chance < 0.25, chance >= 0.5
         pairs = new.cumsum(1)
         again = (torch.rand(count, turns, generator=draw) * pairs).long()
         pair = torch.where(repeat, again, pairs - 1)
         single = (~new & ~repeat).cumsum(1)
-        # Pairs take the pool from its front, single tokens from its back; what lies behind the row's end is cut off.
+        # Pairs are taken from the front of the pool, single tokens from its back. What exceeds the row is cut off.
         size = pool.shape[1]
         letters = pool.gather(1, torch.where(new | repeat, 2 * pair, size - single).clamp(0, size - 1))
         second = pool.gather(1, (2 * pair + 1).clamp(0, size - 1))

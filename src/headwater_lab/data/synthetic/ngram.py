@@ -71,7 +71,7 @@ class NgramData(SyntheticData[NgramSettings]):
     def sample(self, draw: torch.Generator, count: int) -> Batch:
         settings, width = self.settings, self.settings.order - 1
         chosen = torch.randint(settings.entries, (count, settings.length + 1), generator=draw)
-        began = torch.zeros(count, dtype=torch.long)  # where the current beginning starts
+        began = torch.zeros(count, dtype=torch.long)  # start of the current beginning
         code = torch.zeros(count, dtype=torch.long)
         tokens, labels = [], []
         for t in range(settings.length + 1):

@@ -56,7 +56,7 @@ class RecallData(SyntheticData[RecallSettings]):
         values = half + draw_distinct(draw, count, vocab_size - half, pairs)
         row = torch.randint(half, vocab_size, (count, length), generator=draw)
         row[:, : 2 * pairs] = torch.stack([keys, values], dim=2).flatten(1)
-        # The Gumbel trick: drawn one after another without replacement, the first drawn for the first key.
+        # The Gumbel trick draws without replacement, in order: the first distance belongs to the first key.
         distances = torch.arange(1, length - 2 * pairs + 1)
         noise = -torch.empty(count, len(distances)).exponential_(generator=draw).log()
         queries = 2 * pairs + ((self.settings.power - 1) * distances.log() + noise).topk(pairs).indices

@@ -16,11 +16,11 @@ from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Share
 
-# Held-out rows go through the model in pieces of at most this many logits.
+# Maximum number of logits to compute at a time for held-out rows.
 LOGITS = 2**26
 # Maximum tokens of held-out rows.
 MOST = 2**27
-# Rows drawn at a time: this many, and no more than take this many numbers.
+# Rows to draw at a time, or fewer if they would take more than this many numbers.
 BLOCK, DRAWN = 256, 2**22
 # How often to redraw a row that equals a held-out one.
 TRIES = 100
@@ -69,7 +69,7 @@ class SyntheticData(ABC, Generic[S]):
     metric = "accuracy"
     lower_is_better = False
     tokenizer = None
-    # No training row equals a held-out one.
+    # Whether training rows must differ from held-out ones.
     keeps_apart = True
 
     def __init__(self, settings: S) -> None:
@@ -86,7 +86,7 @@ class SyntheticData(ABC, Generic[S]):
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
         """Yield batches. Raises `HeadwaterError` if nearly all possible rows are held out, and as `held_out` does."""
-        self.held_out()  # what cannot be evaluated is not trained first
+        self.held_out()  # fail before training if nothing can be evaluated
         local_rows = slice(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
         while True:
             numbers = range(start // self.block, -(-(start + batch_size) // self.block))
@@ -114,7 +114,7 @@ class SyntheticData(ABC, Generic[S]):
         )
 
     def held_out(self) -> Batch:
-        """The rows that every model is evaluated on, whatever its seed. Raises `HeadwaterError` if none has a label."""
+        """Draw the rows that evaluate all models of any seed. Raises `HeadwaterError` if none has a label."""
         batch = self.sample(generator(self.settings.kind, "held out"), self.settings.held_out)
         if not bool((batch["shift_labels"] != -100).any()):
             raise HeadwaterError(
@@ -138,7 +138,7 @@ class SyntheticData(ABC, Generic[S]):
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
         """Measure accuracy and loss (nats per label) at the labeled positions of the held-out rows."""
-        # Few enough for every process to evaluate them all.
+        # There are few enough rows for every process to evaluate all of them.
         batch = self.held_out()
         labels = batch["shift_labels"]
         size = max(1, LOGITS // (labels.shape[1] * self.vocab_size))
