@@ -21,10 +21,10 @@ from headwater.config.planner import plan_layers
 from headwater.cost.counts import training_flops
 from headwater.engines.split import narrow_plans
 from headwater.integrations.torchtitan import export, spec
-from headwater.integrations.torchtitan.checkpoints import ours_of, theirs_of
 from headwater.integrations.torchtitan.limits import check_model
 from headwater.integrations.torchtitan.model import Linears, TitanAdapter
 from headwater.integrations.torchtitan.pipeline import check_cuts
+from headwater.integrations.torchtitan.titan_checkpoints import ours_of, theirs_of
 from headwater.mechanisms.contract import Mechanism
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError

@@ -36,8 +36,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM  # noqa: E402
 from headwater.integrations.torchtitan import spec  # noqa: E402
-from headwater.integrations.torchtitan.checkpoints import ours_of  # noqa: E402
 from headwater.integrations.torchtitan.model import WRAPPED  # noqa: E402
+from headwater.integrations.torchtitan.titan_checkpoints import ours_of  # noqa: E402
 from headwater.util.errors import HeadwaterError  # noqa: E402
 
 DEGREES = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree", "pp": "pipeline_parallel_degree"}

@@ -498,7 +498,7 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path, capsys, zipped):
             lambda t: t.update({"model.norm.weight": torch.ones(WIDTH, dtype=torch.int64)}),
             "tensor",
         ),
-        (lambda t: t.update({"module.model.norm.weight": random(WIDTH)}), "are one tensor"),
+        (lambda t: t.update({"module.model.norm.weight": random(WIDTH)}), "once the names of wrappers are removed"),
     ],
 )
 def test_the_first_tensor_that_does_not_fit_is_named(tmp_path, change, message):

@@ -272,8 +272,8 @@ def test_a_difference_of_differences_takes_the_seeds_of_all_four(tmp_path):
 
 def test_what_a_difference_is_compared_with_is_another_pair():
     for claim, complaint in (
-        (better(than={}), "another arm"),
-        (better(than={"arm": "shift"}), "another arm"),
+        (better(than={}), "must differ from the claim in arm"),
+        (better(than={"arm": "shift"}), "must differ from the claim in arm"),
         (no_better(1, measure="steps", than={"arm": "third"}), "does not work for steps"),
     ):
         with pytest.raises(ValidationError, match=complaint):
@@ -592,7 +592,7 @@ def test_a_law_that_the_seeds_leave_wide_open_has_an_interval_to_infinity():
     from headwater_lab.papers.claims import _judge_claim  # what it prints
 
     claim = PaperTable.model_validate(one_table(["x"], claims=[one("gains", size="large")])).claims[0]
-    found = _judge_claim(claim, wide, LEVEL, None)
+    found = _judge_claim(claim, wide, LEVEL)
     assert found.interval == (-1.0, math.inf)
 
 

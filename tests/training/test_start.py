@@ -310,7 +310,7 @@ class TestRefusals:
 
     def test_a_scale_where_no_parameter_tokens_are(self, recipe, finished, tmp_path):
         finished(recipe(), tmp_path / "linear")
-        with pytest.raises(HeadwaterError, match="which this model lacks"):
+        with pytest.raises(HeadwaterError, match="which this model does not have"):
             train(recipe(**start(tmp_path / "linear", tau="anneal")), tmp_path / "x")
 
     def test_growing_and_converting_at_once(self, base, recipe):

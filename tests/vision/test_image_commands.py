@@ -83,11 +83,3 @@ def test_commands_of_text_say_so(run, checkpoint):
         assert code == 2
         assert word in err
         assert err.count("\n") == 1
-
-
-def test_initial_state_is_measured(run, tmp_path):
-    image_model(PAIRS).config.save_pretrained(tmp_path)
-    code, out, _ = run("init", tmp_path)
-    assert code == 0
-    assert "feed-forward" in out
-    assert "images of noise" in out

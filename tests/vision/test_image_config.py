@@ -37,7 +37,7 @@ from headwater.util.precision import Precision
         (dict(position="sincos", hidden_size=36, num_attention_heads=6, num_key_value_heads=2), ""),
         (dict(position="sincos", hidden_size=34, num_attention_heads=2, num_key_value_heads=2), "divisible by 4"),
         (dict(position="rope", hidden_size=24), "multiple of 4"),
-        (dict(position="rope", rope_parameters=dict(rope_type="linear", factor=2.0)), "'default' only"),
+        (dict(position="rope", rope_parameters=dict(rope_type="linear", factor=2.0)), "only 'default'"),
         (dict(position="learned", rope_parameters=dict(rope_theta=5.0)), "leave them out"),
         (dict(mechanisms={"pattention": {}}), "qkv_bias"),
     ],

@@ -21,7 +21,7 @@ from torchtitan.trainer import Trainer
 from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.integrations.torchtitan import spec
-from headwater.integrations.torchtitan.checkpoints import theirs_of
+from headwater.integrations.torchtitan.titan_checkpoints import theirs_of
 from headwater.mechanisms.capabilities import ActsInTraining
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.plugins.registry import MECHANISMS, resolve

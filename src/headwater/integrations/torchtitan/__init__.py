@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from headwater.config.text import HeadwaterConfig
-from headwater.integrations.torchtitan.checkpoints import export
+from headwater.integrations.torchtitan.titan_checkpoints import export
 from headwater.util.errors import HeadwaterError
 from headwater.util.extras import check_extra
 

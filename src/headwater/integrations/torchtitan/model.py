@@ -19,8 +19,8 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from headwater.config.text import HeadwaterConfig
 from headwater.cost.counts import training_flops
-from headwater.integrations.torchtitan.checkpoints import ours_of, theirs_of
 from headwater.integrations.torchtitan.limits import check_model
+from headwater.integrations.torchtitan.titan_checkpoints import ours_of, theirs_of
 from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.mechanisms.named import run_shared
 from headwater.models.causal_lm import HeadwaterForCausalLM
