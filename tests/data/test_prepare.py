@@ -33,7 +33,7 @@ from headwater_lab.data import stream as streaming
 from headwater_lab.data.corpus import Document, cut_document
 from headwater_lab.data.prepare import Options, prepare
 from headwater_lab.data.prepared import PreparedSettings
-from headwater_lab.data.shards import MANIFEST, WRITING, open_all, open_prepared, write_sealed
+from headwater_lab.data.shards import DOMAINS, MANIFEST, WRITING, open_all, open_prepared, write_sealed
 from headwater_lab.data.stream import Stream, TextSource, read_corpus
 from headwater_lab.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, local_size, train_tokenizer
 from headwater_lab.data.tokenizer_files import find_tokenizer
@@ -437,14 +437,14 @@ def test_evaluation_text_is_the_held_out_documents_of_smallest_hash(folder, tmp_
 
 
 def test_a_folder_for_each_value_of_a_column(tmp_path, bpe):
-    names = ["Code", None, "Wiki (en)", "wiki-EN"]
+    names = ["Wiki (en)", "wiki-EN", "Code", None]
     rows = [{"text": text, "meta": {"set": names[i % 4], "n": i}} for i, text in enumerate(texts(200))]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     how = dict(by="meta.set", held_out=0.1, batch_bytes=500)
     folders = make(path, tmp_path / "out", bpe, **how)
-    assert [one.name for one in folders] == ["code", "none", "wiki-en", "wiki-en-2"]
-    for index, (one, name) in enumerate(zip(folders, [names[0], "none", *names[2:]], strict=True)):
+    assert [one.name for one in folders] == ["wiki-en", "wiki-en-2", "code", "none"]
+    for index, (one, name) in enumerate(zip(folders, [*names[:3], "none"], strict=True)):
         prepared = open_prepared(one)
         assert prepared.manifest.domain == name
         mine = [row["text"] for row in rows[index::4]]
@@ -455,12 +455,6 @@ def test_a_folder_for_each_value_of_a_column(tmp_path, bpe):
     with pytest.raises(HeadwaterError, match=r"a prepared folder for each domain.*wiki-en-2"):
         open_prepared(tmp_path / "out")
     assert make(path, tmp_path / "out", bpe, **how) == folders
-    (tmp_path / "out" / WRITING).mkdir()  # left by a run that was killed while it moved the folders up
-    with pytest.raises(HeadwaterError, match="is not finished"):
-        open_all(tmp_path / "out")
-    with pytest.raises(HeadwaterError, match="holds other files"):
-        make(path, tmp_path / "out", bpe, **how | {"held_out": 0.2})
-    assert make(path, tmp_path / "out", bpe, **how) == folders == [one.folder for one in open_all(tmp_path / "out")]
     with pytest.raises(HeadwaterError, match="was prepared with by"):
         make(path, tmp_path / "out", bpe, **how | {"by": "meta.n"})
     with pytest.raises(HeadwaterError, match="holds dict, not a name; its fields: set, n"):
@@ -671,6 +665,24 @@ def test_names_in_files_never_lead_out_of_the_folder(folder, tmp_path, bpe):
         write_sealed(out / MANIFEST, manifest)
         with pytest.raises(HeadwaterError, match=r"manifest\.json.*train\.shards\.0\.file"):
             open_prepared(out)
+        (tmp_path / "by").mkdir(exist_ok=True)
+        write_sealed(tmp_path / "by" / DOMAINS, {"settings": {}, "domains": {name: "x"}})
+        with pytest.raises(HeadwaterError, match=r"domains\.json.*domains"):
+            open_all(tmp_path / "by")
+
+
+def test_a_copy_that_lacks_a_domain_or_has_another_in_its_folder_is_refused(tmp_path):
+    path, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    path.write_text("".join(json.dumps({"text": f"{i}: a line", "set": "abc"[i % 3]}) + "\n" for i in range(300)))
+    make(path, out, by="set")
+    assert [prepared.manifest.domain for prepared in open_all(out)] == ["a", "b", "c"]
+    shutil.rmtree(out / "b")
+    for read in (open_all, lambda folder: make(path, folder, by="set")):
+        with pytest.raises(HeadwaterError, match="out/b"):
+            read(out)
+    shutil.copytree(out / "a", out / "b")
+    with pytest.raises(HeadwaterError, match="holds 'a', not 'b'; copy it again"):
+        open_all(out)
 
 
 def test_what_a_damaged_shard_would_feed_a_model_is_refused(folder, tmp_path, bpe):

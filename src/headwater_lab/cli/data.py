@@ -50,11 +50,11 @@ def prepare_corpus(
     workers: Tokenizer threads; default: one per core, up to 16.
     """
     from headwater_lab.data.prepare import Options, prepare
-    from headwater_lab.data.shards import MANIFEST, Skipped, list_domains, read_manifest
+    from headwater_lab.data.shards import DOMAINS, MANIFEST, Skipped, read_manifest
     from headwater_lab.data.stream import TextSource
 
     check_writable(out, folder=True)
-    is_finished = (out / MANIFEST).exists() or bool(list_domains(out))
+    is_finished = any((out / name).exists() for name in (DOMAINS, MANIFEST))
     text_source = TextSource(source, text_column, config, split, separator, begins, by)
     with ProgressReport() as report:
         bar = partial(_show_progress, report, time.monotonic())

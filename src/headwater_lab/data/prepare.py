@@ -32,6 +32,7 @@ from headwater_lab.data.chat import Encoded
 from headwater_lab.data.corpus import Document, no_text, too_short
 from headwater_lab.data.reading import check_name, escape_name
 from headwater_lab.data.shards import (
+    DOMAINS,
     EVALUATION,
     FORMAT_VERSION,
     MANIFEST,
@@ -112,8 +113,11 @@ def prepare(
             if out.exists() and not out.is_dir():
                 raise _describe_foreign(out)
             with occupy_folder(out):
-                if _is_finished(out, settings):
+                names = {path.name for path in out.iterdir() if not path.name.startswith(STAGING)} - {LOCK}
+                if names & {MANIFEST, DOMAINS}:
                     return _check_finished(out, settings, encoder.separator)
+                if names and not (out / WRITING).exists():
+                    raise _describe_foreign(out)
                 moved = moved_document(Stream(source), options.held_out, encoder)
                 stream = Stream(source)
                 shutil.rmtree(out / WRITING, ignore_errors=True)
@@ -130,17 +134,6 @@ def prepare(
                 return [prepared.folder for prepared in shards.open_all(out)]
     except KeyboardInterrupt:
         raise Interrupted("Stopped; run the same command again to start over.") from None
-
-
-def _is_finished(out: Path, settings: dict[str, Any]) -> bool:
-    """Whether a folder has all that a run writes. Raises `HeadwaterError` for anything but a part of that."""
-    names = {path.name for path in out.iterdir() if not path.name.startswith(STAGING)} - {LOCK}
-    if MANIFEST in names or (settings["by"] and shards.list_domains(out)):
-        return True
-    manifests = (shards.read_manifest(file.parent) for file in out.glob(f"[!.]*/{MANIFEST}"))
-    if names and not ((out / WRITING).exists() and all(manifest.settings == settings for manifest in manifests)):
-        raise _describe_foreign(out)
-    return False
 
 
 def _collect_settings(source: TextSource, encoder: Encoder, options: Options) -> dict[str, Any]:
@@ -220,6 +213,9 @@ class _Run:
             )
         for folder in self.folders.values():
             self._write_manifest(folder)
+        if self.settings["by"]:
+            domains = {folder.path.name: domain for domain, folder in self.folders.items()}
+            write_sealed(self.out / DOMAINS, {"settings": self.settings, "domains": domains})
 
     def _write_manifest(self, folder: _Folder) -> None:
         tokenizer_folder = folder.path / TOKENIZER
@@ -388,7 +384,7 @@ def _make_batches(stream: Stream, size: int) -> Iterator[list[Document]]:
 
 def _publish_folder(written: Path, out: Path) -> None:
     """Move what was written to its folder; the file that marks it as finished comes last."""
-    for path in sorted(written.iterdir(), key=lambda path: path.name == MANIFEST):
+    for path in sorted(written.iterdir(), key=lambda path: path.name in (MANIFEST, DOMAINS)):
         if (target := out / path.name).is_dir():  # left by a run that was killed while moving files
             shutil.rmtree(target)
         flush_path(out)

@@ -21,6 +21,8 @@ from headwater_lab.data.corpus import Document
 from headwater_lab.data.tokenizer import load_tokenizer, separator_id, vocabulary_size
 
 MANIFEST = "manifest.json"
+# File in a folder that has one prepared folder per domain.
+DOMAINS = "domains.json"
 # Hidden folder that receives the files of a prepared folder until all are written.
 WRITING = f"{STAGING}prepared"
 EVALUATION = "evaluation.jsonl"
@@ -33,6 +35,7 @@ SPLITS: tuple[Literal["train"], Literal["held_out"]] = ("train", "held_out")
 ShardCount = Annotated[int, Field(ge=0)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 # Names in files become paths, and must not lead out of the folder.
+Slug = Annotated[str, Field(pattern=r"^[a-z0-9-]*$")]
 FileName = Annotated[str, Field(pattern=r"^(\w[\w.-]*/)*\w[\w.-]*$")]
 
 
@@ -327,21 +330,18 @@ class Prepared:
 
 def open_all(folder: Path) -> list[Prepared]:
     """Open a prepared folder, or the folders of all domains. Raises `HeadwaterError` as `open_prepared` does."""
-    return [open_prepared(domain) for domain in list_domains(folder)] or [open_prepared(folder)]
-
-
-def list_domains(folder: Path) -> list[Path]:
-    """List the prepared folders of a corpus that is split by a column; empty if `folder` is not one, or unfinished."""
-    inside = sorted(folder.glob("[!.]*"))
-    is_split = not (folder / WRITING).exists() and all((path / MANIFEST).is_file() for path in inside)
-    return inside if is_split else []
+    domains = {} if (folder / MANIFEST).exists() else read_domains(folder)
+    for name, domain in domains.items():
+        if (manifest := read_manifest(folder / name)).domain != domain:
+            raise HeadwaterError(f"{str(folder / name)!r} holds {manifest.domain!r}, not {domain!r}; copy it again.")
+    return [open_prepared(folder / name) for name in domains] or [open_prepared(folder)]
 
 
 def prepared_folder(path: Path) -> Path | None:
     """Find the folder of prepared data, or of all its domains, from its path or the path of its manifest."""
-    folder = path.parent if path.name == MANIFEST else path
+    folder = path.parent if path.name in (MANIFEST, DOMAINS) else path
     with suppress(HeadwaterError):  # the file belongs to another program
-        if any(read_sealed(member / MANIFEST) is not None for member in (folder, *list_domains(folder))):
+        if any(read_sealed(folder / name) is not None for name in (MANIFEST, DOMAINS)):
             return folder
     return None
 
@@ -373,14 +373,30 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a folder. Raises `HeadwaterError` if there is none, or it is damaged."""
     if (values := read_sealed(folder / MANIFEST)) is not None:
         return validate_file(Manifest, values, folder / MANIFEST)
-    if domains := list_domains(folder):
-        names = ", ".join(map(str, domains[:8])) + (", …" if len(domains) > 8 else "")
+    if domains := read_domains(folder):
+        names = ", ".join(str(folder / name) for name in list(domains)[:8]) + (", …" if len(domains) > 8 else "")
         raise HeadwaterError(f"{str(folder)!r} holds a prepared folder for each domain; name one or more of: {names}.")
     if (folder / WRITING).exists():
         raise HeadwaterError(f"{str(folder)!r} is not finished; run the same `headwater data prepare` again.")
     if not folder.is_dir():
         raise HeadwaterError(f"{explain_absence(folder, 'folder')}; make it with `headwater data prepare`.")
     raise HeadwaterError(f"{str(folder)!r} has no {MANIFEST}; make it with `headwater data prepare`.")
+
+
+class Domains(Facts):
+    """domains.json: the settings of the split, and the value of the column for each folder."""
+
+    settings: dict[str, Any]
+    domains: dict[Slug, str]
+
+
+def read_domains(folder: Path) -> dict[str, str]:
+    """Return folder name -> value of the column, for a corpus split by a column; empty if `folder` is not one.
+
+    Raises `HeadwaterError` if domains.json is damaged.
+    """
+    values = read_sealed(folder / DOMAINS)
+    return validate_file(Domains, values, folder / DOMAINS).domains if values is not None else {}
 
 
 M = TypeVar("M", bound=Facts)
