@@ -360,8 +360,7 @@ def _shift_options(tensors: Tensors, layer: int) -> tuple[dict[str, Any], int]:
 
 
 def _shift_source(name: str, config: HeadwaterConfig) -> str | None:
-    for ours, theirs in (("alpha", "K"), ("beta", "V")):
-        name = name.replace(f"mechanisms.kv_shift.{ours}", theirs)
+    name = name.replace("mechanisms.kv_shift.alpha", "K").replace("mechanisms.kv_shift.beta", "V")
     return _llama_source(name, config)
 
 

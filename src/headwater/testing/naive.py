@@ -587,14 +587,15 @@ class Reference:
     def kv_shift(self, layer: int, q: ByHead, k: ByHead, v: ByHead) -> QKV:
         options, c = self.mechanisms["kv_shift"], self.layer_config
         if not options["variant"].startswith("half"):
-            q, k, v = (self.shift_heads(layer, *part) for part in ((q, "gamma"), (k, "alpha"), (v, "beta")))
+            weights = (q, "gamma"), (k, "alpha"), (v, "beta")
+            q, k, v = (self.shift_heads(layer, x, parameter) for x, parameter in weights)
             return q, k, v
-        parts = (
+        projections = (
             (q, "queries", c.num_attention_heads),
             (k, "keys", c.num_key_value_heads),
             (v, "values", c.num_key_value_heads),
         )
-        q, k, v = (self.shift_halves(x, total) if options[name] else x for x, name, total in parts)
+        q, k, v = (self.shift_halves(x, total) if options[name] else x for x, name, total in projections)
         return q, k, v
 
     def shift_heads(self, layer: int, x: ByHead, parameter: str) -> ByHead:

@@ -50,10 +50,10 @@ def find_near(name: str, names: Iterable[str]) -> list[str]:
         return [typo]
     words = split_words(name)
     longer = [
-        known
-        for known in names
+        candidate
+        for candidate in names
         if all(
-            any(part == word or (len(word) > 3 and part.startswith(word)) for part in split_words(known))
+            any(piece == word or (len(word) > 3 and piece.startswith(word)) for piece in split_words(candidate))
             for word in words
         )
     ]
@@ -63,8 +63,8 @@ def find_near(name: str, names: Iterable[str]) -> list[str]:
 def find_misspelt(name: str, names: Iterable[str]) -> str | None:
     """Find the name of which this one is a misspelling: one letter in four is wrong at most, and no digit."""
     digits = re.sub(r"\D", "", name)
-    edits = {known: _count_edits(name, known) for known in names if re.sub(r"\D", "", known) == digits}
-    close = min(edits, key=lambda known: (edits[known], known), default=None)
+    edits = {candidate: _count_edits(name, candidate) for candidate in names if re.sub(r"\D", "", candidate) == digits}
+    close = min(edits, key=lambda candidate: (edits[candidate], candidate), default=None)
     return close if close is not None and edits[close] <= max(1, len(name) // 4) and len(name) > 2 else None
 
 
@@ -78,8 +78,8 @@ def _count_edits(a: str, b: str) -> int:
     rows = [list(range(len(b) + 1))]
     for i, letter in enumerate(a, 1):
         row = [i]
-        for j, other in enumerate(b, 1):
-            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != other)))
+        for j, target in enumerate(b, 1):
+            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != target)))
             if i > 1 and j > 1 and a[i - 2 : i] == b[j - 1] + b[j - 2]:
                 row[j] = min(row[j], rows[-2][j - 2] + 1)
         rows.append(row)

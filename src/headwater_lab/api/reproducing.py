@@ -55,12 +55,12 @@ class Reproduced(Result):
                 "row": label,
                 "column": column,
                 "paper": _read_number(paper),
-                "ours": _read_number(ours.text) if ours.value is None else ours.value,
-                "sd": ours.spread,
-                "seeds": ours.seeds,
+                "ours": _read_number(figure.text) if figure.value is None else figure.value,
+                "sd": figure.spread,
+                "seeds": figure.seeds,
             }
             for label, cells in zip(self.result.rows, self.result.cells, strict=True)
-            for column, (paper, ours) in zip(self.result.columns, cells, strict=True)
+            for column, (paper, figure) in zip(self.result.columns, cells, strict=True)
         ]
 
     def text_table(self) -> list[dict[str, str]]:

@@ -100,8 +100,11 @@ class Work:
 
     def list_commands(self) -> list[str]:
         """List commands for the missing runs that `train_table` leaves out: on several devices, or single stages."""
-        left = [(arm, seed) for arm, seed in self.list_missing() if arm.devices > 1 or arm.recipe.compare is None]
-        return [arm.command(seed, self.trials, self.overrides) for arm, seed in left]
+        return [
+            arm.command(seed, self.trials, self.overrides)
+            for arm, seed in self.list_missing()
+            if arm.devices > 1 or arm.recipe.compare is None
+        ]
 
     def check_tasks(self, task_files: Path | None) -> None:
         """Raise `HeadwaterError` if benchmarks are not available, before anything is trained."""

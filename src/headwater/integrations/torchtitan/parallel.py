@@ -330,11 +330,11 @@ class SplitHeads:
         plan, full = block.plan, block.self_attn
         local = self.heads.build_attention(full, OwnHeads)
         for name, module in full.mechanisms.named():
-            mine, parameters = local.mechanisms[name], dict(module.named_parameters())
+            local_module, parameters = local.mechanisms[name], dict(module.named_parameters())
             # The module for this process's heads gets the parameters of all heads, and sees only its own part.
-            for qualified, entries in self.heads.divide_parameters(cast(Mechanism, module), mine, plan).items():
+            for qualified, entries in self.heads.divide_parameters(cast(Mechanism, module), local_module, plan).items():
                 owner, _, leaf = qualified.rpartition(".")
-                inside = mine.get_submodule(owner)
+                inside = local_module.get_submodule(owner)
                 setattr(inside, leaf, parameters[qualified])
                 then = None if entries is None else partial(pick_entries, entries[0], list(entries[1]))
                 self.placings[inside, leaf] = Placing(gradient=Partial(), then=then)

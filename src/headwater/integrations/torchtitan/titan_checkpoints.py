@@ -30,9 +30,9 @@ def ours_of(name: str) -> str:
 
 def theirs_of(name: str) -> str:
     """The inverse of `ours_of`."""
-    for theirs, ours in NAMES.items():
-        if name == ours or name.startswith(f"{ours}."):
-            return theirs + name.removeprefix(ours)
+    for titan_name, headwater_name in NAMES.items():
+        if name == headwater_name or name.startswith(f"{headwater_name}."):
+            return titan_name + name.removeprefix(headwater_name)
     raise KeyError(name)
 
 
