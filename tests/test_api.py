@@ -17,7 +17,7 @@ import headwater.mechanisms
 import headwater_lab as lab
 from conftest import forking
 from headwater.util.errors import HeadwaterError
-from headwater_lab.api.common import make_frame
+from headwater_lab.api.common import make_frame, write_html
 from headwater_lab.api.comparing import Compared
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.papers.table import read_tables
@@ -268,6 +268,14 @@ def test_results_are_loaded_from_their_folder(shown):
         loaded = lab.load_results(names[result].folder)
         assert repr(loaded) == repr(names[result])
         assert loaded.table() == names[result].table()
+
+
+def test_names_are_text_in_html():
+    html = write_html("<i>", [{"<b>": "</td><script>"}], "a < b")
+    assert "&lt;i&gt;" in html
+    assert "<th>&lt;b&gt;</th>" in html
+    assert "<td>&lt;/td&gt;&lt;script&gt;</td>" in html
+    assert "a &lt; b" in html
 
 
 def test_a_comparison_without_a_finished_run_says_why(tmp_path):
