@@ -7,7 +7,7 @@ import pytest
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data import tokenizer as tokenizers
-from headwater_lab.data.tokenizer import Encoder, byte_tokenizer, encode_plainly
+from headwater_lab.data.tokenizer import Encoder, byte_tokenizer, encode_in_time, encode_plainly
 from headwater_lab.util.deadline import within
 
 
@@ -41,6 +41,16 @@ def test_errors_come_out(kind):
 
     with pytest.raises(kind, match="reason"):
         within(10, fail, "It")
+
+
+def test_a_slow_tokenizer_is_noticed_in_the_first_part_of_a_large_corpus(monkeypatch, busy):
+    monkeypatch.setattr(tokenizers, "SECONDS", 0.05)
+    sizes = []
+    slow = lambda texts: sizes.append(len(texts)) or busy()  # noqa: E731
+    with pytest.raises(HeadwaterError, match=r"needs more than 0\.05 seconds"):
+        encode_in_time(slow, ["a line"] * 10**5)
+    assert sizes == [tokenizers.GROUP]
+    assert encode_in_time(lambda texts: [[len(text)] for text in texts], ["a", "bc"] * 300) == [[1], [2]] * 300
 
 
 def test_a_tokenizer_that_takes_too_long_is_refused(monkeypatch, busy):

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -24,6 +24,8 @@ from headwater_lab.util.deadline import SECONDS, within
 END_OF_TEXT = "<|endoftext|>"
 # Maximum number of tokens, since memory for all is allocated at once. The largest models have a fraction of this.
 LARGEST_VOCABULARY = 2**22
+# Texts to encode under one limit of time.
+GROUP = 256
 # Characters that a long document is tokenized at a time: at least PART, at most LONGEST.
 PART = 2**18
 LONGEST = 2 * PART
@@ -138,9 +140,16 @@ def separator_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def encode_in_time(encode: Callable[[Sequence[str]], list[list[int]]], texts: Sequence[str]) -> list[list[int]]:
-    """Call `encode` on texts. Raises `HeadwaterError` if it takes more than `SECONDS` for each megabyte of them."""
-    seconds = SECONDS * max(1.0, sum(map(len, texts)) / 10**6)
-    return within(seconds, lambda: encode(texts), f"The tokenizer needs more than {seconds:g} seconds for this text")
+    """Call `encode` on texts, `GROUP` at a time, so that a tokenizer without end is noticed early.
+
+    Raises `HeadwaterError` if it takes more than `SECONDS` for each megabyte of a group.
+    """
+    results: list[list[int]] = []
+    for group in (texts[start : start + GROUP] for start in range(0, len(texts), GROUP)):
+        seconds = SECONDS * max(1.0, sum(map(len, group)) / 10**6)
+        problem = f"The tokenizer needs more than {seconds:g} seconds for this text"
+        results += within(seconds, partial(encode, group), problem)
+    return results
 
 
 def encode_plainly(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
