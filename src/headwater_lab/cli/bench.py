@@ -67,8 +67,8 @@ def bench_mechanisms(
     from headwater.util.precision import Precision
     from headwater_lab.bench.training_speed import bench_steps, mechanism_pair
 
-    compared = {label: mechanism_pair(options, shape) for label, options in _read_mechanisms(mechanism).items()}
     settings = Precision(precision), pairs, memory, _device_of(device, memory)
+    compared = {label: mechanism_pair(options, shape) for label, options in _read_mechanisms(mechanism).items()}
     _print_benchmark(bench_steps(compared, "without", str(shape), *settings))
 
 
