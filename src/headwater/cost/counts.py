@@ -277,14 +277,14 @@ def activation_bytes(
     the dtype of queries, which the fused kernel stores, and the wider copies of layers with learned keys and values.
     """
     plans, element = plan_layers(config), precision.compute.itemsize
-    width = config.hidden_size * precision.weights.itemsize
+    width = config.hidden_size * precision.stream.itemsize
     blocks = [_block_bytes(config, plan, context, precision) for plan in plans]
     stored = sum(blocks)
     if gradient_checkpointing:
         stored = len(plans) * width + max(blocks)
         for plan in plans:
             numbers = kept_numbers(config, plan) | {"a": layer_config(config, plan.index).num_attention_heads * context}
-            sizes = {"x": precision.weights.itemsize}
+            sizes = {"x": precision.stream.itemsize}
             stored += sum(numbers[source.part] * sizes.get(source.part, element) for source in plan.exports)
     # The norms around the blocks, and modules shared by all layers.
     stored += config.hidden_size * element + width * (1 + config.embedding_norm) + _count_shared(config).saved * element
@@ -313,14 +313,14 @@ def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precisi
     extra_inputs = len(plan.inputs) - 1
     inputs = (1 if config.parallel_residual else 2) + extra_inputs
     outputs = 2 + extra_inputs
-    if precision.is_mixed:  # each linear layer casts its input to a separate copy
+    if precision.stream != precision.compute:  # each linear layer casts its input to a separate copy
         replaced = find_replacement(config, "count_linear_cost", plan.index, "feed_forward", width, width)
         outputs = 2 + (replaced is None and config.feed_forward == "gated") + bool(plan.k_heads) + bool(plan.v_heads)
     # Sets of attention weights: none with a fused kernel, else the softmax's and derived ones, and a softcap's tanh.
     acting, capped = bool(plan.at(Stage.ATTENTION_WEIGHTS)), config.attention_softcap is not None
     sets = acting + capped + (acting or capped or any(source.kind == "probabilities" for source in plan.exports))
     weights = sets * layer_config(config, plan.index).num_attention_heads * context
-    norms = inputs * precision.weights.itemsize + (outputs + 2 * config.output_norms) * element
+    norms = inputs * precision.stream.itemsize + (outputs + 2 * config.output_norms) * element
     return norms * width + (numbers + weights) * element
 
 
@@ -329,10 +329,10 @@ def state_bytes(
     precision: Precision = Precision.BF16_MIXED,
     averages: bool = False,
 ) -> dict[str, int]:
-    """Bytes of weights, gradients, AdamW's two averages and autocast's copies.
+    """Bytes of weights, gradients, AdamW's two averages and copies of the weights.
 
-    In bf16-mixed the matrices have copies in bf16 from the forward pass to the end of the backward pass. averages: with
-    `training.ema_decay`, which keeps a second copy of the weights.
+    In bf16-mixed and bf16-stream the matrices have copies in bf16 from the forward pass to the end of the backward
+    pass. averages: with `training.ema_decay`, which keeps a second copy of the weights.
     """
     layers = _count_layers(config, plan_layers(config))
     counts = _sum_parameters(config, layers)

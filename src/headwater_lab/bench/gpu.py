@@ -424,21 +424,22 @@ def _count_graphs() -> Measurement:
     return row
 
 
-def _make_steps(phase: Phase, model: PreTrainedModel, ids: Tensor) -> Callable[[], None]:
+def _make_steps(
+    phase: Phase, model: PreTrainedModel, ids: Tensor, precision: Precision = Precision.BF16_MIXED
+) -> Callable[[], None]:
     """Make training steps in bf16, compiled by block; head and loss as one, so that no logits leave the graph."""
     backend = phase.sizes.backend
+    precision.cast_activations(model)
     if isinstance(model, HeadwaterForCausalLM):  # compile as `headwater train` does
         compile_model(model, backend)
-        return training_step(
-            model, lambda: model(ids, labels=ids, skip_logits=True, use_cache=False).loss, Precision.BF16_MIXED
-        )
+        return training_step(model, lambda: model(ids, labels=ids, skip_logits=True, use_cache=False).loss, precision)
     compile_blocks(model.model.layers, backend)
 
     def loss_of(hidden: Tensor) -> Tensor:
         return model.loss_function(logits=model.lm_head(hidden), labels=ids, vocab_size=model.config.vocab_size)
 
     loss = torch.compile(loss_of, backend=backend)
-    return training_step(model, lambda: loss(model.model(ids, use_cache=False).last_hidden_state), Precision.BF16_MIXED)
+    return training_step(model, lambda: loss(model.model(ids, use_cache=False).last_hidden_state), precision)
 
 
 def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: int) -> Measurement:
@@ -461,21 +462,24 @@ def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: i
 
 
 def training(phase: Phase) -> None:
-    """Time training steps at commonly published sizes, compiled by block, and Llama's for comparison."""
-    sizes, context = phase.sizes, phase.sizes.context
+    """Time training steps at commonly published sizes, compiled by block, in bf16-mixed; the first also in bf16-stream,
+    and Llama's for comparison."""
+    sizes, context, mixed = phase.sizes, phase.sizes.context, Precision.BF16_MIXED
 
-    def measure(shape: tuple[int, int, int], llama: bool = False) -> Measurement:
+    def measure(shape: tuple[int, int, int], llama: bool = False, precision: Precision = mixed) -> Measurement:
         layers, width, rows = shape
         config = ModelShape(layers, width, sizes.vocab_size).config(context)
         with torch.device(phase.device):
             model = LlamaForCausalLM(LlamaConfig(**config)) if llama else make_model(phase, layers, width, context)
         ids = phase.draw(rows, context)
         flops = cost.training_flops(HeadwaterConfig(**config), context) * ids.numel()
-        return _timed_steps(phase, _make_steps(phase, model, ids), flops, ids.numel())
+        return _timed_steps(phase, _make_steps(phase, model, ids, precision), flops, ids.numel())
 
     for name, shape in sizes.training.items():
         phase.attempt(partial(measure, shape), model=name, compiled="blocks")
     name, shape = next(iter(sizes.training.items()))
+    stream = Precision.BF16_STREAM
+    phase.attempt(partial(measure, shape, precision=stream), model=f"{name}, {stream}", compiled="blocks")
     phase.attempt(partial(measure, shape, llama=True), model=f"{name}, transformers' Llama", compiled="blocks")
 
 
