@@ -47,6 +47,10 @@ NOT_DECISIVE: Any = {
 }
 
 
+# Fields of `training:` that matter only once the rate of the schedule wsd decays.
+DECAY_FIELDS = ("steps", "decay_fraction", "decay_form", "min_learning_rate_ratio")
+
+
 def _check_name(name: str) -> str:
     if not is_file_name(name):
         raise ValueError(
@@ -236,6 +240,21 @@ class Recipe(Settings):
         content = {name: value for name, value in content.items() if value}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return f"{IDENTITY_VERSION}:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+    @property
+    def decay_start(self) -> int | None:
+        """The step after which the rate decays, up to which the run can be shared; None if it cannot."""
+        return None if self.stages else self.training.decay_start
+
+    @property
+    def trunk_settings(self) -> tuple[str, int, int | None] | None:
+        """What the run up to the start of its decay depends on, points of the record included; None without a decay."""
+        if self.decay_start is None:
+            return None
+        constant = {name: Training.model_fields[name].default for name in DECAY_FIELDS} | {"schedule": "constant"}
+        trunk = self.model_copy(update={"training": self.training.model_copy(update=constant)})
+        return trunk.identity, self.reporting.log_every, self.reporting.evaluate_every
 
 
 def _check_one_metric(recipes: Sequence[Recipe], why: str) -> None:

@@ -32,6 +32,7 @@ from headwater_lab.data.base import LABELS, Batch, Data, Share, labels_of, main_
 from headwater_lab.data.images.image_data import UnreadableImage
 from headwater_lab.optimization.tensors import local_shard
 from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.training.branching import start_branch
 from headwater_lab.training.checkpoints import FOLDER, Progress, list_checkpoints, optimizer_tensors
 from headwater_lab.training.journal import Journal, OnEvent, report_full_disk_once
 from headwater_lab.training.optimizers import clip_gradient, gradient_norm, learning_rate
@@ -69,6 +70,7 @@ def train(
     resume: bool = False,
     experiment: Experiment | None = None,
     on_event: OnEvent | None = None,
+    trunk: Path | None = None,
 ) -> RunRecord:
     """Train one model by the recipe, into `folder`.
 
@@ -77,6 +79,7 @@ def train(
     experiment: the comparison this run belongs to, for its record.
     on_event: called in the first process with (step, None) after every step, and with (step, point) for each new point
         of the curve, speed, held-out metric or warning.
+    trunk: the folder of a shorter run that this one branches off, unless it has a checkpoint (see `start_branch`).
 
     With training.devices above 1 the first process starts the others with its own command line; all return the record
     that the first one writes to `folder`/record.json. Raises `HeadwaterError` for errors that the user can fix, and
@@ -91,6 +94,8 @@ def train(
         stop_requests() as stop,
         report_full_disk_once(),
     ):
+        if trunk is not None and checkpoint is None:
+            checkpoint = run_in_first(fabric, start_branch, trunk, recipe, folder)
         run = TrainingRun(recipe, folder, checkpoint, fabric, experiment, on_event)
         for message in early_warnings:
             run.journal.warn(message)
@@ -192,7 +197,8 @@ class TrainingRun(Setup):
                 # A single process need not wait until all agree to stop.
                 alone = self.fabric.world_size == 1
                 stopping = not is_last and (self.stops_elsewhere or (alone and stop.is_set()))
-                if is_last or stopping or is_due(step, reporting.save_every):
+                branching = step == self.recipe.training.decay_start
+                if is_last or stopping or branching or is_due(step, reporting.save_every):
                     self.save_checkpoint(must=is_last or stopping)
                 if stopping:
                     raise Interrupted(
@@ -452,7 +458,8 @@ class TrainingRun(Setup):
         """Put the newest checkpoint's model at the top of the folder, and remove the checkpoints that the recipe does
         not keep. Called by the first process."""
         publish_model(list_checkpoints(self.folder)[-1], self.folder)
-        prune_checkpoints(self.folder, self.recipe.reporting.keep_checkpoints, self.data.lower_is_better)
+        keep, branch_step = self.recipe.reporting.keep_checkpoints, self.recipe.training.decay_start
+        prune_checkpoints(self.folder, keep, self.data.lower_is_better, branch_step)
 
 
 def is_due(step: int, interval: int | None) -> bool:

@@ -43,18 +43,21 @@ def train_stages(
     experiment: Experiment | None = None,
     only: str | None = None,
     on_event: OnEvent | None = None,
+    trunk: Path | None = None,
 ) -> RunRecord:
     """Train the stages of a recipe one after the other; like `train` for a recipe without. Returns the record of all.
 
     resume: skip finished stages and continue the interrupted one.
     only: train just this stage ("start" is the first) and return its record; the one before it must be finished.
-    on_event: as in `train`, with steps counted over all stages.
+    on_event: as in `train`, with steps counted over all stages. trunk: as in `train`, of a recipe without stages.
 
     Raises `HeadwaterError` as `train` and `check_later_stages` do, and if several devices would have to be set up
     once per stage.
     """
     if not recipe.stages and only is None:
-        return train(recipe, folder, experiment=experiment, on_event=on_event, resume=resume)
+        return train(recipe, folder, experiment=experiment, on_event=on_event, resume=resume, trunk=trunk)
+    if trunk is not None:
+        raise HeadwaterError(f"{recipe.name!r} has stages, which cannot branch off a run; leave out --trunk (trunk=).")
     runs, names = list_stages(recipe, folder), recipe.stage_names
     with lock_run(folder, nested=True) if recipe.stages and not uses_processes(recipe) else nullcontext():
         _check_folder(recipe, folder)
