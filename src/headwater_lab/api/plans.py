@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from headwater.config.text import HeadwaterConfig
@@ -11,16 +11,18 @@ from headwater.cost import Price
 from headwater.plugins import outside
 from headwater_lab.api.common import PathLike, Result
 from headwater_lab.api.settings import PlanSettings
+from headwater_lab.comparison.run_costs import RunCost, price_runs
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.model_estimates import plan_models, price_models
+from headwater_lab.training.model_estimates import is_recipe, plan_models, price_models, read_planned
 from headwater_lab.util.terminal import counted, si
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(Result):
-    """Prices of text models or of image models."""
+    """Prices of text models or of image models; runs: those of the comparisons among them, by the recipe's name."""
 
     prices: list[Price]
+    runs: dict[str, list[RunCost]] = field(default_factory=dict)
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row per model and context or image size."""
@@ -61,4 +63,7 @@ def plan(
     (`headwater_lab.api.settings.PlanSettings` describes them). trust: as in `train`. Raises `HeadwaterError`.
     """
     outside.trust_names(trust)
-    return Plan(price_models(plan_models(models, overrides, vocab_size), **settings))
+    prices = price_models(plan_models(models, overrides, vocab_size), **settings)
+    recipes = [read_planned(model, overrides, vocab_size) for model in models if is_recipe(model)]
+    runs = {recipe.name: price_runs(recipe, vocab_size, prices[0]) for recipe in recipes}
+    return Plan(prices, {name: costs for name, costs in runs.items() if costs})

@@ -18,18 +18,22 @@ def plan_models(
 ) -> None:
     """Estimate a model's cost before training: parameters, FLOPs, cache, memory, and time on given hardware.
 
+    Of a recipe with a compare section, also what all its runs cost, and what runs that share a trunk save.
+
     configs: Presets, recipes (a column per arm), config.json files or checkpoints; field=value changes all of them,
         training.field=value how they are trained.
     vocab_size: Vocabulary size, instead of the configs'.
     """
     from headwater_lab.api.plans import plan
+    from headwater_lab.comparison.run_costs import tabulate_costs
+    from headwater_lab.comparison.trials import describe_runs
     from headwater_lab.training.estimate_table import estimate_table
 
     models, changes = split_overrides(configs)
     planned = plan(*models, overrides=changes, vocab_size=vocab_size, **settings)
-    print_result([price.to_json() for price in planned.prices], [estimate_table(planned.prices)], json, indent=2)
+    prices, unit = planned.prices, f"{planned.prices[0].unit}s"
+    tables = [tabulate_costs(name, costs, unit, prices[0]) for name, costs in planned.runs.items()]
+    print_result([price.to_json() for price in prices], [estimate_table(prices), *tables], json, indent=2)
     for recipe in [] if json else [name for name in models if name.endswith((".yaml", ".yml"))]:
-        from headwater_lab.comparison.trials import describe_runs
-
         if runs := describe_runs(recipe_of(recipe)):
             tell(runs)

@@ -233,9 +233,7 @@ def _make_environment(number: int, gpus: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": names[number % gpus]}
 
 
-def train_job(
-    recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | None, trunk: str | None = None
-) -> None:
+def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | None, trunk: str | None = None) -> None:
     """Train one model with one thread, in a worker process.
 
     trunk: the folder of a run to branch off, if it has got that far and kept the checkpoint; the result is the same.

@@ -241,7 +241,6 @@ class Recipe(Settings):
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return f"{IDENTITY_VERSION}:{hashlib.sha256(text.encode()).hexdigest()}"
 
-
     @property
     def decay_start(self) -> int | None:
         """The step after which the rate decays, up to which the run can be shared; None if it cannot."""
