@@ -211,7 +211,5 @@ def test_a_decay_takes_at_least_one_step_and_at_most_all(steps, fraction):
 
 
 def test_a_decay_within_the_warmup_is_refused():
-    with pytest.raises(
-        ValueError, match=r"wsd begins after step 80, within the 90 warm-up steps; lower training.warmup"
-    ):
+    with pytest.raises(ValueError, match=r"wsd begins after step 80, within the 90 warm-up steps"):
         Training(steps=100, warmup_steps=90, schedule="wsd")

@@ -75,11 +75,11 @@ def train(
     """Train the model of a recipe, stage by stage if it has stages, like `headwater train`.
 
     out: the run's folder; default: runs/NAME. resume: continue an interrupted run. arm, size: train this arm of the
-    recipe's comparison. stage: train only this stage. trunk: the folder of a run with training.schedule=wsd; begin where
-    its decay begins, with the same result as from step 0 (docs/compare.md). on_event: called with (step, None) after each step, and with
-    (step, point) for each new point of the record; without it, `watch` receives the progress, by default shown in a
-    notebook. trust: code from outside that checkpoints may name, "package.module" or "package.module:Class". Raises
-    `HeadwaterError`.
+    recipe's comparison. stage: train only this stage. trunk: the folder of a run with training.schedule=wsd; begin
+    where its decay begins, with the same result as from step 0 (docs/compare.md). on_event: called with (step, None)
+    after each step, and with (step, point) for each new point of the record; without it, `watch` receives the
+    progress, by default shown in a notebook. trust: code from outside that checkpoints may name, "package.module" or
+    "package.module:Class". Raises `HeadwaterError`.
     """
     outside.trust_names(trust)
     watch = choose_observer(watch)

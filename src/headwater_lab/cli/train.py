@@ -45,8 +45,17 @@ def train_recipe(
 
     need("--arm", "--size")
     with ProgressReport() as report:
-        choices = {"arm": arm, "size": size, "stage": stage, "trunk": trunk}
-        run = train(recipe, out, overrides=overrides, resume=resume, watch=report, **choices)
+        run = train(
+            recipe,
+            out,
+            overrides=overrides,
+            resume=resume,
+            arm=arm,
+            size=size,
+            stage=stage,
+            trunk=trunk,
+            watch=report,
+        )
     if is_first():
         _print_record(run.record)
         tell_model(run.folder, run.model_folder)

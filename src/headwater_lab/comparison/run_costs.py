@@ -1,12 +1,12 @@
 """What the runs of a comparison cost in training, counted before any of them: as they branch, and each run alone."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater.cost.counts import training_flops
 from headwater.cost.estimate import Price
-from headwater_lab.comparison.trials import Job, list_trials, order_jobs
+from headwater_lab.comparison.trials import Trial, find_trunks, list_trials
 from headwater_lab.comparison.tuning import list_tuning_trials
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.model_estimates import find_config
@@ -24,10 +24,10 @@ class RunCost:
     """
 
     name: str
-    runs: int = 0
-    units: int = 0
-    flops: float = 0.0
-    alone: float = 0.0
+    runs: int
+    units: int
+    flops: float
+    alone: float
     hours: float | None = None
 
     @property
@@ -49,38 +49,49 @@ def price_runs(recipe: Recipe, vocab_size: int | None = None, price: Price | Non
     if any(arm.stages for arm in recipe.trials().values()):
         return []
     recipe = recipe.model_copy(update={"compare": section.model_copy(update={"match": None})})
-    tuning = list_tuning_trials(recipe, Path()) if section.learning_rates else []
-    costs = {name: RunCost(name) for name in ([TUNING] if tuning else [])}
-    rates: dict[str, float] = {}
-    for trials in (tuning, list_trials(recipe, Path())):
-        jobs = {job.folder: job for level in order_jobs(trials) for job in level}
-        for job in jobs.values():
-            model = job.recipe.model_copy(update={"training": recipe.training, "seed": 0}).identity
-            if model not in rates:
-                config = find_config(repr(recipe.name), job.recipe, vocab_size)
-                rates[model] = training_flops(config, job.recipe.row_length)
-            name = TUNING if trials is tuning else (job.experiment and job.experiment.size) or recipe.name
-            costs[name] = _add_run(costs.get(name, RunCost(name)), job, jobs, rates[model])
-    total = replace(_sum_costs(costs.values()), name=ALL)
-    priced = [*costs.values(), total] if len(costs) > 1 else [*costs.values()]
+    count = _FlopsCounter(recipe, vocab_size)
+    by_size: dict[str, list[RunCost]] = {}
+    for trial, cost in _price_trials(list_trials(recipe, Path()), count):
+        by_size.setdefault(trial.experiment.size or recipe.name, []).append(cost)
+    if section.learning_rates:
+        by_size = {TUNING: [cost for _, cost in _price_trials(list_tuning_trials(recipe, Path()), count)]} | by_size
+    costs = [_sum_costs(name, group) for name, group in by_size.items()]
+    costs += [_sum_costs(ALL, costs)] if len(costs) > 1 else []
     if price is None or price.hardware is None:
-        return priced
+        return costs
     speed = price.hardware.peak(price.precision) * price.mfu
-    return [replace(cost, hours=cost.flops / speed / 3600) for cost in priced]
+    return [replace(cost, hours=cost.flops / speed / 3600) for cost in costs]
 
 
-def _add_run(cost: RunCost, job: Job, jobs: dict[Path, Job], rate: float) -> RunCost:
-    """Add a run. jobs: by folder. rate: FLOPs per token or image."""
-    units = job.recipe.rows * job.recipe.row_length
-    first = (jobs[job.trunk].recipe.decay_start or 0) if job.trunk is not None else 0
-    trained = units * (job.steps - first) // job.steps
-    return _sum_costs([cost, RunCost(cost.name, 1, trained, trained * rate, units * rate)])
+class _FlopsCounter:
+    """FLOPs per token or image of a recipe's arms, each model counted once."""
+
+    def __init__(self, recipe: Recipe, vocab_size: int | None) -> None:
+        self.recipe, self.vocab_size = recipe, vocab_size
+        self.rates: dict[str, float] = {}
+
+    def __call__(self, arm: Recipe) -> float:
+        model = arm.model_copy(update={"training": self.recipe.training, "seed": 0}).identity
+        if model not in self.rates:
+            config = find_config(repr(self.recipe.name), arm, self.vocab_size)
+            self.rates[model] = training_flops(config, arm.row_length)
+        return self.rates[model]
 
 
-def _sum_costs(costs: Iterable[RunCost]) -> RunCost:
-    costs = list(costs)
-    sums = {name: sum(getattr(cost, name) for cost in costs) for name in ("runs", "units", "flops", "alone")}
-    return RunCost(costs[0].name, **sums)
+def _price_trials(trials: Sequence[Trial], count: _FlopsCounter) -> Iterator[tuple[Trial, RunCost]]:
+    """Price each trial, which may branch off another one of them."""
+    trunks, recipes = find_trunks(trials), {trial.folder: trial.recipe for trial in trials}
+    for trial in trials:
+        recipe, trunk = trial.recipe, trunks.get(trial.folder)
+        first = 0 if trunk is None else recipes[trunk].decay_start or 0
+        units, rate = recipe.rows * recipe.row_length, count(recipe)
+        trained = units * (recipe.training.steps - first) // recipe.training.steps
+        yield trial, RunCost("", 1, trained, trained * rate, units * rate)
+
+
+def _sum_costs(name: str, costs: Sequence[RunCost]) -> RunCost:
+    fields = ("runs", "units", "flops", "alone")
+    return RunCost(name, **{field: sum(getattr(cost, field) for cost in costs) for field in fields})
 
 
 def tabulate_costs(title: str, costs: list[RunCost], unit: str, price: Price) -> Table:

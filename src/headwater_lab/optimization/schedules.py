@@ -39,9 +39,8 @@ def wsd(
     if step <= start:
         return 1.0
     decayed = (step - start) / (steps - start)
-    return linear(
-        math.sqrt(decayed) if decay_form == "1-sqrt" else decayed, min_learning_rate_ratio=min_learning_rate_ratio
-    )
+    decayed = math.sqrt(decayed) if decay_form == "1-sqrt" else decayed
+    return linear(decayed, min_learning_rate_ratio=min_learning_rate_ratio)
 
 
 def find_decay_start(steps: int, decay_fraction: float) -> int:

@@ -197,13 +197,16 @@ class TrainingRun(Setup):
                 # A single process need not wait until all agree to stop.
                 alone = self.fabric.world_size == 1
                 stopping = not is_last and (self.stops_elsewhere or (alone and stop.is_set()))
-                branching = step == self.recipe.training.decay_start
-                if is_last or stopping or branching or is_due(step, reporting.save_every):
+                if is_last or stopping or self.is_saving_due(step):
                     self.save_checkpoint(must=is_last or stopping)
                 if stopping:
                     raise Interrupted(
                         f"Stopped after step {step}, which is saved; run the same command with --resume (resume=True)."
                     )
+
+    def is_saving_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step: at its interval, and where longer runs branch off."""
+        return is_due(step, self.recipe.reporting.save_every) or step == self.recipe.training.decay_start
 
     def take_step(self, stop: bool = False) -> float:
         """Take one optimizer step, and return its learning rate. stop: whether any process should stop.

@@ -56,11 +56,9 @@ def train_stages(
     """
     if not recipe.stages and only is None:
         return train(recipe, folder, experiment=experiment, on_event=on_event, resume=resume, trunk=trunk)
-    if trunk is not None:
-        raise HeadwaterError(f"{recipe.name!r} has stages, which cannot branch off a run; leave out --trunk (trunk=).")
     runs, names = list_stages(recipe, folder), recipe.stage_names
     with lock_run(folder, nested=True) if recipe.stages and not uses_processes(recipe) else nullcontext():
-        _check_folder(recipe, folder)
+        _check_folder(recipe, folder, trunk)
         if not is_finished(*runs[0]):
             check_later_stages(recipe)
         if only is not None:
@@ -84,8 +82,10 @@ def train_stages(
         return finish_stages(recipe, folder, runs, experiment)
 
 
-def _check_folder(recipe: Recipe, folder: Path) -> None:
-    """Raise `HeadwaterError` for a folder that is not for the stages of this recipe."""
+def _check_folder(recipe: Recipe, folder: Path, trunk: Path | None) -> None:
+    """Raise `HeadwaterError` for a folder that is not for the stages of this recipe, and for a trunk."""
+    if trunk is not None:
+        raise HeadwaterError("Only a whole run branches off another, not stages; leave out --trunk (trunk=).")
     if uses_processes(recipe):
         check_ours(folder)
     if recipe.stages and list_checkpoints(folder) and not (folder / STAGES).is_dir():
