@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import Price
 from headwater.plugins import outside
 from headwater_lab.api.common import PathLike, Result
 from headwater_lab.api.settings import PlanSettings
-from headwater_lab.comparison.run_costs import RunCost, price_runs
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.model_estimates import is_recipe, plan_models, price_models, read_planned
 from headwater_lab.util.terminal import counted, si
+
+if TYPE_CHECKING:
+    from headwater_lab.comparison.run_costs import RunCost
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,5 +67,13 @@ def plan(
     outside.trust_names(trust)
     prices = price_models(plan_models(models, overrides, vocab_size), **settings)
     recipes = [read_planned(model, overrides, vocab_size) for model in models if is_recipe(model)]
-    runs = {recipe.name: price_runs(recipe, vocab_size, prices[0]) for recipe in recipes}
-    return Plan(prices, {name: costs for name, costs in runs.items() if costs})
+    compared = [recipe for recipe in recipes if recipe.compare is not None]
+    return Plan(prices, _price_comparisons(compared, vocab_size, prices[0]) if compared else {})
+
+
+def _price_comparisons(recipes: Sequence[Recipe], vocab_size: int | None, price: Price) -> dict[str, list[RunCost]]:
+    """Price the runs of comparisons, by the recipe's name."""
+    from headwater_lab.comparison.run_costs import price_runs  # plain models do not need this package
+
+    runs = {recipe.name: price_runs(recipe, vocab_size, price) for recipe in recipes}
+    return {name: costs for name, costs in runs.items() if costs}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Annotated, Unpack
 
 from headwater_lab.api.settings import PlanSettings
-from headwater_lab.cli.arguments import print_result, recipe_of, split_overrides, tell
+from headwater_lab.cli.arguments import print_result, recipe_of, say, split_overrides, tell
 from headwater_lab.cli.options import LOOK, AsJson, Values, command
 
 
@@ -25,15 +25,19 @@ def plan_models(
     vocab_size: Vocabulary size, instead of the configs'.
     """
     from headwater_lab.api.plans import plan
-    from headwater_lab.comparison.run_costs import tabulate_costs
-    from headwater_lab.comparison.trials import describe_runs
     from headwater_lab.training.estimate_table import estimate_table
 
     models, changes = split_overrides(configs)
     planned = plan(*models, overrides=changes, vocab_size=vocab_size, **settings)
     prices, unit = planned.prices, f"{planned.prices[0].unit}s"
-    tables = [tabulate_costs(name, costs, unit, prices[0]) for name, costs in planned.runs.items()]
-    print_result([price.to_json() for price in prices], [estimate_table(prices), *tables], json, indent=2)
-    for recipe in [] if json else [name for name in models if name.endswith((".yaml", ".yml"))]:
+    print_result([price.to_json() for price in prices], [estimate_table(prices)], json, indent=2)
+    if json or not planned.runs:
+        return
+    from headwater_lab.comparison.run_costs import tabulate_costs
+    from headwater_lab.comparison.trials import describe_runs
+
+    for name, costs in planned.runs.items():
+        say(tabulate_costs(name, costs, unit, prices[0]))
+    for recipe in [name for name in models if name.endswith((".yaml", ".yml"))]:
         if runs := describe_runs(recipe_of(recipe)):
             tell(runs)

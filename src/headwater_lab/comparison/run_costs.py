@@ -6,8 +6,7 @@ from pathlib import Path
 
 from headwater.cost.counts import training_flops
 from headwater.cost.estimate import Price
-from headwater_lab.comparison.trials import Trial, find_trunks, list_trials
-from headwater_lab.comparison.tuning import list_tuning_trials
+from headwater_lab.comparison.trials import Trial, find_trunks, list_trials, list_tuning_trials
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.model_estimates import find_config
 from headwater_lab.util.terminal import Table, lined, si

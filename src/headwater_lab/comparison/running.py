@@ -19,11 +19,12 @@ from headwater_lab.comparison.trials import (
     Trial,
     find_folder,
     list_trials,
+    list_tuning_trials,
     make_plan,
     order_jobs,
     set_rate,
 )
-from headwater_lab.comparison.tuning import choose_rates, list_tuning_trials
+from headwater_lab.comparison.tuning import choose_rates
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.util.output_folder import occupy_folder
 

@@ -164,6 +164,18 @@ def make_tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Pat
     )
 
 
+def list_tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
+    """List every arm at every learning rate with every tuning seed: the same budget for each arm."""
+    section = recipe.compare
+    assert section is not None
+    return [
+        make_tuning_trial(recipe, arm, rate, seed, out)
+        for seed in section.tuning_seeds
+        for arm in section.arms
+        for rate in section.learning_rates
+    ]
+
+
 def set_rate(recipe: Recipe, rate: float) -> Recipe:
     """Copy a recipe with another learning rate."""
     return recipe.model_copy(update={"training": recipe.training.model_copy(update={"learning_rate": rate})})

@@ -9,24 +9,12 @@ import numpy as np
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.statistics import steps_to
-from headwater_lab.comparison.trials import Trial, make_tuning_trial
+from headwater_lab.comparison.trials import Trial, list_tuning_trials
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.records import ENDED, RunRecord, read_record
 
 # The score of a diverged run.
 WORST = -1e30
-
-
-def list_tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
-    """List every arm at every learning rate with every tuning seed: the same budget for each arm."""
-    section = recipe.compare
-    assert section is not None
-    return [
-        make_tuning_trial(recipe, arm, rate, seed, out)
-        for seed in section.tuning_seeds
-        for arm in section.arms
-        for rate in section.learning_rates
-    ]
 
 
 def find_tuned_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
