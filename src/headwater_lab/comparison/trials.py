@@ -40,6 +40,8 @@ class Trial:
     experiment: Experiment
     recipe: Recipe
     folder: Path
+    rate: float | None = None
+    """The entry of `compare.tried_rates` that it tries."""
 
     @property
     def jobs(self) -> list[Job]:
@@ -159,8 +161,9 @@ def make_tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Pat
     trial = make_trial(recipe, arm, seed, out, next(iter(recipe.compare.sizes), None) if recipe.compare else None)
     return Trial(
         experiment=trial.experiment.model_copy(update={"phase": "tuning", "seed_plan": None}),
-        recipe=set_rate(trial.recipe, rate),
+        recipe=choose_rate(trial.recipe, recipe.compare, rate),
         folder=out / recipe.name / "tuning" / f"{make_slug(arm)}-{rate:g}-{seed}",
+        rate=rate,
     )
 
 
@@ -172,8 +175,14 @@ def list_tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
         make_tuning_trial(recipe, arm, rate, seed, out)
         for seed in section.tuning_seeds
         for arm in section.arms
-        for rate in section.learning_rates
+        for rate in section.tried_rates
     ]
+
+
+def choose_rate(recipe: Recipe, section: Compare | None, rate: float) -> Recipe:
+    """Copy a trial's recipe with one of `compare.tried_rates`: a rate, or a multiple of the ladder's for this size."""
+    of_ladder = section is not None and section.ladder is not None
+    return set_rate(recipe, rate * recipe.training.learning_rate if of_ladder else rate)
 
 
 def set_rate(recipe: Recipe, rate: float) -> Recipe:

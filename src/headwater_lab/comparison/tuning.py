@@ -33,7 +33,7 @@ def find_tuned_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
 
 
 def choose_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Choose the learning rate of each arm: the best mean of the deciding metric over the tuning seeds.
+    """Choose one of `compare.tried_rates` for each arm: the best mean of the deciding metric over the tuning seeds.
 
     With a number as `compare.threshold`, the rate with the fewest steps to the threshold on average is best; a run that
     never reaches it counts with all of its steps, and the metric breaks ties. A rate at which a run diverged ranks
@@ -47,13 +47,14 @@ def choose_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[s
             )
         rates = scores.setdefault(trial.experiment.arm, {})
         pair = -_steps_needed(outcome.record, trial.experiment.threshold), find_score(outcome.record)
-        rates.setdefault(trial.recipe.training.learning_rate, []).append(pair)
+        rates.setdefault(trial.rate or 0.0, []).append(pair)
     best = {}
     for arm, rates in scores.items():
         ends = {rate: float(np.mean([end for _, end in values])) for rate, values in rates.items()}
         if not (usable := [rate for rate in sorted(rates) if ends[rate] > WORST / len(trials)]):
             raise HeadwaterError(
-                f"The arm {arm!r} diverged at every learning rate tried; add smaller ones to compare.learning_rates."
+                f"The arm {arm!r} diverged at every learning rate tried; add smaller ones to compare.learning_rates "
+                "(compare.ladder.multipliers)."
             )
         best[arm] = max(usable, key=lambda rate: (float(np.mean([steps for steps, _ in rates[rate]])), ends[rate]))
     return best

@@ -315,7 +315,9 @@ def _read_recipe_models(
     if recipe.compare is None:
         arms = {recipe.name: recipe}
     else:
-        arms = {name: recipe.arm(name, recipe.compare.seeds[0], None) for name in recipe.compare.arms}
+        # A ladder's model has no shape but those of its sizes.
+        size = next(iter(recipe.compare.sizes)) if recipe.compare.ladder is not None else None
+        arms = {name: recipe.arm(name, recipe.compare.seeds[0], size) for name in recipe.compare.arms}
     planned: dict[str, PlannedModel] = {}
     for name, arm in arms.items():
         config = find_config(title, arm, vocab_size, name)
