@@ -87,7 +87,9 @@ def show_report(folder: Path, formats: Sequence[str] | None = None) -> None:
     from headwater_lab.reports import words
     from headwater_lab.reports.price_tables import find_prices, terminal_prices
 
-    page = reports.write_report(folder, reports.FORMATS if formats is None else formats)  # write first, since the output pipe may be closed
+    page = reports.write_report(
+        folder, reports.FORMATS if formats is None else formats
+    )  # write first, since the output pipe may be closed
     comparisons = reports.read_comparisons(folder)
     for comparison in comparisons:
         for table in words.result_tables(comparison):

@@ -142,8 +142,8 @@ def read_comparisons(folder: Path) -> list[Comparison]:
     names = list(dict.fromkeys(result.name for result in results))
     if not results:
         raise HeadwaterError(
-            f"There are no finished runs of a comparison under {str(folder)!r}; train some with `headwater compare`, or "
-            "name the folder of a run."
+            f"There are no finished runs of a comparison under {str(folder)!r}; train some with `headwater compare`, "
+            "or name the folder of a run."
         )
 
     def rank(result: Comparison) -> tuple[int, int, int]:

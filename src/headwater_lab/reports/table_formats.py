@@ -54,7 +54,7 @@ def _write_lines(lines: Iterable[Sequence[Any]]) -> str:
 
 
 def write_csv_table(table: PageTable, name: str) -> str:
-    """Write a table as CSV: its numbers, or else its cells, in which plain numbers are without commas and plus signs."""
+    """Write a table as CSV: its numbers, or else its cells, in which numbers have no commas and no plus signs."""
     if table.numbers:
         return write_csv(table.numbers)
     head = ["table", "name", *table.columns[1:]]

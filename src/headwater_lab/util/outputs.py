@@ -38,7 +38,9 @@ _MARKS = (
     b"%%Creator: headwater\n",  # PostScript
 )
 # How JSON, LaTeX, Markdown and CSV begin.
-_BEGINNING = re.compile(rb'\{\s*"headwater":|% Written by headwater|<!-- Written by headwater|comparison,size,|table,name,')
+_BEGINNING = re.compile(
+    rb'\{\s*"headwater":|% Written by headwater|<!-- Written by headwater|comparison,size,|table,name,'
+)
 # Bytes at the beginning and the end of a file that are searched for headwater's mark.
 _NEAR = 2**14
 
@@ -70,7 +72,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write JSON, a table or a page marked as headwater's. Raises `HeadwaterError` for another's file, or on failure."""
+    """Write a text marked as headwater's. Raises `HeadwaterError` for another's file, or on failure."""
     check_replaceable(file)
     with explain_disk_errors(lambda problem: f"{str(file)!r} could not be written: {problem}."):
         replace_text(file, text)
