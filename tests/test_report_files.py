@@ -32,6 +32,7 @@ SIGNS = {
     r"\textbackslash{}": "\\", r"\textasciicircum{}": "^", r"\textasciitilde{}": "~", r"\textbar{}": "|",
     r"\textless{}": "<", r"\textgreater{}": ">", r"\textquotesingle{}": "'", r"\textasciigrave{}": "`",
     r"\char34{}": '"', r"$\pm$": "±", r"$\times$": "×", r"\ldots{}": "…", r"$\tau$": "τ", "$-$": "-",
+    r"\textendash{}": "–",
 }  # fmt: skip
 
 
@@ -114,7 +115,7 @@ def _read_latex_cell(cell):
         else:
             assert cell[0] not in "#$%&_~^\\", cell
             text, cell = text + cell[0].strip("{}"), cell[1:]
-    return text.replace("--", "–") if text == "--" else text
+    return text
 
 
 def test_numbers_are_read_back(folder):
@@ -147,7 +148,7 @@ def test_numbers_are_read_back(folder):
 
 def test_tables_are_read_back(folder):
     tables = list_tables(folder)
-    assert {"tiny_1-s-results", "tiny_1-s-differences", "tiny_1-scaling", "tiny_1-changes-sizes"} <= tables.keys()
+    assert {"tiny_1-S-results", "tiny_1-S-differences", "tiny_1-scaling", "tiny_1-changes-sizes"} <= tables.keys()
     files = {path.name for path in (folder / "tables").iterdir()}
     assert files == {f"{name}.{suffix}" for name in tables for suffix in ("csv", "md", "tex")}
     for name, table in tables.items():
@@ -211,7 +212,7 @@ def test_other_letters_are_said_to_need_another_latex():
 
 
 def test_figures_are_of_every_format(folder):
-    names = [f"tiny_1-{size}-{kind}" for size in "sml" for kind in ("curves", "differences")] + ["tiny_1-scaling"]
+    names = [f"tiny_1-{size}-{kind}" for size in "SML" for kind in ("curves", "differences")] + ["tiny_1-scaling"]
     figures = folder / "figures"
     assert {path.name for path in figures.iterdir()} == {
         f"{n}.{suffix}" for n in names for suffix in ("pdf", "svg", "png")
@@ -286,6 +287,13 @@ def test_only_the_formats_that_are_named(tmp_path, run):
     assert sorted(folder.rglob("*")) == before
     assert lab.load_results(folder).report(["md"]) == folder / "report.html"
     assert (folder / "tables" / "e-results.md").is_file()
+
+
+def test_comparisons_whose_files_would_have_the_same_names_are_refused(tmp_path):
+    saved(tmp_path, [record("base", 0, 3.0, name="e", size="S"), record("base", 0, 3.0, name="e-S")])
+    with pytest.raises(HeadwaterError, match="the same file names; report their folders separately"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_a_run_alone_and_several_folders(tmp_path, run):

@@ -3,8 +3,8 @@
 comparison.py  which records belong together   words.py     tables and sentences
 curves.py      runs and their means            pictures.py  what matplotlib draws
 styles.py      colors, markers, dashes         recipes.py   changes of each arm
-price_tables.py  gains and what they cost   page.py      the page
-numbers.py     rows of numbers                table_formats.py  CSV, Markdown, LaTeX
+numbers.py     rows of numbers                 price_tables.py   gains and what they cost
+page.py        the page and its files          table_formats.py  CSV, Markdown, LaTeX
 """
 
 from headwater_lab.reports.comparison import Comparison, read_comparisons

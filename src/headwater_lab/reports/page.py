@@ -23,6 +23,7 @@ from headwater_lab.reports.price_tables import find_prices, prices_table, where_
 from headwater_lab.reports.recipes import find_changes, flatten_settings
 from headwater_lab.reports.table_formats import TABLE_FORMATS, PageCell, PageTable, write_csv
 from headwater_lab.training.records import RunRecord, list_recordings
+from headwater_lab.util.figures import Figure
 from headwater_lab.util.names import file_name
 from headwater_lab.util.outputs import check_replaceable, save_figure, write_text
 from headwater_lab.util.terminal import counted
@@ -70,29 +71,21 @@ def write_report(folder: Path, formats: Collection[str] = FORMATS) -> Path:
     folders tables and figures. Raises `HeadwaterError` for an unknown format, if an experiment has no finished run, and
     before anything is written if a file to replace is not headwater's.
     """
-    for name in formats:
-        if name not in FORMATS:
-            raise HeadwaterError(f"There is no format {name!r}; {nearest(name, FORMATS)}")
+    if unknown := sorted({*formats} - {*FORMATS}):
+        raise HeadwaterError(f"There is no format {unknown[0]!r}; {nearest(unknown[0], FORMATS)}")
     comparisons = read_comparisons(folder)
     stories = [tell_story(sizes) for sizes in group_by_experiment(comparisons)]
     sections = [section for story in stories for section in story.parts]
-    figures = {
-        folder / "figures" / f"{section.file}.{suffix}": section.picture.figure
-        for section in sections
-        if section.picture is not None
-        for suffix in FIGURE_FORMATS
-        if suffix in formats
-    }
+    if len({section.file for section in sections}) < len(sections):
+        raise HeadwaterError("Two comparisons would have the same file names; report their folders separately.")
     texts = {folder / name: write_csv([row for size in comparisons for row in rows(size)]) for name, rows in NUMBERS}
-    tables = {"-".join(filter(None, (s.file, table.name))): table for s in sections for table in s.tables}
-    for suffix, write in (TABLE_FORMATS[name] for name in TABLE_FORMATS if name in formats):
-        texts |= {folder / "tables" / f"{name}{suffix}": write(table, name) for name, table in tables.items()}
+    texts |= _write_tables(sections, folder / "tables", formats)
+    figures = _list_figures(sections, folder / "figures", formats)
     texts[target := folder / REPORT] = render_page(stories)
     for path in (*texts, *figures):
         check_replaceable(path)
-    for path in {path.parent for path in (*texts, *figures)}:
-        with explain_disk_errors(lambda problem, path=path: f"The folder {str(path)!r} cannot be created: {problem}."):
-            path.mkdir(exist_ok=True)
+    for path in (*texts, *figures):
+        _create_folder(path.parent)
     for path, figure in figures.items():
         save_figure(figure, path, dpi=160)
     for path, text in texts.items():
@@ -100,12 +93,36 @@ def write_report(folder: Path, formats: Collection[str] = FORMATS) -> Path:
     return target
 
 
-def _name_file(comparison: Comparison, *, of_size: bool = True) -> str:
-    """Name a comparison in file names: by its own name, if LaTeX and browsers can read it."""
-    size = f"-{_make_id(comparison.size)}" if of_size and comparison.size is not None else ""
-    readable = re.fullmatch(r"[\w.-]+", comparison.name) is not None
-    # No file name has a slash, so that a name with one becomes its letters and a checksum.
-    return file_name(f"{comparison.name}{size}{'' if readable else '/'}")
+def _write_tables(sections: Sequence[Section], folder: Path, formats: Collection[str]) -> dict[Path, str]:
+    """Write the sections' tables as texts, by their files."""
+    tables = {"-".join(filter(None, (s.file, table.name))): table for s in sections for table in s.tables}
+    return {
+        folder / f"{name}{suffix}": write(table, name)
+        for kind, (suffix, write) in TABLE_FORMATS.items()
+        for name, table in tables.items()
+        if kind in formats
+    }
+
+
+def _list_figures(sections: Sequence[Section], folder: Path, formats: Collection[str]) -> dict[Path, Figure]:
+    """List the sections' figures by their files."""
+    return {
+        folder / f"{section.file}.{suffix}": section.picture.figure
+        for section in sections
+        for suffix in FIGURE_FORMATS
+        if section.picture is not None and suffix in formats
+    }
+
+
+def _create_folder(folder: Path) -> None:
+    with explain_disk_errors(lambda problem: f"The folder {str(folder)!r} cannot be created: {problem}."):
+        folder.mkdir(exist_ok=True)
+
+
+def _name_file(*words: str | None) -> str:
+    """Name a file by words, if LaTeX and browsers can read them, else by their letters and a checksum."""
+    name = "-".join(filter(None, words))
+    return file_name(name if re.fullmatch(r"[\w.-]+", name) else f"{name}/")  # no file name has a slash
 
 
 def _make_id(text: str) -> str:
@@ -131,7 +148,7 @@ def render_page(stories: Sequence[Story]) -> str:
 def tell_story(sizes: Sequence[Comparison]) -> Story:
     """Collect everything about one experiment, at one or more sizes."""
     comparison = sizes[0]
-    name = _name_file(comparison, of_size=False)
+    name = _name_file(comparison.name)
     several = len(sizes) > 1
 
     def titled(text: str, size: Comparison) -> str:
@@ -139,7 +156,7 @@ def tell_story(sizes: Sequence[Comparison]) -> Story:
 
     sections = []
     for size in sizes:
-        file = _name_file(size)
+        file = _name_file(size.name, size.size)
         sections.append(Section(f"{file}-curves", titled("Curves", size), picture=curves_picture(size)))
         further = [PageTable(caption, *columns, name=kind) for kind, caption, columns in words.further_tables(size)]
         tables = [results_table(size), *further]
@@ -283,9 +300,9 @@ def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
 def _arm_changes(comparison: Comparison) -> PageTable:
     base = comparison.baseline
     rows = [[arm, *change] for arm, changes in find_changes(comparison).items() for change in changes]
-    caption = f"Changes of each arm to {base}" + (f", {comparison.size}" if comparison.size else "")
-    name = _make_id(comparison.size) if comparison.size else ""
-    return PageTable(f"{caption}.", ["", "field", base, "here"], rows, text=True, name=name)
+    size = comparison.size or ""
+    caption = f"Changes of each arm to {base}" + (f", {size}" if size else "")
+    return PageTable(f"{caption}.", ["", "field", base, "here"], rows, text=True, name=size and _name_file(size))
 
 
 def _size_changes(sizes: Sequence[Comparison]) -> PageTable:

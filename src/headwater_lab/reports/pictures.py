@@ -75,7 +75,7 @@ def curves_picture(comparison: Comparison) -> Picture:
     )
 
 
-def _write_count(number: float, _: int = 0) -> str:
+def _write_count(number: float, _: float = 0.0) -> str:
     """Write a number on an axis."""
     for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= unit:

@@ -18,7 +18,7 @@ _LATEX = str.maketrans(
     | {letter: f"{{{letter}}}" for letter in "[]*"}  # after a line's end, these would be its arguments
     | {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "|": r"\textbar{}"}
     | {"<": r"\textless{}", ">": r"\textgreater{}", "'": r"\textquotesingle{}", "`": r"\textasciigrave{}"}
-    | {'"': r"\char34{}", "±": r"$\pm$", "×": r"$\times$", "–": "--", "…": r"\ldots{}", "τ": r"$\tau$"}
+    | {'"': r"\char34{}", "±": r"$\pm$", "×": r"$\times$", "–": r"\textendash{}", "…": r"\ldots{}", "τ": r"$\tau$"}
 )
 
 
