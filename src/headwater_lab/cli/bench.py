@@ -1,14 +1,19 @@
 """`headwater bench …`: interleaved pairs, ratios of times."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.shapes import Benchmark, DecodeShape, StepShape
 from headwater_lab.cli.arguments import check_writable, device_of, mechanisms_of, recipe_of, say, stderr, stdout, tell
 from headwater_lab.cli.options import LOOK, DeviceName, FolderPath, PositiveInt, Values, add_group, command, refuse
+from headwater_lab.cli.progress import ProgressReport
+from headwater_lab.util.endings import Interrupted
 from headwater_lab.util.terminal import lined
+
+if TYPE_CHECKING:
+    from headwater_lab.bench.paired import Show
 
 Mechanisms = Annotated[
     Sequence[str], Values(help='NAME, "NAME={option: value}", or several joined by " + "; default every mechanism.')
@@ -50,7 +55,8 @@ def bench_train(
         pair = text_pair(base, shape, attention, documents)
         title = f"{shape}, attention {attention}" + ("" if documents is None else f", documents {documents}")
     name, device = {"llama": "Llama", "gpt2": "GPT-2", "vit": "ViT"}[base], _device_of(device, memory)
-    _print_benchmark(bench_steps({"headwater": pair}, name, title, Precision(precision), pairs, memory, device))
+    settings = name, title, Precision(precision), pairs, memory, device
+    _print_benchmark(lambda show: bench_steps([("headwater", pair)], *settings, show))
 
 
 @command(bench, "bench mechanisms NAME")
@@ -68,8 +74,8 @@ def bench_mechanisms(
     from headwater_lab.bench.training_speed import bench_steps, mechanism_pair
 
     settings = Precision(precision), pairs, memory, _device_of(device, memory)
-    compared = {label: mechanism_pair(options, shape) for label, options in _read_mechanisms(mechanism).items()}
-    _print_benchmark(bench_steps(compared, "without", str(shape), *settings))
+    compared = ((label, mechanism_pair(options, shape)) for label, options in _read_mechanisms(mechanism).items())
+    _print_benchmark(lambda show: bench_steps(compared, "without", str(shape), *settings, show))
 
 
 def _device_of(device: str, memory: bool) -> str:
@@ -93,8 +99,8 @@ def bench_decode(
     from headwater.util.precision import Precision
     from headwater_lab.bench import decoding_speed as decoding
 
-    compared = _read_mechanisms(mechanism)
-    _print_benchmark(decoding.bench_decode(compared, shape, Precision(precision), device_of(device)))
+    settings = _read_mechanisms(mechanism), shape, Precision(precision), device_of(device)
+    _print_benchmark(lambda show: decoding.bench_decode(*settings, show))
 
 
 @command(bench, "bench gpu --out gpu")
@@ -161,8 +167,13 @@ def _read_mechanisms(arguments: Sequence[str]) -> dict[str, dict[str, dict]]:
     return {text: mechanisms_of(text.split(" + ")) for text in arguments or MECHANISMS.names}
 
 
-def _print_benchmark(benchmark: Benchmark) -> None:
-    """Print a benchmark's table and notes."""
+def _print_benchmark(run: "Callable[[Show], Benchmark]") -> None:
+    """Run a benchmark with its progress on stderr, and print its table and notes.
+
+    Raises `Interrupted` after SIGINT or SIGTERM, below the table of what was measured until then.
+    """
+    with ProgressReport() as progress:
+        benchmark = run(progress.show)
     longest: dict[str, str] = max(benchmark.rows, key=len, default={})
     columns = list(longest)
     table = lined(*columns, left=columns[:1], title=benchmark.title)
@@ -170,3 +181,5 @@ def _print_benchmark(benchmark: Benchmark) -> None:
         table.add_row(*(row.get(column, "") for column in columns))
     for text in (table, *benchmark.notes.splitlines()):
         say(text)
+    if not benchmark.is_whole:
+        raise Interrupted("Stopped; the table has what was measured until then.")
