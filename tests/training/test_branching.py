@@ -9,12 +9,14 @@ from safetensors.torch import load_file
 from trials import same_end, train_until
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.pool import run_trials
+from headwater.util.files import sha256_of
+from headwater_lab.comparison.pool import run_trials, train_job
 from headwater_lab.comparison.running import list_jobs
 from headwater_lab.comparison.trials import list_trials, order_jobs
 from headwater_lab.training.checkpoints import find_damage, list_checkpoints, step_of
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import read_record
+from headwater_lab.training.saving import write_sums
 
 # Accumulation, dropout, log points across the branch, an average of the weights, and evaluations before and after.
 WSD = {"schedule": "wsd", "decay_fraction": 0.4, "gradient_accumulation_steps": 2, "ema_decay": 0.9}
@@ -134,6 +136,22 @@ def test_other_trunks_are_refused(recipe, corpus, tmp_path):
     with pytest.raises(HeadwaterError, match=r"damaged: model.safetensors has changed"):
         train(made, tmp_path / "branch", trunk=tmp_path / "short")
     assert not (tmp_path / "branch").exists()
+
+
+def test_a_run_with_mechanisms_that_follow_its_length_has_no_branches(recipe, tmp_path):
+    """As if of code from outside; a comparison then trains each budget from step 0, with the same result."""
+    short, long = (recipe(training=WSD | {"steps": steps}) for steps in (10, 20))
+    train(short, tmp_path / "short")
+    point = list_checkpoints(tmp_path / "short")[0]
+    facts = json.loads((point / "training.json").read_text())
+    (point / "training.json").write_text(json.dumps(facts | {"kept": {"layers.0": 1.0}}))
+    write_sums(point, {file.name: sha256_of(file) for file in point.iterdir() if file.name != "SHA256SUMS"})
+    with pytest.raises(HeadwaterError, match="change over the whole length of a run, so none can branch off"):
+        train(long, tmp_path / "branch", trunk=tmp_path / "short")
+    train_job(long.model_dump(mode="json"), str(tmp_path / "job"), None, str(tmp_path / "short"))
+    assert read_record(tmp_path / "job").trunk is None
+    train_job(long.model_dump(mode="json"), str(tmp_path / "other"), None, str(tmp_path / "nowhere"))
+    same_end(tmp_path / "other", tmp_path / "job")
 
 
 def test_a_run_whose_rate_has_decayed_is_not_made_longer(recipe, tmp_path):

@@ -27,6 +27,12 @@ def find_branch_point(trunk: Path, limit: int) -> Path | None:
     return max((path for path in list_checkpoints(trunk) if step_of(path) <= limit), key=step_of, default=None)
 
 
+def has_branch_point(trunk: Path, limit: int) -> bool:
+    """Whether a run can branch off the run `trunk` up to step `limit`. Raises `HeadwaterError` as `read_progress`."""
+    point = find_branch_point(trunk, limit)
+    return point is not None and not read_progress(point).kept
+
+
 def _describe_change(trunk: Recipe, recipe: Recipe) -> str:
     """Describe the first setting in which a recipe differs from its trunk's."""
     old, new = (settings.model_dump(mode="json") for settings in (trunk, recipe))
