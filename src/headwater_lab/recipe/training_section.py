@@ -120,7 +120,7 @@ class Training(Settings):
     loss_chunk_tokens: Annotated[Count | None, OF_TEXT] = None
     """Tokens whose logits are in memory at once; the output head then costs 4/3 of its FLOPs. Default: all."""
     threads: int | None = Field(default=None, ge=1, le=1024)
-    """CPU threads; default: PyTorch's choice. Trials of `headwater compare` use 1."""
+    """CPU threads; default: as many as there are free cores at the start. Trials of `headwater compare` use 1."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where to train."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -32,7 +32,8 @@ from headwater_lab.data.base import LABELS, Batch, Data, Share, labels_of, main_
 from headwater_lab.data.images.image_data import UnreadableImage
 from headwater_lab.optimization.tensors import local_shard
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.checkpoints import FOLDER, Progress, list_checkpoints, optimizer_tensors
+from headwater_lab.recipe.training_section import Training
+from headwater_lab.training.checkpoints import FOLDER, Progress, list_checkpoints, optimizer_tensors, read_progress
 from headwater_lab.training.journal import Journal, OnEvent, report_full_disk_once
 from headwater_lab.training.optimizers import clip_gradient, gradient_norm, learning_rate
 from headwater_lab.training.processes import (
@@ -53,9 +54,10 @@ from headwater_lab.training.run_folder import claim_folder
 from headwater_lab.training.saving import Saver, prune_checkpoints, publish_model
 from headwater_lab.training.start import Setup, advise_on_memory
 from headwater_lab.util.endings import Diverged, Interrupted
-from headwater_lab.util.machine import keep_freed_memory, set_threads
+from headwater_lab.util.machine import choose_threads, cores, keep_freed_memory, set_threads
 from headwater_lab.util.model_kinds import is_of_images
 from headwater_lab.util.process import stop_requests
+from headwater_lab.util.terminal import counted
 
 T = TypeVar("T")
 # Threads for hashing a batch: 224 x 224 pixels take one core about a millisecond per image.
@@ -82,12 +84,11 @@ def train(
     that the first one writes to `folder`/record.json. Raises `HeadwaterError` for errors that the user can fix, and
     `Interrupted` after SIGINT or SIGTERM, with everything saved.
     """
-    if recipe.training.threads is not None:
-        set_threads(recipe.training.threads)
     early_warnings: list[str] = []  # warnings before the journal exists
     with (
         connect_processes(recipe, folder) as fabric,
         claim_folder(folder, resume, fabric, early_warnings.append) as checkpoint,
+        use_free_cores(recipe.training, checkpoint, fabric, early_warnings.append),
         stop_requests() as stop,
         report_full_disk_once(),
     ):
@@ -119,6 +120,31 @@ def train(
             raise
         run.journal.write_record("finished")
         return run.journal.record
+
+
+@contextmanager
+def use_free_cores(
+    settings: Training, checkpoint: Path | None, fabric: Fabric, warn: Callable[[str], None]
+) -> Iterator[None]:
+    """Compute inside with as many CPU threads as the recipe says, or as before the run was stopped (so that sums keep
+    their order), or as the machine has free cores, with a warning if these are fewer than PyTorch's threads."""
+    default = threads = torch.get_num_threads()
+    if settings.threads is not None:
+        threads = settings.threads
+    elif fabric.device.type == "cpu" and fabric.world_size == 1:
+        earlier = 0 if checkpoint is None else read_progress(checkpoint).threads
+        threads = earlier if 0 < earlier <= cores() else choose_threads()
+        if threads < default and not earlier:
+            warn(
+                f"Training uses {threads} of {counted(default, 'CPU thread')}, because other processes keep the other "
+                "cores busy; set training.threads to change this."
+            )
+    if threads != default:
+        set_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(default)
 
 
 @contextmanager
@@ -159,6 +185,7 @@ class TrainingRun(Setup):
         if fabric.device.type == "cpu":
             keep_freed_memory()
         super().__init__(recipe, folder, checkpoint, fabric)
+        self.progress.threads = torch.get_num_threads()
         self.journal = Journal(self, checkpoint is not None, experiment, on_event)
         self.share = Share(fabric.global_rank, fabric.world_size, partial(sum_processes, fabric))
         self.by_document = takes_documents(self.config._attn_implementation)
