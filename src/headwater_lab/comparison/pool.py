@@ -17,7 +17,7 @@ from headwater.util.errors import HeadwaterError, NotTrusted
 from headwater.util.files import read_bytes
 from headwater_lab.comparison.trials import Job, Trial, order_jobs
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.branching import has_branch_point
+from headwater_lab.training.branching import can_branch
 from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import ENDED, RECORD, Experiment, RunRecord, read_record, write_record
@@ -242,7 +242,7 @@ def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | 
     torch.set_num_threads(1)
     parsed = None if experiment is None else Experiment.model_validate(experiment)
     loaded, branch = Recipe.model_validate(recipe), None if trunk is None else Path(trunk)
-    if branch is not None and not has_branch_point(branch, loaded.decay_start or 0):
+    if branch is not None and not can_branch(branch, loaded):
         branch = None
     train(loaded, Path(folder), resume=True, experiment=parsed, trunk=branch)
 

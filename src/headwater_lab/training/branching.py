@@ -22,14 +22,17 @@ from headwater_lab.training.saving import link_or_copy, sync_files, write_sums
 from headwater_lab.training.start import list_changes
 
 
-def find_branch_point(trunk: Path, limit: int) -> Path | None:
-    """Find the newest checkpoint of the run `trunk` up to step `limit`; None if there is none."""
+def find_branch_point(trunk: Path, trunk_recipe: Recipe, recipe: Recipe) -> Path | None:
+    """Find the newest checkpoint of the run `trunk` from before both decays; None if there is none."""
+    limit = min(trunk_recipe.decay_start or 0, recipe.decay_start or 0)
     return max((path for path in list_checkpoints(trunk) if step_of(path) <= limit), key=step_of, default=None)
 
 
-def has_branch_point(trunk: Path, limit: int) -> bool:
-    """Whether a run can branch off the run `trunk` up to step `limit`. Raises `HeadwaterError` as `read_progress`."""
-    point = find_branch_point(trunk, limit)
+def can_branch(trunk: Path, recipe: Recipe) -> bool:
+    """Whether a run with the settings of the run `trunk` can branch off it. Raises `HeadwaterError` as `parse`."""
+    if not (checkpoints := list_checkpoints(trunk)):
+        return False
+    point = find_branch_point(trunk, parse(read_progress(checkpoints[-1]).recipe, repr(str(trunk))), recipe)
     return point is not None and not read_progress(point).kept
 
 
@@ -62,11 +65,10 @@ def start_branch(trunk: Path, recipe: Recipe, run: Path) -> Path:
             f"{str(trunk)!r} was trained with {_describe_change(trunk_recipe, recipe)}; a branch differs only in "
             f"training.{', training.'.join(DECAY_FIELDS)}."
         )
-    assert trunk_recipe.decay_start is not None
-    limit = min(trunk_recipe.decay_start, recipe.decay_start)
-    if (source := find_branch_point(trunk, limit)) is None:
+    if (source := find_branch_point(trunk, trunk_recipe, recipe)) is None:
         raise HeadwaterError(
-            f"{str(trunk)!r} has no checkpoint up to step {limit}, where the rates part; branch off a shorter run."
+            f"{str(trunk)!r} has no checkpoint from before its decay and this run's, which begins after step "
+            f"{recipe.decay_start}; branch off a shorter run."
         )
     check_sums(source)
     progress = read_progress(source)
