@@ -17,7 +17,9 @@ from headwater.util.precision import Precision
 STREAM, MIXED = Precision.BF16_STREAM, Precision.BF16_MIXED
 HALF = torch.bfloat16
 MANY = {"pattention": {}, "short_conv": {"dynamic": ["keys"]}, "value_embedding": {"tables": 1, "rank": 4}, "mudd": {}}
-MODELS = pytest.mark.parametrize("mechanisms", [{}, dict(PRESETS["headwater-base"].fields["mechanisms"]), MANY], ids=str)
+MODELS = pytest.mark.parametrize(
+    "mechanisms", [{}, dict(PRESETS["headwater-base"].fields["mechanisms"]), MANY], ids=str
+)
 T = 12
 
 

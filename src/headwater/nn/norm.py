@@ -42,7 +42,11 @@ class LayerNorm(nn.LayerNorm):
         if factor is None or factor.dtype == input.dtype:
             return super().forward(input)
         # PyTorch's kernel takes two dtypes only on a CPU, and there not for a bias alone.
-        wide = input if input.is_cpu and self.weight is not None else input.to(torch.promote_types(input.dtype, factor.dtype))
+        wide = (
+            input
+            if input.is_cpu and self.weight is not None
+            else input.to(torch.promote_types(input.dtype, factor.dtype))
+        )
         return super().forward(wide).to(input.dtype)
 
 

@@ -1,6 +1,6 @@
 """The function `lab.train` and its result."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,15 @@ class Run(Result):
 
         return run_picture(self.record)
 
+    def report(self, formats: Collection[str] | None = None) -> Path:
+        """Write an HTML page, with its tables and figures in these formats, into the folder, and return its path.
+
+        formats: of csv, md, latex, pdf, svg and png; default: all.
+        """
+        from headwater_lab.reports import FORMATS, write_report
+
+        return write_report(self.folder, FORMATS if formats is None else formats)
+
     @quiet()
     def model(self) -> AnyModel:
         """Load the trained model."""
@@ -67,6 +76,7 @@ def train(
     arm: str | None = None,
     size: str | None = None,
     stage: str | None = None,
+    trunk: PathLike | None = None,
     on_event: OnEvent | None = None,
     watch: Observer | None = None,
     trust: Sequence[str] = (),
@@ -74,10 +84,11 @@ def train(
     """Train the model of a recipe, stage by stage if it has stages, like `headwater train`.
 
     out: the run's folder; default: runs/NAME. resume: continue an interrupted run. arm, size: train this arm of the
-    recipe's comparison. stage: train only this stage. on_event: called with (step, None) after each step, and with
-    (step, point) for each new point of the record; without it, `watch` receives the progress, by default shown in a
-    notebook. trust: code from outside that checkpoints may name, "package.module" or "package.module:Class". Raises
-    `HeadwaterError`.
+    recipe's comparison. stage: train only this stage. trunk: the folder of a run with training.schedule=wsd; begin
+    where its decay begins, with the same result as from step 0 (docs/compare.md). on_event: called with (step, None)
+    after each step, and with (step, point) for each new point of the record; without it, `watch` receives the
+    progress, by default shown in a notebook. trust: code from outside that checkpoints may name, "package.module" or
+    "package.module:Class". Raises `HeadwaterError`.
     """
     outside.trust_names(trust)
     watch = choose_observer(watch)
@@ -91,7 +102,15 @@ def train(
         check_outside(folder, loaded.start.checkpoint, around=True)
     runs = list_stages(loaded, folder)
     on_event = on_event or watch_training(loaded, runs, watch)
-    record = train_stages(loaded, folder, resume=resume, experiment=experiment, only=stage, on_event=on_event)
+    record = train_stages(
+        loaded,
+        folder,
+        resume=resume,
+        experiment=experiment,
+        only=stage,
+        on_event=on_event,
+        trunk=None if trunk is None else local(trunk, "trunk"),
+    )
     return Run(folder, record, folder if stage is None else runs[loaded.stage_names.index(stage)][1])
 
 

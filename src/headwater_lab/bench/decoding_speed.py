@@ -17,7 +17,15 @@ from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import cache_of
 from headwater.util.precision import Precision
-from headwater_lab.bench.paired import PairedTimes, describe_device, random_ids, take_turns
+from headwater_lab.bench.paired import (
+    PairedTimes,
+    Show,
+    TurnsInterrupted,
+    describe_device,
+    ignore_progress,
+    random_ids,
+    take_turns,
+)
 from headwater_lab.bench.shapes import Benchmark, DecodeShape
 from headwater_lab.util.machine_speed import read_bandwidth
 
@@ -39,7 +47,11 @@ class TimedGeneration(NamedTuple):
 
 
 def bench_decode(
-    mechanisms: Mapping[str, dict[str, dict]], shape: DecodeShape, precision: Precision, device: str
+    mechanisms: Mapping[str, dict[str, dict]],
+    shape: DecodeShape,
+    precision: Precision,
+    device: str,
+    show: Show = ignore_progress,
 ) -> Benchmark:
     """Time greedy generation after a prompt of random tokens, by each model in turn: Llama, headwater without
     mechanisms, and with each of `mechanisms` (name -> a config's mechanisms). The default sizes are those of GPT-2
@@ -47,7 +59,7 @@ def bench_decode(
 
     Both times include the preparation of a long generation (`kernels.fused_linear`). Llama and vanilla have the same
     weights, and a second copy of vanilla is timed too: the position of its weights in memory can make a model 5 %
-    slower or faster.
+    slower or faster. show: see `take_turns`.
     """
     bandwidth, dtype = read_bandwidth(device), precision.weights
     sizes = shape.config(shape.context + shape.tokens)
@@ -60,7 +72,11 @@ def bench_decode(
     for model in models.values():
         model.to(device, dtype).eval()
     ids = random_ids(shape.vocab_size, shape.batch_size, shape.context).to(device)
-    runs = decode_in_turns(models, ids, shape.tokens, shape.turns)
+    is_whole = True
+    try:
+        runs = decode_in_turns(models, ids, shape.tokens, shape.turns, show)
+    except TurnsInterrupted as signal:
+        runs, is_whole = signal.results, False
     vanilla, rows = runs[VANILLA], []
     same = "the same" if torch.equal(vanilla[-1].tokens, runs[LLAMA][-1].tokens) else "not the same"
     for name, generations in runs.items():
@@ -84,14 +100,17 @@ def bench_decode(
         f"{VANILLA}: {same} tokens as {LLAMA}.\n"
         f"{AGAIN}: a second copy, which shows the effect of the position in memory. bandwidth: weights and cache read "
         "per second, as a share of the memory bandwidth.",
+        is_whole,
     )
 
 
 def decode_in_turns(
-    models: Mapping[str, PreTrainedModel], ids: Tensor, tokens: int, turns: int
+    models: Mapping[str, PreTrainedModel], ids: Tensor, tokens: int, turns: int, show: Show = ignore_progress
 ) -> dict[str, list[TimedGeneration]]:
     """Generate `tokens` tokens greedily after ids [B, T] with each model in turn, so that a busy machine slows all."""
-    return take_turns({name: partial(_time_generation, model, ids, tokens) for name, model in models.items()}, turns)
+    return take_turns(
+        {name: partial(_time_generation, model, ids, tokens) for name, model in models.items()}, turns, show=show
+    )
 
 
 def _time_generation(model: PreTrainedModel, ids: Tensor, tokens: int) -> TimedGeneration:

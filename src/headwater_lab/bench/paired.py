@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,11 @@ from headwater_lab.util.machine_speed import seconds
 from headwater_lab.util.terminal import counted
 
 T = TypeVar("T")
+Show = Callable[[str, int, int], None]
+
+
+def ignore_progress(name: str, done: int, total: int) -> None:
+    """Receive the progress of a task, and do nothing with it."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +48,45 @@ class PairedTimes:
         return {"ratio": f"{self.ratio:.3f}", "quartiles": f"{low:.3f} – {high:.3f}"}
 
 
-def time_interleaved(a: Callable[[], object], b: Callable[[], object], pairs: int, warmup: int = 3) -> PairedTimes:
-    """Time `pairs` pairs; the order within a pair alternates."""
-    times = take_turns({"a": partial(seconds, a), "b": partial(seconds, b)}, pairs, warmup)
+class TurnsInterrupted(KeyboardInterrupt):
+    """A signal between turns. results: by name, of at least two whole turns."""
+
+    def __init__(self, results: dict[str, list[Any]]) -> None:
+        super().__init__()
+        self.results = results
+
+
+def time_interleaved(
+    a: Callable[[], object], b: Callable[[], object], pairs: int, warmup: int = 3, show: Show = ignore_progress
+) -> PairedTimes:
+    """Time `pairs` pairs; the order within a pair alternates. See `take_turns`."""
+    times = take_turns({"a": partial(seconds, a), "b": partial(seconds, b)}, pairs, warmup, show)
     return PairedTimes(times["a"], times["b"])
 
 
-def take_turns(runs: Mapping[str, Callable[[], T]], turns: int, warmup: int = 1) -> dict[str, list[T]]:
-    """Run each once a turn, in alternating order, and return the results by name, without those of `warmup` turns."""
+def take_turns(
+    runs: Mapping[str, Callable[[], T]], turns: int, warmup: int = 1, show: Show = ignore_progress
+) -> dict[str, list[T]]:
+    """Run each once a turn, in alternating order, and return the results by name, without those of `warmup` turns.
+
+    show: receives ("turns", turns done, all turns), with those to warm up. Raises `TurnsInterrupted` after SIGINT or
+    SIGTERM if two turns are whole, otherwise `KeyboardInterrupt`.
+    """
     results: dict[str, list[T]] = {name: [] for name in runs}
-    for turn in range(-warmup, turns):
-        for name in runs if turn % 2 == 0 else reversed(list(runs)):
-            result = runs[name]()
-            if turn >= 0:
-                results[name].append(result)
+    whole = 0
+    try:
+        for turn in range(-warmup, turns):
+            show("turns", warmup + turn, warmup + turns)
+            for name in runs if turn % 2 == 0 else reversed(list(runs)):
+                result = runs[name]()
+                if turn >= 0:
+                    results[name].append(result)
+            whole = turn + 1
+        show("turns", warmup + turns, warmup + turns)
+    except KeyboardInterrupt as signal:
+        if whole < 2:
+            raise
+        raise TurnsInterrupted({name: values[:whole] for name, values in results.items()}) from signal
     return results
 
 

@@ -11,11 +11,15 @@ def set_minimum(least: int, default: int) -> Any:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark's result: rows of text by column, below a title, and notes on them."""
+    """A benchmark's result: rows of text by column, below a title, and notes on them.
+
+    is_whole: False after SIGINT or SIGTERM, with what was measured until then.
+    """
 
     title: str
     rows: list[dict[str, str]]
     notes: str = ""
+    is_whole: bool = True
 
 
 @dataclass(frozen=True)

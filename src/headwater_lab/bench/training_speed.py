@@ -1,7 +1,7 @@
 """Interleaved timings of training steps, against transformers and by mechanism, and what autograd stores."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +17,15 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.documents import make_cu_seq_lens, takes_documents
 from headwater.util.precision import Precision
-from headwater_lab.bench.paired import PairedTimes, describe_device, random_ids, time_interleaved
+from headwater_lab.bench.paired import (
+    PairedTimes,
+    Show,
+    TurnsInterrupted,
+    describe_device,
+    ignore_progress,
+    random_ids,
+    time_interleaved,
+)
 from headwater_lab.bench.shapes import Benchmark, StepShape
 from headwater_lab.util.machine import keep_freed_memory
 
@@ -95,38 +103,56 @@ def _draw_tokens(shape: StepShape) -> dict[str, Any]:
 
 
 def bench_steps(
-    compared: dict[str, ModelPair],
+    compared: Iterable[tuple[str, ModelPair]],
     reference: str,
     title: str,
     precision: Precision,
     pairs: int,
     memory: bool,
     device: str,
+    show: Show = ignore_progress,
 ) -> Benchmark:
     """Time training steps of pairs of models, or measure what they store for the backward pass, a row for each pair.
 
-    reference: the name of the second model of each.
+    compared: names and pairs; each pair is needed only while it is measured. reference: the name of the second model of
+    each. show: receives (name of a pair, steps of both done, all).
     """
-    rows = []
-    for label, pair in compared.items():
-        if memory:
-            stored, stored_by_reference = stored_by_pair(pair, precision)
-            row = {
-                "": label,
-                "MB kept": f"{stored / 1e6:.1f}",
-                f"{reference}, MB kept": f"{stored_by_reference / 1e6:.1f}",
-            }
-            rows.append(row | {"ratio": f"{stored / stored_by_reference:.3f}"})
-        else:
-            paired = time_pair(pair, precision, pairs, device)
-            a, b = (statistics.median(times) for times in (paired.a, paired.b))
-            rows.append({"": label, "s": f"{a:.3f}", f"{reference}, s": f"{b:.3f}"} | paired.write_cells())
+    rows: list[dict[str, str]] = []
+    is_whole = True
+    try:
+        for label, pair in compared:
+            if memory:
+                rows.append({"": label} | _compare_memory(stored_by_pair(pair, precision), reference))
+            else:
+                paired = time_pair(pair, precision, pairs, device, lambda _, *done, label=label: show(label, *done))
+                rows.append({"": label} | _compare_times(paired, reference))
+    except TurnsInterrupted as signal:
+        rows.append({"": label} | _compare_times(PairedTimes(signal.results["a"], signal.results["b"]), reference))
+        is_whole = False
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        is_whole = False
     settings = "" if memory else f", pairs {pairs}; {describe_device(device)}"
-    return Benchmark(f"{title}, precision {precision}{settings}", rows)
+    return Benchmark(f"{title}, precision {precision}{settings}", rows, is_whole=is_whole)
 
 
-def time_pair(pair: ModelPair, precision: Precision, pairs: int, device: str = "cpu") -> PairedTimes:
-    """Time whole training steps of the two models in turn."""
+def _compare_memory(stored: tuple[int, int], reference: str) -> dict[str, str]:
+    """Write the bytes stored by two models as columns."""
+    a, b = stored
+    return {"MB kept": f"{a / 1e6:.1f}", f"{reference}, MB kept": f"{b / 1e6:.1f}", "ratio": f"{a / b:.3f}"}
+
+
+def _compare_times(paired: PairedTimes, reference: str) -> dict[str, str]:
+    """Write the median times of two models and their ratio as columns."""
+    a, b = (statistics.median(times) for times in (paired.a, paired.b))
+    return {"s": f"{a:.3f}", f"{reference}, s": f"{b:.3f}"} | paired.write_cells()
+
+
+def time_pair(
+    pair: ModelPair, precision: Precision, pairs: int, device: str = "cpu", show: Show = ignore_progress
+) -> PairedTimes:
+    """Time whole training steps of the two models in turn. show: see `take_turns`."""
     if device == "cpu":
         keep_freed_memory()  # training does so too
 
@@ -137,7 +163,7 @@ def time_pair(pair: ModelPair, precision: Precision, pairs: int, device: str = "
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize()
 
-    return time_interleaved(partial(finish, step_a), partial(finish, step_b), pairs)
+    return time_interleaved(partial(finish, step_a), partial(finish, step_b), pairs, show=show)
 
 
 def stored_by_pair(pair: ModelPair, precision: Precision) -> tuple[int, int]:

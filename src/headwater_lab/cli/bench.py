@@ -1,21 +1,24 @@
 """`headwater bench …`: interleaved pairs, ratios of times."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.shapes import Benchmark, DecodeShape, StepShape
 from headwater_lab.cli.arguments import check_writable, device_of, mechanisms_of, recipe_of, say, stderr, stdout, tell
 from headwater_lab.cli.options import LOOK, DeviceName, FolderPath, PositiveInt, Values, add_group, command, refuse
+from headwater_lab.cli.progress import ProgressReport
+from headwater_lab.util.endings import Interrupted
 from headwater_lab.util.terminal import lined
+
+if TYPE_CHECKING:
+    from headwater_lab.bench.paired import Show
 
 Mechanisms = Annotated[
     Sequence[str], Values(help='NAME, "NAME={option: value}", or several joined by " + "; default every mechanism.')
 ]
-AnyPrecision = Annotated[
-    Literal["32-true", "bf16-true", "bf16-mixed", "bf16-stream"], Values(help="As in recipes.")
-]
+AnyPrecision = Annotated[Literal["32-true", "bf16-true", "bf16-mixed", "bf16-stream"], Values(help="As in recipes.")]
 TruePrecision = Annotated[Literal["32-true", "bf16-true"], Values(help="As in recipes.")]
 Pairs = Annotated[int, Values(min=2, help="Timed steps of each model.")]
 Memory = Annotated[bool, Values(help="Measure bytes stored for the backward pass, on the CPU, instead of times.")]
@@ -57,7 +60,8 @@ def bench_train(
         pair = text_pair(base, shape, attention, documents)
         title = f"{shape}, attention {attention}" + ("" if documents is None else f", documents {documents}")
     name, device = {"llama": "Llama", "gpt2": "GPT-2", "vit": "ViT"}[base], _device_of(device, memory)
-    _print_benchmark(bench_steps({"headwater": pair}, name, title, Precision(precision), pairs, memory, device))
+    settings = name, title, Precision(precision), pairs, memory, device
+    _print_benchmark(lambda show: bench_steps([("headwater", pair)], *settings, show))
 
 
 @command(bench, "bench mechanisms NAME")
@@ -75,8 +79,8 @@ def bench_mechanisms(
     from headwater_lab.bench.training_speed import bench_steps, mechanism_pair
 
     settings = Precision(precision), pairs, memory, _device_of(device, memory)
-    compared = {label: mechanism_pair(options, shape) for label, options in _read_mechanisms(mechanism).items()}
-    _print_benchmark(bench_steps(compared, "without", str(shape), *settings))
+    compared = ((label, mechanism_pair(options, shape)) for label, options in _read_mechanisms(mechanism).items())
+    _print_benchmark(lambda show: bench_steps(compared, "without", str(shape), *settings, show))
 
 
 def _device_of(device: str, memory: bool) -> str:
@@ -100,38 +104,44 @@ def bench_decode(
     from headwater.util.precision import Precision
     from headwater_lab.bench import decoding_speed as decoding
 
-    compared = _read_mechanisms(mechanism)
-    _print_benchmark(decoding.bench_decode(compared, shape, Precision(precision), device_of(device)))
+    settings = _read_mechanisms(mechanism), shape, Precision(precision), device_of(device)
+    _print_benchmark(lambda show: decoding.bench_decode(*settings, show))
 
 
-@command(bench, "bench gpu --out gpu")
+@command(bench, "bench gpu --out gpu --deadline 540")
 def bench_gpu(
     *,
     out: Path,
-    budget: Annotated[float, Values(min=1)] = 540,
+    deadline: Annotated[float, Values(min=1)] = 540,
     only: Sequence[str] = (),
     device: DeviceName = "auto",
 ) -> None:
-    """Measure headwater on a GPU: correctness, training speed, mechanisms, decoding. Takes nine minutes.
+    """Measure headwater on a GPU: correctness, training speed, decoding, mechanisms.
 
-    Writes gpu.json after every phase, so an interrupted run keeps its results. Without a GPU the sizes are
-    tiny, which checks the command but measures nothing.
+    Appends each row to gpu.jsonl as soon as it is measured. The same command continues there, on another day too, and
+    measures only what is missing. Without a GPU the sizes are tiny, which checks the command but measures nothing.
 
-    out: Folder for gpu.json.
-    budget: Seconds for the whole command.
-    only: Run only this phase; repeatable. Default: all.
+    out: Folder for gpu.jsonl.
+    deadline: Seconds for this call.
+    only: Run only this phase; repeatable. Default: all, in order.
     """
-    from headwater_lab.bench.gpu import bench_gpu as measure
-    from headwater_lab.bench.gpu import find_problems
+    from headwater_lab.bench import gpu_queue
 
     check_writable(out, folder=True)
     device = device_of(device)
     if device == "cpu":
         stderr.print("No GPU found: the sizes are tiny, and the figures say nothing about a GPU.")
-    results = measure(out, device=device, budget=budget, only=only, tell=stderr.print)
-    stdout.print(f"written to {out / 'gpu.json'}")
-    if wrong := find_problems(results):
-        raise HeadwaterError("; ".join(wrong))
+    rows = gpu_queue.bench_gpu(out, device=device, deadline=deadline, only=only, tell=tell)
+    lines = gpu_queue.read_lines(out / gpu_queue.REPORT)
+    for row in rows:
+        columns = row["row"] | row["result"]
+        if (judged := gpu_queue.judge_row(row["phase"], columns, lines[0]["device"])) is not None:
+            (target, figure), cells = judged, ", ".join(map(str, row["row"].values()))
+            verdict = "met" if target.is_met(figure) else "missed"
+            say(f"{target.key}, {cells}: {figure:.3f} ({target.bound}: {verdict})")
+    say(f"written to {out / gpu_queue.REPORT}")
+    if problems := gpu_queue.find_problems(lines):
+        raise HeadwaterError("; ".join(problems))
 
 
 @command(bench, "bench prices demo/language --out runs/prices", trusts=True)
@@ -168,8 +178,13 @@ def _read_mechanisms(arguments: Sequence[str]) -> dict[str, dict[str, dict]]:
     return {text: mechanisms_of(text.split(" + ")) for text in arguments or MECHANISMS.names}
 
 
-def _print_benchmark(benchmark: Benchmark) -> None:
-    """Print a benchmark's table and notes."""
+def _print_benchmark(run: "Callable[[Show], Benchmark]") -> None:
+    """Run a benchmark with its progress on stderr, and print its table and notes.
+
+    Raises `Interrupted` after SIGINT or SIGTERM, below the table of what was measured until then.
+    """
+    with ProgressReport() as progress:
+        benchmark = run(progress.show)
     longest: dict[str, str] = max(benchmark.rows, key=len, default={})
     columns = list(longest)
     table = lined(*columns, left=columns[:1], title=benchmark.title)
@@ -177,3 +192,5 @@ def _print_benchmark(benchmark: Benchmark) -> None:
         table.add_row(*(row.get(column, "") for column in columns))
     for text in (table, *benchmark.notes.splitlines()):
         say(text)
+    if not benchmark.is_whole:
+        raise Interrupted("Stopped; the table has what was measured until then.")

@@ -112,7 +112,8 @@ class Progress:
     seconds: spent in training steps; waited: of these, for data. skipped: steps whose loss or gradient was not finite;
     skipped_last: the number of most recent steps that were skipped. result: the deciding metric, if evaluated at this
     step. kept: the state of mechanisms that act before each step, by the module's name. data: facts that reveal
-    whether the data have changed. run_id: the run's name in Weights & Biases.
+    whether the data have changed. run_id: the run's name in Weights & Biases. threads: CPU threads of an operation.
+    trunk: of a branch, the fields of `records.Trunk`.
     """
 
     step: int = 0
@@ -128,6 +129,8 @@ class Progress:
     recipe: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     run_id: str = ""
+    threads: int = 0
+    trunk: dict[str, Any] | None = None
     format_version: int = FORMAT_VERSION
 
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from headwater_lab.training.records import (
     Notice,
     RunRecord,
     SpeedPoint,
+    Trunk,
     describe_today,
     list_records,
     read_environment,
@@ -35,11 +37,16 @@ from headwater_lab.training.records import (
 )
 from headwater_lab.training.run_folder import METRICS, clear_log, is_running
 from headwater_lab.training.start import Setup, describe_training
+from headwater_lab.util.machine import read_cpu_wait
 from headwater_lab.util.machine_speed import peak_of
 from headwater_lab.util.model_kinds import unit_of
 from headwater_lab.util.output_folder import keep_contents
+from headwater_lab.util.terminal import counted
 
 Point = CurvePoint | HeldOutPoint | SpeedPoint | Notice
+# Warn of busy cores if a run is so many times slower than before, and its threads wait for cores for this share of the
+# time, over at least so many seconds.
+SLOWED, WAITED, LONG_ENOUGH = 3.0, 0.25, 0.5
 
 
 class Metrics:
@@ -206,6 +213,7 @@ class Journal:
         on_gpu = fabric.device.type == "cuda"
         self.peak = peak_of(fabric.device, recipe.training.precision) if on_gpu else None
         self.previous = replace(run.progress)  # progress at the previous point of the curve
+        self.fastest, self.cpu_wait = 0.0, (time.perf_counter(), read_cpu_wait())  # tokens/s; moment and seconds
         if recipe.reporting.wandb is not None:
             run_in_first(fabric, start_wandb, recipe, self.folder, run.progress.run_id)
         with explain_disk_errors(self.describe_failure):
@@ -266,10 +274,27 @@ class Journal:
         mfu = None if self.peak is None else rate * self.flops_per_unit / self.peak / fabric.world_size
         waited = (progress.waited - previous.waited) / seconds
         self.add_point(SpeedPoint(step=step, tokens_per_second=rate, data_wait_fraction=waited, mfu=mfu))
+        self.warn_of_busy_cores(rate, progress.step)
         speeds = {f"{self.record.unit}_per_second": rate, "data_wait_fraction": waited, "mfu": mfu}
         if fabric.device.type == "cuda":
             speeds["peak_memory_gb"] = torch.cuda.max_memory_allocated(fabric.device) / 1e9
         self.log_values({name: value for name, value in speeds.items() if value is not None}, step)
+
+    def warn_of_busy_cores(self, rate: float, step: int) -> None:
+        """Warn if training has become several times slower while its threads wait for cores. rate: tokens/s."""
+        (moment, waited), self.cpu_wait = self.cpu_wait, (time.perf_counter(), read_cpu_wait())
+        seconds, waited = self.cpu_wait[0] - moment, self.cpu_wait[1] - waited
+        slowdown, self.fastest = self.fastest / rate, max(self.fastest, rate)
+        is_slow = slowdown > SLOWED and waited > WAITED * seconds and seconds > LONG_ENOUGH
+        if not is_slow or self.run.fabric.device.type != "cpu":
+            return
+        self.fastest = rate  # the next warning is of the next change
+        self.warn(
+            f"Training has become {slowdown:.0f} times slower, because other processes use its CPU cores. It has "
+            f"{counted(torch.get_num_threads(), 'thread')}: stop the other processes, or stop it, and continue with "
+            "--resume and a lower training.threads.",
+            step,
+        )
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Record the held-out metrics at this step."""
@@ -317,6 +342,7 @@ def build_record(run: Setup, experiment: Experiment | None) -> RunRecord:
         name=recipe.name,
         experiment=experiment,
         origin=None if run.beginning is None else run.beginning.origin,
+        trunk=None if run.progress.trunk is None else Trunk(**run.progress.trunk),
         seed=recipe.seed,
         status="running",
         recipe=recipe.model_dump(mode="json"),

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -32,7 +32,9 @@ from headwater_lab.data.base import LABELS, Batch, Data, Share, labels_of, main_
 from headwater_lab.data.images.image_data import UnreadableImage
 from headwater_lab.optimization.tensors import local_shard
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.checkpoints import FOLDER, Progress, list_checkpoints, optimizer_tensors
+from headwater_lab.recipe.training_section import Training
+from headwater_lab.training.branching import start_branch
+from headwater_lab.training.checkpoints import FOLDER, Progress, list_checkpoints, optimizer_tensors, read_progress
 from headwater_lab.training.journal import Journal, OnEvent, report_full_disk_once
 from headwater_lab.training.optimizers import clip_gradient, gradient_norm, learning_rate
 from headwater_lab.training.processes import (
@@ -53,9 +55,10 @@ from headwater_lab.training.run_folder import claim_folder
 from headwater_lab.training.saving import Saver, prune_checkpoints, publish_model
 from headwater_lab.training.start import Setup, advise_on_memory
 from headwater_lab.util.endings import Diverged, Interrupted
-from headwater_lab.util.machine import keep_freed_memory, set_threads
+from headwater_lab.util.machine import choose_threads, cores, keep_freed_memory, set_threads
 from headwater_lab.util.model_kinds import is_of_images
 from headwater_lab.util.process import stop_requests
+from headwater_lab.util.terminal import counted
 
 T = TypeVar("T")
 # Threads for hashing a batch: 224 x 224 pixels take one core about a millisecond per image.
@@ -69,6 +72,7 @@ def train(
     resume: bool = False,
     experiment: Experiment | None = None,
     on_event: OnEvent | None = None,
+    trunk: Path | None = None,
 ) -> RunRecord:
     """Train one model by the recipe, into `folder`.
 
@@ -77,17 +81,18 @@ def train(
     experiment: the comparison this run belongs to, for its record.
     on_event: called in the first process with (step, None) after every step, and with (step, point) for each new point
         of the curve, speed, held-out metric or warning.
+    trunk: the folder of a shorter run that this one branches off, unless it has a checkpoint (see `start_branch`).
 
     With training.devices above 1 the first process starts the others with its own command line; all return the record
     that the first one writes to `folder`/record.json. Raises `HeadwaterError` for errors that the user can fix, and
     `Interrupted` after SIGINT or SIGTERM, with everything saved.
     """
-    if recipe.training.threads is not None:
-        set_threads(recipe.training.threads)
     early_warnings: list[str] = []  # warnings before the journal exists
+    begin = None if trunk is None else partial(start_branch, trunk, recipe, folder)
     with (
         connect_processes(recipe, folder) as fabric,
-        claim_folder(folder, resume, fabric, early_warnings.append) as checkpoint,
+        claim_folder(folder, resume, fabric, early_warnings.append, begin) as checkpoint,
+        use_free_cores(recipe.training, checkpoint, fabric, early_warnings.append),
         stop_requests() as stop,
         report_full_disk_once(),
     ):
@@ -119,6 +124,31 @@ def train(
             raise
         run.journal.write_record("finished")
         return run.journal.record
+
+
+@contextmanager
+def use_free_cores(
+    settings: Training, checkpoint: Path | None, fabric: Fabric, warn: Callable[[str], None]
+) -> Iterator[None]:
+    """Compute inside with as many CPU threads as the recipe says, or as before the run was stopped (so that sums keep
+    their order), or as the machine has free cores, with a warning if these are fewer than PyTorch's threads."""
+    default = threads = torch.get_num_threads()
+    if settings.threads is not None:
+        threads = settings.threads
+    elif fabric.device.type == "cpu" and fabric.world_size == 1:
+        earlier = 0 if checkpoint is None else read_progress(checkpoint).threads
+        threads = earlier if 0 < earlier <= cores() else choose_threads()
+        if threads < default and not earlier:
+            warn(
+                f"Training uses {threads} of {counted(default, 'CPU thread')}, because other processes keep the other "
+                "cores busy; set training.threads to change this."
+            )
+    if threads != default:
+        set_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(default)
 
 
 @contextmanager
@@ -159,6 +189,7 @@ class TrainingRun(Setup):
         if fabric.device.type == "cpu":
             keep_freed_memory()
         super().__init__(recipe, folder, checkpoint, fabric)
+        self.progress.threads = torch.get_num_threads()
         self.journal = Journal(self, checkpoint is not None, experiment, on_event)
         self.share = Share(fabric.global_rank, fabric.world_size, partial(sum_processes, fabric))
         self.by_document = takes_documents(self.config._attn_implementation)
@@ -192,12 +223,16 @@ class TrainingRun(Setup):
                 # A single process need not wait until all agree to stop.
                 alone = self.fabric.world_size == 1
                 stopping = not is_last and (self.stops_elsewhere or (alone and stop.is_set()))
-                if is_last or stopping or is_due(step, reporting.save_every):
+                if is_last or stopping or self.is_saving_due(step):
                     self.save_checkpoint(must=is_last or stopping)
                 if stopping:
                     raise Interrupted(
                         f"Stopped after step {step}, which is saved; run the same command with --resume (resume=True)."
                     )
+
+    def is_saving_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step: at its interval, and where longer runs branch off."""
+        return is_due(step, self.recipe.reporting.save_every) or step == self.recipe.training.decay_start
 
     def take_step(self, stop: bool = False) -> float:
         """Take one optimizer step, and return its learning rate. stop: whether any process should stop.
@@ -452,7 +487,8 @@ class TrainingRun(Setup):
         """Put the newest checkpoint's model at the top of the folder, and remove the checkpoints that the recipe does
         not keep. Called by the first process."""
         publish_model(list_checkpoints(self.folder)[-1], self.folder)
-        prune_checkpoints(self.folder, self.recipe.reporting.keep_checkpoints, self.data.lower_is_better)
+        keep, branch_step = self.recipe.reporting.keep_checkpoints, self.recipe.training.decay_start
+        prune_checkpoints(self.folder, keep, self.data.lower_is_better, branch_step)
 
 
 def is_due(step: int, interval: int | None) -> bool:

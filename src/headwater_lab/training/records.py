@@ -4,11 +4,7 @@ import json
 import math
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -20,6 +16,7 @@ from headwater import __version__
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import read_bytes, replace_text
 from headwater.util.processor import describe_cpu
+from headwater_lab.util.clone import find_commit, today
 
 SCHEMA_VERSION = 2
 RECORD = "record.json"
@@ -185,6 +182,18 @@ class Origin(_Section):
     history: list[Event]
 
 
+class Trunk(_Section):
+    """The run that this one branched off (docs/compare.md). Steps, tokens, FLOPs, time and points count from its
+    start, as if this run had trained that far itself."""
+
+    folder: str
+    """The folder of that run, from this record's."""
+    identity: str
+    """The identity of that run."""
+    step: RecordCount
+    """The step at which this run branched off; only later ones cost anything."""
+
+
 class StageRecord(_Section):
     """One stage of a run that has several."""
 
@@ -233,6 +242,8 @@ class RunRecord(_Section):
     """Set by `headwater compare`."""
     origin: Origin | None = None
     """Set if the run started from a trained model, whose cost precedes this run's."""
+    trunk: Trunk | None = None
+    """Set if the run began with a checkpoint of a shorter one."""
     stages: list[StageRecord] = []
     """The stages that this record sums up; its points continue from one to the next."""
     seed: RecordCount
@@ -371,22 +382,9 @@ def read_environment(
     )
 
 
-@cache
-def find_commit() -> str | None:
-    """Find the commit of the clone that headwater runs from; None if it is installed, or git is missing."""
-    root = Path(__file__).parents[3]
-    if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
-        return None
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
-    with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=10)
-        return done.stdout.strip() or None
-    return None
-
-
 def describe_today() -> Recorded:
     """Describe when, and by which code, a record is written now."""
-    return Recorded(date=datetime.now(UTC).date().isoformat(), commit=find_commit())
+    return Recorded(date=today(), commit=find_commit())
 
 
 def list_recordings(records: Iterable[RunRecord]) -> tuple[list[str], list[str]]:

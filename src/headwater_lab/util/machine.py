@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,8 +16,51 @@ from headwater.util.errors import HeadwaterError, shown
 
 
 def cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPU cores this process may use, within its container's limit of CPU time (Linux)."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError, LookupError):
+        quota, period = (int(number) for number in _read_group_file("cpu.max").split())
+        usable = min(usable, max(1, quota // period))
+    return usable
+
+
+def free_cores(seconds: float = 0.3) -> int:
+    """Count the usable cores that other processes leave idle during `seconds`; at least 1. Without Linux, all."""
+    try:
+        before = _read_idle_seconds()
+        time.sleep(seconds)
+        idle = (_read_idle_seconds() - before) / seconds
+    except (OSError, ValueError, LookupError):
+        return cores()
+    return max(1, min(cores(), round(idle)))
+
+
+def _read_idle_seconds() -> float:
+    """Read how long the cores this process may use have been idle since the machine started, summed."""
+    names = {f"cpu{index}" for index in os.sched_getaffinity(0)}
+    rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+    return sum(int(row[4]) + int(row[5]) for row in rows if row[0] in names) / os.sysconf("SC_CLK_TCK")
+
+
+def read_cpu_wait() -> float:
+    """Read the seconds that this process's threads were ready to run but had no core, summed. Without Linux, 0."""
+    waited = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError, LookupError):  # the thread may just have ended
+            waited += int(path.read_text().split()[1])
+    return waited / 1e9
+
+
+def choose_threads() -> int:
+    """Choose how many threads PyTorch computes with on a CPU: its own number, or fewer if other processes are busy.
+
+    Threads of one operation wait for each other. If one has no core, all wait, and a step can take ten times as long.
+    A number that the user has set in the environment stays.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        return threads
+    return min(threads, free_cores())
 
 
 def memory_of(device: torch.device) -> float:
@@ -82,13 +126,17 @@ def available_memory() -> float:
         memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free.append(int(memory["MemAvailable"].split()[0]) * 1024)
     with suppress(OSError, ValueError, LookupError):
-        name = Path("/proc/self/cgroup").read_text().split("::", 1)[1].splitlines()[0]
-        group = Path("/sys/fs/cgroup") / name.lstrip("/")
-        usage = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        usage = dict(line.split() for line in _read_group_file("memory.stat").splitlines())
         files = int(usage["inactive_file"])  # the page cache can be dropped
-        limit, current = (int((group / file).read_text()) for file in ("memory.max", "memory.current"))
+        limit, current = (int(_read_group_file(file)) for file in ("memory.max", "memory.current"))
         free.append(limit - current + files)
     return min(free)
+
+
+def _read_group_file(name: str) -> str:
+    """Read a file of this process's control group."""
+    group = Path("/proc/self/cgroup").read_text().split("::", 1)[1].splitlines()[0]
+    return (Path("/sys/fs/cgroup") / group.lstrip("/") / name).read_text()
 
 
 def c_compiler() -> str | None:

@@ -1,0 +1,84 @@
+"""How many CPU threads a run uses beside other processes."""
+
+import time
+
+import pytest
+import torch
+from trials import train_until
+
+from headwater_lab.training import journal, loop
+from headwater_lab.training.loop import TrainingRun, train
+from headwater_lab.training.records import read_record
+from headwater_lab.util import machine
+
+CHOSEN = {"training": {"threads": None}}
+
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    """PyTorch has two threads, and the user has not set their number."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setattr(loop, "cores", lambda: 2)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def set_free_cores(monkeypatch, count):
+    monkeypatch.setattr(machine, "free_cores", lambda: count)
+
+
+def messages(record):
+    return [notice.message for notice in record.notices]
+
+
+def test_a_run_leaves_busy_cores_to_others(recipe, tmp_path, two_threads, monkeypatch):
+    set_free_cores(monkeypatch, 1)
+    record = train(recipe(**CHOSEN), tmp_path / "run")
+    assert record.environment.threads == 1
+    assert "Training uses 1 of 2 CPU threads, because other processes keep the other cores busy" in messages(record)[0]
+    assert torch.get_num_threads() == 2  # of the caller
+
+
+def test_an_idle_machine_a_number_in_the_recipe_and_one_in_the_environment(recipe, tmp_path, two_threads, monkeypatch):
+    set_free_cores(monkeypatch, 2)
+    record = train(recipe(**CHOSEN), tmp_path / "idle")
+    assert record.environment.threads == 2
+    assert not messages(record)
+    set_free_cores(monkeypatch, 1)
+    assert train(recipe(training={"threads": 2}), tmp_path / "recipe").environment.threads == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert train(recipe(**CHOSEN), tmp_path / "environment").environment.threads == 2
+
+
+def test_a_resumed_run_computes_with_as_many_as_before(recipe, tmp_path, two_threads, monkeypatch):
+    set_free_cores(monkeypatch, 1)
+    train_until(3, recipe(**CHOSEN), tmp_path / "run")
+    set_free_cores(monkeypatch, 2)
+    assert train(recipe(**CHOSEN), tmp_path / "run", resume=True).environment.threads == 1
+    assert read_record(tmp_path / "run").status == "finished"
+
+
+def test_a_run_that_others_slow_down_is_warned_once(recipe, tmp_path, monkeypatch):
+    waited = 0.0
+
+    def wait_from_step_3(run, *arguments):
+        nonlocal waited
+        if run.progress.step >= 3:
+            time.sleep(0.6)
+            waited += 0.4
+        return run_backward(run, *arguments)
+
+    run_backward = TrainingRun.run_backward
+    monkeypatch.setattr(TrainingRun, "run_backward", wait_from_step_3)
+    monkeypatch.setattr(journal, "read_cpu_wait", lambda: waited)
+    record = train(recipe(training={"steps": 5}, reporting={"log_every": 1}), tmp_path / "run")
+    assert sum("times slower, because other processes use its CPU cores" in text for text in messages(record)) == 1
+    monkeypatch.setattr(journal, "read_cpu_wait", lambda: 0.0)  # as slow, but nothing waits for a core
+    assert not messages(train(recipe(training={"steps": 5}, reporting={"log_every": 1}), tmp_path / "alone"))
+
+
+def test_idle_cores_are_counted():
+    assert 1 <= machine.free_cores(0.05) <= machine.cores()
+    assert machine.read_cpu_wait() >= 0
