@@ -17,9 +17,8 @@ from headwater.util.precision import Precision
 STREAM, MIXED = Precision.BF16_STREAM, Precision.BF16_MIXED
 HALF = torch.bfloat16
 MANY = {"pattention": {}, "short_conv": {"dynamic": ["keys"]}, "value_embedding": {"tables": 1, "rank": 4}, "mudd": {}}
-MODELS = pytest.mark.parametrize(
-    "mechanisms", [{}, dict(PRESETS["headwater-base"].fields["mechanisms"]), MANY], ids=str
-)
+PRESET = dict(PRESETS["headwater-base"].fields["mechanisms"])
+MODELS = pytest.mark.parametrize("mechanisms", [{}, PRESET, MANY], ids=["vanilla", "preset", "many"])
 T = 12
 
 
