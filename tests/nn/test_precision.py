@@ -87,7 +87,7 @@ def test_activations_are_in_bf16_and_gradients_in_fp32(mechanisms):
     for (name, parameter), grad in zip(model.named_parameters(), gradients(model, ids), strict=True):
         assert parameter.dtype == grad.dtype == torch.float32, name
     assert dtypes == {HALF}
-    out = model.eval()(ids, labels=ids, output_z_loss=True)
+    out = model.eval()(ids, labels=ids, z_loss_weight=0.1)
     assert (out.logits.dtype, out.loss.dtype, out.z_loss.dtype) == (HALF, torch.float32, torch.float32)
     assert {layer.keys.dtype for layer in model(ids, use_cache=True).past_key_values.layers} <= {HALF}
     assert model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, T + 3)

@@ -126,7 +126,7 @@ class Training(Settings):
     gradient_checkpointing: bool = False
     """Recompute each block's activations in the backward pass, to save memory."""
     loss_chunk_tokens: Annotated[Count | None, OF_TEXT] = None
-    """Tokens whose logits are in memory at once; the output head then costs 4/3 of its FLOPs. Default: all."""
+    """Tokens whose logits are in memory at once: the forward pass computes their gradients. Default: all."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads; default: as many as there are free cores at the start. Trials of `headwater compare` use 1."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
