@@ -152,7 +152,7 @@ class TokenStream:
     """
 
     def __init__(self, source: TokenSource, encoder: Encoder) -> None:
-        check_known("--tokens", source.tokens, FORMATS)
+        check_known("--tokens has no format", source.tokens, FORMATS)
         self.source, self.encoder = source, encoder
         self.empty = self.none = 0
         self.skipped: list[str] = []
