@@ -10,7 +10,7 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,10 @@ def map_olmo(file: Path, vocab_size: int) -> Mapped:
 
 
 def map_megatron(file: Path, vocab_size: int) -> Mapped:
-    """Map a .bin file of Megatron by the .idx file next to it: lengths and places of sequences, first ones of documents.
+    """Map a .bin file of Megatron by the .idx file next to it, its index.
 
-    The index begins with a magic number, its version (1), a code for the type of the tokens, and how many sequences and
-    documents it lists.
+    The index begins with a magic number, its version (1), a code for the type of the tokens, and two counts. It lists
+    the length and the place of each sequence, then the first sequence of each document and the end.
     """
     index = file.with_suffix(".idx")
     if not index.is_file():
@@ -192,14 +192,16 @@ class TokenStream:
                         self._check_tokenizer(restored)
                 text = self._decode_ids(ids)
                 key = hashlib.sha256(ids.tobytes()).hexdigest()
-                yield Document(f"{name}#{index}", text, key, ids=ids, is_held_out=is_held_out if self.has_split else None)
+                yield Document(
+                    f"{name}#{index}", text, key, ids=ids, is_held_out=is_held_out if self.has_split else None
+                )
         self._check_tokenizer(restored)
 
     def _read_documents(self, file: Path) -> Iterator[np.ndarray]:
         """Yield the ids of each document, uint32, with text and without what separates it from others."""
         ids, starts = self.reader(file, self.encoder.vocab_size)
         borders = 0
-        for start, stop in _split_at(ids, self.border) if starts is None else zip(starts, chain(starts[1:], [len(ids)])):
+        for start, stop in _split_at(ids, self.border) if starts is None else pairwise(chain(starts, [len(ids)])):
             borders += start > 0 or stop < len(ids)
             for piece in range(start, stop, CHUNK):
                 document = ids[piece : min(piece + CHUNK, stop)]
@@ -219,8 +221,8 @@ class TokenStream:
         wrong = np.flatnonzero((ids < 0) | (ids >= self.encoder.vocab_size))
         if len(wrong):
             raise HeadwaterError(
-                f"{str(file)!r} has token {ids[wrong[0]]} at position {position + wrong[0]}, but the tokenizer has only "
-                f"{self.encoder.vocab_size}; {self._advise(file)}."
+                f"{str(file)!r} has token {ids[wrong[0]]} at position {position + wrong[0]}, but the tokenizer has "
+                f"only {self.encoder.vocab_size}; {self._advise(file)}."
             )
 
     def _is_restored(self, ids: np.ndarray, file: Path) -> bool:

@@ -45,7 +45,7 @@ def describe_unknown_options(words: Sequence[str], sections: Sections) -> str | 
 
     words: options as they stand on the command line.
     """
-    hints = {}
+    hints: dict[str, str] = {}
     for option, _, value in (word.partition("=") for word in words):
         name = option.removeprefix("--").replace("-", "_")
         owners = ((section, name) for section, fields in sections.items() if name in fields)

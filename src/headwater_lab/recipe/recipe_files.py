@@ -107,9 +107,8 @@ def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) 
     if isinstance(changed.get("stages"), dict):
         changed["stages"] = [*changed["stages"].values()]
     fields = said.get("data") or {}
-    if isinstance(fields.get("source"), str) and "kind" not in fields and changed["data"].get("kind") == "text":
-        if prepared_folder(local_path(fields["source"])) is not None:
-            changed["data"]["kind"] = said["data"]["kind"] = "prepared"
+    if names_prepared(fields) and changed["data"].get("kind") == "text":
+        changed["data"]["kind"] = fields["kind"] = "prepared"
     if "kind" in fields and isinstance(values.get("data"), dict):
         changed["data"] = _drop_other_kind(changed["data"], fields)
     recipe = parse(changed, where)
@@ -122,6 +121,12 @@ def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) 
     if unread := list(dict.fromkeys([*unread, *find_unread(recipe, chains, said)])):
         raise build_refusal(where, unread)
     return recipe
+
+
+def names_prepared(data: Mapping[str, Any]) -> bool:
+    """Whether overrides of `data:` name a prepared folder, without the kind."""
+    source = data.get("source")
+    return "kind" not in data and isinstance(source, str) and prepared_folder(local_path(source)) is not None
 
 
 def _number_stage(text: str, names: Sequence[str], stages: Mapping[int, Any]) -> list[Any]:
