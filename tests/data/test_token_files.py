@@ -4,7 +4,7 @@ import random
 import shutil
 import struct
 from array import array
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +93,7 @@ FORMATS = {
 
 def read_all(shards: Shards) -> list[list[int]]:
     starts = [*shards.starts(0, shards.tokens).tolist(), shards.tokens]
-    return [shards.read(a, b).tolist() for a, b in zip(starts, starts[1:], strict=False)]
+    return [shards.read(a, b).tolist() for a, b in pairwise(starts)]
 
 
 @pytest.mark.parametrize(("name", "file", "write"), FORMATS.values(), ids=FORMATS)
@@ -106,7 +106,8 @@ def test_documents_come_out_as_they_went_in(tmp_path, bpe, documents, name, file
     train, held_out = read_all(prepared.train), read_all(prepared.held_out)
     expected = [[end, *document] for document in documents]
     assert sorted(train + held_out) == sorted(expected)
-    assert train == [document for document in expected if document in train] and held_out
+    assert train == [document for document in expected if document in train]
+    assert held_out
     decoded = {load_tokenizer(bpe).decode(document[1:]) for document in held_out}
     assert {document.text for document in prepared.read_evaluation()} == decoded <= set(texts(60))
     assert prepared.manifest.bytes == sum(len(text.encode()) for text in texts(60))
@@ -229,7 +230,8 @@ def test_damaged_files_are_refused(tmp_path, bpe, documents, kind, file, damage,
         (tmp_path / file).write_bytes(damage((tmp_path / file).read_bytes()))
     with pytest.raises(HeadwaterError, match=message) as error:
         prepare(TokenSource(str(tmp_path / tokens), name), tmp_path / "out", bpe, Options(held_out=0.2))
-    assert str(tmp_path / file) in str(error.value) and "\n" not in str(error.value)
+    assert str(tmp_path / file) in str(error.value)
+    assert "\n" not in str(error.value)
     assert not any((tmp_path / "out").glob("*.tokens"))
 
 
@@ -266,7 +268,8 @@ def test_from_nanogpts_folder_to_a_run(tmp_path, run, monkeypatch):
     train += ["model={hidden_size: 16, num_attention_heads: 2, num_hidden_layers: 2}", "reporting.save_every=2"]
     train += ["training.steps=4"]
     code, _, err = run(*train, "data.source=bins", "--out", "refused")
-    assert code == 2 and "data prepare bins --tokens nanogpt --tokenizer NAME --out FOLDER" in err
+    assert code == 2
+    assert "data prepare bins --tokens nanogpt --tokenizer NAME --out FOLDER" in err
     code, _, err = run(*train, "data.source=folder", "--out", "whole")
     assert code == 0, err
     assert "over the folder's held-out documents. nanoGPT's is per character" in err
@@ -274,7 +277,10 @@ def test_from_nanogpts_folder_to_a_run(tmp_path, run, monkeypatch):
     shutil.rmtree(checkpoint)
     assert run(*train, "data.source=folder", "--out", "halves", "--resume")[0] == 0
     records = [read_record(Path(name)) for name in ("whole", "halves")]
-    assert records[0].data_order == records[1].data_order and records[0].result == records[1].result
-    assert records[0].recipe["data"]["kind"] == "prepared" and "tokenizer" not in records[0].recipe["data"]
+    assert records[0].data_order == records[1].data_order
+    assert records[0].result == records[1].result
+    assert records[0].recipe["data"]["kind"] == "prepared"
+    assert "tokenizer" not in records[0].recipe["data"]
     code, _, err = run(*train, "data.source=folder", "data.tokenizer=bytes", "--out", "refused")
-    assert code == 2 and "data has no field 'tokenizer'" in err
+    assert code == 2
+    assert "data has no field 'tokenizer'" in err
