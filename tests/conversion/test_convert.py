@@ -16,6 +16,10 @@ import yaml
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -35,6 +39,7 @@ from headwater.conversion import add_mechanisms, from_transformers
 from headwater.conversion.convert import (
     align_layers,
     blend_model,
+    choose_sources,
     find_rotations,
     finish_model,
     pool_tensors,
@@ -75,6 +80,21 @@ GOALS = {
     "windows in some layers": (
         dict(DEEP, sliding_window=5, sliding_layers=[0, 1]),
         {"mechanisms": {"kv_source": {}}},
+    ),
+    "windows in every second layer, GQA": (
+        dict(
+            DEEP, sliding_window=5, sliding_layers=[0, 2], sliding_fields=dict(rope_parameters=dict(rope_theta=100.0))
+        ),
+        {"mechanisms": {"kv_source": {}}, "num_key_value_heads": 2},
+    ),
+    "kinds of other heads": (
+        dict(
+            num_hidden_layers=5,
+            sliding_window=5,
+            sliding_layers=[0, 2, 3],
+            sliding_fields=dict(num_key_value_heads=1, head_dim=6),
+        ),
+        {"mechanisms": {"kv_source": {"values": "last"}}},
     ),
     "two that share, not in their order": (
         DEEP,
@@ -226,6 +246,12 @@ SOURCES = {
     "llama": dict(),
     "partial RoPE, biases": dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5), qkv_bias=True),
     "GPT-2": dict(gpt2=True, num_key_value_heads=4),
+    "two kinds": dict(
+        num_hidden_layers=4,
+        sliding_window=5,
+        sliding_layers=[0, 2],
+        sliding_fields=dict(rope_parameters=dict(rope_theta=100.0, partial_rotary_factor=0.5)),
+    ),
     "normed": dict(qk_norm=True),
 }
 
@@ -268,6 +294,52 @@ def test_what_was_turned_is_turned_back(spun):
         if spun < 8:
             secret[head, spun:, spun:] = torch.linalg.qr(torch.randn(8 - spun, 8 - spun, dtype=torch.float64))[0]
     assert_near(find_rotations(x, turn_samples(x, secret), spun), secret, 1e-6)
+
+
+# Choosing the layers that share
+
+
+def hide_copies(model, pairs):
+    """Give layers the keys and values of others in other coordinates: a rotation that RoPE leaves alone."""
+    for block in model.model.layers:  # so that all layers see the same stream
+        block.self_attn.o_proj.weight.data.zero_()
+        block.mlp.down_proj.weight.data.zero_()
+    for layer, source in pairs:
+        theirs, ours = (model.model.layers[index] for index in (source, layer))
+        ours.input_layernorm.load_state_dict(theirs.input_layernorm.state_dict())
+        for name in ("k_proj", "v_proj"):
+            half = theirs.self_attn.head_dim // 2
+            x, y = getattr(theirs.self_attn, name).weight.detach().unflatten(0, (-1, 2, half)).unbind(1)
+            rotated = torch.stack((0.6 * x - 0.8 * y, 0.8 * x + 0.6 * y), dim=1)
+            getattr(ours.self_attn, name).weight.data = rotated.flatten(0, 2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pairs", "expected"),
+    [
+        ({}, [(3, 1), (4, 0), (5, 2)], [0, 1, 2, 1, 0, 2]),
+        (dict(sliding_window=5, sliding_layers=[0, 1, 3, 4]), [(3, 1), (4, 0), (5, 2)], [0, 1, 2, 1, 0, 2]),
+        # The copy in a layer of the other kind is no source.
+        (dict(sliding_window=5, sliding_layers=[0, 2, 4]), [(4, 2), (3, 0), (5, 3)], [0, 1, 2, 3, 2, 3]),
+    ],
+    ids=["one kind", "two kinds", "a copy in another kind"],
+)
+def test_sources_are_the_most_similar_layers_of_a_kind(kinds, pairs, expected):
+    model = hide_copies(build(num_hidden_layers=6, **kinds), pairs)
+    chosen = choose_sources(model, tokens(2, 12), {"kv_source": {}})
+    assert chosen == {"kv_source": {"keys": expected, "values": expected}}
+    config = blend_model(model, chosen, weight=1.0).config
+    assert config.mechanisms["blend"]["mechanisms"]["kv_source"]["keys"] == expected
+
+
+def test_only_what_kv_source_leaves_open_is_chosen():
+    for mechanisms in ({"svformer": {}}, {"kv_source": {"keys": "own"}}, None):
+        with pytest.raises(ValueError, match=r"convert\.choose needs the mechanism kv_source"):
+            CacheConversion(mechanisms=mechanisms, num_key_value_heads=1, choose=True)
+    change = Change(convert=CacheConversion(mechanisms={"kv_source": {}}, choose=True, align=False))
+    with pytest.raises(HeadwaterError, match="measures keys and values on rows"):
+        convert_model(Trained("", build(), None, [], {}), change, None)
 
 
 # Learning from the original
@@ -316,6 +388,12 @@ def test_the_divergence_and_its_gradient_are_those_of_the_equation(temperature):
         (dict(mechanisms={"svformer": {}}), {"mechanisms": {"svformer": {}}}, "already has"),
         (dict(mechanisms={"neutreno": {}}), {"mechanisms": {"kv_source": {}}}, "acts on what heads have read"),
         (dict(mechanisms={"kv_shift": {}}), {"num_key_value_heads": 1}, "cannot be pooled"),
+        (GOALS["kinds of other heads"][0], {"num_key_value_heads": 1}, "differ in their number of key/value heads"),
+        (
+            GOALS["windows in every second layer, GQA"][0],
+            {"mechanisms": {"svformer": {}}},
+            "only between layers of one",
+        ),
     ],
     ids=str,
 )
@@ -358,6 +436,16 @@ def qwen():
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
 
 
+def gemma2():
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=5))
+
+
+def gemma3():
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    fields = dict(num_key_value_heads=2, head_dim=8, sliding_window=5, layer_types=kinds)
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **fields))
+
+
 SIZES = dict(
     vocab_size=257,
     hidden_size=32,
@@ -369,7 +457,7 @@ SIZES = dict(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [gpt2, llama, qwen])
+@pytest.mark.parametrize("make", [gpt2, llama, qwen, gemma2, gemma3])
 def test_models_of_other_families(make):
     torch.manual_seed(0)
     theirs, ids = disturb(make().double(), 0.1).eval(), tokens(2, 12)
@@ -468,8 +556,8 @@ def test_turned_weights_do_not_keep_the_optimizers_state():
 
 
 def test_the_history_says_whether_anything_was_turned():
-    model, rows = build(**GOALS["windows in some layers"][0]), tokens(2, 12)
-    change = Change(convert=CacheConversion(mechanisms={"kv_source": {}}, anneal=True))
+    model, rows = build(**GOALS["shifted"][0]), tokens(2, 12)
+    change = Change(convert=CacheConversion(mechanisms={"svformer": {}}, anneal=True))
     made = convert_model(Trained("", model, None, [], {}), change, rows)
     assert made.history[-1].details["aligned"] is False
 

@@ -5,6 +5,7 @@
     finished    the goal itself, once the weight is 1: the same function without keys and values that no head attends to
     aligned     before either, the same function in other coordinates, in which what is to be shared or pooled is as
                 similar as possible
+    chosen      before that, the layers that share, by how similar their keys and values are once aligned
 
 A head's values may be rotated by any orthogonal matrix R if the output projection is rotated back, and its keys if the
 queries are rotated with them; under RoPE only within the pairs of channels that RoPE rotates, because there R commutes
@@ -22,17 +23,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from headwater.config.layers import layer_config
+from headwater.config.options import parse_options
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.add import add_mechanisms, tensors_of
 from headwater.conversion.families import assemble_model, own_tensors
 from headwater.mechanisms.blend import Blend
+from headwater.mechanisms.kv_source import KVSource
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
 from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError
 
-BLEND = Blend.registered_name()
+BLEND, SHARING = Blend.registered_name(), KVSource.registered_name()
 
 
 def blend_config(
@@ -188,11 +192,9 @@ def _keep_heads(outputs: list[Tensor], width: int, module: nn.Module, inputs: An
 
 
 def can_turn(model: HeadwaterForCausalLM) -> dict[str, bool]:
-    """Whether keys "k" and values "v" can be rotated without changing the function: with linear projections, no
-    mechanism or norm between them and attention, and layers of one kind."""
-    of_one_kind = model.config.sliding_layers is None
-    plain = of_one_kind and not ((model.config.mechanisms or {}).keys() - {BLEND})
-    plain = plain and all(
+    """Whether keys "k" and values "v" can be rotated without changing the function: with linear projections, and no
+    mechanism or norm between them and attention."""
+    plain = not ((model.config.mechanisms or {}).keys() - {BLEND}) and all(
         isinstance(getattr(attention, name), nn.Linear)
         for attention in _list_attentions(model)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -200,9 +202,9 @@ def can_turn(model: HeadwaterForCausalLM) -> dict[str, bool]:
     return {"k": plain and not model.config.qk_norm, "v": plain}
 
 
-def _count_spun(model: HeadwaterForCausalLM, kind: str) -> int:
-    """Number of channels of a head's keys or values that RoPE rotates."""
-    return model.config.rotary_dim if kind == "k" and model.config.position == "rope" else 0
+def _count_spun(model: HeadwaterForCausalLM, kind: str, layer: int) -> int:
+    """Number of channels of a head's keys or values that RoPE rotates in this layer."""
+    return layer_config(model.config, layer).rotary_dim if kind == "k" and model.config.position == "rope" else 0
 
 
 def find_rotations(x: Tensor, target: Tensor, spun: int = 0) -> Tensor:
@@ -250,12 +252,12 @@ def align_layers(
             heads = x.shape[1]
             if group > 1:  # towards the group's first head, which is not rotated
                 leaders = torch.arange(heads) // group * group
-                matrices = find_rotations(x, x[:, leaders], _count_spun(model, kind))
+                matrices = find_rotations(x, x[:, leaders], _count_spun(model, kind, layer))
                 x = _turn_heads(attention, kind, x, matrices, torch.arange(heads) != leaders)
             sources = [getattr(goal[layer].attends[head // group], kind) for head in range(heads)]
             if any(source != layer for source in sources):
                 targets = torch.stack([_pool_samples(have[s][kind], group)[:, h] for h, s in enumerate(sources)], dim=1)
-                matrices = find_rotations(_pool_samples(x, group), targets, _count_spun(model, kind))
+                matrices = find_rotations(_pool_samples(x, group), targets, _count_spun(model, kind, layer))
                 x = _turn_heads(attention, kind, x, matrices, torch.tensor([source != layer for source in sources]))
             have[layer][kind] = x
     return True
@@ -289,3 +291,62 @@ def _turn_rows(linear: nn.Linear, matrices: Tensor) -> None:
         if parameter is not None:
             heads = parameter.double().unflatten(0, (len(matrices), -1))
             parameter.copy_(torch.einsum("hi...,hij->hj...", heads, matrices.to(parameter.device)).flatten(0, 1))
+
+
+# Choice of the layers that share
+
+
+@torch.no_grad()
+def choose_sources(model: HeadwaterForCausalLM, rows: Tensor, mechanisms: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `mechanisms` with the layer maps of kv_source chosen by the likeness of keys, and of values, on `rows` of
+    tokens [B, T].
+
+    Of each kind of layers (`sliding_layers`), as many share as in groups of `group_size`, within the kind.
+    """
+    options = parse_options(KVSource, mechanisms[SHARING])
+    samples, turns = sample_heads(model, rows), can_turn(model)
+    maps = {name: list(range(len(samples))) for name in ("keys", "values")}
+    for slides in model.config.kinds:
+        layers = [layer for layer in maps["keys"] if model.config.slides(layer) == slides]
+        for name, kind in (("keys", "k"), ("values", "v")):
+            spun = _count_spun(model, kind, layers[0]) if turns[kind] else None
+            xs = [samples[layer][kind] for layer in layers]
+            alike = [[_measure_likeness(x, source, spun) for source in xs[:index]] for index, x in enumerate(xs)]
+            for layer, source in zip(
+                layers, _find_nearest(alike, -(-len(layers) // options["group_size"])), strict=True
+            ):
+                maps[name][layer] = layers[source]
+    return {**mechanisms, SHARING: {**(mechanisms[SHARING] or {}), **maps}}
+
+
+def _measure_likeness(x: Tensor, source: Tensor, spun: int | None) -> float:
+    """1 - Σ‖x - y‖² / Σ(‖x‖² + ‖y‖²) of keys or values x, [tokens, heads, d], and those of their source y: 1 if equal.
+
+    spun: as in `find_rotations`, by which x is first rotated; None: it cannot be.
+    """
+    if spun is not None:
+        x = turn_samples(x, find_rotations(x, source, spun))
+    return float(1 - (x - source).square().sum() / (x.square().sum() + source.square().sum()))
+
+
+def _find_nearest(alike: list[list[float]], count: int) -> list[int]:
+    """Find the source of each layer, among `count` that keep their own: the most similar one below it.
+
+    alike: by layer, the likeness to each layer below. Layers give up their own one at a time, each time the one that
+    costs the least likeness.
+    """
+
+    def list_nearest(owners: list[int]) -> list[int]:
+        below = ([source for source in owners if source < layer] for layer in range(len(alike)))
+        return [
+            layer if layer in owners else max(sources, key=lambda source: (alike[layer][source], source))
+            for layer, sources in enumerate(below)
+        ]
+
+    def measure_total(owners: list[int]) -> float:
+        return sum(alike[layer][source] for layer, source in enumerate(list_nearest(owners)) if layer != source)
+
+    owners = list(range(len(alike)))
+    while len(owners) > count:
+        owners = max(([*owners[:i], *owners[i + 1 :]] for i in range(1, len(owners))), key=measure_total)
+    return list_nearest(owners)

@@ -45,6 +45,7 @@ def convert(
     *,
     mechanisms: Mapping[str, Any],
     num_key_value_heads: int | None = None,
+    choose: bool = False,
     heal: str = "10M",
     text: str | None = None,
     anneal: bool = True,
@@ -84,6 +85,7 @@ def convert(
     options = {
         "mechanisms": mechanisms or None,
         "num_key_value_heads": num_key_value_heads,
+        "choose": choose,
         "anneal": anneal,
     }
     values = build_conversion(

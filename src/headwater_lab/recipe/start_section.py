@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from headwater.config.text import HeadwaterConfig
-from headwater.conversion.convert import blend_config, check_conversion, finish_config
+from headwater.conversion.convert import SHARING, blend_config, check_conversion, finish_config
 from headwater.growth.grow import grown_config
 from headwater.growth.methods import GrowthOptions, KeyInit, TauPolicy
 from headwater.plugins.registry import as_mapping
@@ -59,6 +59,9 @@ class CacheConversion(Settings):
     """Mechanisms by which layers share keys and values: names with their options, or a list of names."""
     num_key_value_heads: Count | None = None
     """Fewer key/value heads: each is the mean of a group of the model's."""
+    choose: bool = False
+    """Choose the layers that share, by how similar their keys and values are on the data: for the mechanism kv_source,
+    whose group_size still says how many (docs/convert.md)."""
     align: bool = True
     """First rotate keys and values so that those to be shared or pooled are as similar as possible, which keeps the
     function (docs/convert.md)."""
@@ -71,6 +74,9 @@ class CacheConversion(Settings):
     def _check_goal(self) -> Self:
         if not self.mechanisms and self.num_key_value_heads is None:
             raise ValueError("convert needs mechanisms that share keys and values, or num_key_value_heads")
+        sharing = (self.mechanisms or {}).get(SHARING)
+        if self.choose and (sharing is None or {"keys", "values"} & sharing.keys()):
+            raise ValueError("convert.choose needs the mechanism kv_source without keys and values, which it chooses")
         return self
 
 

@@ -17,6 +17,7 @@ from headwater.conversion.convert import (
     align_layers,
     blend_config,
     blend_model,
+    choose_sources,
     finish_model,
     narrow_config,
     pool_tensors,
@@ -80,11 +81,13 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
         blend_config(original.config, mechanisms, heads)  # raises before the model runs
         # Convert in fp32 or wider: rounding rotated or mixed weights to bf16 would change the function.
         original.to(torch.promote_types(original.dtype, torch.float32))
-        if goal.align and rows is None:
+        if (goal.align or goal.choose) and rows is None:
             raise HeadwaterError(
                 "A conversion measures keys and values on rows of the recipe's text; use data of text, or set "
-                "convert.align to false."
+                "convert.align and convert.choose to false."
             )
+        if goal.choose:
+            mechanisms = choose_sources(original, cast(Tensor, rows), mechanisms or {})
         turned = goal.align and align_layers(original, cast(Tensor, rows), mechanisms, heads)
         if turned and trained.state and change.optimizer_state == "keep":
             raise HeadwaterError(
