@@ -538,6 +538,7 @@ def test_a_model_in_bf16_is_turned_in_fp32():
     trained = Trained("", model, None, [], {})
     change = Change(convert=CacheConversion(num_key_value_heads=1, anneal=True))
     made = convert_model(trained, change, rows)
+    assert made.history[-1].details["cache_bytes_per_token"] == {"from": 3 * 2 * 2 * 8 * 2, "to": 3 * 2 * 8 * 2}
     assert made.model.dtype == torch.float32
     assert_near(made.model(rows, use_cache=False).logits, expected, 1e-5)
     assert made.history[-1].details["aligned"] is True
@@ -605,15 +606,91 @@ def test_the_command(written, tmp_path, run, dtype):
     prices = [result["price"][side]["cache_bytes_per_token"] for side in ("before", "after")]
     assert prices == sizes
     assert open_trained(out).model.dtype == dtype
-    measured = measure_model(open_trained(out).model, load_recipe(out / "recipe.yaml").data.build())
-    assert measured == result["after"]
-    assert result["curve"][0]["loss"] == pytest.approx(result["before"]["loss"], rel=1e-4)
-    assert result["price"]["flops"].keys() == {"start", "finish", "heal"}
+    settings = load_recipe(out / "recipe.yaml").data
+    data = settings.model_copy(update={"held_out_rows": None}).build()
+    assert settings.held_out_rows == result["price"]["rows"] < data.held_out_rows
+    assert measure_model(open_trained(out).model, data) == result["after"]
+    assert "has seen 384 tokens more than the original" in " ".join(printed.split())
+    assert "--family" not in printed
+    assert result["price"]["flops"].keys() == {"start", "finish", "heal", "measuring"}
     assert [point["cache_bytes_per_token"] for point in result["curve"]][:3] == [512, 512, 256]
     assert all(before != after for before, after in itertools.pairwise(result["curve"])), "each point once"
     code, _, said = run(*arguments)
     assert code == 2
     assert "exists" in said
+
+
+def exported(run, folder, printed):
+    """transformers' own model, exported by the command that the output names, without any code of headwater."""
+    family, _, command = printed.partition("It is a plain ")[2].partition(" model")
+    command = " ".join(command.partition("`headwater ")[2].partition("`")[0].split())
+    target = folder / f"plain-{family}"
+    code, _, said = run(*(str(target) if word == "NEW" else word for word in command.split()))
+    assert code == 0, said
+    assert json.loads((target / "config.json").read_text())["model_type"] == family
+    return AutoModelForCausalLM.from_pretrained(target).double().eval()
+
+
+def test_what_is_plain_says_how_it_is_exported(written, tmp_path, run):
+    code, printed, said = run("retrofit", written / "llama", "--out", tmp_path / "same")
+    assert code == 0, said
+    theirs = exported(run, tmp_path, printed)
+    assert type(theirs) is LlamaForCausalLM
+    ours = open_trained(tmp_path / "same").model.double()
+    assert_near(theirs(tokens(2, 9)).logits, ours(tokens(2, 9)).logits, 5e-6)  # their RoPE is in fp32
+    code, printed, _ = run("retrofit", written / "llama", "--mechanism", "kv_shift", "--out", tmp_path / "shifted")
+    assert code == 0
+    assert "--family" not in printed
+
+
+def test_the_control_is_the_original_trained_on_the_same_rows(written, tmp_path, run):
+    arguments = [
+        "convert", written / "llama", "--num-key-value-heads", "1", "--heal", "2k", "data.context=16", "--control",
+        "training.batch_size=2", "--text", written / "texts", "data.held_out_bytes=300", "reporting.save_every=1",
+    ]  # fmt: skip
+    out, cut = tmp_path / "out", tmp_path / "cut"
+    code, printed, said = run(*arguments, "--out", out)
+    assert code == 0, said
+    record, control = read_record(out), read_record(out / "control")
+    assert (control.tokens, control.data_order) == (record.tokens, record.data_order)
+    rates = [[point.learning_rate for point in each.curve] for each in (record, control)]
+    assert rates[0] == rates[1]
+    assert open_trained(out / "control").model.config.num_key_value_heads == 2
+    result = json.loads((out / "conversion.json").read_text())
+    assert result["price"]["flops"]["control"] == pytest.approx(control.flops, rel=1e-6)
+    data = load_recipe(out / "control" / "recipe.yaml").data.model_copy(update={"held_out_rows": None}).build()
+    assert measure_model(open_trained(out / "control").model, data) == result["control"]
+    assert "after / control" in printed
+    rows = load_recipe(out / "recipe.yaml").data.held_out_rows
+    evaluations = [len(read_record(stage).held_out) for stage in out.rglob("stages/*")]
+    passes = 3 + 1 + 3  # forward and backward, the teacher's, and the control's
+    assert 0.5 < sum(evaluations) * rows * 16 / (0.1 * passes * record.tokens) <= 1
+    theirs, ours = exported(run, tmp_path, printed), open_trained(out).model.double()
+    assert type(theirs) is LlamaForCausalLM
+    assert theirs.config.num_key_value_heads == 1
+    assert_near(theirs(tokens(2, 9)).logits, ours(tokens(2, 9)).logits, 5e-6)
+
+    # Killed in the conversion and in the control, and resumed.
+    command = [sys.executable, "-m", "headwater_lab", *map(str, arguments), "--out", str(cut)]
+    for log in (cut / "stages" / "01-finish", cut / "control" / "stages" / "02-heal"):
+        process = subprocess.Popen([*command, "--resume"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 300
+        while not (log / "checkpoints" / "step-000002").exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(60)
+    code, printed, said = run(*arguments, "--out", cut, "--resume", "--heal", "900")
+    assert code == 2
+    assert "with other options" in " ".join(said.split())
+    code, _, said = run(*arguments, "--out", cut, "--resume")
+    assert code == 0, said
+    assert "measuring the original" not in said
+    again = json.loads((cut / "conversion.json").read_text())
+    assert {**again, "source": None} == {**result, "source": None}
+    for folder in ("", "control"):
+        assert (cut / folder / "model.safetensors").read_bytes() == (out / folder / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("more", ["", "training.batch_size=4", "data.length=24"])

@@ -18,6 +18,7 @@ from headwater.conversion.convert import (
     blend_config,
     blend_model,
     choose_sources,
+    finish_config,
     finish_model,
     narrow_config,
     pool_tensors,
@@ -70,10 +71,11 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
     original, goal = trained.model, change.convert
     if goal is not None and not isinstance(original, HeadwaterForCausalLM):
         raise HeadwaterError("An image model has no cache to make smaller; leave out start.convert.")
-    old_bytes, trained.original = cache_bytes_per_token(original.config), None
+    element, trained.original = original.dtype.itemsize, None
+    old_bytes = cache_bytes_per_token(original.config, element)
     details: dict[str, Any] = {}
     if goal is None:
-        details["finished"] = True
+        details["finished"] = True  # the event that began the conversion names the cache that it ends with
         model = finish_model(original)
         state = finish_state(trained.state, original, model)
     else:
@@ -96,12 +98,13 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
             )
         trained.model = model = blend_model(original, mechanisms, heads, 0.0 if goal.anneal else 1.0)
         del original
+        new_bytes = cache_bytes_per_token(finish_config(model.config), element)  # in the precision of the source
+        details["cache_bytes_per_token"] = {"from": old_bytes, "to": new_bytes}
         details |= {"mechanisms": mechanisms, "num_key_value_heads": heads, "annealed": goal.anneal, "aligned": turned}
         state = {} if turned else trained.state
         if not goal.anneal:
             blend, model = model, finish_model(model)
             state = finish_state(state, blend, model)
-    details["cache_bytes_per_token"] = {"from": old_bytes, "to": cache_bytes_per_token(model.config)}
     return trained.after("converted", details, model=model, state=state)
 
 

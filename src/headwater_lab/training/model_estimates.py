@@ -26,6 +26,7 @@ from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater.util.files import explain_absence, is_address
 from headwater.util.precision import Precision
 from headwater_lab.data.base import DataShape
+from headwater_lab.data.language import LOGITS
 from headwater_lab.data.tokenizer import local_size
 from headwater_lab.recipe.messages import build_refusal, describe_unknown_field
 from headwater_lab.recipe.model_section import IMAGE_FIELDS, MODEL_FIELDS
@@ -56,21 +57,30 @@ class ConversionPrice:
     """The cost and savings of a conversion.
 
     before, after: the model's parameters, and bytes of its weights and of its cache, in the precision of the weights;
-    cache_bytes is of a sequence of the recipe's context. flops: of healing, by stage, with the teacher's. step_bytes:
-    memory of a step at its peak; teacher_bytes: of these, the teacher's weights.
+    cache_bytes is of a sequence of the recipe's context. flops: of healing, by stage, with the teacher's; of the
+    control; of measuring on the way, on `rows` held-out rows, and of measuring all of them at the start and the end.
+    step_bytes: memory of a step at its peak; teacher_bytes: of these, the teacher's weights.
     """
 
     before: dict[str, int]
     after: dict[str, int]
     tokens: int
     flops: dict[str, float]
+    rows: int
     step_bytes: int
     teacher_bytes: int
 
 
-def price_conversion(recipe: Recipe, config: HeadwaterConfig, element: int) -> ConversionPrice:
-    """Price a recipe that converts a model of this config. element: bytes of its numbers.
+# The most that measuring on the way may cost, as a share of healing.
+MEASURING = 0.1
 
+
+def price_conversion(
+    recipe: Recipe, config: HeadwaterConfig, element: int, held_out_rows: int = 0, control: Recipe | None = None
+) -> ConversionPrice:
+    """Price a recipe that converts a model of this config, and the recipe of its control.
+
+    element: bytes of the model's numbers. held_out_rows: all rows of held-out data.
     Raises `HeadwaterError` if the model cannot be converted, or if its teacher, by default itself, cannot be read.
     """
     context, settings, teacher = recipe.row_length, recipe.training.distillation, None
@@ -83,12 +93,33 @@ def price_conversion(recipe: Recipe, config: HeadwaterConfig, element: int) -> C
     if way_of(configs[-1]) is not None or not recipe.stages:
         raise HeadwaterError("No stage of the recipe ends with the smaller model trained; leave its stages unchanged.")
     teacher_flops = 0.0 if teacher is None else sum(cost.forward_flops(teacher, context).values())
-    flops, tokens, peak = {}, 0, 0
+    flops, tokens, peak, per_row = dict[str, float](), 0, 0, 0.0
+
+    def add_stage(name: str, run: Recipe, stage: HeadwaterConfig, taught: float) -> None:
+        nonlocal tokens, peak, per_row
+        count, training = run.rows * context, run.training
+        step = price(stage, context=context, batch=training.batch_size, precision=training.precision)
+        flops[name] = flops.get(name, 0.0) + (step.at[0].training + taught) * count
+        # Before the first step, at regular steps, and after the last.
+        evaluations = 1 - -training.steps // (run.reporting.evaluate_every or training.steps)
+        per_row += evaluations * step.at[0].training / 3 * context
+        logits = 4 * stage.vocab_size * context * training.batch_size
+        # Distillation stores the teacher's logits and both distributions, and computes two gradients of the same size.
+        peak = max(peak, step.at[0].step_bytes + (5 * logits if taught else 0))
+        # Evaluation computes logits and log-probabilities; the training state stays in memory.
+        batch = min(held_out_rows, max(1, min(16_384, LOGITS // stage.vocab_size) // context)) * context
+        peak = max(peak, sum(step.state_bytes.values()) + 8 * stage.vocab_size * batch)
+
     for name, stage, (run, _) in zip(recipe.stage_names, configs, recipe.chain(lambda *_: Path()), strict=True):
-        count = run.rows * context
-        step = price(stage, context=context, batch=run.training.batch_size, precision=run.training.precision).at[0]
-        tokens, flops[name] = tokens + count, (step.training + teacher_flops) * count
-        peak = max(peak, step.step_bytes)
+        add_stage(name, run, stage, teacher_flops)
+        tokens += run.rows * context
+    for run, _ in () if control is None else control.chain(lambda *_: Path()):
+        add_stage("control", run, config, 0.0)
+    most = max(1, int(MEASURING * sum(flops.values()) / per_row))
+    rows = min(held_out_rows, most, getattr(recipe.data, "held_out_rows", None) or most)
+    ends = [config, configs[-1], *([config] if control is not None else [])]
+    whole = held_out_rows * context * sum(sum(cost.forward_flops(end, context).values()) for end in ends)
+    flops["measuring"] = per_row * rows + whole
 
     def measure_size(config: HeadwaterConfig) -> dict[str, int]:
         return {
@@ -100,7 +131,7 @@ def price_conversion(recipe: Recipe, config: HeadwaterConfig, element: int) -> C
 
     teacher_bytes = 0 if teacher is None else measure_size(teacher)["weights_bytes"]
     return ConversionPrice(
-        measure_size(config), measure_size(configs[-1]), tokens, flops, peak + teacher_bytes, teacher_bytes
+        measure_size(config), measure_size(configs[-1]), tokens, flops, rows, peak + teacher_bytes, teacher_bytes
     )
 
 
