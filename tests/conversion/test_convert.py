@@ -40,6 +40,7 @@ from headwater.conversion.convert import (
     align_layers,
     blend_model,
     choose_sources,
+    compare_layers,
     find_rotations,
     finish_model,
     pool_tensors,
@@ -54,7 +55,7 @@ from headwater_lab.api.converting import _write_start
 from headwater_lab.data.tokenizer import load_tokenizer
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.recipe.recipe_files import load_recipe
-from headwater_lab.recipe.start_section import CacheConversion, Change
+from headwater_lab.recipe.start_section import CacheConversion, Change, changed_config
 from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.model_changes import convert_model
 from headwater_lab.training.records import Event, read_record
@@ -327,16 +328,21 @@ def hide_copies(model, pairs):
 )
 def test_sources_are_the_most_similar_layers_of_a_kind(kinds, pairs, expected):
     model = hide_copies(build(num_hidden_layers=6, **kinds), pairs)
-    chosen = choose_sources(model, tokens(2, 12), {"kv_source": {}})
+    chosen = choose_sources(model.config, {"kv_source": {}}, compare_layers(model, tokens(2, 12)))
     assert chosen == {"kv_source": {"keys": expected, "values": expected}}
     config = blend_model(model, chosen, weight=1.0).config
     assert config.mechanisms["blend"]["mechanisms"]["kv_source"]["keys"] == expected
 
 
-def test_only_what_kv_source_leaves_open_is_chosen():
-    for mechanisms in ({"svformer": {}}, {"kv_source": {"keys": "own"}}, None):
-        with pytest.raises(ValueError, match=r"convert\.choose needs the mechanism kv_source"):
-            CacheConversion(mechanisms=mechanisms, num_key_value_heads=1, choose=True)
+def test_only_what_is_left_open_is_chosen():
+    given = config(num_hidden_layers=4)
+    assert choose_sources(given, {"kv_source": {"keys": "own", "group_size": 4}}) == {
+        "kv_source": {"keys": "own", "group_size": 4, "values": [0, 0, 0, 0]}
+    }
+    for mechanisms in ({"svformer": {}}, {"kv_source": {"keys": "own", "values": [0, 0, 0, 3]}}, None):
+        convert = CacheConversion(mechanisms=mechanisms, num_key_value_heads=1, choose=True)
+        with pytest.raises(HeadwaterError, match=r"convert\.choose \(--choose\) needs a mechanism that shares"):
+            changed_config(given, Change(convert=convert))
     change = Change(convert=CacheConversion(mechanisms={"kv_source": {}}, choose=True, align=False))
     with pytest.raises(HeadwaterError, match="measures keys and values on rows"):
         convert_model(Trained("", build(), None, [], {}), change, None)

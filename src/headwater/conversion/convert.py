@@ -16,6 +16,7 @@ pooled are rotated towards the first of their group (for GQA as in arXiv 2412.20
 
 import copy
 import functools
+import itertools
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, cast
@@ -24,19 +25,18 @@ import torch
 from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
-from headwater.config.options import parse_options
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.add import add_mechanisms, tensors_of
 from headwater.conversion.families import assemble_model, own_tensors
 from headwater.mechanisms.blend import Blend
-from headwater.mechanisms.kv_source import KVSource
+from headwater.mechanisms.capabilities import ChoosesSources
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
-from headwater.plugins.registry import as_mapping
+from headwater.plugins.registry import as_mapping, resolve
 from headwater.util.errors import HeadwaterError
 
-BLEND, SHARING = Blend.registered_name(), KVSource.registered_name()
+BLEND = Blend.registered_name()
 
 
 def blend_config(
@@ -296,57 +296,43 @@ def _turn_rows(linear: nn.Linear, matrices: Tensor) -> None:
 # Choice of the layers that share
 
 
+def choose_sources(
+    config: HeadwaterConfig, mechanisms: Any, alike: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """Return `mechanisms` with the layers that share chosen by likeness, where their options leave this open.
+
+    alike: see `compare_layers`; None: all layers are equally alike. Raises `HeadwaterError` if nothing is left open.
+    """
+    depth, requested = config.num_hidden_layers, as_mapping(mechanisms) or {}
+    tables = alike or dict.fromkeys(("keys", "values"), torch.zeros(depth, depth))
+    chosen = {
+        name: kind.choose_sources(options or {}, config, tables)
+        if isinstance(kind := resolve(name), ChoosesSources)
+        else options
+        for name, options in requested.items()
+    }
+    if chosen == requested:
+        raise HeadwaterError(
+            "convert.choose (--choose) needs a mechanism that shares by a map of layers and options that leave the map "
+            f"open, not {', '.join(requested) or 'fewer heads alone'}; leave it out, or change the mechanism."
+        )
+    return chosen
+
+
 @torch.no_grad()
-def choose_sources(model: HeadwaterForCausalLM, rows: Tensor, mechanisms: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `mechanisms` with the layer maps of kv_source chosen by the likeness of keys, and of values, on `rows` of
-    tokens [B, T].
+def compare_layers(model: HeadwaterForCausalLM, rows: Tensor) -> dict[str, Tensor]:
+    """Compare the layers' "keys" and "values" on `rows` of tokens [B, T]: their likeness, [layers, layers] each.
 
-    Of each kind of layers (`sliding_layers`), as many share as in groups of `group_size`, within the kind.
+    Element [l, s], s < l, is 1 - Σ‖x_l - x_s‖² / Σ(‖x_l‖² + ‖x_s‖²) after x_l was rotated as `align_layers` would, 1 if
+    equal; 0 between layers of two kinds.
     """
-    options = parse_options(KVSource, mechanisms[SHARING])
-    samples, turns = sample_heads(model, rows), can_turn(model)
-    maps = {name: list(range(len(samples))) for name in ("keys", "values")}
-    for slides in model.config.kinds:
-        layers = [layer for layer in maps["keys"] if model.config.slides(layer) == slides]
-        for name, kind in (("keys", "k"), ("values", "v")):
-            spun = _count_spun(model, kind, layers[0]) if turns[kind] else None
-            xs = [samples[layer][kind] for layer in layers]
-            alike = [[_measure_likeness(x, source, spun) for source in xs[:index]] for index, x in enumerate(xs)]
-            for layer, source in zip(
-                layers, _find_nearest(alike, -(-len(layers) // options["group_size"])), strict=True
-            ):
-                maps[name][layer] = layers[source]
-    return {**mechanisms, SHARING: {**(mechanisms[SHARING] or {}), **maps}}
-
-
-def _measure_likeness(x: Tensor, source: Tensor, spun: int | None) -> float:
-    """1 - Σ‖x - y‖² / Σ(‖x‖² + ‖y‖²) of keys or values x, [tokens, heads, d], and those of their source y: 1 if equal.
-
-    spun: as in `find_rotations`, by which x is first rotated; None: it cannot be.
-    """
-    if spun is not None:
-        x = turn_samples(x, find_rotations(x, source, spun))
-    return float(1 - (x - source).square().sum() / (x.square().sum() + source.square().sum()))
-
-
-def _find_nearest(alike: list[list[float]], count: int) -> list[int]:
-    """Find the source of each layer, among `count` that keep their own: the most similar one below it.
-
-    alike: by layer, the likeness to each layer below. Layers give up their own one at a time, each time the one that
-    costs the least likeness.
-    """
-
-    def list_nearest(owners: list[int]) -> list[int]:
-        below = ([source for source in owners if source < layer] for layer in range(len(alike)))
-        return [
-            layer if layer in owners else max(sources, key=lambda source: (alike[layer][source], source))
-            for layer, sources in enumerate(below)
-        ]
-
-    def measure_total(owners: list[int]) -> float:
-        return sum(alike[layer][source] for layer, source in enumerate(list_nearest(owners)) if layer != source)
-
-    owners = list(range(len(alike)))
-    while len(owners) > count:
-        owners = max(([*owners[:i], *owners[i + 1 :]] for i in range(1, len(owners))), key=measure_total)
-    return list_nearest(owners)
+    samples, turns, config = sample_heads(model, rows), can_turn(model), model.config
+    tables = {name: torch.zeros(len(samples), len(samples)) for name in ("keys", "values")}
+    for table, kind in zip(tables.values(), "kv", strict=True):
+        for layer, source in itertools.combinations(reversed(range(len(samples))), 2):
+            if config.slides(layer) == config.slides(source):
+                x, y = samples[layer][kind], samples[source][kind]
+                if turns[kind]:
+                    x = turn_samples(x, find_rotations(x, y, _count_spun(model, kind, layer)))
+                table[layer, source] = 1 - (x - y).square().sum() / (x.square().sum() + y.square().sum())
+    return tables

@@ -20,8 +20,10 @@ here `sliding_layers` and `sliding_fields` say so, and `layer_types` may name ot
 shares the latent of multi-head latent attention, which headwater does not have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
+
+from torch import Tensor
 
 from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
@@ -148,6 +150,21 @@ class KVSource(Mechanism):
             return options
         return parse_options(cls, {"keys": move_sources("keys"), "values": move_sources("values")})
 
+    @classmethod
+    def choose_sources(
+        cls, options: OptionValues, config: HeadwaterConfig, alike: Mapping[str, Tensor]
+    ) -> OptionValues:
+        """Choose maps in which as many layers of each kind share as in groups of group_size."""
+        group, maps = parse_options(cls, options)["group_size"], {}
+        for name in alike.keys() - options.keys():
+            maps[name] = [*range(config.num_hidden_layers)]
+            for slides in config.kinds:
+                layers = [layer for layer in range(config.num_hidden_layers) if config.slides(layer) == slides]
+                nearest = find_nearest(alike[name][layers][:, layers].tolist(), -(-len(layers) // group))
+                for layer, source in zip(layers, nearest, strict=True):
+                    maps[name][layer] = layers[source]
+        return options | maps
+
     per_head = per_token = True
 
 
@@ -164,3 +181,26 @@ def check_sources(kind: str, sources: Sequence[int]) -> None:
                 f"Mechanism 'kv_source': layer {layer} cannot have the {kind} of layer {source}, which itself "
                 f"shares layer {sources[source]}'s; name layer {sources[source]}."
             )
+
+
+def find_nearest(alike: list[list[float]], count: int) -> list[int]:
+    """Find the source of each layer if `count` keep their own: the most similar of these below it.
+
+    alike: the likeness of each layer to each one below. Layers give up their own one at a time, each time the one that
+    costs the least likeness.
+    """
+
+    def list_nearest(owners: list[int]) -> list[int]:
+        below = ([source for source in owners if source < layer] for layer in range(len(alike)))
+        return [
+            layer if layer in owners else max(sources, key=lambda source: (alike[layer][source], source))
+            for layer, sources in enumerate(below)
+        ]
+
+    def measure_total(owners: list[int]) -> float:
+        return sum(alike[layer][source] for layer, source in enumerate(list_nearest(owners)) if layer != source)
+
+    owners = list(range(len(alike)))
+    while len(owners) > count:
+        owners = max(([*owners[:i], *owners[i + 1 :]] for i in range(1, len(owners))), key=measure_total)
+    return list_nearest(owners)

@@ -87,20 +87,13 @@ def convert(
         "anneal": anneal,
     }
     recipe = _make_recipe(trained, checkpoint, out.name, text, options, read_count(heal, "heal"), overrides, watch.tell)
-    if any(uses_processes(run) for run, _ in list_stages(recipe, out)):
-        raise HeadwaterError(
-            "headwater convert uses one device; for several, train the stages of its recipe one by one with "
-            "`headwater train RECIPE --stage NAME` (docs/convert.md)."
-        )
-    distillation = recipe.training.distillation
-    teacher = "the original" if distillation is None or distillation.teacher is None else "the teacher"
     dtype = trained.model.dtype
     element, config = dtype.itemsize, trained.model.config
     price_conversion(recipe, config, element)  # raises before the text is read
     built = recipe.data.build()
     rows = getattr(built, "held_out_rows", 0)
     price = price_conversion(recipe, config, element, rows, build_control(recipe) if control else None)
-    _say_price(price, teacher, watch)
+    _say_price(price, recipe, watch)
     if only_plan:
         return None
     if price.rows < rows:
@@ -165,7 +158,13 @@ def _make_recipe(
         batch_size=sized.training.batch_size,
         gradient_accumulation_steps=sized.training.gradient_accumulation_steps,
     )
-    return change_recipe(values, overrides, "the recipe")
+    recipe = change_recipe(values, overrides, "the recipe")
+    if any(uses_processes(run) for run, _ in list_stages(recipe, Path())):
+        raise HeadwaterError(
+            "headwater convert uses one device; for several, train the stages of its recipe one by one with "
+            "`headwater train RECIPE --stage NAME` (docs/convert.md)."
+        )
+    return recipe
 
 
 def _begin_folders(runs: Sequence[tuple[Recipe, Path]], resume: bool) -> None:
@@ -251,7 +250,9 @@ def _write_start(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
     return checkpoint
 
 
-def _say_price(priced: ConversionPrice, teacher: str, watch: Observer) -> None:
+def _say_price(priced: ConversionPrice, recipe: Recipe, watch: Observer) -> None:
+    distillation = recipe.training.distillation
+    teacher = "the original" if distillation is None or distillation.teacher is None else "the teacher"
     sides = priced.before, priced.after
     rows = [
         ["cache, bytes a token", *(f"{side['cache_bytes_per_token']:,}" for side in sides)],

@@ -31,7 +31,7 @@ def convert_model(
         training.learning_rate=1e-4, …
     mechanism: Mechanism that lets layers share keys and values: NAME, or "NAME={option: value}"; repeatable.
     num_key_value_heads: Number of key/value heads after pooling (GQA).
-    choose: Choose the layers that share by how similar their keys and values are; of kv_source, the default mechanism.
+    choose: Choose the layers that share by how similar their keys and values are, where the mechanism leaves it open.
     heal: Tokens of healing, e.g. 20M or 1e9.
     text: Heal and measure on this text (path, folder or glob); default: the model's training data.
     no_anneal: Use the smaller model from the first step instead of gradually.
@@ -44,8 +44,6 @@ def convert_model(
     from headwater_lab.data.corpus import local_files
 
     mechanisms = mechanisms_of(mechanism)
-    if choose:
-        mechanisms = mechanisms or {"kv_source": {}}
     if not mechanisms and num_key_value_heads is None:
         raise HeadwaterError(
             "Choose how to make the cache smaller: --mechanism NAME to let layers share, or --num-key-value-heads N."

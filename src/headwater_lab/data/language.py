@@ -98,8 +98,7 @@ class LanguageData:
             self.held_out += [HeldOut(name, d.id, self.cut_excerpt(d, limit)) for (name, d), limit in excerpts if limit]
         self.notices = self._unread_limit(settings, held_out)
         facts = self.describe_domains(held_out) if self.domains else {}
-        if settings.held_out_rows is not None:
-            self.held_out = thin_out(self.held_out, settings.held_out_rows, self.context)
+        self.held_out = thin_out(self.held_out, settings.held_out_rows, self.context)
         if not self.held_out:
             raise HeadwaterError(f"{', '.join(streams)}: no text was held out for evaluation; hold out a larger share.")
         self.description = description | {
@@ -233,8 +232,10 @@ class HeldOut:
         return part if part.tokens else self
 
 
-def thin_out(excerpts: Sequence[HeldOut], rows: int, context: int) -> list[HeldOut]:
-    """Choose excerpts of about `rows` rows together: evenly spaced, as many of each stream, and cut short."""
+def thin_out(excerpts: list[HeldOut], rows: int | None, context: int) -> list[HeldOut]:
+    """Choose excerpts of about `rows` rows together: evenly spaced, as many of each stream, cut short. None: all."""
+    if rows is None:
+        return excerpts
     streams: dict[str, list[HeldOut]] = {}
     for excerpt in excerpts:
         streams.setdefault(excerpt.stream, []).append(excerpt)

@@ -18,6 +18,7 @@ from headwater.conversion.convert import (
     blend_config,
     blend_model,
     choose_sources,
+    compare_layers,
     finish_config,
     finish_model,
     narrow_config,
@@ -34,7 +35,7 @@ from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.data.base import Data
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.tokenizer import has_all_tokens
-from headwater_lab.recipe.start_section import Change
+from headwater_lab.recipe.start_section import CacheConversion, Change
 from headwater_lab.training.records import Event
 from headwater_lab.training.trained_models import Trained
 from headwater_lab.util.model_kinds import is_of_images
@@ -83,13 +84,10 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
         blend_config(original.config, mechanisms, heads)  # raises before the model runs
         # Convert in fp32 or wider: rounding rotated or mixed weights to bf16 would change the function.
         original.to(torch.promote_types(original.dtype, torch.float32))
-        if (goal.align or goal.choose) and rows is None:
-            raise HeadwaterError(
-                "A conversion measures keys and values on rows of the recipe's text; use data of text, or set "
-                "convert.align and convert.choose to false."
-            )
-        if goal.choose:
-            mechanisms = choose_sources(original, cast(Tensor, rows), mechanisms or {})
+        if rows is None:
+            _check_unmeasured(goal)
+        elif goal.choose:
+            mechanisms = choose_sources(original.config, mechanisms, compare_layers(original, rows))
         turned = goal.align and align_layers(original, cast(Tensor, rows), mechanisms, heads)
         if turned and trained.state and change.optimizer_state == "keep":
             raise HeadwaterError(
@@ -106,6 +104,15 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
             blend, model = model, finish_model(model)
             state = finish_state(state, blend, model)
     return trained.after("converted", details, model=model, state=state)
+
+
+def _check_unmeasured(goal: CacheConversion) -> None:
+    """Raise `HeadwaterError` for a conversion that needs rows of tokens to measure on."""
+    if goal.align or goal.choose:
+        raise HeadwaterError(
+            "A conversion measures keys and values on rows of the recipe's text; use data of text, or set "
+            "convert.align and convert.choose to false."
+        )
 
 
 def list_refits(

@@ -83,43 +83,22 @@ def price_conversion(
     element: bytes of the model's numbers. held_out_rows: all rows of held-out data.
     Raises `HeadwaterError` if the model cannot be converted, or if its teacher, by default itself, cannot be read.
     """
-    context, settings, teacher = recipe.row_length, recipe.training.distillation, None
-    if settings is not None and settings.teacher is not None:
-        path = Path(settings.teacher)
-        teacher = config_of(newest_checkpoint(path)) if path.is_dir() else open_source(settings.teacher).model.config
-    elif settings is not None:
-        teacher = config
+    context, teacher = recipe.row_length, _find_teacher(recipe, config)
     configs = recipe.configs(config if recipe.start is None else changed_config(config, recipe.start))
     if way_of(configs[-1]) is not None or not recipe.stages:
         raise HeadwaterError("No stage of the recipe ends with the smaller model trained; leave its stages unchanged.")
-    teacher_flops = 0.0 if teacher is None else sum(cost.forward_flops(teacher, context).values())
-    flops, tokens, peak, per_row = dict[str, float](), 0, 0, 0.0
-
-    def add_stage(name: str, run: Recipe, stage: HeadwaterConfig, taught: float) -> None:
-        nonlocal tokens, peak, per_row
-        count, training = run.rows * context, run.training
-        step = price(stage, context=context, batch=training.batch_size, precision=training.precision)
-        flops[name] = flops.get(name, 0.0) + (step.at[0].training + taught) * count
-        # Before the first step, at regular steps, and after the last.
-        evaluations = 1 - -training.steps // (run.reporting.evaluate_every or training.steps)
-        per_row += evaluations * step.at[0].training / 3 * context
-        logits = 4 * stage.vocab_size * context * training.batch_size
-        # Distillation stores the teacher's logits and both distributions, and computes two gradients of the same size.
-        peak = max(peak, step.at[0].step_bytes + (5 * logits if taught else 0))
-        # Evaluation computes logits and log-probabilities; the training state stays in memory.
-        batch = min(held_out_rows, max(1, min(16_384, LOGITS // stage.vocab_size) // context)) * context
-        peak = max(peak, sum(step.state_bytes.values()) + 8 * stage.vocab_size * batch)
-
-    for name, stage, (run, _) in zip(recipe.stage_names, configs, recipe.chain(lambda *_: Path()), strict=True):
-        add_stage(name, run, stage, teacher_flops)
-        tokens += run.rows * context
-    for run, _ in () if control is None else control.chain(lambda *_: Path()):
-        add_stage("control", run, config, 0.0)
+    stages = _price_stages(recipe, configs, teacher, held_out_rows)
+    if control is not None:
+        tokens, healing, measuring, peaks = zip(
+            *_price_stages(control, [config] * len(configs), None, held_out_rows).values(), strict=True
+        )
+        stages["control"] = StagePrice(sum(tokens), sum(healing), sum(measuring), max(peaks))
+    flops = {name: stage.healing for name, stage in stages.items()}
+    per_row = sum(stage.measuring for stage in stages.values())
     most = max(1, int(MEASURING * sum(flops.values()) / per_row))
     rows = min(held_out_rows, most, getattr(recipe.data, "held_out_rows", None) or most)
-    ends = [config, configs[-1], *([config] if control is not None else [])]
-    whole = held_out_rows * context * sum(sum(cost.forward_flops(end, context).values()) for end in ends)
-    flops["measuring"] = per_row * rows + whole
+    before, after = (sum(cost.forward_flops(end, context).values()) for end in (config, configs[-1]))
+    flops["measuring"] = per_row * rows + held_out_rows * context * (before + after + before * ("control" in stages))
 
     def measure_size(config: HeadwaterConfig) -> dict[str, int]:
         return {
@@ -131,8 +110,59 @@ def price_conversion(
 
     teacher_bytes = 0 if teacher is None else measure_size(teacher)["weights_bytes"]
     return ConversionPrice(
-        measure_size(config), measure_size(configs[-1]), tokens, flops, rows, peak + teacher_bytes, teacher_bytes
+        measure_size(config),
+        measure_size(configs[-1]),
+        sum(stage.tokens for name, stage in stages.items() if name != "control"),
+        flops,
+        rows,
+        max(stage.peak for stage in stages.values()) + teacher_bytes,
+        teacher_bytes,
     )
+
+
+def _find_teacher(recipe: Recipe, config: HeadwaterConfig) -> HeadwaterConfig | None:
+    """Find the config of the model that a conversion learns from, by default the original's `config`."""
+    settings = recipe.training.distillation
+    if settings is None or settings.teacher is None:
+        return None if settings is None else config
+    path = Path(settings.teacher)
+    return config_of(newest_checkpoint(path)) if path.is_dir() else open_source(settings.teacher).model.config
+
+
+class StagePrice(NamedTuple):
+    """Tokens of a stage, FLOPs of its training and of all its evaluations on one row, and bytes at its peak, without a
+    teacher's weights."""
+
+    tokens: int
+    healing: float
+    measuring: float
+    peak: int
+
+
+def _price_stages(
+    recipe: Recipe, configs: Sequence[HeadwaterConfig], teacher: HeadwaterConfig | None, held_out_rows: int
+) -> dict[str, StagePrice]:
+    """Price the stages of a recipe, whose models have these configs, by name."""
+    stages, context = {}, recipe.row_length
+    taught = 0.0 if teacher is None else sum(cost.forward_flops(teacher, context).values())
+    chain = recipe.chain(lambda *_: Path())
+    for name, config, (run, _) in zip(recipe.stage_names, configs, chain, strict=True):
+        training, tokens = run.training, run.rows * context
+        step = price(config, context=context, batch=training.batch_size, precision=training.precision)
+        # Before the first step, at regular steps, and after the last.
+        evaluations = 1 - -training.steps // (run.reporting.evaluate_every or training.steps)
+        logits = 4 * config.vocab_size * context  # bytes of a row's in fp32
+        # Distillation stores the teacher's and both distributions, and computes two gradients of the same size.
+        distilling = 0 if teacher is None else 5 * logits * training.batch_size
+        # Evaluation computes them and their log-softmax, while the training state stays in memory.
+        batch = min(held_out_rows, max(1, min(16_384, LOGITS // config.vocab_size) // context))
+        stages[name] = StagePrice(
+            tokens,
+            (step.at[0].training + taught) * tokens,
+            evaluations * step.at[0].training / 3 * context,
+            max(step.at[0].step_bytes + distilling, sum(step.state_bytes.values()) + 2 * logits * batch),
+        )
+    return stages
 
 
 class PlannedModel(NamedTuple):
