@@ -21,6 +21,7 @@ from headwater_lab.cli.progress import ProgressReport
 
 if TYPE_CHECKING:
     from headwater_lab.comparison.pool import Outcome
+    from headwater_lab.reports.comparison import Comparison
 
 
 @command(TRAIN, "compare demo/induction demo/language --out runs/demo")
@@ -78,36 +79,46 @@ def check_failures(failed: list[Outcome]) -> None:
         raise HeadwaterError(f"{len(failed)} of the trials failed and are not in the tables.")
 
 
-def show_report(folder: Path) -> None:
-    """Print the tables of a folder's comparisons with a sentence each, and write the page.
+def show_report(folder: Path, formats: Sequence[str] | None = None) -> None:
+    """Print the tables of a folder's comparisons with a sentence each, and write the report. formats: default: all.
 
     Raises `HeadwaterError` at the end if runs had different data, so that no verdict holds.
     """
     from headwater_lab import reports
-    from headwater_lab.reports import words
-    from headwater_lab.reports.price_tables import find_prices, terminal_prices
 
-    page = reports.write_report(folder)  # write first, since the output pipe may be closed
+    page = reports.write_report(
+        folder, reports.FORMATS if formats is None else formats
+    )  # write first, since the output pipe may be closed
     comparisons = reports.read_comparisons(folder)
     for comparison in comparisons:
-        for table in words.result_tables(comparison):
-            stdout.print(table)
-        if prices := find_prices(comparison):
-            stdout.print(prices if isinstance(prices, str) else terminal_prices(prices))
-        stdout.print(words.state_answer(comparison))
-        for line in words.list_left_out(comparison):
-            say(line)
-        stdout.print()
+        print_comparison(comparison)
     say(f"report: {page}")
     if wrong := next((comparison.changed_data for comparison in comparisons if comparison.changed_data), ""):
         raise HeadwaterError(wrong)
 
 
-@command(LOOK, "report runs/demo")
-def write_report(folder: Path) -> None:
-    """Write a folder's report again from its records.
+def print_comparison(comparison: Comparison) -> None:
+    """Print the tables of a comparison and the sentence about it."""
+    from headwater_lab.reports import words
+    from headwater_lab.reports.price_tables import find_prices, terminal_prices
 
-    folder: A folder with run records.
+    for table in words.result_tables(comparison):
+        stdout.print(table)
+    if prices := find_prices(comparison):
+        stdout.print(prices if isinstance(prices, str) else terminal_prices(prices))
+    stdout.print(words.state_answer(comparison))
+    for line in words.list_left_out(comparison):
+        say(line)
+    stdout.print()
+
+
+@command(LOOK, "report runs/demo --format latex,pdf")
+def write_report(runs: Sequence[Path], *, format: str = "csv,md,latex,pdf,svg,png") -> None:
+    """Write the report of comparisons or runs again: page, numbers, tables and figures, in each one's own folder.
+
+    runs: Folders of comparisons or runs; each has a report of its own.
+    format: Formats of tables (csv, md, latex) and figures (pdf, svg, png), separated by commas.
     """
     extras.check_extra("compare")
-    show_report(folder)
+    for folder in runs:
+        show_report(folder, format.replace(" ", "").split(","))

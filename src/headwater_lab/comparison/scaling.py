@@ -77,6 +77,7 @@ class Scaling:
     equals: list[Equal]
     unit: str = "tokens"
     """What the models were trained on, tokens or images."""
+    sizes: Sequence[str] = ()
 
     def sentences(self) -> list[str]:
         """Describe the size of the baseline that equals each arm: "equals a baseline with x % more parameters"."""
@@ -129,7 +130,7 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
     laws = fits[0].describe_laws(arms)
     sizes_and_losses = zip(fits[0].n.tolist(), fits[0].losses.tolist(), strict=True)
     points = {arm: list(zip(*row, strict=True)) for arm, row in zip(arms, sizes_and_losses, strict=True)}
-    return Scaling(axis, metric, baseline, points, laws, _estimate_equals(arms, sizes, base, fits), runs[0].unit)
+    return Scaling(axis, metric, baseline, points, laws, _estimate_equals(arms, sizes, base, fits), runs[0].unit, sizes)
 
 
 def _stack_losses(
