@@ -216,7 +216,6 @@ def list_tables(papers: Sequence[str], folder: Path) -> Table:
     shipped = json.loads(VERDICTS.read_text())
     names = ("table", "title", *SCALES, "verdicts")
     listing = lined(*names, left=names, caption=caption)
-    listing.columns[0].no_wrap = True
     for name, table in choose_tables(papers).items():
         cells = ["computed", "", ""] if table.computed else []
         for scale, settings in table.scales.items():

@@ -14,10 +14,10 @@ from headwater_lab.cli.arguments import (
     recipe_of,
     say,
     split_overrides,
-    stdout,
 )
 from headwater_lab.cli.options import LOOK, TRAIN, FolderPath, WorkerCount, command, exclude, need
 from headwater_lab.cli.progress import ProgressReport
+from headwater_lab.util.terminal import Prose
 
 if TYPE_CHECKING:
     from headwater_lab.comparison.pool import Outcome
@@ -91,13 +91,13 @@ def show_report(folder: Path) -> None:
     comparisons = reports.read_comparisons(folder)
     for comparison in comparisons:
         for table in words.result_tables(comparison):
-            stdout.print(table)
+            say(table)
         if prices := find_prices(comparison):
-            stdout.print(prices if isinstance(prices, str) else terminal_prices(prices))
-        stdout.print(words.state_answer(comparison))
+            say(prices if isinstance(prices, str) else terminal_prices(prices))
+        say(Prose(words.state_answer(comparison)))
         for line in words.list_left_out(comparison):
             say(line)
-        stdout.print()
+        say("")
     say(f"report: {page}")
     if wrong := next((comparison.changed_data for comparison in comparisons if comparison.changed_data), ""):
         raise HeadwaterError(wrong)

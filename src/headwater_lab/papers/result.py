@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.text import Text
 
 from headwater import __version__
 from headwater_lab.comparison.statistics import has_diverged
@@ -23,7 +22,7 @@ from headwater_lab.papers.work import Work
 from headwater_lab.reports.words import MANY, counted
 from headwater_lab.training.records import RunRecord
 from headwater_lab.util.outputs import save_figure, write_json
-from headwater_lab.util.terminal import Table, lined
+from headwater_lab.util.terminal import Prose, Table, lined
 
 RESULT = "result.json"
 # Verb forms after "one claim" and after several.
@@ -234,24 +233,21 @@ def lay_out_cells(result: Reproduction) -> tuple[list[str], list[list[str]]]:
     return names, rows
 
 
-def terminal_tables(result: Reproduction) -> list[Table | Text]:
+def terminal_tables(result: Reproduction) -> list[Table | Prose]:
     """Make the tables of the terminal: the results, and the claims."""
     lines = [f"{result.table.title}: {result.table.source}"]
     lines += describe_setting(result)
     names, rows = lay_out_cells(result)
-    layout = lined(*names, rows=rows)
-    layout.columns[0].no_wrap = len(result.columns) < 4
     columns = ("verdict", "claim", "by")
     verdicts = [(claim.verdict, claim.says, describe_evidence(claim)) for claim in result.claims]
     claims = lined(*columns, rows=verdicts, left=columns, caption=claims_caption(result))
-    claims.columns[0].no_wrap = True
     return [
-        Text("\n".join(lines)),
-        layout,
-        Text(table_caption(result)),
-        Text(f"\n{result.answer}"),
+        Prose("\n".join(lines)),
+        lined(*names, rows=rows),
+        Prose(table_caption(result)),
+        Prose(f"\n{result.answer}"),
         *([claims] if result.claims else []),
-        *map(Text, result.table.notes),
+        *map(Prose, result.table.notes),
     ]
 
 

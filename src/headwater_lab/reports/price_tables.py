@@ -57,4 +57,4 @@ def terminal_prices(prices: Prices) -> Table:
     """Make the table of prices for a terminal, without the page's differences and quartiles."""
     names, rows = prices_by_arm(prices, of_images=all(price.decoding is None for price in prices.arms.values()))
     cells = [[arm, *(cell.partition(" [")[0] for cell in row)] for arm, row in rows.items()]
-    return lined("", *names, rows=cells, fold=True, caption=f"What each arm costs. {where_measured(prices)}")
+    return lined("", *names, rows=cells, caption=f"What each arm costs. {where_measured(prices)}")

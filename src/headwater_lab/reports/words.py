@@ -120,7 +120,7 @@ def worth_note(comparison: Comparison) -> str:
 def result_tables(comparison: Comparison) -> list[Table]:
     """Make a comparison's tables for a terminal: results, then costs, worths and domains where it has any."""
     further = [
-        lined(*names, rows=rows, left=names[:1], fold=True, caption=caption)
+        lined(*names, rows=rows, left=names[:1], caption=caption)
         for caption, (names, rows) in further_tables(comparison)
     ]
     return [result_table(comparison), *further]
@@ -162,10 +162,7 @@ def result_table(comparison: Comparison) -> Table:
     """The comparison for a terminal."""
     rows = result_rows(comparison)
     cells = [row.values() for row in rows]
-    result = lined(*rows[0], rows=cells, title=comparison.heading, caption=describe_test(comparison))
-    for column in result.columns[:3]:
-        column.no_wrap = True
-    return result
+    return lined(*rows[0], rows=cells, title=comparison.heading, caption=describe_test(comparison))
 
 
 def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
