@@ -20,8 +20,8 @@ from rich.text import Text
 # which represent bytes of file names that are not text.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # Words, with the spaces before them. They include text with spaces that is copied or read as a whole: code, calls,
-# quoted paths, intervals, a number with its sign or deviation.
-_WORD = re.compile(r"\s*(?:`[^`]*`|\w\([^()]*\)|(?<!\w)'[^']*/[^']*'|\[[^\s\[]+, [^\s\]]+\]|\d %|\d ± \d|\S)+")
+# quoted paths, intervals, a number with its unit or deviation.
+_WORD = re.compile(r"\s*(?:`[^`]*`|\w\([^()]*\)|(?<!\w)'[^']*/[^']*'|\[[^\s\[]+, [^\s\]]+\]|\d (?:%|[A-Za-z]{1,3}\b)|\d [±–] \d|× \d|\S)+")
 # Stack the rows of a table rather than break a cell into more lines.
 MOST_LINES = 8
 # Wider than any table.
@@ -79,7 +79,7 @@ class Terminal(Console):
         super().__init__(markup=False, highlight=False, emoji=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        if any(isinstance(item, str | Prose | Table) for item in objects):
+        if any(isinstance(item, str | Text | Prose | Table) for item in objects):
             options["crop"] = False  # a path that is wider than the terminal is shown in full
         if not self.is_terminal and any(isinstance(item, str) for item in objects):
             options["soft_wrap"] = True
@@ -116,6 +116,7 @@ class Table(RichTable):
         yield from self.above
         if (widths := self._fit_columns(console, options)) is None:
             yield from self._stack_rows(options.max_width)
+            yield Prose("")
         else:
             for column, width in zip(self.columns, widths, strict=True):
                 column.width = width
