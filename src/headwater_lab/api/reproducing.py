@@ -167,7 +167,7 @@ def _describe_unfinished(work: Work, failed: Sequence[Outcome], watch: Observer)
     unfinished = ""
     if commands := work.list_commands():
         for command in commands:
-            watch.say(Text(command, no_wrap=True, overflow="ignore"))  # to be copied
+            watch.say(Text(command))
         which = "the commands above" if watch.listens else "; ".join(commands)
         unfinished = (
             f"{counted(len(commands), 'run')} of this table, on several devices or in stages, cannot be trained by "

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import optimize, special
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.statistics import arm_of
+from headwater_lab.comparison.statistics import INCONCLUSIVE, arm_of, is_too_wide
 from headwater_lab.training.records import RunRecord, same_tokens
 
 Axis = Literal["parameters", "tokens"]
@@ -89,6 +89,8 @@ class Scaling:
             return f"the losses of {self.baseline} do not fall with its size"
         if not math.isfinite(estimate.value):
             return f"no {self.baseline} of any size reaches its loss, by the fitted law"
+        if is_too_wide(estimate.interval, shift=1):
+            return f"the {unit} of a {self.baseline} with its loss are {INCONCLUSIVE}"
         percent = f"{abs(estimate.value):.1%} {'more' if estimate.value >= 0 else 'fewer'}"
         interval = "" if estimate.interval is None else " [{:+.1%}, {:+.1%}]".format(*estimate.interval)
         extrapolated = "" if equal.inside else "; beyond the sizes trained"

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from headwater import __version__
-from headwater_lab.comparison.statistics import has_diverged
+from headwater_lab.comparison.statistics import INCONCLUSIVE, has_diverged, is_too_wide
 from headwater_lab.papers.claims import ClaimVerdict, Judged, judge_claims
 from headwater_lab.papers.computing import COMPUTED
 from headwater_lab.papers.measures import Runs
@@ -166,9 +166,9 @@ def _write_saved(name: str, column: Column, runs: Runs) -> Ours:
     equal, _ = equal_and_axis
     value = column.times * _saved_share(equal.more.value)
     text = write_number(value, column.digits)
-    if equal.more.interval is not None:
-        low, high = (write_number(column.times * _saved_share(end), column.digits) for end in equal.more.interval)
-        text += f" [{low}, {high}]"
+    if (ends := equal.more.interval) is not None:
+        low, high = (write_number(column.times * _saved_share(end), column.digits) for end in ends)
+        text = INCONCLUSIVE if is_too_wide(ends, shift=1) else f"{text} [{low}, {high}]"
     return Ours(text if equal.inside else f"{text}; beyond the sizes", value, None, equal.more.freedom + 1)
 
 
@@ -188,6 +188,8 @@ def describe_evidence(claim: Judged) -> str:
     if claim.more is not None:
         seeds = f"about {counted(claim.more, 'more seed')}" if claim.more <= MANY else f"more than {MANY} more seeds"
         why += f"; {seeds} would settle it"
+    if claim.kind == "more" and claim.verdict == "inconclusive" and is_too_wide(claim.interval, shift=1):
+        return f"{claim.what}: {INCONCLUSIVE}" + (f"; {why}" if why else "")
     estimate = "" if claim.estimate is None else f" {_write_amount(claim.estimate, claim)}"
     ends = [_write_amount(end, claim) for end in claim.interval or ()]
     interval = f" [{', '.join(ends)}]" if ends else ""

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import top_package
-from headwater_lab.comparison.scaling import fit_scaling
+from headwater_lab.comparison.scaling import LEAST_SIZES, fit_scaling
 from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, group_by_experiment, read_comparisons
 from headwater_lab.reports.pictures import Picture, curves_picture, differences_picture, scaling_picture
@@ -221,17 +221,24 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
         return Section(name, "Scaling", paragraphs=[str(error)])
     if scaling is None:
         return None
+    columns = ["", "E", "A", "a", "error"]
     rows = [
         [law.arm, *(f"{constant:.4g}" for constant in (law.e, law.a, law.exponent)), f"{law.error:.2g}"]
         for law in scaling.laws
     ]
+    quality = "Error: root mean square of the residuals."
+    if len(sizes) == LEAST_SIZES:
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+        quality = (
+            "With three sizes for three constants the fit has no degrees of freedom left, so it is no evidence for the "
+            "law's form."
+        )
     caption = (
-        "Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556). Error: root mean square of the "
-        "residuals. Intervals of the sizes below: 95 %, by the jackknife over the seeds."
-        + (" With three sizes it passes through all points, whatever its form." if len(sizes) == 3 else "")
+        f"Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556). {quality} Intervals of the sizes below: "
+        "95 %, by the jackknife over the seeds."
     )
     picture = scaling_picture(scaling, sizes[0].title, sizes[0].arms)
-    table = PageTable(caption, ["", "E", "A", "a", "error"], rows)
+    table = PageTable(caption, columns, rows)
     return Section(name, "Scaling", picture=picture, tables=[table], items=scaling.sentences())
 
 

@@ -21,7 +21,10 @@ from rich.text import Text
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # Words, with the spaces before them. They include text with spaces that is copied or read as a whole: code, calls,
 # quoted paths, intervals, a number with its unit or deviation.
-_WORD = re.compile(r"\s*(?:`[^`]*`|\w\([^()]*\)|(?<!\w)'[^']*/[^']*'|\[[^\s\[]+, [^\s\]]+\]|\d (?:%|[A-Za-z]{1,3}\b)|\d [±–] \d|× \d|\S)+")
+_WORD = re.compile(
+    r"\s*(?:`[^`]*`|\w\([^()]*\)|(?<!\w)'[^']*/[^']*'|\[[^\s\[]+, [^\s\]]+\]"
+    r"|\d (?:%|[A-Za-z]{1,3}\b)|\d [±–] \d|× \d|\S)+"
+)
 # Stack the rows of a table rather than break a cell into more lines.
 MOST_LINES = 8
 # Wider than any table.
@@ -72,16 +75,16 @@ class Prose:
 class Terminal(Console):
     """A console without markup, highlighting, emoji codes and control characters.
 
-    Sentences wrap on a terminal, and are one line each in files and pipes.
+    Sentences wrap on a terminal, and are one line each in files and pipes. A `Text` never wraps, such as a command.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, highlight=False, emoji=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        if any(isinstance(item, str | Text | Prose | Table) for item in objects):
+        if any(isinstance(item, str | Prose | Table) for item in objects):
             options["crop"] = False  # a path that is wider than the terminal is shown in full
-        if not self.is_terminal and any(isinstance(item, str) for item in objects):
+        if any(isinstance(item, Text if self.is_terminal else str | Text) for item in objects):
             options["soft_wrap"] = True
         super().print(*(Prose(item) if isinstance(item, str) else item for item in objects), **options)
 
