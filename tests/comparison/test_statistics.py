@@ -26,6 +26,7 @@ from headwater_lab.comparison.statistics import (
 )
 from headwater_lab.comparison.worth import measure_worth
 from headwater_lab.reports.comparison import Comparison
+from headwater_lab.reports.page import results_table
 from headwater_lab.reports.words import cost_columns, result_rows, state_answer, worth_columns, write_factor
 from headwater_lab.training.records import Origin, SeedPlan, StageRecord
 
@@ -346,7 +347,7 @@ def test_differences_apart_by_more_than_rounding_are_not_constant():
     assert not is_constant([100.0, 100.0 + 150 * ROUNDING])
 
 
-@pytest.mark.parametrize(("effects", "distinct"), [([2.0], 1), ([0.0, 0.0], 1), ([2.0, 0.0], 1), ([2.0, 1.9, 0.0], 3)])
+@pytest.mark.parametrize(("effects", "distinct"), [([2.0], 1), ([0.0, 0.0], 1), ([2.0, 0.0], 2), ([2.0, 1.9, 0.0], 3)])
 def test_the_table_names_the_level_of_each_interval(effects, distinct):
     random, seeds = np.random.default_rng(5), 4
     results = {
@@ -370,6 +371,7 @@ def test_the_table_names_the_level_of_each_interval(effects, distinct):
         assert printed == pytest.approx(naive, abs=1e-3)
         levels.add(level)
     assert len(levels) == distinct
+    assert results_table(page).columns == list(row)  # of the report
     assert levels <= {round(100 * (1 - 0.05 / m), 2) for m in range(1, len(effects) + 1)}
 
 

@@ -188,14 +188,18 @@ def describe_evidence(claim: Judged) -> str:
     if claim.more is not None:
         seeds = f"about {counted(claim.more, 'more seed')}" if claim.more <= MANY else f"more than {MANY} more seeds"
         why += f"; {seeds} would settle it"
+    return f"{claim.what}:{_write_estimate(claim)}" + (f"; {why}" if why else "")
+
+
+def _write_estimate(claim: Judged) -> str:
     if claim.kind == "more" and claim.verdict == "inconclusive" and is_too_wide(claim.interval, shift=1):
-        return f"{claim.what}: {INCONCLUSIVE}" + (f"; {why}" if why else "")
+        return f" {INCONCLUSIVE}"
     estimate = "" if claim.estimate is None else f" {_write_amount(claim.estimate, claim)}"
     ends = [_write_amount(end, claim) for end in claim.interval or ()]
     interval = f" [{', '.join(ends)}]" if ends else ""
     if claim.kind == "more" and interval:  # by a fitted law, and often beyond what it was fitted to
         interval, estimate = "", f"{interval}{estimate and f', estimate{estimate}'}"
-    return f"{claim.what}:{estimate}{interval}" + (f"; {why}" if why else "")
+    return f"{estimate}{interval}"
 
 
 def _write_amount(value: float, claim: Judged) -> str:
