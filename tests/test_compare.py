@@ -48,7 +48,7 @@ def test_a_report_of_trials_needs_no_network(recipe, tmp_path):
     assert not re.search(r'(?:src|href)="(?!data:|#)', own), "the page must need no network"
     for summary in read_comparisons(tmp_path)[0].summaries:
         assert f"{summary.mean:.3f}" in html
-    with Image.open(tmp_path / "tiny-curves.png") as picture:
+    with Image.open(tmp_path / "figures" / "tiny-curves.png") as picture:
         assert picture.width > 800
         assert len(set(picture.convert("L").resize((64, 64)).tobytes())) > 10, "an empty picture"
 

@@ -71,8 +71,8 @@ def test_a_report_writes_into_its_folder_alone(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"a"}
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"b"}
     made = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "record.json")
-    assert {path.parent for path in made} == {folder}
-    assert len(made) == 1 + len(runs)
+    assert {path.parent for path in made} == {folder, folder / "tables", folder / "figures"}
+    assert sum(path.suffix == ".svg" for path in made) == len(runs)
 
 
 @pytest.mark.parametrize(

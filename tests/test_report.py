@@ -398,7 +398,7 @@ class TestImages:
         # A law passes through as many points as it has constants, which is no merit.
         (table,) = scaling_part(comparisons[:3], "scaling").tables
         assert (table.columns[-1], len(table.rows[0])) == ("a", 4)
-        assert "no degrees of freedom left, so it is no evidence for the law's form" in table.caption
+        assert "no degrees of freedom left: it is no evidence for the law's form" in table.caption
         assert "Error" not in table.caption
         assert (axes.get_xlabel(), axes.get_ylabel()) == ("training images", "nats per image")
 
@@ -579,12 +579,26 @@ class TestBrowser:
             assert ("invert" in browser.run(style)) != inverted
 
 
-@pytest.mark.parametrize("name", ["report.html", "e-curves.png"])
+FILES = ["report.html", "results.csv", *(f"tables/e-results.{suffix}" for suffix in ("csv", "md", "tex"))]
+FILES += [f"figures/e-curves.{suffix}" for suffix in ("pdf", "svg", "png")]
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_a_report_beside_a_file_of_the_users_writes_nothing(name, tmp_path):
     saved(tmp_path, [record(arm, seed, 1.0 + seed) for arm in ("base", "good") for seed in range(3)])
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     there = sorted(tmp_path.rglob("*"))
     with pytest.raises(HeadwaterError, match=f"{name}' already exists"):
         write_report(tmp_path)
     assert sorted(tmp_path.rglob("*")) == there
     assert (tmp_path / name).read_text() == "mine"
+
+
+def test_a_file_in_the_way_of_a_reports_folder_is_a_sentence(tmp_path):
+    saved(tmp_path, [record("base", 0, 1.0)])
+    (tmp_path / "figures").write_text("mine")
+    with pytest.raises(HeadwaterError, match=r"figures' cannot be created: File exists"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+    assert (tmp_path / "figures").read_text() == "mine"

@@ -138,11 +138,11 @@ def test_benchmarks_are_shown_as_measured():
         if measurement["topic"] == "Training steps":
             for row in measurement["rows"]:
                 assert f">{row['ratio, median']:g}</td>" in shown
-    rows = [row for _, row in benchmark_pages.read_gpu_rows("gpu-h100.json")]
+    rows = [row for _, row in benchmark_pages.read_gpu_rows("gpu-h100.jsonl")]
     (h100,) = (row for row in rows if row.get("mechanism") == "kv_shift")
     device = "NVIDIA H100 80GB HBM3"
     figure = benchmark_pages.find_gpu_figure(device, "mechanisms", {"mechanism": "kv_shift"}, "ratio")
-    assert figure == (h100["ratio"], "gpu-h100.json")
+    assert figure == (h100["ratio"], "gpu-h100.jsonl")
 
 
 def test_figures_of_the_commentary_are_filled_in():

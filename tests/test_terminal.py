@@ -80,14 +80,30 @@ def test_tables_keep_to_the_width_and_lose_nothing(width):
         assert set(name.split()) <= set(joined.split())
     for text in ("0.411 ± 0.006", "[+0.552, +0.583]", "+0.562"):
         assert text in shown
-    assert ("verdict: better" in shown) == (width < 76)  # stacked
+    assert ("verdict: better" in shown) == (width < 55)  # stacked
     assert "empty column:" not in shown
 
 
 def test_headers_wrap_before_cells_do():
     table = lined("", "a header of many words", rows=[["name", "1,234 of 5,678 parts"]])
     assert printed(30, table).splitlines()[-2].split() == ["name", "1,234", "of", "5,678", "parts"]
-    assert ["name", "1,234", "of"] in [line.split() for line in printed(18, table).splitlines()]
+    longer = printed(30, lined("", "header", rows=[["name", "1,234 of 5,678 parts of 9,000"]]))
+    assert ["name", "1,234", "of", "5,678", "parts"] in [line.split() for line in longer.splitlines()]
+
+
+def test_columns_that_do_not_fit_follow_below():
+    rows = [["a name", *(f"{row}.{column}234" for column in range(6))] for row in range(2)]
+    shown = printed(40, lined("", *(f"column-{i}" for i in range(6)), rows=rows)).splitlines()
+    assert [line.split() for line in shown if "column" in line] == [
+        ["column-0", "column-1", "column-2"],
+        ["column-3", "column-4", "column-5"],
+    ]
+    assert [line.split()[2:] for line in shown if "name" in line] == [
+        ["0.0234", "0.1234", "0.2234"],
+        ["1.0234", "1.1234", "1.2234"],
+        ["0.3234", "0.4234", "0.5234"],
+        ["1.3234", "1.4234", "1.5234"],
+    ]
 
 
 def test_a_table_fits_every_console_that_prints_it():

@@ -1,6 +1,10 @@
-"""`headwater bench gpu` on a CPU, at tiny sizes: it is alive, keeps what it has, and says what is wrong."""
+"""`headwater bench gpu` on a CPU, at tiny sizes: it is alive, loses nothing, continues, and says what is wrong."""
 
-import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,16 +13,22 @@ import torch
 from headwater.config.planner import plan_layers
 from headwater.cost.hardware import KNOWN, sheet_of
 from headwater.util.errors import HeadwaterError
-from headwater_lab.bench import gpu
+from headwater_lab.bench import gpu, gpu_queue
+
+
+def read_rows(report) -> list[dict]:
+    return [line["row"] | line["result"] for line in gpu_queue.list_rows(gpu_queue.read_lines(report))]
+
+
+def make_phase(tmp_path, name="environment", seconds=600.0) -> gpu.Phase:
+    return gpu.Phase(name, tmp_path / "gpu.jsonl", "cpu", seconds)
 
 
 def rows_of(name, tmp_path) -> list[dict]:
-    path = tmp_path / "rows"
-    gpu.PHASES[name](gpu.Phase(path, "cpu", 600))
-    rows = gpu._read_rows(path)
+    gpu.MEASUREMENTS[name](make_phase(tmp_path, name))
+    assert gpu_queue.find_problems(gpu_queue.read_lines(tmp_path / "gpu.jsonl")) == []
+    rows = read_rows(tmp_path / "gpu.jsonl")
     assert rows
-    found = {"device": "cpu", "phases": {name: {"status": "done", "seconds": 1.0, "rows": rows}}}
-    assert gpu.find_problems(found) == []
     return rows
 
 
@@ -57,10 +67,10 @@ def test_a_wrong_result_is_seen(few, tmp_path, monkeypatch):
     monkeypatch.setattr(
         KVShift, "forward", lambda self, k, v, q=None, reach=None, tail=None: forward(self, k, v, q, reach)
     )
-    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
+    phase = make_phase(tmp_path, "correctness")
     phase.attempt(lambda: gpu._check_model(phase, {"kv_shift": {}}), mechanisms="kv_shift")
-    found = {"device": "cpu", "phases": {"correctness": {"status": "done", "rows": gpu._read_rows(tmp_path / "rows")}}}
-    assert gpu.find_problems(found) == ["correctness, kv_shift: WRONG"]
+    lines = gpu_queue.read_lines(tmp_path / "gpu.jsonl")
+    assert gpu_queue.find_problems(lines) == ["correctness, kv_shift: WRONG"]
 
 
 def test_the_preset_is_measured_first(tmp_path, monkeypatch):
@@ -68,7 +78,7 @@ def test_the_preset_is_measured_first(tmp_path, monkeypatch):
     tried = []
     monkeypatch.setattr(gpu.Phase, "attempt", lambda self, measure, **names: tried.append(names))
     monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1.0)
-    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
+    phase = make_phase(tmp_path)
     phase.sizes = gpu.ON_GPU
     gpu.mechanisms(phase)
     named = [names["mechanism"] for names in tried]
@@ -93,31 +103,49 @@ def test_the_preset_is_measured_first(tmp_path, monkeypatch):
 
 
 def test_what_fails_leaves_the_rest(tmp_path):
-    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
-    phase.attempt(lambda: 1 / 0, part="one")
-    phase.attempt(lambda: {"seconds": 1.0}, part="two")
-    late = gpu.Phase(tmp_path / "rows", "cpu", -1)
-    late.attempt(lambda: {"seconds": 1.0}, part="three")
-    scarce = gpu.Phase(tmp_path / "rows", "cpu", gpu.ON_GPU.least - 1)
+    phase = make_phase(tmp_path)
+    phase.attempt(lambda: 1 / 0, part="fails")
+    phase.attempt(lambda: {"seconds": 1.0}, part="works")
+    make_phase(tmp_path, seconds=-1).attempt(lambda: {"seconds": 1.0}, part="late")
+    scarce = make_phase(tmp_path, seconds=gpu.ON_GPU.least - 1)
     scarce.sizes = gpu.ON_GPU
-    scarce.attempt(lambda: {"seconds": 1.0}, brief=True, part="four")
-    scarce.attempt(lambda: {"seconds": 1.0}, part="five")
-    first, second, third, fourth, fifth = gpu._read_rows(tmp_path / "rows")
-    assert "ZeroDivisionError" in first["outcome"]
-    assert second == {"part": "two", "seconds": 1.0}
-    assert fourth == {"part": "four", "seconds": 1.0}
-    assert all("skipped" in row["outcome"] for row in (third, fifth))
+    scarce.attempt(lambda: {"seconds": 1.0}, brief=True, part="brief")
+    scarce.attempt(lambda: {"seconds": 1.0}, part="scarce")
+    rows = {row["part"]: row for row in read_rows(tmp_path / "gpu.jsonl")}
+    assert "ZeroDivisionError" in rows["fails"]["outcome"]
+    assert rows["works"] == {"part": "works", "seconds": 1.0}
+    assert rows["brief"] == {"part": "brief", "seconds": 1.0}
+    assert rows["late"]["outcome"] == rows["scarce"]["outcome"] == gpu_queue.LATE
+    again = make_phase(tmp_path)  # measures what has no result, and nothing else
+    for part in rows:
+        again.attempt(lambda: {"seconds": 2.0}, part=part)
+    seconds = {row["part"]: row["seconds"] for row in read_rows(tmp_path / "gpu.jsonl")}
+    assert seconds == {"fails": 2.0, "works": 1.0, "late": 2.0, "brief": 1.0, "scarce": 2.0}
+
+
+def test_a_row_that_never_ends_is_tried_twice(tmp_path):
+    def end_process():
+        raise SystemExit  # as the end of the process at the deadline, it leaves no result
+
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            make_phase(tmp_path).attempt(end_process, part="hangs")
+        assert read_rows(tmp_path / "gpu.jsonl") == [{"part": "hangs", "outcome": "cut"}]
+    make_phase(tmp_path).attempt(end_process, part="hangs")
+    (row,) = read_rows(tmp_path / "gpu.jsonl")
+    assert "twice" in row["outcome"]
+    assert not gpu_queue.is_open(gpu_queue.list_rows(gpu_queue.read_lines(tmp_path / "gpu.jsonl"))[0])
 
 
 def test_a_mechanism_that_does_not_fit_is_a_row_and_the_rest_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(
         gpu, "make_twins", lambda given, shape: gpu.HeadwaterConfig(num_hidden_layers=2, mechanisms=given)
     )
-    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
+    phase = make_phase(tmp_path)
     phase.sizes = phase.sizes._replace(mechanisms=(2, 64, 2))  # with two layers, backout's middle layer is the last
     monkeypatch.setattr(gpu, "MECHANISMS", SimpleNamespace(built_in=["backout", "svformer"]))
     gpu.mechanisms(phase)
-    rows = {row["mechanism"]: row for row in gpu._read_rows(tmp_path / "rows")}
+    rows = {row["mechanism"]: row for row in read_rows(tmp_path / "gpu.jsonl")}
     assert set(rows) == {"svformer", gpu.RECOMMENDED, "backout"}
     assert "change layer, or num_hidden_layers" in str(rows["backout"])
 
@@ -139,58 +167,126 @@ def test_models_of_the_mechanisms_phase_are_drawn_on_the_device(tmp_path, monkey
 
     monkeypatch.setattr(gpu, "make_twins", seen)
     monkeypatch.setattr(gpu, "_make_steps", lambda phase, model, ids: steps.append(model(ids).logits) or (lambda: None))
-    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
+    phase = make_phase(tmp_path)
     monkeypatch.setattr(gpu, "MECHANISMS", SimpleNamespace(built_in=["pattention", "kv_shift"]))
     gpu.mechanisms(phase)
-    assert gpu.find_problems({"phases": {"mechanisms": {"rows": gpu._read_rows(tmp_path / "rows")}}}) == []
+    assert gpu_queue.find_problems(gpu_queue.read_lines(tmp_path / "gpu.jsonl")) == []
     assert len(made) == len(steps) == 6  # with the preset's
     assert all(bool(logits.isfinite().all()) for logits in steps)
 
 
-@pytest.mark.slow
+DIES = "from headwater_lab.util.workers import die_with_parent\ndie_with_parent()\n"
+SLOW_PHASE = """
+import json, sys, time
+with open(sys.argv[2], "a") as report:
+    print(json.dumps({"phase": sys.argv[1], "row": {"part": "quick"}, "result": {"s": 1.0}}), file=report, flush=True)
+    report.write('{"phase": "environ')
+    report.flush()
+    time.sleep(600)
+"""
+
+
 def test_a_phase_that_is_cut_keeps_its_rows(tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text(SLOW_PHASE)
+    monkeypatch.setattr(gpu_queue, "RUN", [str(tmp_path / "slow.py")])
+    told = []
+    rows = gpu_queue.bench_gpu(tmp_path / "out", device="cpu", deadline=6, only=["environment"], tell=told.append)
+    assert rows == [{"phase": "environment", "row": {"part": "quick"}, "result": {"s": 1.0}}]
+    assert any("part quick, s 1" in line for line in told)
+    lines = gpu_queue.read_lines(tmp_path / "out" / "gpu.jsonl")
+    assert [line["status"] for line in lines if "status" in line] == ["cut"]
+    assert not gpu_queue.is_finished(lines, "environment")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["gpu.jsonl"]
+
+
+def test_a_killed_command_loses_no_row_and_leaves_no_process(tmp_path):
+    """The rows of a phase were in a temporary folder until its end: a machine that was taken away had none of them."""
     (tmp_path / "slow.py").write_text(
-        "import sys, time\n"
-        "with open(sys.argv[2], 'w') as rows:\n    rows.write('{\"a\": 1}\\n{\"b\": ')\n"
-        "time.sleep(600)"
+        "from headwater_lab.util.workers import die_with_parent\ndie_with_parent()" + SLOW_PHASE
     )
-    monkeypatch.setattr(gpu, "RUN", [str(tmp_path / "slow.py")])
-    found = gpu.bench_gpu(tmp_path / "out", device="cpu", budget=8, only=["environment"])
-    phase = found["phases"]["environment"]
-    assert (phase["status"], phase["rows"]) == ("cut", [{"a": 1}])
-    assert json.loads((tmp_path / "out" / "gpu.json").read_text()) == found
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["gpu.json"]
+    code = (
+        "from headwater_lab.bench import gpu_queue; from pathlib import Path; import sys; "
+        f"gpu_queue.RUN = [{str(tmp_path / 'slow.py')!r}]; "
+        f"gpu_queue.bench_gpu(Path({str(tmp_path / 'out')!r}), device='cpu', only=['environment'])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    report = tmp_path / "out" / "gpu.jsonl"
+    started = time.monotonic()
+    while not gpu_queue.list_rows(gpu_queue.read_lines(report)) and time.monotonic() - started < 60:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert [row["row"] for row in gpu_queue.list_rows(gpu_queue.read_lines(report))] == [{"part": "quick"}]
+    started = time.monotonic()
+    while _is_running(tmp_path / "slow.py") and time.monotonic() - started < 30:
+        time.sleep(0.1)
+    assert not _is_running(tmp_path / "slow.py")
+
+
+def _is_running(script) -> bool:
+    done = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True, check=False)
+    return any(int(line) != os.getpid() for line in done.stdout.split())
 
 
 def test_an_unknown_phase(tmp_path):
     with pytest.raises(HeadwaterError, match=r"'decode'.*decoding"):
-        gpu.bench_gpu(tmp_path, only=["decode"])
+        gpu_queue.bench_gpu(tmp_path, only=["decode"])
+
+
+def test_rows_of_another_device_are_not_continued(tmp_path):
+    gpu_queue.append_line(tmp_path / "gpu.jsonl", {"headwater": "0.2", "device": "NVIDIA H100"})
+    with pytest.raises(HeadwaterError, match="rows of another device, NVIDIA H100; choose another --out"):
+        gpu_queue.bench_gpu(tmp_path, device="cpu")
 
 
 @pytest.mark.slow
-def test_every_phase_runs_and_a_cut_after_any_keeps_what_came_before(tmp_path):
-    """The phases themselves, each in its process; what lies on the disk when one begins is what a cut there leaves."""
-    left = []
-
-    def tell(line):
-        if "at most" in line:
-            left.append(json.loads((tmp_path / "gpu.json").read_text()))
-
-    found = gpu.bench_gpu(tmp_path, device="cpu", budget=3600, tell=tell)
-    assert [phase["status"] for phase in found["phases"].values()] == ["done"] * len(gpu.PHASES)
-    assert gpu.find_problems(found) == []
-    names = list(gpu.PHASES)
-    assert [list(kept["phases"]) for kept in left] == [names[:count] for count in range(len(names))]
-    for kept in left:
-        assert kept["phases"] == {name: found["phases"][name] for name in kept["phases"]}
+def test_every_phase_runs_and_a_second_call_measures_only_what_is_missing(tmp_path):
+    told = []
+    rows = gpu_queue.bench_gpu(tmp_path, device="cpu", deadline=3600, tell=told.append)
+    lines = gpu_queue.read_lines(tmp_path / "gpu.jsonl")
+    assert all(gpu_queue.is_finished(lines, name) for name in gpu_queue.PHASES)
+    assert gpu_queue.find_problems(lines) == []
+    size = (tmp_path / "gpu.jsonl").stat().st_size
+    told.clear()
+    assert gpu_queue.bench_gpu(tmp_path, device="cpu", tell=told.append) == rows
+    assert told == [f"{name}: measured before" for name in gpu_queue.PHASES]
+    assert (tmp_path / "gpu.jsonl").stat().st_size < size + 300  # the line of the call
+    kept = [line for line in lines if line.get("phase") != "decoding" or "row" in line][:-3]
+    (tmp_path / "gpu.jsonl").unlink()
+    for line in kept:
+        gpu_queue.append_line(tmp_path / "gpu.jsonl", line)
+    again = gpu_queue.bench_gpu(tmp_path, device="cpu", deadline=3600)
+    assert {str(row["row"]) for row in again} == {str(row["row"]) for row in rows}
 
 
 @pytest.mark.slow
 def test_the_command(run, tmp_path):
     code, out, _ = run("bench", "gpu", "--device", "cpu", "--only", "environment", "--out", tmp_path)
     assert code == 0
-    assert "gpu.json" in out
-    assert list(json.loads((tmp_path / "gpu.json").read_text())["phases"]) == ["environment"]
+    assert "gpu.jsonl" in out
+    assert gpu_queue.is_finished(gpu_queue.read_lines(tmp_path / "gpu.jsonl"), "environment")
+
+
+@pytest.mark.parametrize(
+    ("phase", "columns", "device", "expected"),
+    [
+        ("training", {"model": "124M", "MFU, all pairs": 0.51}, "NVIDIA H200", (0.50, 0.51, True)),
+        ("training", {"model": "124M", "MFU, all pairs": 0.45}, "NVIDIA H100 80GB HBM3", (0.46, 0.45, False)),
+        ("training", {"model": "124M", "MFU, all pairs": 0.45}, "AMD Instinct MI300X", None),
+        ("training", {"model": "124M, transformers' Llama", "MFU, all pairs": 0.45}, "NVIDIA H200", None),
+        ("decoding", {"model": "1.5B", "batch": 64, "step": "compiled", "of the copy bandwidth": 0.1}, "any", None),
+        ("mechanisms", {"mechanism": "kv_shift", "ratio": 1.06, "FLOPs, ratio": 1.0}, "any", (1.03, 1.06, False)),
+        ("mechanisms", {"mechanism": "kv_shift", "ratio": 1.06, "FLOPs, ratio": 1.06}, "any", (1.03, 1.0, True)),
+        ("mechanisms", {"mechanism": gpu.RECOMMENDED, "ratio": 1.04}, "any", (1.05, 1.04, True)),
+        ("mechanisms", {"mechanism": "kv_shift", "outcome": "cut"}, "any", None),
+    ],
+)
+def test_targets(phase, columns, device, expected):
+    judged = gpu_queue.judge_row(phase, columns, device)
+    assert (judged is None) == (expected is None)
+    if judged is not None:
+        target, figure = judged
+        assert (target.least or target.most, figure, target.is_met(figure)) == expected
 
 
 @pytest.mark.parametrize(
@@ -217,8 +313,7 @@ def test_too_little_memory_is_no_error(tmp_path):
     def large():
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
+    phase = make_phase(tmp_path)
     phase.attempt(large, model="350M")
-    found = {"phases": {"training": {"rows": gpu._read_rows(tmp_path / "rows")}}}
-    assert found["phases"]["training"]["rows"] == [{"model": "350M", "outcome": "skipped: not enough memory"}]
-    assert gpu.find_problems(found) == []
+    assert read_rows(tmp_path / "gpu.jsonl") == [{"model": "350M", "outcome": "skipped: not enough memory"}]
+    assert gpu_queue.find_problems(gpu_queue.read_lines(tmp_path / "gpu.jsonl")) == []

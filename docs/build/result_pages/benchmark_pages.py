@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from headwater_lab.bench import gpu_queue
+
 from .judging import RESULTS, describe_code
 from .page_tables import GENERATED, PageTable, Source, render_table, tabulate, write_value
 
@@ -88,13 +90,9 @@ def read_gpu_runs() -> dict[str, Any]:
 @functools.cache
 def read_gpu_rows(name: str) -> list[tuple[str, dict[str, Any]]]:
     """(phase, row) of a GPU benchmark's report, without the rows for which there was no time."""
-    phases = json.loads((RESULTS / name).read_text())["phases"]
-    return [
-        (phase, row)
-        for phase, content in phases.items()
-        for row in content["rows"]
-        if "skipped" not in str(row.get("outcome"))
-    ]
+    lines = gpu_queue.read_lines(RESULTS / name)
+    rows = [(line["phase"], line["row"] | line["result"]) for line in lines if "row" in line]
+    return [(phase, row) for phase, row in rows if not str(row.get("outcome")).startswith(("skipped", gpu_queue.CUT))]
 
 
 def find_gpu_figure(device: str, phase: str, row: Mapping[str, Any], key: str) -> tuple[float, str] | None:
@@ -113,18 +111,19 @@ def find_gpu_figure(device: str, phase: str, row: Mapping[str, Any], key: str) -
 
 
 def tabulate_targets(device: str) -> PageTable:
-    """Lay out what was measured on a GPU beside the targets."""
-    rows = []
-    for target in read_gpu_runs()["targets"]:
-        result = find_gpu_figure(device, target["phase"], target["row"], target["key"])
-        if result is None:
-            continue
-        value, name = result
-        least, most = target.get("at_least"), target.get("at_most")
-        is_met = value >= least if least is not None else value <= most
-        bound = f"at least {least:.2f}" if least is not None else f"at most {most:.2f}"
-        rows.append([target["what"], bound, f"{value:.3f}", "met" if is_met else "missed", f"results/{name}"])
-    return PageTable(f"Targets, {device}", ["what", "target", "measured", "verdict", "report"], rows)
+    """Lay out what was measured on a GPU beside the targets: of each row the last report that has it."""
+    rows: dict[str, list[str]] = {}
+    for name, run in read_gpu_runs()["runs"].items():
+        for phase, columns in read_gpu_rows(name):
+            if run["device"] == device and (judged := gpu_queue.judge_row(phase, columns, device)) is not None:
+                target, figure = judged
+                names = [cell for key, cell in columns.items() if isinstance(cell, str) and key != "quartiles"]
+                what = f"{phase}: {', '.join(names)}"
+                verdict = "met" if target.is_met(figure) else "missed"
+                rows[what] = [what, target.key, target.bound, f"{figure:.3f}", verdict, f"results/{name}"]
+    return PageTable(
+        f"Targets, {device}", ["row", "figure", "target", "measured", "verdict", "report"], [*rows.values()]
+    )
 
 
 def write_gpu_page() -> str:

@@ -21,13 +21,8 @@ from headwater_lab.comparison.trials import Job, describe_runs, list_trials
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import read_recipe
 from headwater_lab.recipe.unread import find_overruled
-from headwater_lab.reports import (
-    Comparison,
-    read_comparisons,
-    result_rows,
-    write_report,
-)
-from headwater_lab.reports.numbers import list_arms, list_evaluations, list_runs
+from headwater_lab.reports import FORMATS, Comparison, read_comparisons, result_rows, write_report
+from headwater_lab.reports.numbers import ROWS
 from headwater_lab.reports.words import describe_test, state_answer
 from headwater_lab.util.output_folder import occupy_folder
 from headwater_lab.util.terminal import counted
@@ -60,10 +55,9 @@ class Compared(Result):
 
         by: "run": a row per finished or diverged run; "evaluation": a row per evaluation of each.
         """
-        list_rows = {"arm": list_arms, "run": list_runs, "evaluation": list_evaluations}
-        if by not in list_rows:
-            raise HeadwaterError(f"by must be {either([*list_rows])}, not {shown(by)}.")
-        return [row for comparison in self.comparisons for row in list_rows[by](comparison)]
+        if by not in ROWS:
+            raise HeadwaterError(f"by must be {either([*ROWS])}, not {shown(by)}.")
+        return [row for comparison in self.comparisons for row in ROWS[by](comparison)]
 
     def text_table(self) -> list[dict[str, str]]:
         """Return the rows of the report's table, as text."""
@@ -109,9 +103,12 @@ class Compared(Result):
         """Return the mean of the deciding metric of each arm, at the last size."""
         return {summary.arm: summary.mean for summary in self.comparisons[-1].summaries}
 
-    def report(self) -> Path:
-        """Write the HTML page of the folder, with its pictures, and return its path."""
-        return write_report(self.folder)
+    def report(self, formats: Collection[str] = FORMATS) -> Path:
+        """Write the HTML page of the folder, with its tables and figures in these formats, and return its path.
+
+        formats: of csv, md, latex, pdf, svg and png; default: all.
+        """
+        return write_report(self.folder, formats)
 
 
 def _list_texts(comparison: Comparison) -> list[dict[str, str]]:

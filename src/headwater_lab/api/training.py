@@ -1,6 +1,6 @@
 """The function `lab.train` and its result."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,15 @@ class Run(Result):
         from headwater_lab.reports.pictures import run_picture
 
         return run_picture(self.record)
+
+    def report(self, formats: Collection[str] | None = None) -> Path:
+        """Write an HTML page, with its tables and figures in these formats, into the folder, and return its path.
+
+        formats: of csv, md, latex, pdf, svg and png; default: all.
+        """
+        from headwater_lab.reports import FORMATS, write_report
+
+        return write_report(self.folder, FORMATS if formats is None else formats)
 
     @quiet()
     def model(self) -> AnyModel:

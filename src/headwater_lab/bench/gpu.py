@@ -1,15 +1,9 @@
-"""`headwater bench gpu`: measure headwater on a GPU, in at most nine minutes.
+"""The measurements of `headwater bench gpu`, a function for each phase of its queue.
 
-Each phase is a separate process, so that an error or a missed deadline in one does not affect the others; after each
-one `gpu.json` is rewritten. It needs only torch and transformers. On a CPU it runs at tiny sizes, which
-checks the command but says nothing about speed.
+They need only torch and transformers. On a CPU they run at tiny sizes, which checks them but says nothing about speed.
 """
 
-import json
-import os
 import platform
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +11,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -26,7 +19,6 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from headwater import __version__
 from headwater.config.capabilities import LimitsKernels
 from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS
@@ -40,35 +32,29 @@ from headwater.models.compiling import compile_blocks, compile_model
 from headwater.models.decoding import Decoder
 from headwater.nn.documents import make_cu_seq_lens
 from headwater.plugins.registry import MECHANISMS, resolve
-from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
 from headwater.util.processor import describe_cpu
+from headwater_lab.bench.gpu_queue import (
+    CUT,
+    FAILED,
+    LATE,
+    RECOMMENDED,
+    WRONG,
+    append_line,
+    is_open,
+    list_rows,
+    read_lines,
+)
 from headwater_lab.bench.paired import PairedTimes, random_ids, take_turns
 from headwater_lab.bench.shapes import ModelShape, StepShape
 from headwater_lab.bench.training_speed import make_twins, training_step
 from headwater_lab.util.machine import c_compiler
 from headwater_lab.util.machine_speed import copy_bandwidth, matmul_flops, peak_of, tf32
-from headwater_lab.util.outputs import write_json
+from headwater_lab.util.workers import die_with_parent
 
 Measurement = dict[str, Any]
 M = TypeVar("M", bound=PreTrainedModel)
-# Each phase's maximum share of the time. Later phases may use what is left over.
-SHARES = {
-    "environment": 0.05,
-    "correctness": 0.21,
-    "training": 0.32,
-    "mechanisms": 0.22,
-    "decoding": 0.26,
-}
-JSON = "gpu.json"
-WRONG = "WRONG"
-LATE = "skipped: no time left"
-# The preset of the recommended mechanisms.
-RECOMMENDED = "headwater-base"
-# Seconds reserved at the end of the budget to stop a phase, write the results and exit.
-RESERVE = 5.0
-# How Python starts a phase.
-RUN = ["-P", "-m", f"{__package__}.gpu"]
 
 
 class Sizes(NamedTuple):
@@ -105,122 +91,47 @@ ON_CPU = Sizes(
 )
 
 
-def bench_gpu(
-    out: Path,
-    *,
-    device: str = "cuda",
-    budget: float = 540.0,
-    only: Sequence[str] = (),
-    tell: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
-    """Run the phases, or `only` some, within `budget` seconds, and write gpu.json into `out` after each.
-
-    tell: called with progress lines. Returns the content of gpu.json: for each phase its status ("done", "cut",
-    "failed", "skipped"), seconds and rows. Raises `HeadwaterError` for an unknown phase.
-    """
-    begun = time.monotonic()
-    for name in only:
-        if name not in SHARES:
-            raise HeadwaterError(f"There is no phase named {name!r}; {nearest(name, SHARES)}")
-    out.mkdir(parents=True, exist_ok=True)
-    shares = {name: share for name, share in SHARES.items() if not only or name in only}
-    results: dict[str, Any] = {"headwater": __version__, "device": device, "budget": budget, "phases": {}}
-    write_json(out / JSON, results)
-    for name in list(shares):
-        remaining = budget - (time.monotonic() - begun) - RESERVE
-        allowed = remaining * shares[name] / sum(shares.values())
-        del shares[name]
-        if allowed < 1:
-            phase: dict[str, Any] = {"status": "skipped", "seconds": 0.0, "rows": []}
-        else:
-            tell(f"{name}: at most {allowed:.0f} s")
-            with TemporaryDirectory() as folder:
-                phase = _run_phase(name, Path(folder), device, allowed)
-        results["phases"][name] = phase
-        tell(f"{name}: {phase['status']}, {phase['seconds']:.0f} s")
-        for row in phase["rows"]:
-            cells = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()}
-            tell("  " + ", ".join(f"{name} {cell}" for name, cell in cells.items()))
-        write_json(out / JSON, results)
-    return results
-
-
-def _run_phase(name: str, folder: Path, device: str, seconds: float) -> dict[str, Any]:
-    """Run a phase in a separate process, which ends at its deadline; its rows until then are kept."""
-    rows, log = folder / "rows.jsonl", folder / "log"
-    started = time.monotonic()
-    # The deadline is an absolute time, so that the process's imports count too.
-    command = [sys.executable, *RUN, name, str(rows), device, str(time.time() + seconds)]
-    with open(log, "w") as text:
-        # In its own session, so that the phase's child processes, such as compilers, are stopped with it.
-        process = subprocess.Popen(command, stdout=text, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            code = process.wait(seconds)
-            status = "done" if code == 0 else "failed"
-        except subprocess.TimeoutExpired:
-            status = "cut"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    result: dict[str, Any] = {"status": status, "seconds": time.monotonic() - started, "rows": _read_rows(rows)}
-    if status == "failed":
-        result["log"] = log.read_text(errors="replace").strip()
-        result["error"] = (result["log"].splitlines() or ["no output"])[-1]
-    return result
-
-
-def _read_rows(rows: Path) -> list[Measurement]:
-    """Read the rows that were written completely."""
-    lines = rows.read_text().splitlines(keepends=True) if rows.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def find_problems(results: dict[str, Any]) -> list[str]:
-    """List problems in the results: phases that failed, results that differ, measurements that raised errors."""
-    wrong = [f"{name}: {phase['error']}" for name, phase in results["phases"].items() if "error" in phase]
-    for name, phase in results["phases"].items():
-        for row in phase["rows"]:
-            outcome = row.get("outcome", "")
-            if outcome == WRONG or outcome.startswith("failed"):
-                texts = [text for column, text in row.items() if isinstance(text, str) and column != "outcome"]
-                wrong.append(f"{name}, {', '.join(texts)}: {outcome}")
-    return wrong
-
-
 # Code that runs in a phase's process
 
 
 class Phase:
-    """The context of a phase: output for its rows, the device, the sizes, and the time left."""
+    """The context of a phase: the report that its rows go to, the device, the sizes, and the time left."""
 
-    def __init__(self, rows: Path, device: str, seconds: float) -> None:
-        self.rows, self.device = rows, torch.device(device)
+    def __init__(self, name: str, report: Path, device: str, seconds: float) -> None:
+        self.name, self.report, self.device = name, report, torch.device(device)
         self.sizes = ON_GPU if self.device.type == "cuda" else ON_CPU
         self.deadline = time.monotonic() + seconds
         self.on_gpu = self.device.type == "cuda"
+        lines = [line for line in read_lines(report) if line.get("phase") == name and "row" in line]
+        self.measured = [line["row"] for line in list_rows(lines) if not is_open(line)]
+        self.cuts = [line["row"] for line in lines if line["result"].get("outcome") == CUT]
 
-    def put(self, **row: Any) -> None:
-        """Write a row at once."""
-        with open(self.rows, "a") as file:
-            file.write(json.dumps(row) + "\n")
+    def put(self, row: Measurement, result: Measurement) -> None:
+        """Write a row at once. row: what is measured; result: the figures."""
+        append_line(self.report, {"phase": self.name, "row": row, "result": result})
 
-    def attempt(self, measure: Callable[[], Measurement], *, brief: bool = False, **names: Any) -> None:
-        """Measure one row; if that fails, or there is no time, the row records it and the phase continues.
+    def attempt(self, measure: Callable[[], Measurement], *, brief: bool = False, **row: Any) -> None:
+        """Measure one row, unless the report has it. If that fails, or there is no time, the row says so.
 
         brief: it compiles nothing, so it may begin as long as there is any time.
         """
-        if time.monotonic() > self.deadline - (0 if brief else self.sizes.least):
-            self.put(**names, outcome=LATE)
+        if row in self.measured:
             return
+        if self.cuts.count(row) >= 2:
+            self.put(row, {"outcome": "skipped: twice it had not ended at the deadline"})
+            return
+        if time.monotonic() > self.deadline - (0 if brief else self.sizes.least):
+            self.put(row, {"outcome": LATE})
+            return
+        self.put(row, {"outcome": CUT})  # until the result replaces it
         torch._dynamo.reset()
         try:
-            self.put(**names, **measure())
+            self.put(row, measure())
         except torch.OutOfMemoryError:
-            self.put(**names, outcome="skipped: not enough memory")
+            self.put(row, {"outcome": "skipped: not enough memory"})
         except Exception as error:
             message = (str(error).strip().splitlines() or [""])[0]
-            self.put(**names, outcome=f"failed: {type(error).__name__}: {message[:300]}")
+            self.put(row, {"outcome": f"{FAILED}: {type(error).__name__}: {message[:300]}"})
         if self.on_gpu:
             torch.cuda.empty_cache()
 
@@ -292,10 +203,11 @@ def environment(phase: Phase) -> None:
             "memory, GiB": properties.total_memory / 2**30,
             "processors": properties.multi_processor_count,
         }
-    phase.put(device=name, **facts)
+    phase.put({"device": name}, facts)
     sheet = sheet_of(name)
     if sheet is not None:
-        phase.put(sheet=sheet.source, **{"bf16, TFLOP/s": sheet.flops / 1e12, "bandwidth, GB/s": sheet.bandwidth / 1e9})
+        figures = {"bf16, TFLOP/s": sheet.flops / 1e12, "bandwidth, GB/s": sheet.bandwidth / 1e9}
+        phase.put({"sheet": sheet.source}, figures)
     attempt = partial(phase.attempt, brief=True)
     attempt(lambda: {"GB/s": copy_bandwidth(device) / 1e9}, measured="copy, bytes read and written")
 
@@ -441,8 +353,15 @@ def _make_steps(phase: Phase, model: PreTrainedModel, ids: Tensor) -> Callable[[
     return training_step(model, lambda: loss(model.model(ids, use_cache=False).last_hidden_state), Precision.BF16_MIXED)
 
 
-def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: int) -> Measurement:
-    """Time training steps. flops: of one step."""
+def _timed_steps(phase: Phase, step: Callable[[], None], config: HeadwaterConfig, tokens: int) -> Measurement:
+    """Time training steps of so many tokens.
+
+    MFU counts the pairs that causal attention computes; "all pairs" counts all, as nanoGPT, PaLM and nanochat do.
+    """
+    context = phase.sizes.context
+    flops = tokens * cost.training_flops(config, context)
+    # Causal attention has (context + 1) / 2 pairs a token; keys and values take 2 FLOPs each, three times in training.
+    all_pairs = flops + tokens * 12 * config.num_hidden_layers * config.hidden_size * (context - 1) / 2
     _count_graphs()
     started = time.perf_counter()
     for _ in range(phase.sizes.warm):
@@ -454,6 +373,7 @@ def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: i
     second = phase.seconds(step, phase.sizes.steps)
     sheet = peak_of(phase.device, Precision.BF16_MIXED)
     row: Measurement = {"ms a step": second * 1e3, "tokens/s": tokens / second, "MFU": flops / second / sheet}
+    row["MFU, all pairs"] = all_pairs / second / sheet
     if phase.on_gpu:
         row["MFU, measured peak"] = flops / second / matmul_flops(phase.device, torch.bfloat16)
         row["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
@@ -467,11 +387,10 @@ def training(phase: Phase) -> None:
     def measure(shape: tuple[int, int, int], llama: bool = False) -> Measurement:
         layers, width, rows = shape
         config = ModelShape(layers, width, sizes.vocab_size).config(context)
+        ids = phase.draw(rows, context)
         with torch.device(phase.device):
             model = LlamaForCausalLM(LlamaConfig(**config)) if llama else make_model(phase, layers, width, context)
-        ids = phase.draw(rows, context)
-        flops = cost.training_flops(HeadwaterConfig(**config), context) * ids.numel()
-        return _timed_steps(phase, _make_steps(phase, model, ids), flops, ids.numel())
+        return _timed_steps(phase, _make_steps(phase, model, ids), HeadwaterConfig(**config), ids.numel())
 
     for name, shape in sizes.training.items():
         phase.attempt(partial(measure, shape), model=name, compiled="blocks")
@@ -497,7 +416,13 @@ def mechanisms(phase: Phase) -> None:
         times = take_turns(runs, phase.sizes.steps, warmup=0)
         paired = PairedTimes(times["with"], times["without"])
         low, high = paired.quartiles
-        return {"ratio": paired.ratio, "quartiles": f"{low:.3f}–{high:.3f}", "ms without": times["without"][-1] * 1e3}
+        flops = [cost.training_flops(model.config, phase.sizes.context) for model in models]
+        return {
+            "ratio": paired.ratio,
+            "quartiles": f"{low:.3f}–{high:.3f}",
+            "FLOPs, ratio": flops[0] / flops[1],
+            "ms without": times["without"][-1] * 1e3,
+        }
 
     mechanisms_by_name = {RECOMMENDED: PRESETS[RECOMMENDED].fields["mechanisms"]}
     mechanisms_by_name |= {name: {name: {}} for name in MECHANISMS.built_in}
@@ -556,17 +481,18 @@ def decoding(phase: Phase) -> None:
         )
 
 
-PHASES = {phase.__name__: phase for phase in (environment, correctness, training, mechanisms, decoding)}
+MEASUREMENTS = {phase.__name__: phase for phase in (environment, correctness, training, mechanisms, decoding)}
 
 
-def run_main(name: str, rows: str, device: str, deadline: str) -> None:
-    """Run a phase in the process that `bench_gpu` starts for it. deadline: by `time.time`."""
+def run_main(name: str, report: str, device: str, deadline: str) -> None:
+    """Run a phase in the process that `gpu_queue.bench_gpu` starts for it. deadline: by `time.time`."""
+    die_with_parent()
     transformers.logging.set_verbosity_error()
     if torch.device(device).index is not None:
         torch.cuda.set_device(device)  # events, synchronization and peak memory refer to the current device
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    PHASES[name](Phase(Path(rows), device, float(deadline) - time.time()))
+    MEASUREMENTS[name](Phase(name, Path(report), device, float(deadline) - time.time()))
 
 
 if __name__ == "__main__":

@@ -103,34 +103,40 @@ def bench_decode(
     _print_benchmark(lambda show: decoding.bench_decode(*settings, show))
 
 
-@command(bench, "bench gpu --out gpu")
+@command(bench, "bench gpu --out gpu --deadline 540")
 def bench_gpu(
     *,
     out: Path,
-    budget: Annotated[float, Values(min=1)] = 540,
+    deadline: Annotated[float, Values(min=1)] = 540,
     only: Sequence[str] = (),
     device: DeviceName = "auto",
 ) -> None:
-    """Measure headwater on a GPU: correctness, training speed, mechanisms, decoding. Takes nine minutes.
+    """Measure headwater on a GPU: correctness, training speed, decoding, mechanisms.
 
-    Writes gpu.json after every phase, so an interrupted run keeps its results. Without a GPU the sizes are
-    tiny, which checks the command but measures nothing.
+    Appends each row to gpu.jsonl as soon as it is measured. The same command continues there, on another day too, and
+    measures only what is missing. Without a GPU the sizes are tiny, which checks the command but measures nothing.
 
-    out: Folder for gpu.json.
-    budget: Seconds for the whole command.
-    only: Run only this phase; repeatable. Default: all.
+    out: Folder for gpu.jsonl.
+    deadline: Seconds for this call.
+    only: Run only this phase; repeatable. Default: all, in order.
     """
-    from headwater_lab.bench.gpu import bench_gpu as measure
-    from headwater_lab.bench.gpu import find_problems
+    from headwater_lab.bench import gpu_queue
 
     check_writable(out, folder=True)
     device = device_of(device)
     if device == "cpu":
         stderr.print("No GPU found: the sizes are tiny, and the figures say nothing about a GPU.")
-    results = measure(out, device=device, budget=budget, only=only, tell=stderr.print)
-    stdout.print(f"written to {out / 'gpu.json'}")
-    if wrong := find_problems(results):
-        raise HeadwaterError("; ".join(wrong))
+    rows = gpu_queue.bench_gpu(out, device=device, deadline=deadline, only=only, tell=tell)
+    lines = gpu_queue.read_lines(out / gpu_queue.REPORT)
+    for row in rows:
+        columns = row["row"] | row["result"]
+        if (judged := gpu_queue.judge_row(row["phase"], columns, lines[0]["device"])) is not None:
+            (target, figure), cells = judged, ", ".join(map(str, row["row"].values()))
+            verdict = "met" if target.is_met(figure) else "missed"
+            say(f"{target.key}, {cells}: {figure:.3f} ({target.bound}: {verdict})")
+    say(f"written to {out / gpu_queue.REPORT}")
+    if problems := gpu_queue.find_problems(lines):
+        raise HeadwaterError("; ".join(problems))
 
 
 @command(bench, "bench prices demo/language --out runs/prices", trusts=True)

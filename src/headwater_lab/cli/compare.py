@@ -78,8 +78,8 @@ def check_failures(failed: list[Outcome]) -> None:
         raise HeadwaterError(f"{len(failed)} of the trials failed and are not in the tables.")
 
 
-def show_report(folder: Path) -> None:
-    """Print the tables of a folder's comparisons with a sentence each, and write the page.
+def show_report(folder: Path, formats: Sequence[str] | None = None) -> None:
+    """Print the tables of a folder's comparisons with a sentence each, and write the report. formats: default: all.
 
     Raises `HeadwaterError` at the end if runs had different data, so that no verdict holds.
     """
@@ -87,7 +87,9 @@ def show_report(folder: Path) -> None:
     from headwater_lab.reports import words
     from headwater_lab.reports.price_tables import find_prices, terminal_prices
 
-    page = reports.write_report(folder)  # write first, since the output pipe may be closed
+    page = reports.write_report(
+        folder, reports.FORMATS if formats is None else formats
+    )  # write first, since the output pipe may be closed
     comparisons = reports.read_comparisons(folder)
     for comparison in comparisons:
         for table in words.result_tables(comparison):
@@ -103,11 +105,13 @@ def show_report(folder: Path) -> None:
         raise HeadwaterError(wrong)
 
 
-@command(LOOK, "report runs/demo")
-def write_report(folder: Path) -> None:
-    """Write a folder's report again from its records.
+@command(LOOK, "report runs/demo --format latex,pdf")
+def write_report(runs: Sequence[Path], *, format: str = "csv,md,latex,pdf,svg,png") -> None:
+    """Write the report of comparisons or runs again: page, numbers, tables and figures, in each one's own folder.
 
-    folder: A folder with run records.
+    runs: Folders of comparisons or runs; each has a report of its own.
+    format: Formats of tables (csv, md, latex) and figures (pdf, svg, png), separated by commas.
     """
     extras.check_extra("compare")
-    show_report(folder)
+    for folder in runs:
+        show_report(folder, format.replace(" ", "").split(","))

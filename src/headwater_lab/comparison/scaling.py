@@ -41,13 +41,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Law:
-    """A fitted law; error: root mean square of the residuals."""
+    """A fitted law; error: root mean square of the residuals, None for as many sizes as constants."""
 
     arm: str
     e: float
     a: float
     exponent: float
-    error: float
+    error: float | None
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class Scaling:
     equals: list[Equal]
     unit: str = "tokens"
     """What the models were trained on, tokens or images."""
+    sizes: Sequence[str] = ()
 
     def sentences(self) -> list[str]:
         """Describe the size of the baseline that equals each arm: "equals a baseline with x % more parameters"."""
@@ -131,7 +132,7 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
     laws = fits[0].describe_laws(arms)
     sizes_and_losses = zip(fits[0].n.tolist(), fits[0].losses.tolist(), strict=True)
     points = {arm: list(zip(*row, strict=True)) for arm, row in zip(arms, sizes_and_losses, strict=True)}
-    return Scaling(axis, metric, baseline, points, laws, _estimate_equals(arms, sizes, base, fits), runs[0].unit)
+    return Scaling(axis, metric, baseline, points, laws, _estimate_equals(arms, sizes, base, fits), runs[0].unit, sizes)
 
 
 def _stack_losses(
@@ -177,7 +178,8 @@ class _FittedLaws:
         """Describe the law of each arm."""
         laws = []
         for arm, law, n, losses in zip(arms, self.laws, self.n, self.losses, strict=True):
-            error = float(np.sqrt(np.mean((evaluate_law(law, n) - losses) ** 2)))
+            residuals = evaluate_law(law, n) - losses
+            error = float(np.sqrt(np.mean(residuals**2))) if len(n) > LEAST_SIZES else None
             laws.append(Law(arm, float(law[0]), math.exp(law[1]), float(law[2]), error))
         return laws
 

@@ -3,11 +3,13 @@
 comparison.py  which records belong together   words.py     tables and sentences
 curves.py      runs and their means            pictures.py  what matplotlib draws
 styles.py      colors, markers, dashes         recipes.py   changes of each arm
-price_tables.py  gains and what they cost   page.py      the page
+numbers.py     rows of numbers                 price_tables.py   gains and what they cost
+page.py        the page and its files          table_formats.py  CSV, Markdown, LaTeX
 """
 
 from headwater_lab.reports.comparison import Comparison, read_comparisons
-from headwater_lab.reports.page import PageTable, write_report
+from headwater_lab.reports.page import FORMATS, write_report
+from headwater_lab.reports.table_formats import PageTable
 from headwater_lab.reports.words import result_rows
 
-__all__ = ["Comparison", "PageTable", "read_comparisons", "result_rows", "write_report"]
+__all__ = ["FORMATS", "Comparison", "PageTable", "read_comparisons", "result_rows", "write_report"]

@@ -10,7 +10,7 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.earlier import find_conflict
 from headwater_lab.comparison.statistics import Summary, arm_of, choose_decisive, plan_of, summarize_arms
 from headwater_lab.comparison.worth import Worth, measure_worth
-from headwater_lab.training.records import RunRecord, SeedPlan, changed_data, list_records, read_record
+from headwater_lab.training.records import Experiment, RunRecord, SeedPlan, changed_data, list_records, read_record
 
 UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token"}
 
@@ -115,6 +115,8 @@ def name_unit(metric: str, trained_on: str = "tokens") -> str:
 def read_comparisons(folder: Path) -> list[Comparison]:
     """Read the comparisons whose records are under `folder`, one for each size, the smaller first.
 
+    The folder of a run that belongs to none is read as a comparison with a single arm.
+
     Raises `HeadwaterError` if there are none with a finished run, and if runs of one contradict each other: an arm with
     several settings, two runs of one seed, several baselines or plans.
     """
@@ -123,6 +125,9 @@ def read_comparisons(folder: Path) -> list[Comparison]:
     for path in list_records(folder):
         record = read_record(path)
         experiment = record.experiment
+        if experiment is None and path.parent == folder:
+            experiment = Experiment(name=record.name, title="", arm=record.name, baseline=record.name)
+            record = record.model_copy(update={"experiment": experiment})
         if experiment is None:
             continue
         if experiment.phase == "tuning":
@@ -137,7 +142,8 @@ def read_comparisons(folder: Path) -> list[Comparison]:
     names = list(dict.fromkeys(result.name for result in results))
     if not results:
         raise HeadwaterError(
-            f"There are no finished runs of a comparison under {str(folder)!r}; train some with `headwater compare`."
+            f"There are no finished runs of a comparison under {str(folder)!r}; train some with `headwater compare`, "
+            "or name the folder of a run."
         )
 
     def rank(result: Comparison) -> tuple[int, int, int]:

@@ -11,8 +11,6 @@ from headwater_lab.reports.comparison import Comparison
 from headwater_lab.training.records import RunRecord, same_tokens
 
 What = Literal["held_out", "training"]
-# A held-out curve with fewer evaluations says less than the training loss.
-DENSE = 8
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,11 @@ class Curves:
 
 
 def make_arm_curves(comparison: Comparison) -> Curves:
-    """Make the held-out curves if they are dense enough, otherwise those of training losses if comparable."""
+    """Make the held-out curves, or if only the end was evaluated, those of training losses if comparable."""
     finished = [record for arm in comparison.arms for record in comparison.finished(arm)]
     # Losses per token are only comparable for the same tokens.
     trained = same_tokens(comparison.records) and all(record.curve for record in finished)
-    kind: What = "training" if trained and min(len(record.held_out) for record in finished) < DENSE else "held_out"
+    kind: What = "training" if trained and min(len(record.held_out) for record in finished) < 2 else "held_out"
     runs = {arm: [make_run_curve(run, kind) for run in comparison.runs(arm)] for arm in comparison.arms}
     sample = comparison.trained_on.removesuffix("s")
     label = f"held-out {comparison.unit}" if kind == "held_out" else f"training loss (nats per {sample})"
@@ -80,13 +78,16 @@ def average_curves(runs: Sequence[Curve]) -> Curve:
 
 
 def choose_y_limits(curves: Curves, lower_is_better: bool) -> tuple[float, float] | None:
-    """Choose limits without the first points of a curve, which would flatten the rest; None: all points."""
+    """Choose limits without what would flatten the rest; None: all points.
+
+    These are the first points of training losses, and rises above a curve's beginning, as before a run diverges.
+    """
     curves_of_runs = [run.values for runs, _ in curves.by_arm.values() for run in runs]
     numbers = [[value for value in values if not math.isnan(value)] for values in curves_of_runs]
     numbers = [values for values in numbers if values]
     if not numbers or (curves.kind == "held_out" and not lower_is_better):
         return None
     low = min(map(min, numbers))
-    later = [values[max(1, len(values) // 8)] for values in numbers if len(values) > 1]
-    high = max(later, default=low)
+    is_training = curves.kind == "training"
+    high = max(values[max(1, len(values) // 8) if is_training and len(values) > 1 else 0] for values in numbers)
     return low - 0.03 * abs(low), max(high * 1.05, low + 1e-6)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from headwater_lab.comparison.scaling import CONFIDENCE, Scaling
 from headwater_lab.comparison.statistics import arm_of
 from headwater_lab.reports.comparison import Comparison
 from headwater_lab.training.records import RunRecord
@@ -66,6 +67,31 @@ def list_evaluations(comparison: Comparison) -> list[dict[str, Any]]:
         for run in comparison.records
         for point in run.held_out
     ]
+
+
+def list_laws(scaling: Scaling, comparison: Comparison) -> list[dict[str, Any]]:
+    """List the points of the scaling law's figure: a row for each arm and size.
+
+    Its size N (parameters without embeddings, or tokens) and mean loss, the arm's law e + a / N^exponent, and by how
+    much more N the baseline reaches that loss, from low to high with the confidence `level`.
+    """
+    equals = {(equal.arm, equal.size): equal for equal in scaling.equals}
+    rows = []
+    for law in scaling.laws:
+        for size, (n, loss) in zip(scaling.sizes, scaling.points[law.arm], strict=True):
+            equal = equals.get((law.arm, size))
+            low, high = (equal and equal.more.interval) or (None, None)
+            rows.append(
+                _identify(comparison)
+                | {"size": size, "metric": scaling.metric, "arm": law.arm, scaling.axis: n, "loss": loss}
+                | {"e": law.e, "a": law.a, "exponent": law.exponent, "error": law.error}
+                | {"more": equal and equal.more.value, "low": low, "high": high, "level": equal and CONFIDENCE}
+            )
+    return rows
+
+
+# The rows that a table of results can have, by what each stands for.
+ROWS = {"arm": list_arms, "run": list_runs, "evaluation": list_evaluations}
 
 
 def _identify(comparison: Comparison) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
@@ -11,39 +11,35 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader
 
-from headwater.util.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.files import explain_disk_errors
 from headwater.util.layout import top_package
-from headwater_lab.comparison.scaling import LEAST_SIZES, fit_scaling
+from headwater_lab.comparison.scaling import fit_scaling
 from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, group_by_experiment, read_comparisons
+from headwater_lab.reports.numbers import list_arms, list_evaluations, list_laws, list_runs
 from headwater_lab.reports.pictures import Picture, curves_picture, differences_picture, scaling_picture
 from headwater_lab.reports.price_tables import find_prices, prices_table, where_measured
 from headwater_lab.reports.recipes import find_changes, flatten_settings
+from headwater_lab.reports.table_formats import TABLE_FORMATS, PageCell, PageTable, write_csv
 from headwater_lab.training.records import RunRecord, list_recordings
+from headwater_lab.util.figures import Figure
 from headwater_lab.util.names import file_name
 from headwater_lab.util.outputs import check_replaceable, save_figure, write_text
 from headwater_lab.util.terminal import counted
 
 REPORT = "report.html"
-# A cell: its text, or (text, class): better, worse or soft.
-PageCell = str | tuple[str, str]
-
-
-@dataclass(frozen=True)
-class PageTable:
-    """A table of the page. rows: the first cell of each is its heading. text: left-align the words in it."""
-
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[PageCell]]
-    text: bool = False
+FIGURE_FORMATS = ("pdf", "svg", "png")
+FORMATS = (*TABLE_FORMATS, *FIGURE_FORMATS)
+# Files next to the page, and what lists the rows of each comparison.
+NUMBERS = (("results.csv", list_arms), ("runs.csv", list_runs), ("evaluations.csv", list_evaluations))
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of an experiment, with its contents in display order."""
+    """A section of an experiment, with its contents in display order. file: the name of its files, without suffix."""
 
-    id: str
+    file: str
     title: str
     paragraphs: Sequence[str] = ()
     picture: Picture | None = None
@@ -51,6 +47,10 @@ class Section:
     code: tuple[str, str] | None = None
     """A file's name and its text."""
     items: Sequence[str] = ()
+
+    @property
+    def id(self) -> str:
+        return _make_id(self.file)
 
 
 @dataclass(frozen=True)
@@ -64,25 +64,65 @@ class Story:
     parts: Sequence[Section]
 
 
-def write_report(folder: Path) -> Path:
-    """Write the page of the comparisons under `folder`, and a picture NAME-curves.png of each next to it.
+def write_report(folder: Path, formats: Collection[str] = FORMATS) -> Path:
+    """Write the page of the comparisons under `folder`, their numbers, and their tables and figures in these formats.
 
-    Returns the page's path, `folder`/report.html. Raises `HeadwaterError` if an experiment has no finished run.
+    Returns the page's path, `folder`/report.html. Next to it are results.csv, runs.csv and evaluations.csv, and the
+    folders tables and figures. Raises `HeadwaterError` for an unknown format, if an experiment has no finished run, and
+    before anything is written if a file to replace is not headwater's.
     """
-    target, results = folder / REPORT, read_comparisons(folder)
-    curves = {_name_file(result): curves_picture(result) for result in results}
-    files = {folder / f"{name}-curves.png": picture.figure for name, picture in curves.items()}
-    for path in (target, *files):
+    if unknown := sorted({*formats} - {*FORMATS}):
+        raise HeadwaterError(f"There is no format {unknown[0]!r}; {nearest(unknown[0], FORMATS)}")
+    comparisons = read_comparisons(folder)
+    stories = [tell_story(sizes) for sizes in group_by_experiment(comparisons)]
+    sections = [section for story in stories for section in story.parts]
+    if len({section.file for section in sections}) < len(sections):
+        raise HeadwaterError("Two comparisons would have the same file names; report their folders separately.")
+    texts = {folder / name: write_csv([row for size in comparisons for row in rows(size)]) for name, rows in NUMBERS}
+    texts |= _write_tables(sections, folder / "tables", formats)
+    figures = _list_figures(sections, folder / "figures", formats)
+    texts[target := folder / REPORT] = render_page(stories)
+    for path in (*texts, *figures):
         check_replaceable(path)
-    for path, figure in files.items():
+    for path in (*texts, *figures):
+        _create_folder(path.parent)
+    for path, figure in figures.items():
         save_figure(figure, path, dpi=160)
-    write_text(target, render_page([tell_story(sizes, curves) for sizes in group_by_experiment(results)]))
+    for path, text in texts.items():
+        write_text(path, text)
     return target
 
 
-def _name_file(comparison: Comparison) -> str:
-    """Name a comparison in file names; an experiment's own name is kept if it is a valid file name."""
-    return file_name(comparison.name if comparison.size is None else f"{comparison.name}-{_make_id(comparison.size)}")
+def _write_tables(sections: Sequence[Section], folder: Path, formats: Collection[str]) -> dict[Path, str]:
+    """Write the sections' tables as texts, by their files."""
+    tables = {"-".join(filter(None, (s.file, table.name))): table for s in sections for table in s.tables}
+    return {
+        folder / f"{name}{suffix}": write(table, name)
+        for kind, (suffix, write) in TABLE_FORMATS.items()
+        for name, table in tables.items()
+        if kind in formats
+    }
+
+
+def _list_figures(sections: Sequence[Section], folder: Path, formats: Collection[str]) -> dict[Path, Figure]:
+    """List the sections' figures by their files."""
+    return {
+        folder / f"{section.file}.{suffix}": section.picture.figure
+        for section in sections
+        for suffix in FIGURE_FORMATS
+        if section.picture is not None and suffix in formats
+    }
+
+
+def _create_folder(folder: Path) -> None:
+    with explain_disk_errors(lambda problem: f"The folder {str(folder)!r} cannot be created: {problem}."):
+        folder.mkdir(exist_ok=True)
+
+
+def _name_file(*words: str | None) -> str:
+    """Name a file by words, if LaTeX and browsers can read them, else by their letters and a checksum."""
+    name = "-".join(filter(None, words))
+    return file_name(name if re.fullmatch(r"[\w.-]+", name) else f"{name}/")  # no file name has a slash
 
 
 def _make_id(text: str) -> str:
@@ -105,32 +145,29 @@ def render_page(stories: Sequence[Story]) -> str:
     return environment.get_template("report.html.j2").render(values)
 
 
-def tell_story(sizes: Sequence[Comparison], curves: Mapping[str, Picture] | None = None) -> Story:
-    """Collect everything about one experiment, at one or more sizes. curves: existing pictures, by file name."""
+def tell_story(sizes: Sequence[Comparison]) -> Story:
+    """Collect everything about one experiment, at one or more sizes."""
     comparison = sizes[0]
-    name = _make_id(comparison.name)
+    name = _name_file(comparison.name)
     several = len(sizes) > 1
 
     def titled(text: str, size: Comparison) -> str:
         return f"{text}, {size.size}" if several else text
 
-    def at(text: str, size: Comparison) -> str:
-        return f"{name}-{text}" + (f"-{_make_id(size.size or '')}" if several else "")
-
     sections = []
     for size in sizes:
-        picture = curves[_name_file(size)] if curves else curves_picture(size)
-        sections.append(Section(at("curves", size), titled("Curves", size), picture=picture))
-        further = [PageTable(caption, *columns) for caption, columns in words.further_tables(size)]
+        file = _name_file(size.name, size.size)
+        sections.append(Section(f"{file}-curves", titled("Curves", size), picture=curves_picture(size)))
+        further = [PageTable(caption, *columns, name=kind) for kind, caption, columns in words.further_tables(size)]
         tables = [results_table(size), *further]
-        sections.append(Section(at("results", size), titled("Results", size), tables=tables))
+        sections.append(Section(f"{file}-results", titled("Results", size), tables=tables))
         if differences := differences_picture(size):
             caption = f"Paired differences to {size.baseline}. {words.describe_columns(size)}"
             tables = [PageTable(caption, *words.differences_table(size))]
             sections.append(
-                Section(at("differences", size), titled("Differences", size), picture=differences, tables=tables)
+                Section(f"{file}-differences", titled("Differences", size), picture=differences, tables=tables)
             )
-        if (prices := prices_part(size, at("prices", size), titled("Prices", size))) is not None:
+        if (prices := prices_part(size, f"{file}-prices", titled("Prices", size))) is not None:
             sections.append(prices)
     if comparison.tuning:
         rates, edges = rates_table(sizes)
@@ -144,7 +181,7 @@ def tell_story(sizes: Sequence[Comparison], curves: Mapping[str, Picture] | None
     if warnings := list_warnings(sizes):
         sections.append(Section(f"{name}-warnings", f"Warnings ({len(warnings)})", items=warnings))
     return Story(
-        id=name,
+        id=_make_id(name),
         title=comparison.title,
         question=words.state_question(sizes),
         answers=[(f"{size.size}: " if several else "") + words.state_answer(size) for size in sizes],
@@ -159,7 +196,8 @@ def results_table(comparison: Comparison) -> PageTable:
     for row, summary in zip(rows, comparison.summaries, strict=True):
         marked = (row["verdict"], classes.get(summary.verdict(comparison.lower_is_better), ""))
         cells.append([marked if name == "verdict" else cell for name, cell in row.items()])
-    return PageTable(f"Held-out {comparison.unit} at the end. {words.describe_test(comparison)}", list(rows[0]), cells)
+    caption = f"Held-out {comparison.unit} at the end. {words.describe_test(comparison)}"
+    return PageTable(caption, list(rows[0]), cells, numbers=list_arms(comparison))
 
 
 def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
@@ -222,23 +260,21 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
     if scaling is None:
         return None
     columns = ["", "E", "A", "a", "error"]
-    rows = [
-        [law.arm, *(f"{constant:.4g}" for constant in (law.e, law.a, law.exponent)), f"{law.error:.2g}"]
-        for law in scaling.laws
-    ]
-    quality = "Error: root mean square of the residuals."
-    if len(sizes) == LEAST_SIZES:
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    rows = [[law.arm, *map("{:.4g}".format, (law.e, law.a, law.exponent))] for law in scaling.laws]
+    if errors := [f"{law.error:.2g}" for law in scaling.laws if law.error is not None]:
+        quality = "Error: root mean square of the residuals."
+        rows = [[*row, error] for row, error in zip(rows, errors, strict=True)]
+    else:
         quality = (
-            "With three sizes for three constants the fit has no degrees of freedom left, so it is no evidence for the "
-            "law's form."
+            "With three sizes for three constants, the fit has no degrees of freedom left, so it is no evidence for "
         )
+        quality += "the law's form."
     caption = (
         f"Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556). {quality} Intervals of the sizes below: "
         "95 %, by the jackknife over the seeds."
     )
     picture = scaling_picture(scaling, sizes[0].title, sizes[0].arms)
-    table = PageTable(caption, columns, rows)
+    table = PageTable(caption, columns[: len(rows[0])], rows, numbers=list_laws(scaling, sizes[0]))
     return Section(name, "Scaling", picture=picture, tables=[table], items=scaling.sentences())
 
 
@@ -269,8 +305,9 @@ def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
 def _arm_changes(comparison: Comparison) -> PageTable:
     base = comparison.baseline
     rows = [[arm, *change] for arm, changes in find_changes(comparison).items() for change in changes]
-    caption = f"Changes of each arm to {base}" + (f", {comparison.size}" if comparison.size else "")
-    return PageTable(f"{caption}.", ["", "field", base, "here"], rows, text=True)
+    size = comparison.size or ""
+    caption = f"Changes of each arm to {base}" + (f", {size}" if size else "")
+    return PageTable(f"{caption}.", ["", "field", base, "here"], rows, text=True, name=size and _name_file(size))
 
 
 def _size_changes(sizes: Sequence[Comparison]) -> PageTable:
@@ -281,14 +318,15 @@ def _size_changes(sizes: Sequence[Comparison]) -> PageTable:
         if len(set(values)) > 1 and key not in ("name", "seed"):
             rows.append([key, *values])
     columns = ["field", *(str(comparison.size) for comparison in sizes)]
-    return PageTable("Changes of each size.", columns, rows, text=True)
+    return PageTable("Changes of each size.", columns, rows, text=True, name="sizes")
 
 
 def data_table(comparison: Comparison) -> PageTable:
     record = comparison.records[0]
     facts = record.data | {"order of rows, seed " + str(record.seed): record.data_order}
     texts = {key: f"{value:,}" if type(value) is int else str(value) for key, value in facts.items() if value != ""}
-    return PageTable("Data", ["", "value"], [[key.replace("_", " "), text] for key, text in texts.items()], text=True)
+    rows = [[key.replace("_", " "), text] for key, text in texts.items()]
+    return PageTable("Data", ["", "value"], rows, text=True, name="data")
 
 
 def machines_table(sizes: Sequence[Comparison]) -> PageTable:
@@ -297,7 +335,7 @@ def machines_table(sizes: Sequence[Comparison]) -> PageTable:
     columns = [_describe_environment(list(runs)) for _, runs in groupby(records, key=lambda r: r.environment)]
     names = ["value"] if len(columns) == 1 else [f"{number}" for number in range(1, len(columns) + 1)]
     rows: list[list[PageCell]] = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    return PageTable("Environment", ["", *names], rows, text=True)
+    return PageTable("Environment", ["", *names], rows, text=True, name="machines")
 
 
 def _describe_environment(runs: Sequence[RunRecord]) -> dict[str, str]:

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from headwater_lab.comparison.scaling import Law, Scaling, evaluate_law
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
-from headwater_lab.reports.curves import Curve, choose_y_limits, make_arm_curves, make_run_curve
+from headwater_lab.reports.curves import Curve, Curves, choose_y_limits, make_arm_curves, make_run_curve
 from headwater_lab.reports.styles import GREY, choose_styles
 from headwater_lab.reports.words import write_interval, write_verdict
 from headwater_lab.training.records import RunRecord
@@ -60,7 +61,7 @@ def curves_picture(comparison: Comparison) -> Picture:
         axes.set_ylabel(curves.label)
         axes.set_ylim(choose_y_limits(curves, comparison.lower_is_better) or (None, None))
         if name == "tokens":
-            axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M" if x >= 1e6 else f"{x / 1e3:g} k")
+            axes.xaxis.set_major_formatter(_write_count)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(lines, map(literal, curves.by_arm), frameon=False, ncols=1 + len(look) // 8)
@@ -69,8 +70,27 @@ def curves_picture(comparison: Comparison) -> Picture:
         f"Curves of {comparison.heading}: {curves.label} over training {comparison.trained_on}, one line for "
         f"each arm: {'; '.join(_describe_course(arm, mean) for arm, (_, mean) in curves.by_arm.items())}.",
         "Thin lines: runs. Thick lines: means over the points that all seeds of an arm have. "
+        f"{_describe_hidden(curves, comparison)}"
         f"{comparison.trained_on.capitalize()} and FLOPs include the training of the model that a run started from.",
     )
+
+
+def _write_count(number: float, _: float = 0.0) -> str:
+    """Write a number on an axis."""
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.4g} {letter}"
+    return f"{number:g}"
+
+
+def _describe_hidden(curves: Curves, comparison: Comparison) -> str:
+    """Say what curves do not show: held-out values if there are none, and points outside the axis."""
+    limits = choose_y_limits(curves, comparison.lower_is_better)
+    values = [value for runs, _ in curves.by_arm.values() for run in runs for value in run.values]
+    hidden = limits is not None and any(value > limits[1] for value in values)
+    training = "Only the end was evaluated; reporting.evaluate_every in the recipe gives held-out curves. "
+    outside = "Points above the axis are left out. "
+    return (training if curves.kind == "training" else "") + (outside if hidden else "")
 
 
 def _describe_course(arm: str, mean: Curve) -> str:
@@ -146,6 +166,11 @@ def scaling_picture(scaling: Scaling, title: str, arms: Sequence[str]) -> Pictur
         axes.plot(sizes, losses, style.marker, color=style.color, ms=7, label=literal(law.arm))
     axes.set(xscale="log", yscale="log", ylabel=name_unit(scaling.metric, scaling.unit))
     axes.set_xlabel("parameters without embeddings" if scaling.axis == "parameters" else f"training {scaling.unit}")
+    axes.minorticks_off()
+    axes.set_xticks([n for n, _ in scaling.points[scaling.baseline]])
+    axes.xaxis.set_major_formatter(_write_count)
+    axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

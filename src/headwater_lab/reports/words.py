@@ -162,19 +162,19 @@ def result_tables(comparison: Comparison) -> list[Table]:
     """Make a comparison's tables for a terminal: results, then costs, worths and domains where it has any."""
     further = [
         lined(*names, rows=rows, left=names[:1], caption=caption)
-        for caption, (names, rows) in further_tables(comparison)
+        for _, caption, (names, rows) in further_tables(comparison)
     ]
     return [result_table(comparison), *further]
 
 
-def further_tables(comparison: Comparison) -> list[tuple[str, tuple[list[str], list[list[str]]]]]:
-    """Make the tables of costs, worths and domains, if any: (caption, (column names, rows)) of each."""
+def further_tables(comparison: Comparison) -> list[tuple[str, str, tuple[list[str], list[list[str]]]]]:
+    """Make the tables of costs, worths and domains, if any: (name, caption, (column names, rows)) of each."""
     tables_of_kinds = [
-        (f"What it costs to reach {describe_threshold(comparison)}. {COST_NOTE}", cost_columns(comparison)),
-        (f"What each result is worth. {worth_note(comparison)}", worth_columns(comparison)),
-        (domains_note(comparison), domains_columns(comparison)),
+        ("costs", f"What it costs to reach {describe_threshold(comparison)}. {COST_NOTE}", cost_columns(comparison)),
+        ("worth", f"What each result is worth. {worth_note(comparison)}", worth_columns(comparison)),
+        ("domains", domains_note(comparison), domains_columns(comparison)),
     ]
-    return [(caption, columns) for caption, columns in tables_of_kinds if columns[1]]
+    return [(name, caption, columns) for name, caption, columns in tables_of_kinds if columns[1]]
 
 
 def _write_mean(summary: Summary) -> str:

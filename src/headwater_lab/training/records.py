@@ -4,11 +4,7 @@ import json
 import math
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -20,6 +16,7 @@ from headwater import __version__
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import read_bytes, replace_text
 from headwater.util.processor import describe_cpu
+from headwater_lab.util.clone import find_commit, today
 
 SCHEMA_VERSION = 2
 RECORD = "record.json"
@@ -371,22 +368,9 @@ def read_environment(
     )
 
 
-@cache
-def find_commit() -> str | None:
-    """Find the commit of the clone that headwater runs from; None if it is installed, or git is missing."""
-    root = Path(__file__).parents[3]
-    if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
-        return None
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
-    with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=10)
-        return done.stdout.strip() or None
-    return None
-
-
 def describe_today() -> Recorded:
     """Describe when, and by which code, a record is written now."""
-    return Recorded(date=datetime.now(UTC).date().isoformat(), commit=find_commit())
+    return Recorded(date=today(), commit=find_commit())
 
 
 def list_recordings(records: Iterable[RunRecord]) -> tuple[list[str], list[str]]:

@@ -1,6 +1,7 @@
 """Files under a name that the user chose, or in the user's folder: only those that headwater wrote are replaced.
 
-Headwater marks its files: JSON by its first key, pages by their generator, pictures by their metadata.
+Headwater marks its files: JSON by its first key, CSV by its first columns, other tables by a comment, pages by their
+generator, pictures by their metadata.
 Formats of pictures without metadata, such as JPEG, are written but never replaced.
 """
 
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _AUTHOR = "headwater"
-_METADATA = {"png": "Software", "svg": "Creator", "pdf": "Creator", "ps": "Creator", "eps": "Creator"}
+# Without a date, so that the same figure gives the same bytes.
+_METADATA: dict[str, dict[str, Any]] = {
+    "png": {"Software": _AUTHOR},
+    "svg": {"Creator": _AUTHOR, "Date": None},
+    "pdf": {"Creator": _AUTHOR, "CreationDate": None},
+    "ps": {"Creator": _AUTHOR},
+    "eps": {"Creator": _AUTHOR},
+}
 _MARKS = (
     b'<meta name="generator" content="headwater">',
     b"tEXtSoftware\0headwater",  # PNG
@@ -29,7 +37,10 @@ _MARKS = (
     b"/Creator (headwater)",  # PDF
     b"%%Creator: headwater\n",  # PostScript
 )
-_JSON = re.compile(rb'\{\s*"headwater":')
+# How JSON, LaTeX, Markdown and CSV begin.
+_BEGINNING = re.compile(
+    rb'\{\s*"headwater":|% Written by headwater|<!-- Written by headwater|comparison,size,|table,name,'
+)
 # Bytes at the beginning and the end of a file that are searched for headwater's mark.
 _NEAR = 2**14
 
@@ -48,7 +59,7 @@ def check_replaceable(file: Path) -> None:
         content = file.read_bytes()
     except OSError as error:
         raise HeadwaterError(f"{str(file)!r} cannot be read: {error.strerror}; choose another name.") from error
-    if _JSON.match(content) or any(mark in content[:_NEAR] + content[-_NEAR:] for mark in _MARKS):
+    if _BEGINNING.match(content) or any(mark in content[:_NEAR] + content[-_NEAR:] for mark in _MARKS):
         return
     raise HeadwaterError(
         f"{str(file)!r} already exists, and headwater did not write it; choose another name, or move it away."
@@ -61,7 +72,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write JSON or a page marked as headwater's. Raises `HeadwaterError` for another's file, or on failure."""
+    """Write a text marked as headwater's. Raises `HeadwaterError` for another's file, or on failure."""
     check_replaceable(file)
     with explain_disk_errors(lambda problem: f"{str(file)!r} could not be written: {problem}."):
         replace_text(file, text)
@@ -80,7 +91,8 @@ def default_style() -> Iterator[None]:
     from matplotlib import rc_context, rcParamsDefault
 
     defaults = {name: value for name, value in dict.items(rcParamsDefault) if not name.startswith("backend")}
-    with rc_context(defaults | {"text.parse_math": False}):
+    # Fixed names in SVG files, and in PDF files the fonts (TrueType) that publishers ask for.
+    with rc_context(defaults | {"text.parse_math": False, "svg.hashsalt": _AUTHOR, "pdf.fonttype": 42}):
         yield
 
 
@@ -96,7 +108,7 @@ def save_figure(figure: Figure, file: Path, dpi: int) -> Path:
         replace_file(file) as temporary,
     ):
         try:
-            options: dict[str, Any] = {"metadata": {_METADATA[kind]: _AUTHOR}} if kind in _METADATA else {}
+            options: dict[str, Any] = {"metadata": _METADATA[kind]} if kind in _METADATA else {}
             with default_style():
                 figure.savefig(temporary, dpi=dpi, format=kind, **options)
         except ValueError as error:  # no picture format has this suffix

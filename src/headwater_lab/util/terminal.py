@@ -6,6 +6,8 @@ it, and a terminal obeys control characters; here neither happens. Styled text i
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -25,6 +27,8 @@ _WORD = re.compile(
     r"\s*(?:`[^`]*`|\w\([^()]*\)|(?<!\w)'[^']*/[^']*'|\[[^\s\[]+, [^\s\]]+\]"
     r"|\d (?:%|[A-Za-z]{1,3}\b)|\d [±–] \d|× \d|\S)+"
 )
+# Names, numbers with their intervals and other cells of this width are not broken.
+NARROW = 24
 # Stack the rows of a table rather than break a cell into more lines.
 MOST_LINES = 8
 # Wider than any table.
@@ -99,8 +103,9 @@ class Terminal(Console):
 class Table(RichTable):
     """A table whose texts are literal on any console, including the caller's.
 
-    Where it is wider than the console, its headers wrap, or its cells too. If that does not suffice, its rows are
-    stacked: the first cell, and below it `column: cell` for each of the others that is not empty.
+    Where it is wider than the console, its headers wrap, or its long cells too. If that does not suffice, the last
+    columns follow below, beside the first one again. Where not even three columns fit, the rows are stacked: the first
+    cell, and below it `column: cell` for each of the others that is not empty.
     """
 
     def __init__(self, *, title: str | None = None, caption: str | None = None, **options: Any) -> None:
@@ -117,14 +122,29 @@ class Table(RichTable):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from self.above
-        if (widths := self._fit_columns(console, options)) is None:
-            yield from self._stack_rows(options.max_width)
-            yield Prose("")
-        else:
+        yield from self._lay_out(console, options)
+        yield from self.below
+
+    def _lay_out(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if (widths := self._fit_columns(console, options)) is not None:
             for column, width in zip(self.columns, widths, strict=True):
                 column.width = width
             yield from super().__rich_console__(console, options)
-        yield from self.below
+            return
+        columns = list(range(len(self.columns)))
+        for count in columns[:2:-1]:
+            block = self._select_columns(columns[:count])
+            if block._fit_columns(console, options) is not None:
+                yield from block._lay_out(console, options)
+                yield from self._select_columns([0, *columns[count:]])._lay_out(console, options)
+                return
+        yield from self._stack_rows(options.max_width)
+        yield Prose("")
+
+    def _select_columns(self, indices: Sequence[int]) -> "Table":
+        table = copy(self)
+        table.columns = [replace(self.columns[index], _index=number) for number, index in enumerate(indices)]
+        return table
 
     def _fit_columns(self, console: Console, options: ConsoleOptions) -> list[int] | None:
         """Choose the columns' widths; None if the rows are to be stacked."""
@@ -139,8 +159,9 @@ class Table(RichTable):
         heads, cells = [measure([c.header]) for c in self.columns], [measure(c.cells) for c in self.columns]
         full = [max(head[1], cell[1]) for head, cell in zip(heads, cells, strict=True)]
         room = options.max_width - (Measurement.get(console, unlimited, self).maximum - sum(full))
-        for shortest in (1, 0):  # of the cells: not broken, then broken between words
-            least = [max(head[0], cell[shortest]) for head, cell in zip(heads, cells, strict=True)]
+        for unbroken in (UNLIMITED, NARROW):
+            shortest = [cell[cell[1] <= unbroken] for cell in cells]
+            least = [max(head[0], cell) for head, cell in zip(heads, shortest, strict=True)]
             if sum(least) <= room:
                 widths = _share_width(room, least, full)
                 lines = [cell[1] / max(1, width) for cell, width in zip(cells, widths, strict=True)]

@@ -1,0 +1,223 @@
+"""`headwater bench gpu`: the phases of `bench.gpu` in order until a deadline, to be continued on another day.
+
+Each phase is a separate process, so that an error or a hanging compiler in one does not affect the others. Each row is
+appended to `gpu.jsonl` as soon as it is measured, so whatever ends the command loses nothing that was measured.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+
+from headwater import __version__
+from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.processor import describe_cpu
+from headwater_lab.util.clone import find_commit, today
+from headwater_lab.util.outputs import check_replaceable
+
+REPORT = "gpu.jsonl"
+# The preset of the recommended mechanisms.
+RECOMMENDED = "headwater-base"
+# The queue: what later phases rely on comes first.
+PHASES = ("environment", "correctness", "training", "decoding", "mechanisms")
+WRONG, FAILED = "WRONG", "failed"
+# Outcomes of rows that the next call measures again.
+LATE, CUT = "skipped: no time left", "cut"
+# Seconds reserved before the deadline to stop a phase and exit, and the minimum for which a phase is started.
+RESERVE, LEAST = 3.0, 2.0
+# How Python starts a phase.
+RUN = ["-P", "-m", f"{__package__}.gpu"]
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SpeedTarget:
+    """A bound on a figure of a phase. row: what its rows have; key: the figure's column; device: part of its name.
+
+    For `most`, the cost of a step is divided by that of its FLOPs, which a mechanism may add.
+    """
+
+    phase: str
+    row: Mapping[str, Any]
+    key: str
+    least: float | None = None
+    most: float | None = None
+    device: str = ""
+
+    @property
+    def bound(self) -> str:
+        return f"at least {self.least:.2f}" if self.least is not None else f"at most {self.most:.2f}"
+
+    def read_figure(self, phase: str, columns: Mapping[str, Any], device: str) -> float | None:
+        """Read the figure that this target bounds; None if it bounds none of these columns."""
+        if phase != self.phase or self.device not in device or self.key not in columns:
+            return None
+        if any(columns.get(key) != value for key, value in self.row.items()):
+            return None
+        return columns[self.key] / columns.get("FLOPs, ratio", 1.0)
+
+    def is_met(self, figure: float) -> bool:
+        return figure >= self.least if self.least is not None else figure <= (self.most or 0.0)
+
+
+_ALL_PAIRS, _SHARE = "MFU, all pairs", "of the copy bandwidth"
+_ONE_ROW = {"batch": 1, "step": "compiled"}
+# The first that fits a row counts.
+TARGETS = (
+    SpeedTarget("training", {"model": "124M"}, _ALL_PAIRS, least=0.50, device="H200"),
+    SpeedTarget("training", {"model": "350M"}, _ALL_PAIRS, least=0.53, device="H200"),
+    SpeedTarget("training", {"model": "124M"}, _ALL_PAIRS, least=0.46, device="H100"),
+    SpeedTarget("training", {"model": "350M"}, _ALL_PAIRS, least=0.49, device="H100"),
+    SpeedTarget("decoding", {"model": "1.5B", **_ONE_ROW}, _SHARE, least=0.50),
+    SpeedTarget("decoding", {"model": "124M", **_ONE_ROW}, _SHARE, least=0.30),
+    SpeedTarget("mechanisms", {"mechanism": RECOMMENDED}, "ratio", most=1.05),
+    SpeedTarget("mechanisms", {}, "ratio", most=1.03),
+)
+
+
+def judge_row(phase: str, columns: Mapping[str, Any], device: str) -> tuple[SpeedTarget, float] | None:
+    """Find the target that bounds a row, and the figure; None without one."""
+    figures = ((target, target.read_figure(phase, columns, device)) for target in TARGETS)
+    return next(((target, figure) for target, figure in figures if figure is not None), None)
+
+
+def bench_gpu(
+    out: Path,
+    *,
+    device: str = "cuda",
+    deadline: float = 540.0,
+    only: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[Line]:
+    """Measure what `out`/gpu.jsonl lacks of the phases, or of `only` some, until `deadline` seconds have passed.
+
+    tell: called with progress lines. Returns the rows of all calls (`list_rows`). Raises `HeadwaterError` for an
+    unknown phase, and for rows of another device.
+    """
+    end = time.monotonic() + deadline
+    for name in only:
+        if name not in PHASES:
+            raise HeadwaterError(f"There is no phase named {name!r}; {nearest(name, PHASES)}")
+    report = out / REPORT
+    check_replaceable(report)
+    device_name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else describe_cpu()
+    for line in read_lines(report):
+        if line.get("device", device_name) != device_name:
+            raise HeadwaterError(f"{str(report)!r} has rows of another device, {line['device']}; choose another --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    append_line(report, {"headwater": __version__, "device": device_name, "date": today(), "commit": find_commit()})
+    for name in PHASES:
+        if only and name not in only:
+            continue
+        if is_finished(read_lines(report), name):
+            tell(f"{name}: measured before")
+        elif end - time.monotonic() < RESERVE + LEAST:
+            tell(f"{name}: no time left; run the command again to continue")
+        else:
+            _run_phase(name, report, device, end - RESERVE, tell)
+    return list_rows(read_lines(report))
+
+
+def append_line(report: Path, line: Line) -> None:
+    """Append a line to a report, on the disk when this returns. An incomplete last line is ended first."""
+    with open(report, "ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        broken = size > 0 and file.read(1) != b"\n"
+        file.write(b"\n" * broken + json.dumps(line).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(report: Path) -> list[Line]:
+    """Read the complete lines of a report; none if there is no file."""
+    lines = []
+    for line in report.read_bytes().splitlines() if report.exists() else ():
+        with suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
+
+
+def is_open(row: Line) -> bool:
+    """Whether a row has no result, so that the next call measures it."""
+    return str(row["result"].get("outcome", "")).startswith((LATE, CUT, FAILED))
+
+
+def list_rows(lines: Sequence[Line]) -> list[Line]:
+    """List the last line of each row: {"phase": …, "row": what is measured, "result": the figures}."""
+    rows = {json.dumps([line["phase"], line["row"]]): line for line in lines if "row" in line}
+    return list(rows.values())
+
+
+def is_finished(lines: Sequence[Line], phase: str) -> bool:
+    """Whether a phase has run to its end, and every row of it has a result."""
+    ends = [line["status"] for line in lines if "status" in line and line["phase"] == phase]
+    rows = (row for row in list_rows(lines) if row["phase"] == phase)
+    return ends[-1:] == ["done"] and not any(map(is_open, rows))
+
+
+def _run_phase(name: str, report: Path, device: str, end: float, tell: Callable[[str], None]) -> None:
+    """Run a phase in a separate process until `end`, by `time.monotonic`."""
+    started = time.monotonic()
+    tell(f"{name}: at most {end - started:.0f} s")
+    # The deadline is an absolute time, so that the process's imports count too.
+    command = [sys.executable, *RUN, name, str(report), device, str(time.time() + end - started)]
+    shown = len(read_lines(report))
+    with TemporaryFile() as log:
+        # In its own session, so that the phase's child processes, such as compilers, are stopped with it.
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            while process.poll() is None and time.monotonic() < end:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(min(1.0, max(0.0, end - time.monotonic())))
+                shown = _tell_rows(report, shown, tell)
+        finally:
+            code = process.poll()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        _tell_rows(report, shown, tell)
+        log.seek(0)
+        output = log.read().decode(errors="replace").strip()
+    status: Line = {"phase": name, "status": "cut" if code is None else "done" if code == 0 else FAILED}
+    if status["status"] == FAILED:
+        status |= {"error": (output.splitlines() or ["no output"])[-1], "log": output[-4000:]}
+    append_line(report, status | {"seconds": round(time.monotonic() - started, 1)})
+    tell(f"{name}: {status['status']}, {time.monotonic() - started:.0f} s")
+
+
+def _tell_rows(report: Path, shown: int, tell: Callable[[str], None]) -> int:
+    """Report the rows below line `shown`, and return the number of lines."""
+    lines = read_lines(report)
+    for line in lines[shown:]:
+        if "row" in line and line["result"].get("outcome") != CUT:
+            cells = (line["row"] | line["result"]).items()
+            tell(
+                "  "
+                + ", ".join(
+                    f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in cells
+                )
+            )
+    return len(lines)
+
+
+def find_problems(lines: Sequence[Line]) -> list[str]:
+    """List problems: phases that failed, results that differ, measurements that raised errors."""
+    ends = {line["phase"]: line for line in lines if "status" in line}
+    problems = [f"{name}: {line['error']}" for name, line in ends.items() if "error" in line]
+    for row in list_rows(lines):
+        outcome = row["result"].get("outcome", "")
+        if outcome == WRONG or outcome.startswith(FAILED):
+            problems.append(f"{row['phase']}, {', '.join(map(str, row['row'].values()))}: {outcome}")
+    return problems
