@@ -398,7 +398,7 @@ class TestImages:
         # A law passes through as many points as it has constants, which is no merit.
         (table,) = scaling_part(comparisons[:3], "scaling").tables
         assert (table.columns[-1], len(table.rows[0])) == ("a", 4)
-        assert "no degrees of freedom left: it is no evidence for the law's form" in table.caption
+        assert "no degrees of freedom left, so it is no evidence for the law's form" in table.caption
         assert "Error" not in table.caption
         assert (axes.get_xlabel(), axes.get_ylabel()) == ("training images", "nats per image")
 

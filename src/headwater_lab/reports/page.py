@@ -266,9 +266,9 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
         rows = [[*row, error] for row, error in zip(rows, errors, strict=True)]
     else:
         quality = (
-            "With three sizes for three constants, the fit has no degrees of freedom left, so it is no evidence for "
+            "With three sizes for three constants, the fit has no degrees of freedom left, so it is no evidence for the "
+            "law's form."
         )
-        quality += "the law's form."
     caption = (
         f"Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556). {quality} Intervals of the sizes below: "
         "95 %, by the jackknife over the seeds."
