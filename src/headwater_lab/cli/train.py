@@ -27,6 +27,7 @@ def train_recipe(
     arm: str | None = None,
     size: str | None = None,
     stage: str | None = None,
+    trunk: FolderPath | None = None,
 ) -> None:
     """Train the model of a recipe, stage by stage if it has stages, or one arm of its comparison.
 
@@ -37,13 +38,24 @@ def train_recipe(
     arm: Train this arm of the recipe's comparison.
     size: Use this size of the recipe's comparison.
     stage: Train only this stage of the recipe.
+    trunk: Begin where the decay of this shorter run with training.schedule=wsd begins.
     """
     from headwater_lab.api.training import train
     from headwater_lab.training.processes import is_first
 
     need("--arm", "--size")
     with ProgressReport() as report:
-        run = train(recipe, out, overrides=overrides, resume=resume, arm=arm, size=size, stage=stage, watch=report)
+        run = train(
+            recipe,
+            out,
+            overrides=overrides,
+            resume=resume,
+            arm=arm,
+            size=size,
+            stage=stage,
+            trunk=trunk,
+            watch=report,
+        )
     if is_first():
         _print_record(run.record)
         tell_model(run.folder, run.model_folder)

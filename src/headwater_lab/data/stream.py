@@ -97,6 +97,8 @@ def read_corpus(source: str, text_column: str = DEFAULT) -> Corpus:
     }
     if source == STDLIB or source in GENERATED:
         facts["python"] = platform.python_version()
+    if stream.shards is not None:
+        facts["dataset"] = source.partition(":")[0]  # its name on the hub
     return Corpus(documents, facts)
 
 

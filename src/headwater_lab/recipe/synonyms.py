@@ -44,6 +44,8 @@ _NAMES = {
         "min_learning_rate_ratio": "min_lr min_lr_factor",
         "warmup_steps": "warmup warmup_iters lr_warmup_steps lr_warmup_iters num_warmup_steps warmup_ratio",
         "schedule": "scheduler lr_scheduler lr_scheduler_type decay_lr decay_type lr_decay_iters",
+        "decay_fraction": "decay_ratio cooldown_fraction cooldown_frac warmdown_ratio",
+        "decay_form": "cooldown_type",
         "optimizer": "optim",
         "optimizer_options": "optim_args",
         "betas": "beta1 beta2 adam_beta1 adam_beta2",

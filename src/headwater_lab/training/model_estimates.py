@@ -140,13 +140,11 @@ def plan_models(
     overrides: "field=value" for all of them, "training.field=value" for how they are trained. vocab_size: same as the
     override vocab_size. Raises `HeadwaterError`, also for overrides that affect no price.
     """
-    overrides = [*overrides, *([] if vocab_size is None else [f"vocab_size={vocab_size}"])]
-    of_training = [text for text in overrides if text.startswith("training.")]
-    of_model = [text for text in overrides if text not in of_training]
+    of_model, of_training = _split_overrides(overrides, vocab_size)
     changes = _read_changes(of_model)
     planned: dict[str, PlannedModel] = {}
     for model in models:
-        if _is_recipe(model):
+        if is_recipe(model):
             entries = _read_recipe_models(model, of_model, of_training, changes.get("vocab_size"))
             _refuse_unread(of_training, _DECISIVE_IN_RECIPES)
         else:
@@ -158,6 +156,19 @@ def plan_models(
     if not planned:
         raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint.")
     return planned
+
+
+def _split_overrides(overrides: Sequence[str], vocab_size: int | None) -> tuple[list[str], list[str]]:
+    """Split overrides into those of models, with the size of the vocabulary, and those of training."""
+    overrides = [*overrides, *([] if vocab_size is None else [f"vocab_size={vocab_size}"])]
+    of_training = [text for text in overrides if text.startswith("training.")]
+    return [text for text in overrides if text not in of_training], of_training
+
+
+def read_planned(source: Any, overrides: Sequence[str] = (), vocab_size: int | None = None) -> Recipe:
+    """Read a recipe with the overrides of `plan_models`. Raises `HeadwaterError`."""
+    of_model, of_training = _split_overrides(overrides, vocab_size)
+    return read_recipe(source, [*(f"model.{override}" for override in of_model), *of_training])
 
 
 def _refuse_unread(overrides: Sequence[str], fields: set[str]) -> None:
@@ -214,7 +225,7 @@ def _choose_context(configs: Sequence[HeadwaterConfig]) -> int | None:
     return None if unit_of(configs[0]) == "images" else min([configs[0].max_position_embeddings, *lengths])
 
 
-def _is_recipe(model: Any) -> bool:
+def is_recipe(model: Any) -> bool:
     """Whether it is a recipe, or names one."""
     if isinstance(model, HeadwaterConfig):
         return False
@@ -304,10 +315,12 @@ def _read_recipe_models(
     if recipe.compare is None:
         arms = {recipe.name: recipe}
     else:
-        arms = {name: recipe.arm(name, recipe.compare.seeds[0], None) for name in recipe.compare.arms}
+        # A ladder's model has no shape but those of its sizes.
+        size = next(iter(recipe.compare.sizes)) if recipe.compare.ladder is not None else None
+        arms = {name: recipe.arm(name, recipe.compare.seeds[0], size) for name in recipe.compare.arms}
     planned: dict[str, PlannedModel] = {}
     for name, arm in arms.items():
-        config = _read_start(name, arm.start) if arm.start is not None else _build_config(title, arm, vocab_size)
+        config = find_config(title, arm, vocab_size, name)
         runs = [run for run, _ in arm.chain(lambda name, _: Path(name))]
         for stage, stage_config, run in zip(arm.stage_names, arm.configs(config), runs, strict=True):
             label = name if stage == "start" else f"{name}, {stage}"
@@ -317,6 +330,16 @@ def _read_recipe_models(
                 )
             planned[label] = PlannedModel(stage_config, run.training, run)
     return planned
+
+
+def find_config(title: str, recipe: Recipe, vocab_size: int | None = None, name: str | None = None) -> HeadwaterConfig:
+    """Find the config of a recipe's model without its data. title, name: of the recipe and its arm, for errors.
+
+    Raises `HeadwaterError`.
+    """
+    if recipe.start is not None:
+        return _read_start(name or recipe.name, recipe.start)
+    return _build_config(title, recipe, vocab_size)
 
 
 def _build_config(title: str, recipe: Recipe, vocab_size: int | None) -> HeadwaterConfig:
