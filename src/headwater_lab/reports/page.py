@@ -266,8 +266,8 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
         rows = [[*row, error] for row, error in zip(rows, errors, strict=True)]
     else:
         quality = (
-            "With three sizes for three constants, the fit has no degrees of freedom left, so it is no evidence for the "
-            "law's form."
+            "With three sizes for three constants, the fit has no degrees of freedom left, so it is no evidence for "
+            "the law's form."
         )
     caption = (
         f"Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556). {quality} Intervals of the sizes below: "
