@@ -255,7 +255,8 @@ def describe_training(recipe: Recipe, data: Data, progress: Progress, flops: flo
 
 
 def _describe_data(recipe: Recipe, data: Data) -> dict[str, Any]:
-    return {"settings": recipe.data.model_dump(mode="json"), "sha256": data.description.get("sha256")}
+    settings = recipe.data.model_dump(mode="json", exclude={"held_out_rows"})  # of evaluations during this run alone
+    return {"settings": settings, "sha256": data.description.get("sha256")}
 
 
 def _list_notices(recipe: Recipe, config: HeadwaterConfig, rows: int, changes: list[Event]) -> list[str]:
