@@ -11,7 +11,7 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.arguments import check_writable, say, stdout
 from headwater_lab.cli.options import TRAIN, NaturalInt, PositiveInt, Values, add_group, command, exclude, need
 from headwater_lab.cli.progress import ProgressReport
-from headwater_lab.util.terminal import Table
+from headwater_lab.util.terminal import Table, lined
 
 if TYPE_CHECKING:
     from headwater_lab.data.shards import Skipped
@@ -172,9 +172,8 @@ def _show_progress(report: ProgressReport, begun: float, documents: int, size: i
 def _make_table(folders: list[Path]) -> Table:
     from headwater_lab.data.shards import read_manifest
 
-    table = Table()
-    for name in ("folder", "split", "documents", "MB of text", "tokens", "bytes/token", "shards"):
-        table.add_column(name, justify="left" if name in ("folder", "split") else "right", overflow="fold")
+    columns = ("folder", "split", "documents", "MB of text", "tokens", "bytes/token", "shards")
+    table = lined(*columns, left=columns[:2])
     for folder in folders:
         manifest = read_manifest(folder)
         for name, facts in (("train", manifest.train), ("held out", manifest.held_out)):

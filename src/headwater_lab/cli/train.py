@@ -115,10 +115,9 @@ def list_runs(folder: Path = Path("runs")) -> None:
     listed = list_runs(folder, tell)
     if not listed:
         raise HeadwaterError(f"There are no runs in {str(folder)!r}.")
-    table = lined()
     unit = " or ".join(sorted({run.record.unit for run in listed}, reverse=True))
-    for title in ("run", "status", "step", unit, f"{unit}/s", "last", "best", "at step", "updated"):
-        table.add_column(title, justify="left" if title in ("run", "status") else "right", no_wrap=title != "run")
+    columns = ("run", "status", "step", unit, f"{unit}/s", "last", "best", "at step", "updated")
+    table = lined(*columns, left=columns[:2])
     for run in listed:
         record, best = run.record, run.record.best
         metric = record.metric.replace("_", " ")
