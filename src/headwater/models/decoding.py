@@ -156,8 +156,9 @@ class DecodingState:
         self.run: Callable[[], None] = self.step
         if decoder.compiled:
             silence_tf32_advice()
-            settings = dict(backend=decoder.backend, options=decoder.options)
-            self.run = torch.compile(self.step, fullgraph=True, dynamic=False, **settings)
+            self.run = torch.compile(
+                self.step, fullgraph=True, dynamic=False, backend=decoder.backend, options=decoder.options
+            )
         self.steps = 0
         on_gpu = {parameter.device.type for parameter in model.parameters()} == {"cuda"}
         self.graph = torch.cuda.CUDAGraph() if on_gpu else None
