@@ -1,4 +1,4 @@
-"""Compiling a model block by block: layers of one kind share a graph, however deep the model is."""
+"""Compiling a model block by block, where layers of one kind share a graph however deep the model is, or as a whole."""
 
 import warnings
 
@@ -36,15 +36,20 @@ def compile_blocks(blocks: nn.ModuleList, backend: str = "inductor") -> None:
 
 
 def is_compiled(model: HeadwaterForCausalLM) -> bool:
-    return any(block._compiled_call_impl is not None for block in model.model.layers)
+    return any(module._compiled_call_impl is not None for module in (model, *model.model.layers))
 
 
-def compile_model(model: HeadwaterForCausalLM, backend: str = "inductor") -> None:
+def compile_model(model: HeadwaterForCausalLM, backend: str = "inductor", whole: bool = False) -> None:
     """Compile a model for training: its blocks, and the output head with the loss, so that no logits leave a graph.
 
+    whole: as one graph instead, which fuses across blocks and takes longer to compile. It allows no sharding.
     Sharding and recomputation may be applied before or after. Forgets what was compiled before in this process.
     """
     torch._dynamo.reset()
+    if whole:
+        expect_layers(1)
+        model.compile(fullgraph=True, dynamic=False, backend=backend)
+        return
     compile_blocks(model.model.layers, backend)
     # One graph per chunk of tokens: in a graph of all chunks the compiler would keep the logits of several of them.
     for name in ("whole_losses", "sum_losses"):

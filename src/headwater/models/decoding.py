@@ -6,7 +6,7 @@ the device. The host reads the tokens of a step while the next one runs.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,16 +65,23 @@ class Decoder:
     rows, no more tokens and the same options replay it too. Elsewhere it runs directly.
 
     model: in eval mode. compiled: compile the step with `torch.compile`, as one graph, which takes a minute or so.
-    backend: the compiler's. Raises `HeadwaterError` for RoPE whose frequencies depend on the length.
+    backend: the compiler's. options: of the backend inductor, as in `torch.compile`.
+    Raises `HeadwaterError` for RoPE whose frequencies depend on the length.
     """
 
-    def __init__(self, model: HeadwaterForCausalLM, compiled: bool = False, backend: str = "inductor") -> None:
+    def __init__(
+        self,
+        model: HeadwaterForCausalLM,
+        compiled: bool = False,
+        backend: str = "inductor",
+        options: dict[str, Any] | None = None,
+    ) -> None:
         if model.model.ropes_by_length:
             raise HeadwaterError(
                 "This model's RoPE changes its frequencies with the length, so a step with a static cache cannot be "
                 "replayed; use a growing cache (generate)."
             )
-        self.model, self.compiled, self.backend = model, compiled, backend
+        self.model, self.compiled, self.backend, self.options = model, compiled, backend, options
         self.state: DecodingState | None = None
 
     @torch.no_grad()
@@ -149,7 +156,9 @@ class DecodingState:
         self.run: Callable[[], None] = self.step
         if decoder.compiled:
             silence_tf32_advice()
-            self.run = torch.compile(self.step, fullgraph=True, dynamic=False, backend=decoder.backend)
+            self.run = torch.compile(
+                self.step, fullgraph=True, dynamic=False, backend=decoder.backend, options=decoder.options
+            )
         self.steps = 0
         on_gpu = {parameter.device.type for parameter in model.parameters()} == {"cuda"}
         self.graph = torch.cuda.CUDAGraph() if on_gpu else None

@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
     context: int = 1024
     mechanisms: tuple[int, int, int] = (12, 768, 32)
     decoding: dict[str, tuple[int, int]] = {"1.5B": (28, 2048), "124M": (12, 768)}  # (layers, width)
-    batches: tuple[int, ...] = (1, 64)
+    many: int = 64
     prompt: int = 512
     tokens: int = 64
     vocab_size: int = 50304
@@ -80,7 +80,7 @@ ON_CPU = Sizes(
     context=32,
     mechanisms=(4, 64, 2),
     decoding={"tiny": (2, 64)},
-    batches=(2,),
+    many=2,
     prompt=8,
     tokens=6,
     vocab_size=256,
@@ -336,11 +336,11 @@ def _count_graphs() -> Measurement:
     return row
 
 
-def _make_steps(phase: Phase, model: PreTrainedModel, ids: Tensor) -> Callable[[], None]:
-    """Make training steps in bf16, compiled by block; head and loss as one, so that no logits leave the graph."""
+def _make_steps(phase: Phase, model: PreTrainedModel, ids: Tensor, whole: bool = False) -> Callable[[], None]:
+    """Make training steps in bf16, compiled by block, with head and loss as one graph, or as a whole."""
     backend = phase.sizes.backend
     if isinstance(model, HeadwaterForCausalLM):  # compile as `headwater train` does
-        compile_model(model, backend)
+        compile_model(model, backend, whole)
         return training_step(
             model, lambda: model(ids, labels=ids, skip_logits=True, use_cache=False).loss, Precision.BF16_MIXED
         )
@@ -384,16 +384,17 @@ def training(phase: Phase) -> None:
     """Time training steps at commonly published sizes, compiled by block, and Llama's for comparison."""
     sizes, context = phase.sizes, phase.sizes.context
 
-    def measure(shape: tuple[int, int, int], llama: bool = False) -> Measurement:
+    def measure(shape: tuple[int, int, int], llama: bool = False, whole: bool = False) -> Measurement:
         layers, width, rows = shape
         config = ModelShape(layers, width, sizes.vocab_size).config(context)
         ids = phase.draw(rows, context)
         with torch.device(phase.device):
             model = LlamaForCausalLM(LlamaConfig(**config)) if llama else make_model(phase, layers, width, context)
-        return _timed_steps(phase, _make_steps(phase, model, ids), HeadwaterConfig(**config), ids.numel())
+        return _timed_steps(phase, _make_steps(phase, model, ids, whole), HeadwaterConfig(**config), ids.numel())
 
     for name, shape in sizes.training.items():
         phase.attempt(partial(measure, shape), model=name, compiled="blocks")
+        phase.attempt(partial(measure, shape, whole=True), model=name, compiled="whole")
     name, shape = next(iter(sizes.training.items()))
     phase.attempt(partial(measure, shape, llama=True), model=f"{name}, transformers' Llama", compiled="blocks")
 
@@ -448,10 +449,10 @@ def decoding(phase: Phase) -> None:
     sizes = phase.sizes
     peak = copy_bandwidth(phase.device)
 
-    def measure(layers: int, width: int, rows: int, compiled: bool) -> Measurement:
+    def measure(layers: int, width: int, rows: int, compiled: bool, options: dict[str, bool]) -> Measurement:
         model = make_model(phase, layers, width, sizes.prompt + sizes.tokens).to(torch.bfloat16).eval()
         config = model.config
-        decoder, ids = Decoder(model, compiled, sizes.backend), phase.draw(rows, sizes.prompt)
+        decoder, ids = Decoder(model, compiled, sizes.backend, options or None), phase.draw(rows, sizes.prompt)
         times: list[float] = []  # when the host received each step's tokens
 
         def note(new: Tensor) -> None:
@@ -469,16 +470,19 @@ def decoding(phase: Phase) -> None:
             "of the copy bandwidth": step / second / peak,
         }
 
-    # Run one compiled row first. Compilation takes a minute, so the steps without it come next.
-    shapes = list(product(sizes.batches, sizes.decoding))
-    first_compiled, *later_compiled = [(shape, True) for shape in shapes]
-    for (rows, name), compiled in (first_compiled, *((shape, False) for shape in shapes), *later_compiled):
-        phase.attempt(
-            partial(measure, *sizes.decoding[name], rows, compiled),
-            model=name,
-            batch=rows,
-            step="compiled" if compiled else "as it is",
-        )
+    def attempt(rows: int, name: str, step: str, compiled: bool, **options: bool) -> None:
+        options = {key.replace("__", "."): value for key, value in options.items()} if phase.on_gpu else {}
+        run = partial(measure, *sizes.decoding[name], rows, compiled, options)
+        phase.attempt(run, model=name, batch=rows, step=step)
+
+    # Compilation takes a minute, so of the steps with many rows those without it come first.
+    for name in sizes.decoding:
+        attempt(1, name, "compiled", True)
+        attempt(1, name, "compiled, tuned", True, coordinate_descent_tuning=True)
+        attempt(1, name, "compiled, tuned, PDL", True, coordinate_descent_tuning=True, triton__enable_pdl=True)
+    for compiled, (rows, name) in product((False, True), product((1, sizes.many), sizes.decoding)):
+        if rows > 1 or not compiled:
+            attempt(rows, name, "compiled" if compiled else "as it is", compiled)
 
 
 MEASUREMENTS = {phase.__name__: phase for phase in (environment, correctness, training, mechanisms, decoding)}

@@ -513,7 +513,7 @@ def build_model(
             older: Any = model.gradient_checkpointing_enable  # transformers 5.17 has no other name
             getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
         if is_compiling(training, fabric.device):
-            compile_model(model)
+            compile_model(model, whole=training.compile == "whole")
     wrapped = fabric.setup_module(model.to(training.precision.weights))
     wrapped.train()
     return model, wrapped
@@ -525,7 +525,7 @@ def is_compiling(training: Training, device: torch.device) -> bool:
         return device.type == "cuda" and has_triton() and find_missing_compiler(device) is None
     if training.compile and (missing := find_missing_compiler(device)) is not None:
         raise HeadwaterError(f"training.compile needs {missing}, or leave training.compile=false.")
-    return training.compile
+    return bool(training.compile)
 
 
 def find_missing_compiler(device: torch.device) -> str | None:
