@@ -88,7 +88,7 @@ def test_the_preset_is_measured_first(tmp_path, monkeypatch):
     tried.clear()
     gpu.decoding(phase)
     assert tried[0] == {"model": "1.5B", "batch": 1, "step": "compiled"}
-    assert len({tuple(names.values()) for names in tried}) == len(tried) == 12
+    assert len({tuple(names.values()) for names in tried}) == len(tried) == 18
     tried.clear()
     gpu.correctness(phase)
     brief = [names.pop("brief", False) for names in tried]
