@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 from headwater.config.presets import PRESETS
 from headwater.kernels import disable_kernels
 from headwater.models.compiling import compile_model
+from headwater.nn.linear import join_linears
 from headwater.nn.norm import LayerNorm, RMSNorm
 from headwater.testing.small_models import assert_near, build, tokens
 from headwater.util.precision import Precision
@@ -114,18 +115,34 @@ def test_gradient_checkpointing_changes_nothing(mechanisms):
         assert torch.equal(actual, grad)
 
 
+@pytest.mark.parametrize("settings", [{}, {"whole": True, "join": True}], ids=["blocks", "whole, joined"])
 @MODELS
-def test_it_compiles_into_as_many_graphs_as_bf16_mixed(mechanisms):
+def test_it_compiles_into_as_many_graphs_as_bf16_mixed(mechanisms, settings):
     ids, graphs = tokens(2, T), []
     for precision in (MIXED, STREAM):
-        model = precision.cast_activations(build(mechanisms).float()).train()
+        model, products = precision.cast_activations(build(mechanisms).float()).train(), []
+
+        def count(graph, inputs, products=products):
+            products += [node for node in graph.graph.nodes if node.target is nn.functional.linear]
+            return graph.forward
+
         with precision.autocast("cpu"):
-            expected = gradients(model, ids, skip_logits=True)
+            expected = gradients(model, ids, skip_logits=True, use_cache=False)
             counters.clear()
-            compile_model(model, "aot_eager")
-            actual = gradients(model, ids, skip_logits=True)
-        graphs.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+            compile_model(model, count, **settings)
+            actual = gradients(model, ids, skip_logits=True, use_cache=False)
+        breaks = sum(counters["graph_break"].values())
+        graphs.append((counters["stats"]["unique_graphs"], breaks, len(products)))
         a, e = (torch.cat([grad.flatten() for grad in grads]) for grads in (actual, expected))
         assert_near(a, e, 0.3)
     assert graphs[0] == graphs[1]
     assert graphs[1][1] == 0
+
+
+def test_generation_joins_products_too():
+    model, ids = stream({}).eval(), tokens(2, T)
+    with torch.no_grad():
+        expected = model(ids).logits
+        with join_linears(model):
+            assert model.model.layers[0].mlp.joined is not None
+            torch.testing.assert_close(model(ids).logits, expected, rtol=0.02, atol=0.05)

@@ -56,7 +56,7 @@ class Precision(StrEnum):
         return model
 
 
-class _CastingLinear(nn.Linear):
+class CastingLinear(nn.Linear):
     """A linear layer that casts its input and its weights to bf16 each time."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def _cast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 
 _CASTING: dict[type, type] = {
-    nn.Linear: _CastingLinear,
+    nn.Linear: CastingLinear,
     nn.Conv1d: _CastingConv1d,
     nn.Embedding: _CastingEmbedding,
 }

@@ -120,9 +120,9 @@ class Training(Settings):
     """The attention kernel, as named by transformers; or matmul, which is faster in bfloat16 on some CPUs; or varlen,
     which computes packed rows document by document, and other rows as sdpa (`headwater bench train` measures both).
     Default: varlen where it can run and packed rows are faster with it, else sdpa if the model allows it."""
-    compile: bool | None = None
-    """Compile each block, and the output head with the loss, with torch.compile. On a GPU it needs a C compiler, on a
-    CPU one for C++. Default: on a GPU that has one."""
+    compile: bool | Literal["whole"] | None = None
+    """Compile each block, and the output head with the loss, with torch.compile; whole: the model as one graph, for a
+    single device. On a GPU it needs a C compiler, on a CPU one for C++. Default: true on a GPU that has one."""
     gradient_checkpointing: bool = False
     """Recompute each block's activations in the backward pass, to save memory."""
     loss_chunk_tokens: Annotated[Count | None, OF_TEXT] = None
@@ -157,6 +157,9 @@ class Training(Settings):
             raise ValueError(
                 "training.distillation compares whole rows of logits; leave out training.loss_chunk_tokens"
             )
+        if self.compile == "whole" and (self.strategy == "fsdp" or self.loss_chunk_tokens is not None):
+            field = "strategy=fsdp" if self.strategy == "fsdp" else "loss_chunk_tokens"
+            raise ValueError(f"training.compile=whole does not fit training.{field}; use training.compile=true")
         if self.ema_decay is not None and self.precision is Precision.BF16:
             raise ValueError(
                 "training.ema_decay adds changes too small for bf16 weights; use training.precision=bf16-mixed"

@@ -30,6 +30,7 @@ from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.seeding import number
 from headwater_lab.data.base import LABELS, Batch, Data, Share, labels_of, main_input, units
 from headwater_lab.data.images.image_data import UnreadableImage
+from headwater_lab.data.rows import Rows
 from headwater_lab.optimization.tensors import local_shard
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.training_section import Training
@@ -515,6 +516,8 @@ def read_batches(
     size = recipe.training.batch_size  # rows over all processes
     with ThreadPoolExecutor(HASHING, "hash") as pool:
         for batch in data.batches(recipe.seed, size, row, share):
+            if recipe.training.compile == "whole" and isinstance(rows := getattr(data, "train", None), Rows):
+                batch = rows.fill_borders(batch)
             if by_document:
                 batch = with_documents(batch)
             chunks = main_input(batch).chunk(HASHING)

@@ -19,7 +19,7 @@ from typing import Any
 from headwater.conversion import config_of
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import replace_text
-from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.recipe.start_section import changed_config
 from headwater_lab.training.checkpoints import STAGES, list_checkpoints, newest_checkpoint
 from headwater_lab.training.journal import OnEvent
@@ -236,6 +236,16 @@ def build_conversion(
             "tensorboard": False,
         },
     }
+
+
+def build_control(recipe: Recipe) -> Recipe:
+    """Make the control of a conversion: the original, trained on the same rows by the same schedule, without a
+    teacher."""
+    values = recipe.model_dump(mode="json")
+    for change in (values["start"], *values["stages"]):
+        change |= {"convert": None, "finish_conversion": False}
+    values["training"]["distillation"] = None
+    return parse(values | {"name": f"{recipe.name}-control"}, "the control")
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:

@@ -255,7 +255,8 @@ def describe_training(recipe: Recipe, data: Data, progress: Progress, flops: flo
 
 
 def _describe_data(recipe: Recipe, data: Data) -> dict[str, Any]:
-    return {"settings": recipe.data.model_dump(mode="json"), "sha256": data.description.get("sha256")}
+    settings = recipe.data.model_dump(mode="json", exclude={"held_out_rows"})  # of evaluations during this run alone
+    return {"settings": settings, "sha256": data.description.get("sha256")}
 
 
 def _list_notices(recipe: Recipe, config: HeadwaterConfig, rows: int, changes: list[Event]) -> list[str]:
@@ -512,7 +513,7 @@ def build_model(
             older: Any = model.gradient_checkpointing_enable  # transformers 5.17 has no other name
             getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
         if is_compiling(training, fabric.device):
-            compile_model(model)
+            compile_model(model, whole=training.compile == "whole")
     wrapped = fabric.setup_module(training.precision.cast_activations(model.to(training.precision.weights)))
     wrapped.train()
     return model, wrapped
@@ -524,7 +525,7 @@ def is_compiling(training: Training, device: torch.device) -> bool:
         return device.type == "cuda" and has_triton() and find_missing_compiler(device) is None
     if training.compile and (missing := find_missing_compiler(device)) is not None:
         raise HeadwaterError(f"training.compile needs {missing}, or leave training.compile=false.")
-    return training.compile
+    return bool(training.compile)
 
 
 def find_missing_compiler(device: torch.device) -> str | None:
