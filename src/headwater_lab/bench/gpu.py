@@ -401,7 +401,7 @@ def training(phase: Phase) -> None:
         steps = _make_steps(phase, model, ids, precision, **settings)
         return _timed_steps(phase, steps, HeadwaterConfig(**config), ids.numel())
 
-    remedies: dict[str, dict[str, bool]] = {
+    remedies: dict[str, dict[str, Any]] = {
         "blocks": {},
         "whole": dict(whole=True),
         "blocks, joined products": dict(join=True),
