@@ -1,0 +1,266 @@
+"""CORE, the suite of 22 tasks of DCLM (arXiv 2406.11794), on local files in llm-foundry's format.
+
+lm-evaluation-harness tokenizes, batches and scores. Its tasks cannot express CORE: they normalize a choice's likelihood
+by characters or bytes, CORE by tokens. So prompts, ranking and baselines are here.
+
+Few-shot examples are other items of the same file. Bits per byte are OLMES's: of the right answer, averaged over items.
+"""
+
+import hashlib
+import lzma
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from headwater.util.errors import HeadwaterError, nearest
+from headwater_lab.data.reading import describe_unreadable, json_rows, open_file
+from headwater_lab.evaluation.candidates import Candidate
+from headwater_lab.evaluation.paired_differences import Items, average_items
+from headwater_lab.evaluation.tasks import Score, explain_failure, silence_output, wrap_model
+
+SUITE = "core"
+
+
+@dataclass(frozen=True)
+class CoreTask:
+    """file: its name without suffix. delimiter: text between a question and the space before its answer.
+
+    baseline, old_baseline: accuracy in percent that counts as 0, in versions 2 and 1 of DCLM's table.
+    """
+
+    file: str
+    shots: int = 10
+    baseline: float = 0
+    old_baseline: float | None = None
+    delimiter: str = ""
+
+    def center_items(self, items: Items, version: int) -> Items:
+        """Rescale accuracy so that the baseline is 0 and 1 stays 1."""
+        old = version == 1 and self.old_baseline is not None
+        baseline = (self.old_baseline if old else self.baseline) / 100  # type: ignore[operator]
+        return Items("mean", (items.values - baseline * items.weights) / (1 - baseline), items.weights, items.strata)
+
+
+ANSWER = "\nAnswer:"
+TASKS = {
+    "hellaswag_zeroshot": CoreTask("hellaswag", 0, 25),
+    "jeopardy": CoreTask("jeopardy_all", delimiter=ANSWER),
+    "bigbench_qa_wikidata": CoreTask("bigbench_qa_wikidata"),
+    "arc_easy": CoreTask("arc_easy", baseline=25, delimiter=ANSWER),
+    "arc_challenge": CoreTask("arc_challenge", baseline=25, delimiter=ANSWER),
+    "copa": CoreTask("copa", 0, 50),
+    "commonsense_qa": CoreTask("commonsense_qa", 10, 40.3, 20),
+    "piqa": CoreTask("piqa", baseline=50, delimiter=ANSWER),
+    "openbook_qa": CoreTask("openbook_qa", 0, 25),
+    "lambada_openai": CoreTask("lambada_openai", 0),
+    "hellaswag": CoreTask("hellaswag", baseline=25),
+    "winograd": CoreTask("winograd_wsc", 0, 50),
+    "winogrande": CoreTask("winogrande", 0, 50),
+    "bigbench_dyck_languages": CoreTask("bigbench_dyck_languages"),
+    "agi_eval_lsat_ar": CoreTask("agi_eval_lsat_ar", 3, 25, 20),
+    "bigbench_cs_algorithms": CoreTask("bigbench_cs_algorithms"),
+    "bigbench_operators": CoreTask("bigbench_operators"),
+    "bigbench_repeat_copy_logic": CoreTask("bigbench_repeat_copy_logic"),
+    "squad": CoreTask("squad"),
+    "coqa": CoreTask("coqa", 0),
+    "boolq": CoreTask("boolq", baseline=62, delimiter=ANSWER),
+    "bigbench_language_identification": CoreTask("bigbench_language_identification", 10, 25, 9.1),
+}
+
+
+@dataclass(frozen=True)
+class CoreItem:
+    """pairs: (context, answer) of each choice, or one pair to be continued exactly. gold: index of the right one."""
+
+    pairs: list[tuple[str, str]]
+    gold: int
+    category: str
+
+
+def parse_item(row: dict[str, Any]) -> CoreItem:
+    """Parse an item: `query`, `choices`, `gold`; `context_options`, `continuation`, `gold`; `context`, `continuation`.
+
+    Raises `ValueError`, which says what is wrong.
+    """
+    contexts = row["context_options"] if "context_options" in row else [row.get("query", row.get("context"))]
+    answers = row["choices"] if "choices" in row else [row.get("continuation")]
+    if not (isinstance(contexts, list) and isinstance(answers, list)):
+        raise ValueError("'choices' or 'context_options' is not a list")
+    if not all(isinstance(text, str) and text.strip() for text in [*contexts, *answers]):
+        raise ValueError("its context or an answer is missing, empty or not a text")
+    pairs = [(context.strip(), answer.strip()) for context in contexts for answer in answers]
+    has_choices = "choices" in row or "context_options" in row
+    gold = row.get("gold") if has_choices else 0
+    if not (type(gold) is int and 0 <= gold < len(pairs)) or (has_choices and len(pairs) < 2):
+        raise ValueError(f"'gold' must be the index of one of two or more choices, not {gold!r} of {len(pairs)}")
+    return CoreItem(pairs, gold, str(row.get("category", "")))
+
+
+def write_prompts(
+    items: Sequence[CoreItem], index: int, shots: int, delimiter: str, seed: int
+) -> list[tuple[str, str]]:
+    """Write (prompt, continuation) for each choice of an item. Examples are drawn from the others by (seed, index)."""
+    draws = random.Random(f"{seed}:{index}").sample(range(len(items) - 1), shots)
+    head = ""
+    for example in (items[draw + (draw >= index)] for draw in draws):
+        context, answer = example.pairs[example.gold]
+        head += f"{context}{delimiter} {answer}\n"
+    return [(f"{head}{context}{delimiter}", f" {answer}") for context, answer in items[index].pairs]
+
+
+@dataclass(frozen=True)
+class LoadedTask:
+    """A task with the items of its file. label: its row in tables. chosen: indices of the items to score."""
+
+    label: str
+    task: CoreTask
+    shots: int
+    file: Path
+    items: list[CoreItem]
+    chosen: list[int]
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        digest = hashlib.sha256(self.file.read_bytes()).hexdigest()
+        return {"task": self.label, "file": self.file.name, "sha256": digest, "items": len(self.chosen)}
+
+    def score_items(self, lm: Any, seed: int, progress: bool) -> tuple[Items, Items, int]:
+        """Score the chosen items: accuracy, bits per byte, and the number of prompts that had to be cut."""
+        requests = [
+            (prompt, *lm._encode_pair(*prompt))
+            for index in self.chosen
+            for prompt in write_prompts(self.items, index, self.shots, self.task.delimiter, seed)
+        ]
+        cut = sum(len(context) + len(answer) > lm.max_length + 1 for _, context, answer in requests)
+        results = iter(zip(lm._loglikelihood_tokens(requests, disable_tqdm=not progress), requests, strict=True))
+        right, bits = [], []
+        for item in (self.items[index] for index in self.chosen):
+            choices = [next(results) for _ in item.pairs]
+            means = [likelihood / len(tokens) for (likelihood, _), (_, _, tokens) in choices]
+            (likelihood, is_greedy), _ = choices[item.gold]
+            right.append(is_greedy if len(choices) == 1 else means.index(max(means)) == item.gold)
+            bits.append(-likelihood / math.log(2) / len(item.pairs[item.gold][1].encode()))
+        return self._stratify(right), self._stratify(bits), cut
+
+    def _stratify(self, scores: Sequence[float]) -> Items:
+        """Average scores over the items' categories; most tasks have none."""
+        groups: dict[str, list[float]] = {}
+        for index, score in zip(self.chosen, scores, strict=True):
+            groups.setdefault(self.items[index].category, []).append(float(score))
+        return average_items([Items("mean", np.array(group), np.ones(len(group))) for group in groups.values()])
+
+
+class CoreSuite:
+    """Load tasks of CORE. names: `core` for all whose files are there, `core/NAME` or `core/NAME@SHOTS` for one.
+
+    files: a folder with the files anywhere in it, .jsonl, also packed. limit: items of each task, drawn at random.
+    Raises `HeadwaterError` for names, files and items that are missing or invalid.
+    """
+
+    def __init__(self, names: Sequence[str], files: Path | None, limit: int | None, seed: int) -> None:
+        if files is None or not files.is_dir():
+            raise HeadwaterError("CORE needs --task-files FOLDER, a folder with its tasks in llm-foundry's format.")
+        self.folder, self.limit, self.seed = files, limit, seed
+        self.names = [name for name in TASKS if self._find_file(name)] if SUITE in names else []
+        if SUITE in names and not self.names:
+            raise HeadwaterError(
+                f"There is no task of CORE in {str(files)!r}: no file is named {TASKS['piqa'].file}.jsonl."
+            )
+        self.loaded = {name: self._load_task(name, None) for name in self.names}
+        for name in names:
+            if name != SUITE:
+                task, _, shots = name.removeprefix(f"{SUITE}/").partition("@")
+                if task not in TASKS or (shots and not shots.isdecimal()):
+                    hint = f"; {nearest(task, TASKS)}" if task not in TASKS else ""
+                    raise HeadwaterError(
+                        f"--tasks takes {SUITE}, {SUITE}/NAME or {SUITE}/NAME@SHOTS, not {name!r}{hint}"
+                    )
+                self.loaded[name] = self._load_task(task, int(shots) if shots else None)
+
+    def _find_file(self, name: str) -> Path | None:
+        stem = TASKS[name].file
+        files = sorted(file for file in self.folder.rglob(f"{stem}.jsonl*") if file.is_file())
+        if len(files) > 1:
+            raise HeadwaterError(f"{name} has two files: {str(files[0])!r} and {str(files[1])!r}; remove one.")
+        return files[0] if files else None
+
+    def _load_task(self, name: str, shots: int | None) -> LoadedTask:
+        task, file = TASKS[name], self._find_file(name)
+        if file is None:
+            raise HeadwaterError(f"There is no file {task.file}.jsonl in {str(self.folder)!r}, which {name} needs.")
+        items = read_items(file)
+        shots = task.shots if shots is None else shots
+        if len(items) <= shots:
+            raise HeadwaterError(f"{str(file)!r} has {len(items)} items; {name} needs more than its {shots} examples.")
+        size = min(self.limit or len(items), len(items))
+        chosen = sorted(random.Random(self.seed).sample(range(len(items)), size))
+        return LoadedTask(f"{SUITE}/{name}", task, shots, file, items, chosen)
+
+    @property
+    def label(self) -> str:
+        """CORE if all tasks are there, otherwise how many of them."""
+        return "CORE" if len(self.names) == len(TASKS) else f"CORE-{len(self.names)} of {len(TASKS)}"
+
+    def score_model(
+        self,
+        candidate: Candidate,
+        model: PreTrainedModel,
+        facts: dict[str, Any],
+        *,
+        batch_size: int,
+        context: int | None,
+        progress: bool,
+    ) -> Iterator[Score]:
+        """Yield a model's scores by task, and their averages. Adds the prompts that had to be cut to its facts."""
+        lm = wrap_model(
+            candidate, model, batch_size, context, softmax_dtype=torch.promote_types(model.dtype, torch.float32)
+        )
+        means: dict[str, list[Items]] = {}
+        for name, loaded in self.loaded.items():
+            with explain_failure(loaded.label, candidate, lm), silence_output(progress):
+                right, bits, cut = loaded.score_items(lm, self.seed, progress)
+            if cut:
+                facts.setdefault("cut_prompts", {})[loaded.label] = cut
+            figures = {
+                "acc": right,
+                "centred, v2": loaded.task.center_items(right, 2),
+                "centred, v1": loaded.task.center_items(right, 1),
+                "bits per byte": bits,
+            }
+            for metric, items in figures.items():
+                if name in self.names:
+                    means.setdefault(metric, []).append(items)
+                if metric != "centred, v1" or loaded.task.old_baseline is not None:
+                    yield make_score(loaded.label, loaded.shots, metric, items, loaded.facts)
+        missing = [name for name in TASKS if name not in self.names]
+        for metric, members in means.items():
+            yield make_score(self.label, None, metric, average_items(members), {"task": self.label, "missing": missing})
+
+
+def make_score(label: str, shots: int | None, metric: str, items: Items, facts: dict[str, Any]) -> Score:
+    """Make the score of a figure that is a mean over items."""
+    return Score(label, shots, metric, metric != "bits per byte", items.figure, items.stderr, items, facts)
+
+
+def read_items(file: Path) -> list[CoreItem]:
+    """Read a task's items from a file of JSON lines. Raises `HeadwaterError` for one that is none."""
+    items = []
+    is_xz = file.suffix == ".xz"
+    try:
+        with lzma.open(file) if is_xz else open_file(file) as stream:
+            for number, row in json_rows(stream, file.with_suffix("") if is_xz else file):
+                try:
+                    items.append(parse_item(row))
+                except ValueError as error:
+                    raise HeadwaterError(f"Line {number} of {str(file)!r} is no item of CORE: {error}.") from error
+    except (lzma.LZMAError, EOFError) as error:
+        raise describe_unreadable(file, error) from error
+    return items
