@@ -52,7 +52,7 @@ class Items:
             sizes = np.bincount(self.strata)
             distances -= (np.bincount(self.strata, distances) / sizes)[self.strata]
             with np.errstate(divide="ignore", invalid="ignore"):
-                distances *= np.sqrt(sizes / (sizes - 1))[self.strata]
+                distances *= np.sqrt((1 - 1 / len(distances)) / (1 - 1 / sizes))[self.strata]
         return distances / self.weights.mean()
 
     @property
