@@ -92,11 +92,11 @@ def _print_models(result: EvaluationResult) -> None:
     for facts in result.tasks:
         if missing := facts.get("missing"):
             say(f"{facts['task']} is not CORE, and comparable only with itself. Missing: {', '.join(missing)}.")
+        for name, count in facts.get("cut_prompts", {}).items():
+            say(f"{facts['task']}: {count:,} prompts are longer than the context of {name}; they lost their beginning.")
     for name, facts in result.models.items():
         size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocab_size']:,}"
         say(f"{name}: {facts['family']}, {size}, documents begin with {facts['begins_with']}")
-        for label, count in facts.get("cut_prompts", {}).items():
-            say(f"{label}: {count:,} prompts are longer than the context of {name}; they lost their beginning.")
         for label, counts in facts.get("texts", {}).items():
             if counts["unknown_tokens"]:
                 say(

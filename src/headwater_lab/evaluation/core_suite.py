@@ -24,7 +24,7 @@ from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.data.reading import describe_unreadable, json_rows, open_file
 from headwater_lab.evaluation.candidates import Candidate
 from headwater_lab.evaluation.paired_differences import Items, average_items
-from headwater_lab.evaluation.tasks import Score, explain_failure, silence_output, wrap_model
+from headwater_lab.evaluation.tasks import Score, Tasks, explain_failure, silence_output, wrap_model
 
 SUITE = "core"
 
@@ -90,16 +90,16 @@ def parse_item(row: dict[str, Any]) -> CoreItem:
 
     Raises `ValueError`, which says what is wrong.
     """
-    contexts = row["context_options"] if "context_options" in row else [row.get("query", row.get("context"))]
-    answers = row["choices"] if "choices" in row else [row.get("continuation")]
-    if not (isinstance(contexts, list) and isinstance(answers, list)):
+    contexts = row.get("context_options", [row.get("query", row.get("context"))])
+    answers = row.get("choices", [row.get("continuation")])
+    if not all(isinstance(texts, list) for texts in (contexts, answers)):
         raise ValueError("'choices' or 'context_options' is not a list")
     if not all(isinstance(text, str) and text.strip() for text in [*contexts, *answers]):
         raise ValueError("its context or an answer is missing, empty or not a text")
     pairs = [(context.strip(), answer.strip()) for context in contexts for answer in answers]
-    has_choices = "choices" in row or "context_options" in row
-    gold = row.get("gold") if has_choices else 0
-    if not (type(gold) is int and 0 <= gold < len(pairs)) or (has_choices and len(pairs) < 2):
+    lists = row.keys() & {"choices", "context_options"}
+    gold = row.get("gold") if lists else 0
+    if type(gold) is not int or not 0 <= gold < len(pairs) or len(pairs) < 1 + len(lists):
         raise ValueError(f"'gold' must be the index of one of two or more choices, not {gold!r} of {len(pairs)}")
     return CoreItem(pairs, gold, str(row.get("category", "")))
 
@@ -118,72 +118,61 @@ def write_prompts(
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A task with the items of its file. label: its row in tables. chosen: indices of the items to score."""
+    """A task with the items of its file. label: its row in tables."""
 
     label: str
     task: CoreTask
     shots: int
     file: Path
     items: list[CoreItem]
-    chosen: list[int]
 
     @cached_property
     def facts(self) -> dict[str, Any]:
         digest = hashlib.sha256(self.file.read_bytes()).hexdigest()
-        return {"task": self.label, "file": self.file.name, "sha256": digest, "items": len(self.chosen)}
+        return {"task": self.label, "file": self.file.name, "sha256": digest}
 
-    def score_items(self, lm: Any, seed: int, progress: bool) -> tuple[Items, Items, int]:
-        """Score the chosen items: accuracy, bits per byte, and the number of prompts that had to be cut."""
+    def score_items(self, lm: Any, limit: int | None, seed: int, progress: bool) -> tuple[Items, Items, int]:
+        """Score items, `limit` of them drawn at random: accuracy, bits per byte, and how many prompts had to be cut."""
+        size = min(limit or len(self.items), len(self.items))
+        chosen = sorted(random.Random(seed).sample(range(len(self.items)), size))
         requests = [
             (prompt, *lm._encode_pair(*prompt))
-            for index in self.chosen
+            for index in chosen
             for prompt in write_prompts(self.items, index, self.shots, self.task.delimiter, seed)
         ]
         cut = sum(len(context) + len(answer) > lm.max_length + 1 for _, context, answer in requests)
         results = iter(zip(lm._loglikelihood_tokens(requests, disable_tqdm=not progress), requests, strict=True))
-        right, bits = [], []
-        for item in (self.items[index] for index in self.chosen):
+        scores: dict[str, list[tuple[float, float]]] = {}  # by category: most tasks have one
+        for item in (self.items[index] for index in chosen):
             choices = [next(results) for _ in item.pairs]
             means = [likelihood / len(tokens) for (likelihood, _), (_, _, tokens) in choices]
             (likelihood, is_greedy), _ = choices[item.gold]
-            right.append(is_greedy if len(choices) == 1 else means.index(max(means)) == item.gold)
-            bits.append(-likelihood / math.log(2) / len(item.pairs[item.gold][1].encode()))
-        return self._stratify(right), self._stratify(bits), cut
-
-    def _stratify(self, scores: Sequence[float]) -> Items:
-        """Average scores over the items' categories; most tasks have none."""
-        groups: dict[str, list[float]] = {}
-        for index, score in zip(self.chosen, scores, strict=True):
-            groups.setdefault(self.items[index].category, []).append(float(score))
-        return average_items([Items("mean", np.array(group), np.ones(len(group))) for group in groups.values()])
+            right = is_greedy if len(choices) == 1 else means.index(max(means)) == item.gold
+            bits = -likelihood / math.log(2) / len(item.pairs[item.gold][1].encode())
+            scores.setdefault(item.category, []).append((float(right), bits))
+        accuracy, bits_per_byte = (
+            average_items([Items("mean", np.array(group)[:, column], np.ones(len(group))) for group in scores.values()])
+            for column in (0, 1)
+        )
+        return accuracy, bits_per_byte, cut
 
 
 class CoreSuite:
     """Load tasks of CORE. names: `core` for all whose files are there, `core/NAME` or `core/NAME@SHOTS` for one.
 
-    files: a folder with the files anywhere in it, .jsonl, also packed. limit: items of each task, drawn at random.
+    files: a folder with the files anywhere in it, .jsonl, also packed.
     Raises `HeadwaterError` for names, files and items that are missing or invalid.
     """
 
-    def __init__(self, names: Sequence[str], files: Path | None, limit: int | None, seed: int) -> None:
+    def __init__(self, names: Sequence[str], files: Path | None) -> None:
         if files is None or not files.is_dir():
             raise HeadwaterError("CORE needs --task-files FOLDER, a folder with its tasks in llm-foundry's format.")
-        self.folder, self.limit, self.seed = files, limit, seed
+        self.folder = files
         self.names = [name for name in TASKS if self._find_file(name)] if SUITE in names else []
         if SUITE in names and not self.names:
-            raise HeadwaterError(
-                f"There is no task of CORE in {str(files)!r}: no file is named {TASKS['piqa'].file}.jsonl."
-            )
+            raise HeadwaterError(f"There is no task of CORE in {str(files)!r}: no file there is named like piqa.jsonl.")
         self.loaded = {name: self._load_task(name, None) for name in self.names}
-        for name in names:
-            if name != SUITE:
-                task, _, shots = name.removeprefix(f"{SUITE}/").partition("@")
-                if task not in TASKS or (shots and not shots.isdecimal()):
-                    hint = f"; {nearest(task, TASKS)}" if task not in TASKS else ""
-                    raise HeadwaterError(
-                        f"--tasks takes {SUITE}, {SUITE}/NAME or {SUITE}/NAME@SHOTS, not {name!r}{hint}"
-                    )
-                self.loaded[name] = self._load_task(task, int(shots) if shots else None)
+        self.loaded |= {name: self._load_task(*parse_name(name)) for name in names if name != SUITE}
 
     def _find_file(self, name: str) -> Path | None:
         stem = TASKS[name].file
@@ -200,35 +189,32 @@ class CoreSuite:
         shots = task.shots if shots is None else shots
         if len(items) <= shots:
             raise HeadwaterError(f"{str(file)!r} has {len(items)} items; {name} needs more than its {shots} examples.")
-        size = min(self.limit or len(items), len(items))
-        chosen = sorted(random.Random(self.seed).sample(range(len(items)), size))
-        return LoadedTask(f"{SUITE}/{name}", task, shots, file, items, chosen)
+        return LoadedTask(f"{SUITE}/{name}", task, shots, file, items)
 
     @property
     def label(self) -> str:
         """CORE if all tasks are there, otherwise how many of them."""
         return "CORE" if len(self.names) == len(TASKS) else f"CORE-{len(self.names)} of {len(TASKS)}"
 
-    def score_model(
+    def run_tasks(
         self,
         candidate: Candidate,
         model: PreTrainedModel,
-        facts: dict[str, Any],
         *,
         batch_size: int,
+        limit: int | None,
         context: int | None,
+        seed: int,
         progress: bool,
     ) -> Iterator[Score]:
-        """Yield a model's scores by task, and their averages. Adds the prompts that had to be cut to its facts."""
-        lm = wrap_model(
-            candidate, model, batch_size, context, softmax_dtype=torch.promote_types(model.dtype, torch.float32)
-        )
-        means: dict[str, list[Items]] = {}
+        """Yield a model's scores by task, and their averages over all tasks of `core`."""
+        wide = torch.promote_types(model.dtype, torch.float32)
+        lm = wrap_model(candidate, model, batch_size, context, softmax_dtype=wide)
+        averaged: dict[str, list[Items]] = {}
         for name, loaded in self.loaded.items():
             with explain_failure(loaded.label, candidate, lm), silence_output(progress):
-                right, bits, cut = loaded.score_items(lm, self.seed, progress)
-            if cut:
-                facts.setdefault("cut_prompts", {})[loaded.label] = cut
+                right, bits, cut = loaded.score_items(lm, limit, seed, progress)
+            facts = loaded.facts | ({"cut_prompts": {candidate.name: cut}} if cut else {})
             figures = {
                 "acc": right,
                 "centred, v2": loaded.task.center_items(right, 2),
@@ -237,12 +223,29 @@ class CoreSuite:
             }
             for metric, items in figures.items():
                 if name in self.names:
-                    means.setdefault(metric, []).append(items)
+                    averaged.setdefault(metric, []).append(items)
                 if metric != "centred, v1" or loaded.task.old_baseline is not None:
-                    yield make_score(loaded.label, loaded.shots, metric, items, loaded.facts)
+                    yield make_score(loaded.label, loaded.shots, metric, items, facts)
         missing = [name for name in TASKS if name not in self.names]
-        for metric, members in means.items():
+        for metric, members in averaged.items():
             yield make_score(self.label, None, metric, average_items(members), {"task": self.label, "missing": missing})
+
+
+def load_suites(names: Sequence[str], files: Path | None, shots: int | None) -> list[Tasks | CoreSuite]:
+    """Load lm-eval's tasks and those of CORE. names: none for all of lm-eval's in `files`."""
+    of_core = [name for name in names if name == SUITE or name.startswith((f"{SUITE}/", f"{SUITE}@"))]
+    others = [name for name in names if name not in of_core]
+    suites: list[Tasks | CoreSuite] = [CoreSuite(of_core, files)] if of_core else []
+    return [Tasks(others, files, shots), *suites] if others or not of_core else suites
+
+
+def parse_name(name: str) -> tuple[str, int | None]:
+    """Parse `core/NAME` or `core/NAME@SHOTS`. Raises `HeadwaterError` for a task that CORE does not have."""
+    task, _, shots = name.removeprefix(f"{SUITE}/").partition("@")
+    if task not in TASKS or (shots and not shots.isdecimal()):
+        hint = f"; {nearest(task, TASKS)}" if task not in TASKS else ""
+        raise HeadwaterError(f"--tasks takes {SUITE}, {SUITE}/NAME or {SUITE}/NAME@SHOTS, not {name!r}{hint}.")
+    return task, int(shots) if shots else None
 
 
 def make_score(label: str, shots: int | None, metric: str, items: Items, facts: dict[str, Any]) -> Score:

@@ -19,9 +19,9 @@ from headwater_lab.data.corpus import check_column_is_read
 from headwater_lab.data.tokenizer import Encoder
 from headwater_lab.evaluation import text_likelihood as texts
 from headwater_lab.evaluation.candidates import CONTEXT, DTYPES, Candidate, find_candidates, same_tokenizer
-from headwater_lab.evaluation.core_suite import SUITE, CoreSuite
+from headwater_lab.evaluation.core_suite import load_suites
 from headwater_lab.evaluation.paired_differences import Difference, Items, compare_items
-from headwater_lab.evaluation.tasks import Score, Tasks
+from headwater_lab.evaluation.tasks import Score
 from headwater_lab.util.machine import usable_device
 from headwater_lab.util.terminal import Table, lined
 
@@ -125,10 +125,7 @@ def evaluate(
     window, stride = _choose_window(candidates, context, stride)
     contents = [texts.read_text(source, limit, text_column) for source in text]
     on_texts = _TextScorer(contents, measures, window, stride, batch_size, on_windows)
-    of_core = [name for name in tasks if name.startswith((f"{SUITE}/", f"{SUITE}@")) or name == SUITE]
-    on_core = CoreSuite(of_core, task_files, limit, seed) if of_core else None
-    others = [name for name in tasks if name not in of_core]
-    on_tasks = Tasks(others, task_files, shots) if has_tasks and (others or not of_core) else None
+    suites = load_suites(tasks, task_files, shots) if has_tasks else []
 
     settings = {
         "tasks": list(tasks),
@@ -149,14 +146,9 @@ def evaluate(
         model = candidate.load_model(device, dtype)
         facts = result.models[candidate.name] = _model_facts(candidate, model)
         with forbid_autotuning():  # all models use the same linear kernel, not the one timed to be fastest here
-            if on_tasks is not None:
-                scores = on_tasks.run_tasks(
+            for suite in suites:
+                scores = suite.run_tasks(
                     candidate, model, batch_size=batch_size, limit=limit, context=context, seed=seed, progress=progress
-                )
-                result.add_scores(candidate.name, scores)
-            if on_core is not None:
-                scores = on_core.score_model(
-                    candidate, model, facts, batch_size=batch_size, context=context, progress=progress
                 )
                 result.add_scores(candidate.name, scores)
             result.add_scores(candidate.name, on_texts.score_model(candidate, model, facts))
