@@ -243,8 +243,8 @@ def parse_name(name: str) -> tuple[str, int | None]:
     """Parse `core/NAME` or `core/NAME@SHOTS`. Raises `HeadwaterError` for a task that CORE does not have."""
     task, _, shots = name.removeprefix(f"{SUITE}/").partition("@")
     if task not in TASKS or (shots and not shots.isdecimal()):
-        hint = f"; {nearest(task, TASKS)}" if task not in TASKS else ""
-        raise HeadwaterError(f"--tasks takes {SUITE}, {SUITE}/NAME or {SUITE}/NAME@SHOTS, not {name!r}{hint}.")
+        hint = f"; {nearest(task, TASKS)}" if task not in TASKS else "."
+        raise HeadwaterError(f"--tasks takes {SUITE}, {SUITE}/NAME or {SUITE}/NAME@SHOTS, not {name!r}{hint}")
     return task, int(shots) if shots else None
 
 
