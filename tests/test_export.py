@@ -4,7 +4,6 @@ import ast
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from conftest import build, config, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
 from headwater.config import auto_map
 from headwater.conversion.export import export
-from headwater.models import remote_code
+from headwater.models import flat_code
 from headwater.plugins.registry import MECHANISMS
 
 BOTH = {"kv_shift": {}, "value_residual": {"mode": "learnable"}}
@@ -59,7 +58,8 @@ def generate(model: HeadwaterForCausalLM, **options) -> list:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """Without the card, which only an export has."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_harmless_beside_the_installed_package(tmp_path: Path, model: HeadwaterF
     # Code of another version: in this one the cache layers can do nothing.
     export(model, tmp_path / "other")
     file = tmp_path / "other" / "headwater_models_cache.py"
-    digest = next(iter(remote_code._layer_types(ast.parse(file.read_text())))).split("_")[-1]
+    digest = next(iter(flat_code._layer_types(ast.parse(file.read_text())))).split("_")[-1]
     for path in (tmp_path / "other").glob("headwater_*.py"):
         path.write_text(path.read_text().replace(digest, "0ther").replace("def before", "def without"))
     script = """
@@ -169,7 +169,7 @@ def test_registering_a_model_alone_is_enough(tmp_path: Path, cls: type, model: H
         "AutoTokenizer": ["theirs.Tokenizer", None],
         **auto_map.auto_map_of(HeadwaterConfig()),
     }
-    assert remote_code.make_code().keys() < files(tmp_path).keys()
+    assert flat_code.make_code(model.config).keys() < files(tmp_path).keys()
 
 
 def test_a_config_is_not_saved_without_the_code_that_it_names(tmp_path: Path, model: HeadwaterForCausalLM) -> None:
@@ -183,26 +183,6 @@ def test_a_config_is_not_saved_without_the_code_that_it_names(tmp_path: Path, mo
     assert files(tmp_path) == before
 
 
-def test_the_code_is_uploaded_too(tmp_path: Path, model: HeadwaterForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    HeadwaterForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-    uploaded: set[str] = set()
-
-    def upload(self, folder, repo, stamps, **kwargs):
-        uploaded.update({path.name for path in Path(folder).iterdir()} - stamps.keys())
-
-    hub = SimpleNamespace(create_repo=lambda name, **kwargs: SimpleNamespace(repo_id=name))
-    for name, stand_in in (("hf_api", lambda: hub), ("create_repo", hub.create_repo)):  # the latter in older versions
-        monkeypatch.setattr(f"transformers.modeling_utils.{name}", stand_in, raising=False)
-    monkeypatch.setattr(HeadwaterForCausalLM, "_upload_modified_files", upload)
-    card = SimpleNamespace(save=lambda path: None)  # transformers asks the hub for it, for half a minute
-    monkeypatch.setattr("transformers.modeling_utils.create_and_tag_model_card", lambda *args, **kwargs: card)
-    monkeypatch.setattr(HeadwaterForCausalLM, "create_model_card", lambda *args: None, raising=False)
-    (tmp_path / "notes.txt").write_text("mine")
-    model.save_pretrained(tmp_path, push_to_hub=True)
-    assert uploaded == files(tmp_path).keys() - {"notes.txt"}
-    assert "modeling_headwater.py" in uploaded
-
-
 def test_what_was_exported_is_saved_as_an_export(tmp_path: Path, model: HeadwaterForCausalLM) -> None:
     export(model, tmp_path / "one")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
@@ -211,23 +191,47 @@ def test_what_was_exported_is_saved_as_an_export(tmp_path: Path, model: Headwate
     assert files(tmp_path / "two") == files(tmp_path / "one")
 
 
-def test_transformers_finds_every_file_and_nothing_else_is_needed(tmp_path: Path) -> None:
-    remote_code.write_code(tmp_path)
+@pytest.mark.parametrize("mechanisms", [{}, *({name: {}} for name in MECHANISMS.built_in), MANY], ids=str)
+def test_the_code_is_what_the_model_needs(tmp_path: Path, mechanisms: dict) -> None:
+    code = flat_code.make_code(config(mechanisms))
+    for name, text in code.items():
+        (tmp_path / name).write_text(text)
     entry = tmp_path / "modeling_headwater.py"
-    assert {Path(file).name for file in get_relative_import_files(entry)} | {entry.name} == files(tmp_path).keys()
-    for target in MECHANISMS.built_in.values():
-        assert f"{target.partition(':')[0].replace('.', '_')}.py" in files(tmp_path)
-    for name, text in files(tmp_path).items():
+    assert {Path(file).name for file in get_relative_import_files(entry)} | {entry.name} == code.keys()
+    modules = {name: MECHANISMS.built_in[name].partition(":")[0].replace(".", "_") for name in MECHANISMS.built_in}
+    assert {name for name, module in modules.items() if f"{module}.py" in code} == mechanisms.keys()
+    assert (
+        not {"headwater_plugins_outside.py", "headwater_models_flat_code.py", "headwater_config_vision.py"}
+        & code.keys()
+    )
+    imported = {"modeling_headwater", *(f"headwater_{module}" for module in ("models_causal_lm", "config_text"))}
+    imported |= {modules[name] for name in mechanisms}
+    for name, text in code.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
                 needed = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 needed = [node.module]
+            elif isinstance(node, ast.ImportFrom) and name != entry.name:
+                imported |= {node.module} if node.module else {alias.name for alias in node.names}
+                continue
             else:
                 continue
             for package in (module.split(".")[0] for module in needed):
                 known = {"torch", "transformers", "huggingface_hub", "safetensors"} | sys.stdlib_module_names
                 assert package in known, f"{name} needs {package}"
+    assert {f"{module}.py" for module in imported} == code.keys()
+
+
+def test_the_code_of_a_conversion_under_way_has_the_mechanisms_of_its_goal(tmp_path: Path) -> None:
+    model = build({"blend": {"mechanisms": {"kv_source": {"keys": "yoco", "values": "yoco"}}, "weight": 0.5}}).float()
+    export(model, tmp_path / "halfway")
+    script = """
+sys.modules["headwater"] = None
+model = AutoModelForCausalLM.from_pretrained(root / "halfway", **trust)
+answer = model(torch.tensor(prompt)).logits.tolist()
+"""
+    torch.testing.assert_close(torch.tensor(run(PREAMBLE + script, tmp_path)), model(PROMPT).logits)
 
 
 def test_every_form_of_import_is_rewritten() -> None:
@@ -242,6 +246,11 @@ from .. import kernels
 from ..models.cache import restart as again; é = 1; from torch import nn
 if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
+if not IS_EXPORTED:
+    from headwater.plugins import outside
+    from headwater.config.text import HeadwaterConfig
+else:
+    from headwater.nn import loss
 def later():
     from headwater.nn import norm
     return "headwater.mechanisms.kv_shift:KVShift", "headwater_attention"
@@ -253,25 +262,29 @@ from .headwater_mechanisms import KV; from . import headwater_mechanisms_kv_shif
 from . import headwater_kernels as kernels
 from .headwater_models_cache import restart as again; é = 1; from torch import nn
 if TYPE_CHECKING:
-    from .headwater_config_text import HeadwaterConfig
+    pass
+if not IS_EXPORTED:
+    pass
+else:
+    from . import headwater_nn_loss as loss
 def later():
     from . import headwater_nn_norm as norm
     return ".headwater_mechanisms_kv_shift:KVShift", "kind"
 '''
-    rewritten = remote_code._rewrite_source("headwater.models.new", source, {"headwater_attention": "kind"})
+    rewritten = flat_code._rewrite_source("headwater.models.new", source, {"headwater_attention": "kind"})
     assert rewritten.split("\n", 1)[1] == expected
-    edits = remote_code._find_edits("headwater.models.new", ast.parse(source), {})
+    edits = flat_code._find_edits("headwater.models.new", ast.parse(source), {})
     assert {module for _, _, modules in edits for module in modules} == {
         "headwater.models.cache",
         "headwater.models.stack",
         "headwater.mechanisms",
         "headwater.mechanisms.kv_shift",
         "headwater.kernels",
-        "headwater.config.text",
+        "headwater.nn.loss",
         "headwater.nn.norm",
     }
     with pytest.raises(ValueError, match=r"headwater\.x: write import headwater\.kernels as from"):
-        remote_code._rewrite_source("headwater.x", "import headwater.kernels", {})
+        flat_code._rewrite_source("headwater.x", "import headwater.kernels", {})
 
 
 @pytest.mark.slow

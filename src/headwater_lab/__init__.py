@@ -25,13 +25,14 @@ from headwater_lab.util import process as _process  # noqa: F401  before what ta
 
 if TYPE_CHECKING:
     from headwater_lab.api.comparing import compare
+    from headwater_lab.api.exporting import push_to_hub
     from headwater_lab.api.growing import grow, retrofit
     from headwater_lab.api.loading import load_results
     from headwater_lab.api.plans import plan
     from headwater_lab.api.reproducing import reproduce
     from headwater_lab.api.training import train
 
-__all__ = ["compare", "grow", "load_results", "plan", "reproduce", "retrofit", "train"]
+__all__ = ["compare", "grow", "load_results", "plan", "push_to_hub", "reproduce", "retrofit", "train"]
 
 # tqdm warns about this in notebooks without ipywidgets, where progress is shown in another way.
 warnings.filterwarnings("ignore", "IProgress not found")
@@ -40,6 +41,7 @@ _MODULES = {
     "grow": "growing",
     "load_results": "loading",
     "plan": "plans",
+    "push_to_hub": "exporting",
     "reproduce": "reproducing",
     "retrofit": "growing",
     "train": "training",

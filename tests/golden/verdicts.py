@@ -53,7 +53,7 @@ def verdicts() -> dict[str, Any]:
     by_comparison: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="headwater-") as name:
         folder = Path(name)
-        write_stored_runs(sorted(RESULTS.glob("*.jsonl")), folder)
+        write_stored_runs([RESULTS / "ledger.jsonl", RESULTS / "papers.jsonl"], folder)
         for table in read_tables():
             for scale in SCALES:
                 if (result := judged_table(table, scale, folder)) is not None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+from headwater.util.errors import HeadwaterError
+from headwater_lab.papers.kept import read_runs
 from headwater_lab.papers.result import lay_out_cells, table_caption
+from headwater_lab.papers.shared_records import find_problems, open_comparisons
 from headwater_lab.reports.comparison import Comparison
 from headwater_lab.reports.words import result_rows
 
@@ -16,6 +20,7 @@ from .judging import (
     COMPUTED,
     COUNTED_EXACTLY,
     MEASURED,
+    RESULTS,
     Claim,
     TableResult,
     describe_hardware,
@@ -277,6 +282,35 @@ def tabulate_arms(comparison: Comparison, title: str) -> PageTable:
     return PageTable(title, columns, rows, source, choices=["verdict"])
 
 
+def write_shared_page(folder: Path = RESULTS / "shared") -> str:
+    """Write the page of comparisons that others ran: every file of the folder, each checked, with its verdicts."""
+    parts = [
+        f"# Comparisons by others\n\n{GENERATED}\n"
+        "Each file was packed by `headwater records pack` and passes `headwater records check`. The verdicts below are "
+        "computed from its runs. [How to add one](../reproduce.md#share-your-runs).\n",
+    ]
+    for file in sorted(folder.glob("*.jsonl")):
+        runs = read_runs(file)
+        if problems := find_problems(runs):
+            raise HeadwaterError(f"{file}: {problems[0]}")
+        with open_comparisons(runs) as comparisons:
+            for comparison in comparisons:
+                rows = result_rows(comparison)
+                source = Source(
+                    f"headwater records check results/{folder.name}/{file.name}",
+                    *describe_recordings(comparison.records),
+                    hardware=describe_hardware(comparison.records),
+                    seeds="seeds " + ", ".join(map(str, comparison.seeds)),
+                    file=f"results/{folder.name}/{file.name}",
+                    note=f"Run by {', '.join(sorted({run.by for run in runs}))}.",
+                )
+                columns = ["arm", *list(rows[0])[1:]]
+                parts.append(
+                    render_table(PageTable(comparison.heading, columns, [[*row.values()] for row in rows], source))
+                )
+    return "\n".join(parts if parts[1:] else [*parts, "There is none yet.\n"])
+
+
 def _describe_absent(comparison: Comparison) -> str:
     arms = {summary.arm for summary in comparison.summaries}
     absent = [arm for arm in read_prices().get(comparison.name, ()) if arm not in arms]
@@ -393,4 +427,5 @@ PAGES: dict[str, Callable[[], str]] = {
     "results/speed.md": benchmark_pages.write_speed_page,
     "results/gpu.md": benchmark_pages.write_gpu_page,
     "results/verified.md": benchmark_pages.write_verified_page,
+    "results/shared.md": write_shared_page,
 }

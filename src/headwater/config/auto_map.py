@@ -37,10 +37,14 @@ def auto_class_of(cls: type) -> str | None:
     return None
 
 
+def auto_classes_of(config: Any) -> dict[str, str]:
+    """The classes of a model with this config: Auto class -> "module:Class"."""
+    return OF_TEXT if getattr(config, "is_causal", True) else OF_IMAGES
+
+
 def auto_map_of(config: Any) -> dict[str, str]:
     """Entries for the Auto classes in an exported checkpoint with this config: Auto class -> "file.Class"."""
-    kinds = OF_TEXT if getattr(config, "is_causal", True) else OF_IMAGES
-    return {auto: f"{ENTRY}.{target.partition(':')[2]}" for auto, target in kinds.items()}
+    return {auto: f"{ENTRY}.{target.partition(':')[2]}" for auto, target in auto_classes_of(config).items()}
 
 
 def register_class(cls: type, auto_class: str | type) -> bool:

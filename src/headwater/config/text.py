@@ -15,9 +15,12 @@ from headwater.config.capabilities import CompletesOptions
 from headwater.config.layers import MOST, MOST_ANYWHERE, cache_types, complete_sliding, layer_config
 from headwater.config.options import parse_options
 from headwater.config.rope import check_rope, complete_rope
-from headwater.plugins import outside
 from headwater.plugins.registry import MECHANISMS, as_mapping, resolve
 from headwater.util.errors import HeadwaterError, check_known, find_misspelt, find_unusable, sentence, shown
+from headwater.util.layout import IS_EXPORTED
+
+if not IS_EXPORTED:
+    from headwater.plugins import outside
 
 _SIZES = (
     "vocab_size",
@@ -219,7 +222,9 @@ class HeadwaterConfig(PreTrainedConfig):
         `from_pretrained(folder, trust=["package.module"])`.
         Raises `HeadwaterError` for a keyword that looks like a misspelt field.
         """
-        outside.trust_names(kwargs.pop("trust", None) or ())
+        trust = kwargs.pop("trust", None) or ()
+        if not IS_EXPORTED:
+            outside.trust_names(trust)
         cls._check_kernels(config_dict)
         cls._check_names(name for name in kwargs if name not in config_dict and not hasattr(cls, name))
         return super().from_dict(config_dict | {"model_type": cls.model_type}, **kwargs)

@@ -21,12 +21,12 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from headwater.kernels import PLAIN, can_autotune
-from headwater.util.files import replace_text
 from headwater.util.processor import describe_cpu, read_processor
 
 # Choose another form only if it takes less than this share of plain PyTorch's time.
@@ -114,7 +114,10 @@ def find_fastest(operation: tuple[Any, ...], forms: Callable[[], Mapping[str, Ca
                 about = {"cpu": describe_cpu(), "torch": torch.__version__, "threads": threads}
                 with suppress(OSError):
                     file.parent.mkdir(parents=True, exist_ok=True)
-                    replace_text(file, json.dumps(about | {"fastest": _read_file(file) | {name: fastest}}, indent=1))
+                    with TemporaryDirectory(dir=file.parent) as folder:  # readers see the old file or the new one
+                        fresh = Path(folder, file.name)
+                        fresh.write_text(json.dumps(about | {"fastest": _read_file(file) | {name: fastest}}, indent=1))
+                        fresh.replace(file)
         return _fastest.setdefault((threads, operation), fastest)
 
 

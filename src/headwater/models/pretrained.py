@@ -1,7 +1,10 @@
 """`HeadwaterPreTrainedModel`: what text and image models share."""
 
 # No postponed annotations in this file: other packages read the annotations of models at run time.
+import copy
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -30,7 +33,11 @@ from headwater.nn.attention_kernel import supported_kernels
 from headwater.nn.block import Block
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError, either
+from headwater.util.layout import IS_EXPORTED
 from headwater.util.seeding import generator
+
+if not IS_EXPORTED:
+    from headwater.models.card import replace_template
 
 
 class HeadwaterPreTrainedModel(PreTrainedModel):
@@ -100,9 +107,34 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
     ) -> None:
         """transformers' method, with the code next to the weights if it belongs there (`headwater.config.auto_map`)."""
-        if is_main_process:
-            add_code(self.config, save_directory)
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        with self.including_code() if kwargs.get("push_to_hub") else nullcontext():
+            if is_main_process:
+                add_code(self.config, save_directory)
+            super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+
+    @contextmanager
+    def including_code(self) -> Iterator[None]:
+        """Save the model inside with its code, and leave no trace of that in its config."""
+        config = self.config
+        self.config = copy.deepcopy(config)
+        self.config.auto_map = auto_map.auto_map_of(config)
+        try:
+            yield
+        finally:
+            self.config = config
+
+    def push_to_hub(self, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        """transformers' method, with the model's code, so that it loads without headwater, and a card that says so."""
+        with self.including_code():
+            return super().push_to_hub(repo_id, *args, **kwargs)
+
+    def _upload_modified_files(
+        self, working_dir: str | os.PathLike[str], repo_id: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """transformers' method, which uploads what both ways of pushing have saved."""
+        if not IS_EXPORTED:
+            replace_template(working_dir, self, repo_id)
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
         """transformers' method, which uploads files that change from then on, without the code, written before."""

@@ -16,9 +16,11 @@ from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
-from headwater.plugins import outside
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.layout import IS_EXPORTED, LIBRARY
+
+if not IS_EXPORTED:
+    from headwater.plugins import outside
 
 
 class Registry:

@@ -54,6 +54,14 @@ def explain_usage(error: Any) -> str:
     if type(error).__name__ == "NoSuchOption":
         unknown, kind = error.option_name, "option"
         names = [name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("--")]
+        if any(parameter.name == "overrides" for parameter in error.ctx.command.params):
+            from headwater_lab.data.text import TextSettings
+            from headwater_lab.recipe.messages import describe_unknown_options
+            from headwater_lab.recipe.recipe import list_sections
+
+            words = [word for word in sys.argv if word.startswith("--") and word.partition("=")[0] not in names]
+            if sentence := describe_unknown_options(words, list_sections(TextSettings)):
+                return sentence
     elif match := re.match("No such command '(.*?)'", error.message):
         unknown, kind, names = match[1], "command", list(error.ctx.command.commands)
     else:

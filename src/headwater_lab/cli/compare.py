@@ -21,6 +21,7 @@ from headwater_lab.cli.progress import ProgressReport
 
 if TYPE_CHECKING:
     from headwater_lab.comparison.pool import Outcome
+    from headwater_lab.reports.comparison import Comparison
 
 
 @command(TRAIN, "compare demo/induction demo/language --out runs/demo")
@@ -84,25 +85,31 @@ def show_report(folder: Path, formats: Sequence[str] | None = None) -> None:
     Raises `HeadwaterError` at the end if runs had different data, so that no verdict holds.
     """
     from headwater_lab import reports
-    from headwater_lab.reports import words
-    from headwater_lab.reports.price_tables import find_prices, terminal_prices
 
     page = reports.write_report(
         folder, reports.FORMATS if formats is None else formats
     )  # write first, since the output pipe may be closed
     comparisons = reports.read_comparisons(folder)
     for comparison in comparisons:
-        for table in words.result_tables(comparison):
-            stdout.print(table)
-        if prices := find_prices(comparison):
-            stdout.print(prices if isinstance(prices, str) else terminal_prices(prices))
-        stdout.print(words.state_answer(comparison))
-        for line in words.list_left_out(comparison):
-            say(line)
-        stdout.print()
+        print_comparison(comparison)
     say(f"report: {page}")
     if wrong := next((comparison.changed_data for comparison in comparisons if comparison.changed_data), ""):
         raise HeadwaterError(wrong)
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """Print the tables of a comparison and the sentence about it."""
+    from headwater_lab.reports import words
+    from headwater_lab.reports.price_tables import find_prices, terminal_prices
+
+    for table in words.result_tables(comparison):
+        stdout.print(table)
+    if prices := find_prices(comparison):
+        stdout.print(prices if isinstance(prices, str) else terminal_prices(prices))
+    stdout.print(words.state_answer(comparison))
+    for line in words.list_left_out(comparison):
+        say(line)
+    stdout.print()
 
 
 @command(LOOK, "report runs/demo --format latex,pdf")

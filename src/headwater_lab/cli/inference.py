@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.arguments import check_writable, device_of, print_result, stderr, tell_model
+from headwater_lab.cli.arguments import check_writable, device_of, print_result, say, stderr, tell_model
 from headwater_lab.cli.options import (
     USE,
     CheckpointPath,
@@ -179,34 +179,50 @@ def _find_text_checkpoint(checkpoint: Path) -> Path:
 
 @command(USE, "export runs/mine --out exported")
 def export_model(
-    checkpoint: CheckpointPath, *, out: FolderPath, materialise: bool = False, family: str | None = None
+    checkpoint: CheckpointPath,
+    *,
+    out: FolderPath | None = None,
+    push: str | None = None,
+    private: bool = False,
+    message: str = "",
+    overwrite: bool = False,
+    materialise: bool = False,
+    family: str | None = None,
 ) -> None:
     """Export a checkpoint with its code, so that transformers loads it without headwater (trust_remote_code=True).
 
+    Its card, README.md, is made from the model's history, unless there is one next to the checkpoint.
+
     out: The new folder.
+    push: Upload the export, and nothing else, to this repository USER/NAME of the Hugging Face hub.
+    private: With --push: create the repository as private.
+    message: With --push: the message of the commit.
+    overwrite: With --push: replace files in the repository that have other content; its history keeps them.
     materialise: For engines with a paged cache: exact, but without the cache saving.
     family: Export as one of transformers' models, if it fits: gpt2, llama, mistral, qwen2, qwen3, gpt_neox, vit, deit,
         or package.module:NAME; source is the family it was retrofitted from.
     """
-    from headwater.conversion.export import export, export_family
-    from headwater.conversion.families import find_family
-    from headwater.util.files import check_free
-    from headwater_lab.api.common import check_outside
-    from headwater_lab.training.trained_models import open_trained
+    from headwater_lab.api.exporting import export_checkpoint, push_to_hub
 
     exclude("--family", "--materialise")
-    check_outside(out, checkpoint)
-    check_free(out)
-    check_writable(out, folder=True)
-    trained = open_trained(checkpoint)
-    if family == "source":
-        families = [event.details["family"] for event in trained.history if "family" in event.details]
-        if not families or not isinstance(families[0], str):
-            raise HeadwaterError(f"{str(checkpoint)!r} was not retrofitted from a family; name one with --family.")
-        family = families[0]
-        find_family(family)
-    if family is None:
-        export(trained.model, out, materialise, trained.tokenizer)
+    need("--push", "--private", "--message", "--overwrite")
+    if out is not None:
+        check_writable(out, folder=True)
+    if push is not None:
+        address = push_to_hub(
+            checkpoint,
+            push,
+            private=private,
+            message=message,
+            overwrite=overwrite,
+            materialise=materialise,
+            family=family,
+            out=out,
+        )
+        say(f"uploaded to {address}")
+    elif out is not None:
+        export_checkpoint(checkpoint, out, materialise=materialise, family=family)
     else:
-        export_family(trained.model, out, family, trained.tokenizer)
-    tell_model(out)
+        raise HeadwaterError("Name a new folder with --out, a repository with --push, or both.")
+    if out is not None:
+        tell_model(out)

@@ -122,15 +122,25 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
     if baseline not in arms or not losses.size:
         return None
     base = arms.index(baseline)
-    if (distinct := len(set(n.mean(2)[base]))) < LEAST_SIZES:
-        raise HeadwaterError(
-            f"A law needs {LEAST_SIZES} sizes with different {axis}, but these have {distinct}; add one."
-        )
+    _check_sizes(n.mean(2)[base], axis)
     fits = _fit_samples(base, n, n if axis == "parameters" else np.broadcast_to(n[base], n.shape), losses)
     laws = fits[0].describe_laws(arms)
     sizes_and_losses = zip(fits[0].n.tolist(), fits[0].losses.tolist(), strict=True)
     points = {arm: list(zip(*row, strict=True)) for arm, row in zip(arms, sizes_and_losses, strict=True)}
     return Scaling(axis, metric, baseline, points, laws, _estimate_equals(arms, sizes, base, fits), runs[0].unit, sizes)
+
+
+def _check_sizes(n: np.ndarray, axis: Axis) -> None:
+    """Raise `HeadwaterError` if a law cannot be fitted to the baseline at these N, [sizes]."""
+    if (distinct := len(set(n))) < LEAST_SIZES:
+        raise HeadwaterError(
+            f"A law needs {LEAST_SIZES} sizes with different {axis}, but these have {distinct}; add one."
+        )
+    if distinct < len(n):
+        raise HeadwaterError(
+            f"Several of the {len(n)} sizes have equal {axis} and different budgets, so no law in {axis} alone can be "
+            "fitted to all."
+        )
 
 
 def _stack_losses(

@@ -1,7 +1,7 @@
 """Finished runs in one file, from which a table's verdicts can be checked without training.
 
-A line is a run as JSON: `run`, its folder below the output folder, and `record`, its record.json
-(docs/reference/records.md) without the losses of single documents. It contains no weights.
+A line is a run as JSON: `run`, its folder below the output folder, `by`, who ran it ("" in this repository), and
+`record`, its record.json (docs/reference/records.md) without the losses of single documents. It contains no weights.
 """
 
 import json
@@ -45,6 +45,7 @@ class KeptRun(BaseModel):
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     run: str
+    by: str = ""
     record: RunRecord
 
     @field_validator("run")

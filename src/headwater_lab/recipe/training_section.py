@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 from headwater.plugins.registry import MECHANISMS, Registry
 from headwater.util.precision import Precision
 from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, fields_read
+from headwater_lab.optimization.schedules import find_decay_start
 from headwater_lab.util.settings import Count, Fraction, ReadIf, Settings
 
 AttentionKernel = Literal["sdpa", "eager", "flash_attention_2", "flex_attention", "matmul", "varlen"]
@@ -75,12 +76,17 @@ class Training(Settings):
     """Mechanisms whose parameters are trained; all others stay as they are. null: train everything. FLOPs
     are counted as if all were trained."""
     schedule: Annotated[str, _known_in(SCHEDULES)] = "cosine"
-    """After the warm-up: cosine, a half cosine to `min_learning_rate_ratio`; constant; or an external one
-    (docs/extending.md)."""
+    """After the warm-up: cosine, a half cosine to `min_learning_rate_ratio`; linear, a straight line to it; constant;
+    wsd, constant and then a decay to it, so that runs of several lengths can share a trunk (docs/compare.md); or an
+    external one (docs/extending.md)."""
     warmup_steps: int = Field(default=50, ge=0, le=2**31 - 1)
     """Steps of linear warm-up from zero; in a shorter run, the rate ends below its peak."""
     min_learning_rate_ratio: Annotated[float, BY_SCHEDULE] = Field(default=0.0, ge=0, le=1000)
-    """Where the cosine ends, as a fraction of the peak."""
+    """Where the schedule ends, as a fraction of the peak."""
+    decay_fraction: Annotated[float, BY_SCHEDULE] = Field(default=0.2, gt=0, le=1)
+    """Length of the decay of wsd, as a fraction of all steps."""
+    decay_form: Annotated[Literal["linear", "1-sqrt"], BY_SCHEDULE] = "linear"
+    """How far wsd has come down after the fraction x of its decay: linear, x; 1-sqrt, √x."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False), BY_OPTIMIZER] = (0.9, 0.95)
     """AdamW's averaging."""
     epsilon: Annotated[float, BY_OPTIMIZER] = Field(default=1e-8, gt=0, le=1)
@@ -133,8 +139,18 @@ class Training(Settings):
     timeout_minutes: Count = 30
     """Minutes that a process waits for another before it gives up."""
 
+    @property
+    def decay_start(self) -> int | None:
+        """The step after which wsd decays, where longer runs branch off; None with another schedule."""
+        return find_decay_start(self.steps, self.decay_fraction) if self.schedule == "wsd" else None
+
     @model_validator(mode="after")
     def _options_fit(self) -> Self:
+        if self.decay_start is not None and self.decay_start < self.warmup_steps:
+            raise ValueError(
+                f"the decay of training.schedule=wsd begins after step {self.decay_start}, within the "
+                f"{self.warmup_steps} warm-up steps; lower training.warmup_steps or training.decay_fraction"
+            )
         if self.distillation is not None and self.loss_chunk_tokens is not None:
             raise ValueError(
                 "training.distillation compares whole rows of logits; leave out training.loss_chunk_tokens"

@@ -109,7 +109,10 @@ def open_source(
         event = Event(kind="retrofitted", details={"source": source, "layout": layout})
         return Trained(source, model, read_tokenizer(path, model.config.vocab_size), [event], {}, foreign=True)
     original = load_transformers(source, family)
-    event = Event(kind="retrofitted", details={"source": source, "family": family or original.config.model_type})
+    details: dict[str, Any] = {"source": source, "family": family or original.config.model_type}
+    if not path.is_dir():
+        details["on_hub"] = True  # a folder may have such a name too
+    event = Event(kind="retrofitted", details=details)
     model = from_transformers(original, family).eval()
     preparer = open_preparer(path if path.is_dir() else source, model)
     return Trained(source, model, preparer, [event], {}, foreign=True, original=original.eval())

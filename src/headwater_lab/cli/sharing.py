@@ -1,0 +1,56 @@
+"""`headwater records`: comparisons as files that others can check."""
+
+from headwater.util import extras
+from headwater.util.errors import HeadwaterError
+from headwater_lab.cli.arguments import check_writable, say
+from headwater_lab.cli.compare import print_comparison
+from headwater_lab.cli.options import LOOK, FilePath, FolderPath, add_group, command
+from headwater_lab.util.terminal import counted
+
+records = add_group(LOOK, "records", "Comparisons as files that others can check.")
+
+
+@command(records, 'records pack runs/mine --out mine.jsonl --by "Ada Lovelace"')
+def pack_records(folder: FolderPath, *, out: FilePath, by: str) -> None:
+    """Pack the records of comparisons into one file, without weights.
+
+    folder: The output folder of `headwater compare`.
+    out: The file to write, JSON Lines.
+    by: Who ran them.
+    """
+    extras.check_extra("compare")
+    from headwater_lab.papers import shared_records
+
+    check_writable(out)
+    if out.exists():
+        raise HeadwaterError(f"{str(out)!r} already exists; choose another --out, or move it away.")
+    runs = shared_records.pack_records(folder, by)
+    shared_records.write_runs(out, runs)
+    say(f"{counted(len(runs), 'run')} written to {out}")
+
+
+@command(records, "records check mine.jsonl")
+def check_records(file: FilePath) -> None:
+    """Check a file of records, and compute its verdicts anew.
+
+    Each run needs a recipe with its identity, hardware, versions, a commit, a curve and a last evaluation. A comparison
+    needs at least three seeds an arm, the same for all arms, on the same data.
+
+    file: A file of `headwater records pack`.
+    """
+    extras.check_extra("compare")
+    from headwater_lab.papers import shared_records
+    from headwater_lab.papers.kept import read_runs
+    from headwater_lab.papers.result import describe_machine
+
+    runs = read_runs(file)
+    problems = shared_records.find_problems(runs)
+    with shared_records.open_comparisons(runs) as comparisons:
+        for comparison in comparisons:
+            print_comparison(comparison)
+            problems += [f"{comparison.heading}: {missing}" for missing in shared_records.find_missing(comparison)]
+    machines = sorted({describe_machine(run.record) for run in runs})
+    say(f"run by {', '.join(sorted({run.by or 'nobody named' for run in runs}))} on {'; '.join(machines)}")
+    if problems:
+        raise HeadwaterError("\n".join(problems))
+    say(f"{counted(len(runs), 'run')}: nothing is missing")

@@ -1,0 +1,121 @@
+"""Records of comparisons that anybody ran: packed into one file, and checked before they count.
+
+The file is the one of `papers.kept`. Each line also says who ran it.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from headwater.util.errors import HeadwaterError
+from headwater.util.files import replace_text
+from headwater_lab.papers.kept import KeptRun
+from headwater_lab.recipe.recipe import parse
+from headwater_lab.reports.comparison import Comparison, read_comparisons
+from headwater_lab.training.records import ENDED, RunRecord, list_records, read_record, write_record
+from headwater_lab.util.terminal import counted
+
+# Seeds of each arm, without which a comparison is no entry.
+MIN_SEEDS = 3
+
+
+def pack_records(folder: Path, by: str) -> list[KeptRun]:
+    """Collect the finished and diverged runs of the comparisons below `folder`, without losses of single documents.
+
+    by: who ran them. Raises `HeadwaterError` if there are none.
+    """
+    runs = []
+    for path in list_records(folder):
+        record = read_record(path)
+        if record.experiment is not None and record.status in ENDED:
+            run = path.parent.relative_to(folder).as_posix()
+            runs.append(KeptRun(run=run, by=by, record=record.model_copy(update={"documents": []})))
+    if not runs:
+        raise HeadwaterError(f"There are no finished runs of a comparison under {str(folder)!r}.")
+    return runs
+
+
+def write_runs(file: Path, runs: Iterable[KeptRun]) -> None:
+    """Write runs, a line each, sorted by folder."""
+    lines = sorted((run.run, run.model_dump_json(exclude={"record": {"documents"}})) for run in runs)
+    replace_text(file, "\n".join(line for _, line in lines) + "\n")
+
+
+@contextmanager
+def open_comparisons(runs: Sequence[KeptRun]) -> Iterator[list[Comparison]]:
+    """Compute the comparisons of some runs anew from their records. Raises `HeadwaterError` as `read_comparisons`."""
+    with TemporaryDirectory() as folder:
+        for line in runs:
+            target = Path(folder) / line.run
+            target.mkdir(parents=True, exist_ok=True)
+            write_record(line.record, target)
+        yield read_comparisons(Path(folder))
+
+
+def find_problems(runs: Sequence[KeptRun]) -> list[str]:
+    """List what is wrong with the runs of a file, in sentences: of each run, then of runs together."""
+    problems = [f"{line.run}: {problem}" for line in runs for problem in _check_record(line.record, line.by)]
+    curves: dict[str, str] = {}
+    for line in runs:
+        # Two seeds never give the same losses, so one was copied from the other.
+        points = repr([(point.step, point.loss) for point in line.record.curve])
+        if line.record.curve and (earlier := curves.setdefault(points, line.run)) != line.run:
+            problems.append(f"{line.run}: its curve is that of {earlier}.")
+    return problems
+
+
+def _check_record(record: RunRecord, by: str) -> Iterator[str]:
+    """List what is wrong with a record."""
+    if not by.strip():
+        yield "nobody is named as having run it; pack it with --by."
+    if record.experiment is None:
+        yield "it belongs to no comparison."
+    try:
+        identity = parse(record.recipe, "its recipe").identity
+    except HeadwaterError as error:
+        yield f"{error}"
+    else:
+        if identity != record.identity:
+            yield "its recipe does not have its identity: it was changed, or is of another version of headwater."
+    if not record.environment.device_name:
+        yield "its hardware has no name."
+    if record.recorded is None or record.recorded.commit is None:
+        yield "it names no commit; run it from a clone."
+    elif record.recorded.commit.endswith("-dirty"):
+        yield f"its code had changes that are in no commit ({record.recorded.commit})."
+    yield from _check_points(record)
+
+
+def _check_points(record: RunRecord) -> Iterator[str]:
+    """List what is wrong with the points of a record's curve and evaluations."""
+    steps = record.recipe["training"]["steps"]
+    curve, last = record.curve, record.held_out[-1] if record.held_out else None
+    if not curve:
+        yield "it has no training curve; set reporting.log_every."
+    elif any(a.step >= b.step or a.tokens > b.tokens for a, b in pairwise(curve)):
+        yield "the steps of its curve do not increase."
+    if record.status != "finished":
+        return
+    if last is None or last.step != steps:
+        yield f"it has no evaluation at its last step, {steps}."
+    elif not all(map(math.isfinite, last.metrics.values())):
+        yield "its last evaluation is not finite, but it is called finished."
+    elif last.tokens != record.tokens:
+        yield f"its last evaluation was after {last.tokens:,} tokens, but it has seen {record.tokens:,}."
+
+
+def find_missing(comparison: Comparison) -> list[str]:
+    """List what a comparison lacks to be an entry: seeds, a baseline, the same data, an interval for each arm."""
+    missing = [comparison.changed_data] if comparison.changed_data else []
+    if comparison.baseline not in comparison.arms:
+        return [*missing, f"its baseline, {comparison.baseline}, has no run."]
+    seeds = {arm: {record.seed for record in comparison.runs(arm)} for arm in comparison.arms}
+    for arm, of_arm in seeds.items():
+        if len(of_arm) < MIN_SEEDS:
+            missing.append(f"{arm} has {counted(len(of_arm))}; an entry has at least {MIN_SEEDS}.")
+        elif lacking := sorted(seeds[comparison.baseline] ^ of_arm):
+            missing.append(f"{arm} and {comparison.baseline} differ in the seeds {', '.join(map(str, lacking))}.")
+    return missing

@@ -1,0 +1,147 @@
+"""Comparisons that others ran, as a file: what is missing or changed is seen, and verdicts are computed anew."""
+
+import json
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+from conftest import forking
+from headwater_lab.papers.kept import KeptRun, read_runs
+from headwater_lab.papers.shared_records import find_missing, find_problems, open_comparisons, write_runs
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """The lines of a packed comparison of two arms with three seeds, as plain JSON."""
+    from headwater_lab import compare
+    from headwater_lab.papers.shared_records import pack_records
+
+    folder = tmp_path_factory.mktemp("shared")
+    changes = ["training.steps=4", "training.warmup_steps=1", "reporting.log_every=2", "compare.seeds=[0,1,2]"]
+    with forking():
+        compare("demo/induction", folder / "runs", overrides=changes, arms=["1 layer + KV shift"], workers=1)
+    write_runs(folder / "shared.jsonl", pack_records(folder / "runs", "Ada"))
+    lines = [json.loads(line) for line in (folder / "shared.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["record"]["recorded"]["commit"] = "0123456789ab"  # that of a clone without changes
+    return lines
+
+
+def parse_lines(lines) -> list[KeptRun]:
+    return [KeptRun.model_validate_json(json.dumps(line)) for line in lines]
+
+
+def list_missing(lines) -> list[str]:
+    with open_comparisons(parse_lines(lines)) as comparisons:
+        return [missing for comparison in comparisons for missing in find_missing(comparison)]
+
+
+def test_a_whole_comparison_passes(packed):
+    runs = parse_lines(packed)
+    assert len(runs) == 6
+    assert not any("documents" in line["record"] for line in packed)
+    assert find_problems(runs) == list_missing(packed) == []
+    with open_comparisons(runs) as (comparison,):
+        shift = next(summary for summary in comparison.summaries if summary.arm == "1 layer + KV shift")
+    results = {
+        (line["record"]["experiment"]["arm"], line["record"]["seed"]): line["record"]["held_out"][-1]["metrics"][
+            "accuracy"
+        ]
+        for line in packed
+    }
+    differences = [results["1 layer + KV shift", seed] - results["1 layer", seed] for seed in range(3)]
+    assert shift.difference == pytest.approx(sum(differences) / 3)
+
+
+def _set(path, value):
+    def change(line):
+        *parents, last = path.split(".")
+        for name in parents:
+            line = line[int(name) if name.lstrip("-").isdigit() else name]
+        line[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_set("by", " "), "nobody is named"),
+        (_set("record.recipe.training.learning_rate", 0.5), "does not have its identity"),
+        (_set("record.recipe.training.unknown", 1), "unknown"),
+        (_set("record.identity", "0" * 64), "does not have its identity"),
+        (_set("record.environment.device_name", None), "hardware has no name"),
+        (_set("record.recorded.commit", "0123456789ab-dirty"), "changes that are in no commit"),
+        (_set("record.recorded", None), "names no commit"),
+        (_set("record.curve", []), "no training curve"),
+        (_set("record.curve.0.step", 99), "do not increase"),
+        (_set("record.held_out.-1.step", 3), "no evaluation at its last step, 4"),
+        (_set("record.tokens", 7), "but it has seen 7"),
+        (_set("record.held_out.-1.metrics.accuracy", float("nan")), "not finite"),
+    ],
+)
+def test_what_is_missing_or_changed_in_a_run_is_seen(packed, change, problem):
+    lines = deepcopy(packed)
+    change(lines[0])
+    problems = find_problems(parse_lines(lines))
+    assert len(problems) == 1
+    assert problem in problems[0]
+    assert problems[0].startswith(lines[0]["run"])
+
+
+def test_a_copied_run_is_seen(packed):
+    lines = deepcopy(packed)
+    lines[1]["record"]["curve"] = lines[0]["record"]["curve"]
+    (problem,) = find_problems(parse_lines(lines))
+    assert problem == f"{lines[1]['run']}: its curve is that of {lines[0]['run']}."
+
+
+def test_an_entry_has_three_seeds_of_each_arm_and_the_same(packed):
+    by_arm = {
+        arm: [line for line in packed if line["record"]["experiment"]["arm"] == arm]
+        for arm in ("1 layer", "1 layer + KV shift")
+    }
+    assert list_missing(by_arm["1 layer"] + by_arm["1 layer + KV shift"][:2]) == [
+        "1 layer + KV shift has 2 seeds; an entry has at least 3."
+    ]
+    moved = deepcopy(by_arm["1 layer + KV shift"])
+    moved[2]["record"]["seed"] = 9
+    assert list_missing(by_arm["1 layer"] + moved) == ["1 layer + KV shift and 1 layer differ in the seeds 2, 9."]
+    assert "its baseline, 1 layer, has no run" in list_missing(by_arm["1 layer + KV shift"])[0]
+
+
+def test_the_commands(packed, run, tmp_path):
+    file = tmp_path / "shared.jsonl"
+    write_runs(file, parse_lines(packed))
+    code, out, err = run("records", "check", file)
+    assert (code, err) == (0, "")
+    assert "run by Ada on" in out
+    assert "6 runs: nothing is missing" in out
+    write_runs(file, parse_lines(packed[:-1]))
+    code, out, err = run("records", "check", file)
+    assert code == 2
+    assert "has 2 seeds; an entry has at least 3" in err
+    code, _, err = run("records", "pack", tmp_path, "--out", tmp_path / "new.jsonl", "--by", "Ada")
+    assert code == 2
+    assert "no finished runs of a comparison" in err
+    assert not (tmp_path / "new.jsonl").exists()
+    code, _, err = run("records", "pack", tmp_path, "--out", file, "--by", "Ada")
+    assert code == 2
+    assert "already exists" in err
+    assert len(read_runs(file)) == 5
+
+
+def test_the_page_of_the_site(packed, tmp_path):
+    sys.path.insert(0, str(ROOT / "docs" / "build"))
+    from result_pages import pages
+
+    assert "There is none yet" in pages.write_shared_page(tmp_path)
+    write_runs(tmp_path / "ada.jsonl", parse_lines(packed))
+    page = pages.write_shared_page(tmp_path)
+    assert "Run by Ada" in page
+    assert "1 layer + KV shift" in page
+    assert pages.write_shared_page()  # every file in the repository passes
