@@ -44,8 +44,8 @@ class CoreTask:
 
     def center_items(self, items: Items, version: int) -> Items:
         """Rescale accuracy so that the baseline is 0 and 1 stays 1."""
-        old = version == 1 and self.old_baseline is not None
-        baseline = (self.old_baseline if old else self.baseline) / 100  # type: ignore[operator]
+        percent = self.baseline if version == 2 or self.old_baseline is None else self.old_baseline
+        baseline = percent / 100
         return Items("mean", (items.values - baseline * items.weights) / (1 - baseline), items.weights, items.strata)
 
 
