@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headwater import HeadwaterError
 from headwater_lab.data.tokenizer import byte_tokenizer
-from headwater_lab.evaluation import evaluate
+from headwater_lab.evaluation import core_suite, evaluate
 from headwater_lab.evaluation.core_suite import TASKS
 from headwater_lab.evaluation.paired_differences import Items, average_items, compare_items
 
@@ -131,7 +131,8 @@ def score_naively(model, rows, delimiter, shots, seed) -> tuple[list[float], lis
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_each_kind_is_scored_as_by_hand(name, models, files):
+def test_each_kind_is_scored_as_by_hand(name, models, files, monkeypatch):
+    monkeypatch.setattr(core_suite, "CHUNK", 5)
     task, rows = TASKS[name], KINDS[name][: 12 + len(name) % 3]
     model = LlamaForCausalLM.from_pretrained(models[0]).double()
     result = evaluate(models[:1], [f"core/{name}"], task_files=files, dtype="float64", seed=5)

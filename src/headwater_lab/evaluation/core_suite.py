@@ -27,6 +27,8 @@ from headwater_lab.evaluation.paired_differences import Items, average_items
 from headwater_lab.evaluation.tasks import Score, Tasks, explain_failure, silence_output, wrap_model
 
 SUITE = "core"
+# Items whose prompts are in memory at a time, as tokens: those of some tasks would take gigabytes.
+CHUNK = 2000
 
 
 @dataclass(frozen=True)
@@ -135,19 +137,23 @@ class LoadedTask:
         """Score items, `limit` of them drawn at random: accuracy, bits per byte, and how many prompts had to be cut."""
         size = min(limit or len(self.items), len(self.items))
         chosen = sorted(random.Random(seed).sample(range(len(self.items)), size))
-        requests = [
-            (prompt, *lm._encode_pair(*prompt))
-            for index in chosen
-            for prompt in write_prompts(self.items, index, self.shots, self.task.delimiter, seed)
-        ]
-        cut = sum(len(context) + len(answer) > lm.max_length + 1 for _, context, answer in requests)
-        results = iter(zip(lm._loglikelihood_tokens(requests, disable_tqdm=not progress), requests, strict=True))
+        results, cut = [], 0
+        for start in range(0, size, CHUNK):
+            requests = [
+                (prompt, *lm._encode_pair(*prompt))
+                for index in chosen[start : start + CHUNK]
+                for prompt in write_prompts(self.items, index, self.shots, self.task.delimiter, seed)
+            ]
+            cut += sum(len(context) + len(answer) > lm.max_length + 1 for _, context, answer in requests)
+            likelihoods = lm._loglikelihood_tokens(requests, disable_tqdm=not progress)
+            results += [(*pair, len(answer)) for pair, (_, _, answer) in zip(likelihoods, requests, strict=True)]
         scores: dict[str, list[tuple[float, float]]] = {}  # by category: most tasks have one
+        choices = iter(results)
         for item in (self.items[index] for index in chosen):
-            choices = [next(results) for _ in item.pairs]
-            means = [likelihood / len(tokens) for (likelihood, _), (_, _, tokens) in choices]
-            (likelihood, is_greedy), _ = choices[item.gold]
-            right = is_greedy if len(choices) == 1 else means.index(max(means)) == item.gold
+            scored = [next(choices) for _ in item.pairs]
+            means = [likelihood / tokens for likelihood, _, tokens in scored]
+            likelihood, is_greedy, _ = scored[item.gold]
+            right = is_greedy if len(scored) == 1 else means.index(max(means)) == item.gold
             bits = -likelihood / math.log(2) / len(item.pairs[item.gold][1].encode())
             scores.setdefault(item.category, []).append((float(right), bits))
         accuracy, bits_per_byte = (
