@@ -1,6 +1,5 @@
 """`headwater records`: comparisons as files that others can check."""
 
-
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.arguments import check_writable, say
