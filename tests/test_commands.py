@@ -246,5 +246,23 @@ def test_only_near_names_are_suggested(name, names, hint):
 
 def test_an_unknown_option_names_a_near_one_or_the_help(run):
     assert "There is no option --outt; did you mean --out?" in run("train", "shakespeare", "--outt", "x")[2]
-    assert "There is no option --lr; `" in run("train", "shakespeare", "--lr", "1")[2]
+    assert "There is no option --foo; `" in run("train", "shakespeare", "--foo", "1")[2]
     assert "There is no command version; `" in run("version")[2]
+
+
+def test_nanogpts_options_are_answered_with_our_fields(run):
+    """All at once, with their values."""
+    code, _, err = run(
+        "train", "shakespeare", "--n_layer=4", "--learning-rate", "1e-3", "--dropout=0.1", "--min_lr=1e-4"
+    )
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "There are no options --n_layer, --learning-rate, --dropout, --min_lr, since" in err
+    assert "for --n_layer: model.num_hidden_layers=4; for --learning-rate: training.learning_rate=…; " in err
+    assert "model.embedding_dropout=0.1 model.attention_dropout=0.1 model.residual_dropout=0.1" in err
+    assert "for --min_lr: training.min_learning_rate_ratio is its share of training.learning_rate." in err
+    options = (
+        "n_head n_embd block_size batch_size max_iters warmup_iters eval_interval bias gradient_accumulation_steps"
+    )
+    err = run("train", "shakespeare", *(f"--{name}=2" for name in f"{options} dtype compile device".split()))[2]
+    assert all(f"for --{name}: " in err for name in f"{options} dtype compile device".split())

@@ -29,7 +29,7 @@ def test_versions_devices_and_threads_are_those_of_this_process():
 def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch):
     monkeypatch.setitem(extras.MODULES, "wandb", ("json", "no_such_module"))
     missing = examine()["extras"]["wandb"]
-    assert f"missing: no-such-module ({extras.install_command('wandb')})" in missing
+    assert f"missing: no-such-module (`{extras.install_command('wandb')}`)" in missing
 
 
 def test_a_clone_and_an_installed_package_have_different_commands(monkeypatch, tmp_path):

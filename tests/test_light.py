@@ -246,7 +246,7 @@ for kind in ({"kind": "digits"}, {"kind": "glyphs"}, {"kind": "images", "source"
     assert ended == 0, said
     lines = [line for line in printed.splitlines() if "pip install" in line]
     extras = ("train", "train", "report", "evaluate", "wandb", "titan", "titan", *["vision"] * 3)
-    assert [line.partition(f"{CLONE}[")[2].rstrip("'.") for line in lines] == [f"{extra}]" for extra in extras]
+    assert [line.partition(f"{CLONE}[")[2].rstrip("'`.") for line in lines] == [f"{extra}]" for extra in extras]
     assert not list(tmp_path.iterdir())
 
 

@@ -5,9 +5,10 @@ import json
 import pytest
 import yaml
 
+import headwater_lab as lab
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.config.presets import PRESETS, preset
-from headwater.cost.counts import parameters, prefill_flops
+from headwater.cost.counts import forward_flops, parameters, prefill_flops
 from headwater.plugins.registry import MECHANISMS, resolve
 from headwater_lab.data.tokenizer import byte_tokenizer
 
@@ -296,3 +297,35 @@ def test_bench_mechanisms(run):
     code, out, _ = run("bench", "mechanisms", "pattention", "--memory", *shape)
     assert code == 0
     assert "MB kept" in out
+
+
+def test_the_runs_of_a_comparison_are_priced_with_what_branches_save(run, tmp_path):
+    """Budgets of 1, 2 and 4 with decays of 2/15 cost 4 + 3·2/15 = 4.4 of 7, for each arm, seed and rate."""
+    arms = {"plain": {}, "shifted": {"model": {"mechanisms": {"kv_shift": {}}}}}
+    sizes = {f"{times}x": {"training": {"steps": 150 * times}} for times in (4, 1, 2)}
+    compare = {"baseline": "plain", "arms": arms, "sizes": sizes, "learning_rates": [0.1, 0.2]}
+    training = {"schedule": "wsd", "decay_fraction": 2 / 15, "batch_size": 2}
+    path = recipe(tmp_path / "tiny.yaml", training=training, compare=compare)
+    plan = lab.plan(path, vocab_size=300, hardware="H100", mfu=0.5)
+    costs = {cost.name: cost for cost in plan.runs["tiny"]}
+    assert [*costs] == ["tuning", "1x", "2x", "4x", "all"]
+    assert [cost.runs for cost in costs.values()] == [4, 6, 6, 6, 22]
+    per_step = 2 * 32 * sum(3 * sum(forward_flops(price_config(arm), 32).values()) for arm in arms.values())
+    assert costs["1x"].flops == costs["1x"].alone == pytest.approx(3 * 150 * per_step)
+    assert costs["4x"].flops == pytest.approx(3 * (600 - 260) * per_step)
+    sizes_alone = [costs[name].alone for name in sizes]
+    assert sum(costs[name].flops for name in sizes) / sum(sizes_alone) == pytest.approx(4.4 / 7)
+    assert costs["tuning"].alone == costs["tuning"].flops == pytest.approx(2 * 150 * per_step)
+    assert costs["all"].hours == pytest.approx(costs["all"].flops / 66.9e12 / 0.5 / 3600)
+    code, out, _ = run("plan", path, "--vocab-size", 300)
+    assert code == 0
+    assert "All runs of tiny" in out
+    alone = recipe(tmp_path / "cosine.yaml", compare=compare)
+    assert all(cost.saving == 0 for cost in lab.plan(alone, vocab_size=300).runs["tiny"])
+    assert lab.plan("gpt2-124m").runs == {}
+
+
+def price_config(arm):
+    mechanisms = {"kv_shift": {}} if arm == "shifted" else {}
+    model = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
+    return HeadwaterConfig(vocab_size=300, mechanisms=mechanisms, **model)

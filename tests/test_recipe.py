@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from headwater_lab.data.base import DATA
 from headwater_lab.data.synthetic.induction import InductionData, InductionSettings
 from headwater_lab.recipe.recipe import IDENTITY_VERSION, Recipe, find_data_class, list_sections, parse
 from headwater_lab.recipe.recipe_files import load_recipe
-from headwater_lab.recipe.synonyms import SYNONYMS
+from headwater_lab.recipe.synonyms import ANSWERS, SYNONYMS
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
 
@@ -205,6 +206,8 @@ def test_all_wrong_names_are_told_at_once_with_the_right_ones(tmp_path):
         ("steps=8", "the recipe has no field 'steps'; did you mean 'training.steps'?"),
         ("model.bias=false", "model has no field 'bias'; it has qkv_bias, output_bias and mlp_bias"),
         ("start={checkpoint: x, grow: {n_layer: 4}}", "start.grow has no field 'n_layer'; did you mean"),
+        ("min_lr=1e-4", "no field 'min_lr'; training.min_learning_rate_ratio is its share of training.learning_rate."),
+        ("out_dir=out", "the recipe has no field 'out_dir'; --out names the run's folder."),
         ("data.num_workers=2", "data has no field 'num_workers'; known names: context, held_out"),
     ],
 )
@@ -221,6 +224,9 @@ def test_synonyms_name_fields_that_exist():
         for each in re.split(", | and ", field):
             assert f"{section}.{each}" in known
     assert not {name for name, (section, _) in SYNONYMS.items() if name in sections[section]}
+    assert not ANSWERS.keys() & {*SYNONYMS, *chain(*sections.values())}
+    for name in re.findall(r"[a-z]+\.[a-z_]+", " ".join(ANSWERS.values())):
+        assert name in known
 
 
 def test_another_kind_of_data_takes_what_it_knows_of_the_file(tmp_path):
@@ -376,10 +382,10 @@ def test_a_changed_default_needs_another_version_of_the_identity():
     decisive = {
         name: {field: facts["default"] for field, facts in section["properties"].items() if "default" in facts}
         for name, section in sections.items()
-        if name not in ("Compare", "Reporting") and "properties" in section
+        if name not in ("Compare", "Ladder", "Reporting") and "properties" in section
     }
     content = json.dumps(decisive, sort_keys=True)
-    assert (IDENTITY_VERSION, hashlib.sha256(content.encode()).hexdigest()[:16]) == (2, "bb6e1c0154d282fa")
+    assert (IDENTITY_VERSION, hashlib.sha256(content.encode()).hexdigest()[:16]) == (2, "234f822b9bc9c457")
 
 
 def test_identity_follows_what_decides_the_result_and_nothing_else():

@@ -389,8 +389,17 @@ class TestImages:
             for n, loss in ((100, 3.0), (200, 2.5), (400, 2.2), (800, 2.1))
             for seed in (0, 1)
         ]
-        part = scaling_part(read_comparisons(saved(tmp_path, sizes)), "scaling")
+        comparisons = read_comparisons(saved(tmp_path, sizes))
+        part = scaling_part(comparisons, "scaling")
         (axes,) = part.picture.figure.axes
+        (table,) = part.tables
+        assert (table.columns[-1], len(table.rows[0])) == ("error", 5)
+        assert "Error: root mean square" in table.caption
+        # A law passes through as many points as it has constants, which is no merit.
+        (table,) = scaling_part(comparisons[:3], "scaling").tables
+        assert (table.columns[-1], len(table.rows[0])) == ("a", 4)
+        assert "no degrees of freedom left, so it is no evidence for the law's form" in table.caption
+        assert "Error" not in table.caption
         assert (axes.get_xlabel(), axes.get_ylabel()) == ("training images", "nats per image")
 
 

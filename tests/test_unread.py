@@ -89,6 +89,8 @@ READERS = {
     "training.optimizer_options": "training.optimizer_options={momentum: 0.5}; training.optimizer=torch.optim:SGD",
     "training.scalar_learning_rate_multiplier": "training.scalar_learning_rate_multiplier=5; model.mechanisms=[smear]",
     "training.min_learning_rate_ratio": "training.min_learning_rate_ratio=0.5",
+    "training.decay_fraction": "training.decay_fraction=0.5; training.schedule=wsd; training.warmup_steps=0",
+    "training.decay_form": "training.decay_form=1-sqrt; training.schedule=wsd; training.warmup_steps=0",
     "training.betas": "training.betas=[0.5, 0.5]",
     "training.epsilon": "training.epsilon=0.5",
     "training.momentum": "training.momentum=0.5; training.optimizer=muon",

@@ -33,6 +33,7 @@ from headwater_lab.api.listing import DESCRIBED
 from headwater_lab.cli import app
 from headwater_lab.data.base import DATA, DataSettings
 from headwater_lab.data.synthetic import SyntheticSettings, list_tasks
+from headwater_lab.optimization import laws
 from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training import records
@@ -438,6 +439,9 @@ def build_optimizers_page() -> str:
             thing = registry.resolve(name)
             fields = ", ".join(f"[`{field}`](recipe.md#training.{field})" for field in list_keywords(thing))
             lines.append(f"| `{name}`{{ #{name} }} | {join_lines(inspect.getdoc(thing))} | {fields} |")
+    notation = join_lines(inspect.getdoc(laws)).partition(". ")[2]
+    lines += ["", "## Laws", "", notation, "", "| `compare.ladder.law` | what it sets |", "| --- | --- |"]
+    lines += [f"| `{name}` | {join_lines(inspect.getdoc(law))} |" for name, law in laws.LAWS.items()]
     return "\n".join(lines)
 
 

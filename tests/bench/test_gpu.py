@@ -42,8 +42,8 @@ def few(monkeypatch):
 @pytest.mark.slow  # it compiles; that a wrong result is seen, `test_a_wrong_result_is_seen` shows
 def test_correctness(few, tmp_path):
     rows = rows_of("correctness", tmp_path)
-    assert [row["outcome"] for row in rows] == ["ok"] * 5
-    assert [row["graphs"] for row in rows if "graphs" in row] == [2]
+    assert [row["outcome"] for row in rows] == ["ok"] * 7
+    assert [row["graphs"] for row in rows if "graphs" in row] == [2, 2]
 
 
 @pytest.mark.slow
@@ -88,15 +88,17 @@ def test_the_preset_is_measured_first(tmp_path, monkeypatch):
     tried.clear()
     gpu.decoding(phase)
     assert tried[0] == {"model": "1.5B", "batch": 1, "step": "compiled"}
-    assert len({tuple(names.values()) for names in tried}) == len(tried) == 8
+    assert len({tuple(names.values()) for names in tried}) == len(tried) == 18
     tried.clear()
     gpu.correctness(phase)
     brief = [names.pop("brief", False) for names in tried]
     assert brief == sorted(brief, reverse=True)
-    assert {value for names in tried[-2:] for value in names.values()} == {"together", "together, compiled"}
+    assert {value for names in tried[-2:] for value in names.values()} == {
+        "together, joined products",
+        "together, compiled",
+    }
     assert {names["compiled"] for names in tried if "compiled" in names} == {
-        "none",
-        "together",
+        *("none", "none, joined products", "together", "together, joined products"),
         *gpu.PRESETS[gpu.RECOMMENDED].fields["mechanisms"],
     }
     assert [names["mechanisms"] for names in tried if "mechanisms" in names] == list(gpu.combine_mechanisms())

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from headwater_lab.comparison.pool import Outcome, read_finished
+from headwater_lab.comparison.trials import order_jobs
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import Experiment, HeldOutPoint, RunRecord, read_environment, read_record
@@ -67,14 +68,16 @@ class Here:
         self.trained = []
 
     def __call__(self, trials, workers=None, on_change=None):
-        return [self.run(job) for trial in trials for job in trial.jobs]
+        outcomes = {job.folder: self.run(job) for level in order_jobs(trials) for job in level}
+        return [outcomes[job.folder] for trial in trials for job in trial.jobs]
 
     def run(self, job):
         if (there := read_finished(job)) is not None:
             return Outcome(job.label, there, there.error)
         self.trained.append((job.label, job.recipe.training.learning_rate))
         try:
-            return Outcome(job.label, train(job.recipe, job.folder, resume=True, experiment=job.experiment))
+            done = train(job.recipe, job.folder, resume=True, experiment=job.experiment, trunk=job.trunk)
+            return Outcome(job.label, done)
         except Diverged as error:
             return Outcome(job.label, read_record(job.folder), str(error))
 

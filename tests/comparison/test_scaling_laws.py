@@ -9,7 +9,7 @@ from scipy import stats
 from scipy.optimize import curve_fit
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.scaling import evaluate_law, fit_law, fit_scaling, invert_law
+from headwater_lab.comparison.scaling import Equal, Estimate, Scaling, evaluate_law, fit_law, fit_scaling, invert_law
 
 SIZES = {"S": 1e5, "M": 4e5, "L": 1.6e6, "XL": 6.4e6}
 
@@ -201,3 +201,16 @@ def test_tasks_are_judged_by_their_loss_or_refused():
     same = runs(losses, sizes={"S": 1e5, "M": 1e5, "L": 1e5})
     with pytest.raises(HeadwaterError, match="differ neither in parameters nor in tokens"):
         fit_scaling(same)
+
+
+def test_a_size_that_is_known_to_a_factor_of_ten_at_best_is_inconclusive():
+    def say(low, high):
+        more = Estimate(0.5, (low, high), 1.0, 2)
+        return Scaling("parameters", "loss", "base", {}, [], [Equal("b", "S", more, True)]).sentences()[0]
+
+    assert say(-0.5, 4.0) == "b, S: equals a base with 50.0% more parameters (embeddings aside) [-50.0%, +400.0%]."
+    for ends in ((-1.0, 83426666692.5), (-0.5, 4.1), (-1.0, float("inf"))):
+        assert (
+            say(*ends)
+            == "b, S: the parameters (embeddings aside) of a base with its loss are inconclusive at these sizes."
+        )

@@ -1,6 +1,7 @@
 """Statistics of comparisons, against loops, other libraries and simulation."""
 
 import math
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -12,10 +13,12 @@ from statsmodels.stats.power import TTestPower
 
 from headwater_lab.comparison.sequential import ROUNDING, take_looks
 from headwater_lab.comparison.statistics import (
+    Paired,
     _find_effect,
     find_power,
     holm_tests,
     is_constant,
+    is_too_wide,
     judge_beside,
     more_pairs,
     steps_to,
@@ -23,7 +26,8 @@ from headwater_lab.comparison.statistics import (
 )
 from headwater_lab.comparison.worth import measure_worth
 from headwater_lab.reports.comparison import Comparison
-from headwater_lab.reports.words import cost_columns, worth_columns, write_factor
+from headwater_lab.reports.page import results_table
+from headwater_lab.reports.words import cost_columns, result_rows, state_answer, worth_columns, write_factor
 from headwater_lab.training.records import Origin, SeedPlan, StageRecord
 
 
@@ -294,7 +298,7 @@ def test_what_a_result_is_worth_in_flops_of_the_baseline():
     assert (good.below, good.above, math.exp(good.factor.mean)) == (0, 5, pytest.approx(1.4))
     page = Comparison("made", "Made", "base", None, None, records, ["less", "more"])
     names, rows = worth_columns(page)
-    assert names[2] == "worth in FLOPs of base [95 %]"
+    assert names[2] == "worth in FLOPs of base [98.33 %, Holm]"  # the others have bounds, not intervals
     factors = {name: factor for name, _, factor in rows}
     assert factors == {
         "saves": write_factor(saves.factor),
@@ -341,3 +345,55 @@ def test_differences_apart_by_more_than_rounding_are_not_constant():
     assert not is_constant([0.25, 0.25 + 1.5 * ROUNDING])
     assert is_constant([100.0, 100.0 + 90 * ROUNDING])
     assert not is_constant([100.0, 100.0 + 150 * ROUNDING])
+
+
+@pytest.mark.parametrize(("effects", "distinct"), [([2.0], 1), ([0.0, 0.0], 1), ([2.0, 0.0], 2), ([2.0, 1.9, 0.0], 3)])
+def test_the_table_names_the_level_of_each_interval(effects, distinct):
+    random, seeds = np.random.default_rng(5), 4
+    results = {
+        f"arm {i}": [1 - effect + random.normal(0, 0.05) for _ in range(seeds)] for i, effect in enumerate(effects)
+    }
+    runs = [record(arm, seed, value) for arm, values in results.items() for seed, value in enumerate(values)]
+    runs += [record("base", seed, 1.0) for seed in range(seeds)]
+    page = Comparison("made", "Made", "base", None, None, runs)
+    levels = set()
+    for row in result_rows(page):
+        (column,) = [name for name in row if name.startswith("minus base")]
+        beside = [text for name, text in row.items() if name.startswith("level")]
+        assert (", Holm" in " ".join(row)) == (len(effects) > 1)
+        if row[""] == "base":
+            assert beside in ([], [""])
+            continue
+        level = float((beside[0] if beside else re.search(r"\[(.*?) %", column)[1]).removesuffix(" %"))
+        differences = np.array(results[row[""]]) - 1.0
+        naive = stats.t.interval(level / 100, seeds - 1, differences.mean(), stats.sem(differences))
+        printed = [float(end) for end in re.search(r"\[(.*), (.*)\]", row[column]).groups()]
+        assert printed == pytest.approx(naive, abs=1e-3)
+        levels.add(level)
+    assert len(levels) == distinct
+    assert results_table(page).columns == list(row)  # of the report
+    assert levels <= {round(100 * (1 - 0.05 / m), 2) for m in range(1, len(effects) + 1)}
+
+
+def test_an_interval_of_a_ratio_wider_than_ten_times_is_not_printed():
+    def factor(low, high):
+        return write_factor(Paired((0.0, 0.0), (low + high) / 2, 0.5, 0.05, (low, high), None, None))
+
+    assert factor(math.log(0.5), math.log(4.9)) == "×1.57 [0.50, 4.90]"
+    for low, high in ((math.log(0.5), math.log(5.1)), (-2000.0, 2000.0), (-2000.0, 1.0)):
+        assert factor(low, high) == "inconclusive at these sizes"
+    assert not is_too_wide((1.0, 10.0))
+    assert is_too_wide((1.0, math.inf))
+    assert is_too_wide((0.0, math.nan))
+    assert not is_too_wide(None)
+
+
+def test_a_verdict_from_two_seeds_carries_its_caution():
+    for seeds, caution in ((2, True), (3, False)):
+        runs = [record("base", seed, 1.0 + seed) for seed in range(seeds)]
+        better = [record("good", seed, 0.5 + seed + 1e-4 * seed**2) for seed in range(seeds)]
+        same = [record("good", seed, 1.0 + (1 if seed else -1) + seed) for seed in range(seeds)]
+        for arm, verdict in ((better, "better"), (same, "inconclusive")):
+            answer = state_answer(Comparison("made", "Made", "base", None, None, runs + arm))
+            assert verdict in answer
+            assert ("Caution: two seeds" in answer) == (caution and verdict == "better")

@@ -12,7 +12,8 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison import running
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.running import run_comparison
-from headwater_lab.comparison.tuning import choose_rates, find_tuned_rate, list_tuning_trials
+from headwater_lab.comparison.trials import list_tuning_trials
+from headwater_lab.comparison.tuning import choose_rates, find_tuned_rate
 from headwater_lab.papers.arms import SizedArm, finished_runs
 from headwater_lab.training.records import read_record
 from headwater_lab.util.endings import Interrupted

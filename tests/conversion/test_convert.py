@@ -16,6 +16,10 @@ import yaml
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -35,6 +39,8 @@ from headwater.conversion import add_mechanisms, from_transformers
 from headwater.conversion.convert import (
     align_layers,
     blend_model,
+    choose_sources,
+    compare_layers,
     find_rotations,
     finish_model,
     pool_tensors,
@@ -49,7 +55,7 @@ from headwater_lab.api.converting import _write_start
 from headwater_lab.data.tokenizer import load_tokenizer
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.recipe.recipe_files import load_recipe
-from headwater_lab.recipe.start_section import CacheConversion, Change
+from headwater_lab.recipe.start_section import CacheConversion, Change, changed_config
 from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.model_changes import convert_model
 from headwater_lab.training.records import Event, read_record
@@ -75,6 +81,21 @@ GOALS = {
     "windows in some layers": (
         dict(DEEP, sliding_window=5, sliding_layers=[0, 1]),
         {"mechanisms": {"kv_source": {}}},
+    ),
+    "windows in every second layer, GQA": (
+        dict(
+            DEEP, sliding_window=5, sliding_layers=[0, 2], sliding_fields=dict(rope_parameters=dict(rope_theta=100.0))
+        ),
+        {"mechanisms": {"kv_source": {}}, "num_key_value_heads": 2},
+    ),
+    "kinds of other heads": (
+        dict(
+            num_hidden_layers=5,
+            sliding_window=5,
+            sliding_layers=[0, 2, 3],
+            sliding_fields=dict(num_key_value_heads=1, head_dim=6),
+        ),
+        {"mechanisms": {"kv_source": {"values": "last"}}},
     ),
     "two that share, not in their order": (
         DEEP,
@@ -226,6 +247,12 @@ SOURCES = {
     "llama": dict(),
     "partial RoPE, biases": dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5), qkv_bias=True),
     "GPT-2": dict(gpt2=True, num_key_value_heads=4),
+    "two kinds": dict(
+        num_hidden_layers=4,
+        sliding_window=5,
+        sliding_layers=[0, 2],
+        sliding_fields=dict(rope_parameters=dict(rope_theta=100.0, partial_rotary_factor=0.5)),
+    ),
     "normed": dict(qk_norm=True),
 }
 
@@ -268,6 +295,57 @@ def test_what_was_turned_is_turned_back(spun):
         if spun < 8:
             secret[head, spun:, spun:] = torch.linalg.qr(torch.randn(8 - spun, 8 - spun, dtype=torch.float64))[0]
     assert_near(find_rotations(x, turn_samples(x, secret), spun), secret, 1e-6)
+
+
+# Choosing the layers that share
+
+
+def hide_copies(model, pairs):
+    """Give layers the keys and values of others in other coordinates: a rotation that RoPE leaves alone."""
+    for block in model.model.layers:  # so that all layers see the same stream
+        block.self_attn.o_proj.weight.data.zero_()
+        block.mlp.down_proj.weight.data.zero_()
+    for layer, source in pairs:
+        theirs, ours = (model.model.layers[index] for index in (source, layer))
+        ours.input_layernorm.load_state_dict(theirs.input_layernorm.state_dict())
+        for name in ("k_proj", "v_proj"):
+            half = theirs.self_attn.head_dim // 2
+            x, y = getattr(theirs.self_attn, name).weight.detach().unflatten(0, (-1, 2, half)).unbind(1)
+            rotated = torch.stack((0.6 * x - 0.8 * y, 0.8 * x + 0.6 * y), dim=1)
+            getattr(ours.self_attn, name).weight.data = rotated.flatten(0, 2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pairs", "expected"),
+    [
+        ({}, [(3, 1), (4, 0), (5, 2)], [0, 1, 2, 1, 0, 2]),
+        (dict(sliding_window=5, sliding_layers=[0, 1, 3, 4]), [(3, 1), (4, 0), (5, 2)], [0, 1, 2, 1, 0, 2]),
+        # The copy in a layer of the other kind is no source.
+        (dict(sliding_window=5, sliding_layers=[0, 2, 4]), [(4, 2), (3, 0), (5, 3)], [0, 1, 2, 3, 2, 3]),
+    ],
+    ids=["one kind", "two kinds", "a copy in another kind"],
+)
+def test_sources_are_the_most_similar_layers_of_a_kind(kinds, pairs, expected):
+    model = hide_copies(build(num_hidden_layers=6, **kinds), pairs)
+    chosen = choose_sources(model.config, {"kv_source": {}}, compare_layers(model, tokens(2, 12)))
+    assert chosen == {"kv_source": {"keys": expected, "values": expected}}
+    config = blend_model(model, chosen, weight=1.0).config
+    assert config.mechanisms["blend"]["mechanisms"]["kv_source"]["keys"] == expected
+
+
+def test_only_what_is_left_open_is_chosen():
+    given = config(num_hidden_layers=4)
+    assert choose_sources(given, {"kv_source": {"keys": "own", "group_size": 4}}) == {
+        "kv_source": {"keys": "own", "group_size": 4, "values": [0, 0, 0, 0]}
+    }
+    for mechanisms in ({"svformer": {}}, {"kv_source": {"keys": "own", "values": [0, 0, 0, 3]}}, None):
+        convert = CacheConversion(mechanisms=mechanisms, num_key_value_heads=1, choose=True)
+        with pytest.raises(HeadwaterError, match=r"convert\.choose \(--choose\) needs a mechanism that shares"):
+            changed_config(given, Change(convert=convert))
+    change = Change(convert=CacheConversion(mechanisms={"kv_source": {}}, choose=True, align=False))
+    with pytest.raises(HeadwaterError, match="measures keys and values on rows"):
+        convert_model(Trained("", build(), None, [], {}), change, None)
 
 
 # Learning from the original
@@ -316,6 +394,12 @@ def test_the_divergence_and_its_gradient_are_those_of_the_equation(temperature):
         (dict(mechanisms={"svformer": {}}), {"mechanisms": {"svformer": {}}}, "already has"),
         (dict(mechanisms={"neutreno": {}}), {"mechanisms": {"kv_source": {}}}, "acts on what heads have read"),
         (dict(mechanisms={"kv_shift": {}}), {"num_key_value_heads": 1}, "cannot be pooled"),
+        (GOALS["kinds of other heads"][0], {"num_key_value_heads": 1}, "differ in their number of key/value heads"),
+        (
+            GOALS["windows in every second layer, GQA"][0],
+            {"mechanisms": {"svformer": {}}},
+            "only between layers of one",
+        ),
     ],
     ids=str,
 )
@@ -358,6 +442,16 @@ def qwen():
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
 
 
+def gemma2():
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=5))
+
+
+def gemma3():
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    fields = dict(num_key_value_heads=2, head_dim=8, sliding_window=5, layer_types=kinds)
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **fields))
+
+
 SIZES = dict(
     vocab_size=257,
     hidden_size=32,
@@ -369,7 +463,7 @@ SIZES = dict(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [gpt2, llama, qwen])
+@pytest.mark.parametrize("make", [gpt2, llama, qwen, gemma2, gemma3])
 def test_models_of_other_families(make):
     torch.manual_seed(0)
     theirs, ids = disturb(make().double(), 0.1).eval(), tokens(2, 12)
@@ -450,6 +544,7 @@ def test_a_model_in_bf16_is_turned_in_fp32():
     trained = Trained("", model, None, [], {})
     change = Change(convert=CacheConversion(num_key_value_heads=1, anneal=True))
     made = convert_model(trained, change, rows)
+    assert made.history[-1].details["cache_bytes_per_token"] == {"from": 3 * 2 * 2 * 8 * 2, "to": 3 * 2 * 8 * 2}
     assert made.model.dtype == torch.float32
     assert_near(made.model(rows, use_cache=False).logits, expected, 1e-5)
     assert made.history[-1].details["aligned"] is True
@@ -468,8 +563,8 @@ def test_turned_weights_do_not_keep_the_optimizers_state():
 
 
 def test_the_history_says_whether_anything_was_turned():
-    model, rows = build(**GOALS["windows in some layers"][0]), tokens(2, 12)
-    change = Change(convert=CacheConversion(mechanisms={"kv_source": {}}, anneal=True))
+    model, rows = build(**GOALS["shifted"][0]), tokens(2, 12)
+    change = Change(convert=CacheConversion(mechanisms={"svformer": {}}, anneal=True))
     made = convert_model(Trained("", model, None, [], {}), change, rows)
     assert made.history[-1].details["aligned"] is False
 
@@ -517,15 +612,91 @@ def test_the_command(written, tmp_path, run, dtype):
     prices = [result["price"][side]["cache_bytes_per_token"] for side in ("before", "after")]
     assert prices == sizes
     assert open_trained(out).model.dtype == dtype
-    measured = measure_model(open_trained(out).model, load_recipe(out / "recipe.yaml").data.build())
-    assert measured == result["after"]
-    assert result["curve"][0]["loss"] == pytest.approx(result["before"]["loss"], rel=1e-4)
-    assert result["price"]["flops"].keys() == {"start", "finish", "heal"}
+    settings = load_recipe(out / "recipe.yaml").data
+    data = settings.model_copy(update={"held_out_rows": None}).build()
+    assert settings.held_out_rows == result["price"]["rows"] < data.held_out_rows
+    assert measure_model(open_trained(out).model, data) == result["after"]
+    assert "has seen 384 tokens more than the original" in " ".join(printed.split())
+    assert "--family" not in printed
+    assert result["price"]["flops"].keys() == {"start", "finish", "heal", "measuring"}
     assert [point["cache_bytes_per_token"] for point in result["curve"]][:3] == [512, 512, 256]
     assert all(before != after for before, after in itertools.pairwise(result["curve"])), "each point once"
     code, _, said = run(*arguments)
     assert code == 2
     assert "exists" in said
+
+
+def exported(run, folder, printed):
+    """transformers' own model, exported by the command that the output names, without any code of headwater."""
+    family, _, command = printed.partition("It is a plain ")[2].partition(" model")
+    command = " ".join(command.partition("`headwater ")[2].partition("`")[0].split())
+    target = folder / f"plain-{family}"
+    code, _, said = run(*(str(target) if word == "NEW" else word for word in command.split()))
+    assert code == 0, said
+    assert json.loads((target / "config.json").read_text())["model_type"] == family
+    return AutoModelForCausalLM.from_pretrained(target).double().eval()
+
+
+def test_what_is_plain_says_how_it_is_exported(written, tmp_path, run):
+    code, printed, said = run("retrofit", written / "llama", "--out", tmp_path / "same")
+    assert code == 0, said
+    theirs = exported(run, tmp_path, printed)
+    assert type(theirs) is LlamaForCausalLM
+    ours = open_trained(tmp_path / "same").model.double()
+    assert_near(theirs(tokens(2, 9)).logits, ours(tokens(2, 9)).logits, 5e-6)  # their RoPE is in fp32
+    code, printed, _ = run("retrofit", written / "llama", "--mechanism", "kv_shift", "--out", tmp_path / "shifted")
+    assert code == 0
+    assert "--family" not in printed
+
+
+def test_the_control_is_the_original_trained_on_the_same_rows(written, tmp_path, run):
+    arguments = [
+        "convert", written / "llama", "--num-key-value-heads", "1", "--heal", "2k", "data.context=16", "--control",
+        "training.batch_size=2", "--text", written / "texts", "data.held_out_bytes=300", "reporting.save_every=1",
+    ]  # fmt: skip
+    out, cut = tmp_path / "out", tmp_path / "cut"
+    code, printed, said = run(*arguments, "--out", out)
+    assert code == 0, said
+    record, control = read_record(out), read_record(out / "control")
+    assert (control.tokens, control.data_order) == (record.tokens, record.data_order)
+    rates = [[point.learning_rate for point in each.curve] for each in (record, control)]
+    assert rates[0] == rates[1]
+    assert open_trained(out / "control").model.config.num_key_value_heads == 2
+    result = json.loads((out / "conversion.json").read_text())
+    assert result["price"]["flops"]["control"] == pytest.approx(control.flops, rel=1e-6)
+    data = load_recipe(out / "control" / "recipe.yaml").data.model_copy(update={"held_out_rows": None}).build()
+    assert measure_model(open_trained(out / "control").model, data) == result["control"]
+    assert "after / control" in printed
+    rows = load_recipe(out / "recipe.yaml").data.held_out_rows
+    evaluations = [len(read_record(stage).held_out) for stage in out.rglob("stages/*")]
+    passes = 3 + 1 + 3  # forward and backward, the teacher's, and the control's
+    assert 0.5 < sum(evaluations) * rows * 16 / (0.1 * passes * record.tokens) <= 1
+    theirs, ours = exported(run, tmp_path, printed), open_trained(out).model.double()
+    assert type(theirs) is LlamaForCausalLM
+    assert theirs.config.num_key_value_heads == 1
+    assert_near(theirs(tokens(2, 9)).logits, ours(tokens(2, 9)).logits, 5e-6)
+
+    # Killed in the conversion and in the control, and resumed.
+    command = [sys.executable, "-m", "headwater_lab", *map(str, arguments), "--out", str(cut)]
+    for log in (cut / "stages" / "01-finish", cut / "control" / "stages" / "02-heal"):
+        process = subprocess.Popen([*command, "--resume"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 300
+        while not (log / "checkpoints" / "step-000002").exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(60)
+    code, printed, said = run(*arguments, "--out", cut, "--resume", "--heal", "900")
+    assert code == 2
+    assert "with other options" in " ".join(said.split())
+    code, _, said = run(*arguments, "--out", cut, "--resume")
+    assert code == 0, said
+    assert "measuring the original" not in said
+    again = json.loads((cut / "conversion.json").read_text())
+    assert {**again, "source": None} == {**result, "source": None}
+    for folder in ("", "control"):
+        assert (cut / folder / "model.safetensors").read_bytes() == (out / folder / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("more", ["", "training.batch_size=4", "data.length=24"])

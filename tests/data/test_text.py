@@ -159,6 +159,27 @@ def test_held_out_budget_is_shared_and_kept(folder):
     assert len(data.held_out) == len(whole.held_out)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 8, 1000])
+def test_a_few_rows_are_measured_as_part_of_all(folder, rows):
+    """Against the losses of the chosen tokens, read one document at a time."""
+    few, whole = (make(folder, held_out=0.4, held_out_bytes=None, held_out_rows=n) for n in (rows, None))
+    assert min(rows, whole.held_out_rows) / 2 < few.held_out_rows <= rows
+    assert (few.held_out_rows == whole.held_out_rows) == (rows == 1000)
+    sizes = {excerpt.id: excerpt for excerpt in whole.held_out}
+    for excerpt in few.held_out:
+        other = sizes[excerpt.id]
+        assert excerpt.ids.tolist() == other.ids[: len(excerpt.ids)].tolist()
+        assert excerpt.bytes == excerpt.tokens == len(excerpt.ids) - 1, "tokens are bytes"
+    table = torch.linspace(-1, 1, few.vocab_size).expand(few.vocab_size, -1) * torch.arange(few.vocab_size)[:, None]
+    nats = [
+        torch.nn.functional.cross_entropy(table[excerpt.ids[:-1]], torch.from_numpy(excerpt.ids[1:]), reduction="sum")
+        for excerpt in few.held_out
+    ]
+    expected = float(sum(nats)) / sum(excerpt.tokens for excerpt in few.held_out)
+    evaluation = few.evaluate(lambda batch: table[batch["input_ids"]])
+    assert evaluation.metrics["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_budget_never_cuts_a_character(tmp_path):
     for i in range(30):
         (tmp_path / f"{i}.txt").write_text("äöü€" * 20)

@@ -138,12 +138,15 @@ def test_masks_are_given_by_kind():
         (dict(sliding_fields=dict(head_dim=7)), "make it even"),
         (dict(sliding_fields=dict(rope_parameters=dict(rope_theta=-1.0))), "above zero"),
         (dict(sliding_fields=dict(rope_parameters={}), position="none"), "leave them out of sliding_fields"),
-        (dict(mechanisms={"svformer": {}}), "Layer 2 would read layer 0, whose num_key_value_heads is 1, not 2"),
+        (dict(mechanisms={"svformer": {}}), "Layer 2 would read layer 0, which has another num_key_value_heads"),
         (dict(mechanisms={"neutreno": {}}), "Layer 2 would read layer 0"),
-        (dict(mechanisms={"kv_source": {}}, sliding_fields=None), "Layer 3 would read layer 2, whose sliding_window"),
         (
-            dict(mechanisms={"kv_source": {"values": "last", "num_shared_layers": 2}}),
-            "values of layer 1, and only one .* set layer_types",
+            dict(mechanisms={"kv_source": {"keys": "yoco"}}, sliding_fields=None),
+            "Layer 3 would read layer 2, which has another sliding_window",
+        ),
+        (
+            dict(mechanisms={"kv_source": {"values": "last", "num_shared_layers": 2}}, sliding_layers=[0, 1]),
+            "layer 2 is of kind 'full', and none of the 2 layers",
         ),
     ],
 )

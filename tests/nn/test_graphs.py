@@ -122,3 +122,28 @@ def test_the_switch_of_the_kernels_is_read_before_the_compiler_looks_at_it(monke
     monkeypatch.setattr(kernels, "_disabled", None)
     build({"kv_shift": {}})
     assert kernels._disabled is False
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mechanisms", [{}, COMBINATIONS["three"][0]])
+def test_a_whole_model_is_two_graphs_and_gives_the_same_gradients(mechanisms, packed):
+    """One for training and one for evaluation, at any depth, and no more in later steps."""
+    ids, positions = tokens(2, 12), (torch.arange(12) % 6)[None].expand(2, -1) if packed else None
+    model = build(mechanisms, num_hidden_layers=5).train()
+    inputs = {"position_ids": positions, "labels": ids, "use_cache": False}
+
+    def gradients():
+        model.zero_grad()
+        model(ids, skip_logits=True, **inputs).loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    expected = gradients()
+    counter = CompileCounter()
+    compile_model(model, counter, whole=True)
+    for _ in range(2):
+        assert torch.allclose(gradients(), expected, rtol=1e-12, atol=1e-15)
+        assert compiling.is_compiled(model)
+        with torch.no_grad():
+            model.eval()(ids, **inputs)
+        model.train()
+    assert counter.frame_count == 2

@@ -482,8 +482,8 @@ def test_the_papers_figures_keep_their_digits():
 
 
 def test_evidence_in_words():
-    def said(estimate, interval, kind="mean", why=""):
-        one = Judged("It is so.", "inconclusive", why, "a − b", kind, estimate, interval, 0.05, 0.5, 3)
+    def said(estimate, interval, kind="mean", why="", verdict="inconclusive"):
+        one = Judged("It is so.", verdict, why, "a − b", kind, estimate, interval, 0.05, 0.5, 3)
         return describe_evidence(one)
 
     assert said(0.00506, (-0.00617, 0.0163)) == "a − b: +0.0051 [-0.0062, +0.0163]"
@@ -497,10 +497,12 @@ def test_evidence_in_words():
     assert said(0.5, None) == "a − b: +0.500"
     assert said(0.75, (0.35, 0.97), "share") == "a − b: 75% [35%, 97%]"
     # A fitted law's interval comes first.
-    assert said(0.12, (-0.05, math.inf), "more") == "a − b: [-5.0%, ∞], estimate +12.0%"
-    assert said(0.5, (-0.5, 99.0), "more") == "a − b: [-50.0%, ×100], estimate +50.0%"
+    assert said(0.12, (-0.05, 0.5), "more") == "a − b: [-5.0%, +50.0%], estimate +12.0%"
+    assert said(0.12, (-0.05, math.inf), "more") == "a − b: inconclusive at these sizes"
+    assert said(0.5, (-0.5, 99.0), "more", "it is") == "a − b: inconclusive at these sizes; it is"
+    assert said(0.5, (-0.5, 99.0), "more", verdict="replicates") == "a − b: [-50.0%, ×100], estimate +50.0%"
     assert said(0.5, None, "more") == "a − b: +50.0%"
-    assert said(None, (-0.5, 99.0), "more") == "a − b: [-50.0%, ×100]"
+    assert said(None, (-0.5, 1.0), "more") == "a − b: [-50.0%, +100.0%]"
     assert said(None, None, why="one seed says nothing") == "one seed says nothing"
 
 

@@ -124,6 +124,16 @@ def test_twenty_kills_in_one_process(command, tmp_path):
     assert killed_often(command, tmp_path, 20) >= 10
 
 
+@pytest.mark.slow
+def test_kills_of_a_branch(command, tmp_path):
+    """From the copy of its trunk's checkpoint on; the other run is one of its own."""
+    wsd = {"schedule": "wsd", "decay_fraction": 0.5}
+    to_the_end(command(tmp_path / "trunk", steps=20, **wsd))
+    trunk = ["--trunk", str(tmp_path / "trunk")]
+    assert killed_often(lambda out: [*command(out, **wsd), *(trunk if out.name == "cut" else [])], tmp_path, 8) >= 4
+    assert read_record(tmp_path / "cut").trunk.step == 10
+
+
 @pytest.fixture
 def of_images(tmp_path):
     """As `command`, on digits, with all that is random about images, and an average of the weights."""

@@ -330,7 +330,8 @@ def test_compile_without_a_compiler_is_one_sentence(recipe, tmp_path, monkeypatc
         train(recipe(training={"compile": True}), tmp_path / "run")
 
 
-def test_a_compiled_run_is_the_same(recipe, tmp_path, monkeypatch):
+@pytest.mark.parametrize("compile", [True, "whole"])
+def test_a_compiled_run_is_the_same(recipe, tmp_path, monkeypatch, compile):
     """With another backend than a run's, which needs a C++ compiler, and minutes."""
     monkeypatch.setattr(setup, "compile_model", partial(compile_model, backend="eager"))
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "none is needed")
@@ -339,9 +340,10 @@ def test_a_compiled_run_is_the_same(recipe, tmp_path, monkeypatch):
     model, training = {"mechanisms": {"kv_shift": {}}}, {"z_loss": 1e-3}
     as_it_is = train(recipe(model=model, training=training), tmp_path / "as it is")
     assert not counters["stats"]
-    compiled = train(recipe(model=model, training=training | {"compile": True}), tmp_path / "compiled")
+    compiled = train(recipe(model=model, training=training | {"compile": compile}), tmp_path / "compiled")
     assert compiled.environment.compiled
-    assert counters["stats"]["unique_graphs"] > 1
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs == 2 if compile == "whole" else graphs > 1
     assert not counters["graph_break"]
     losses = [[point.loss for point in record.curve] for record in (as_it_is, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)

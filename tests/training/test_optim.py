@@ -1,6 +1,7 @@
 """Parameter groups and the learning-rate schedule."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -178,3 +179,37 @@ def test_cosine_schedule():
 def test_constant_schedule():
     training = Training(steps=100, warmup_steps=0, learning_rate=2.0, schedule="constant")
     assert {learning_rate(step, training) for step in range(100)} == {2.0}
+
+
+@pytest.mark.parametrize("form", ["linear", "1-sqrt"])
+def test_wsd_is_constant_and_then_decays(form):
+    training = Training(
+        steps=100, warmup_steps=10, learning_rate=2.0, schedule="wsd", decay_fraction=0.25, decay_form=form,
+        min_learning_rate_ratio=0.1,
+    )  # fmt: skip
+    assert training.decay_start == 75
+    assert {learning_rate(step, training) for step in range(9, 76)} == {2.0}
+    for step in range(76, 100):
+        x = (step - 75) / 25
+        fraction = 1 - (x if form == "linear" else math.sqrt(x))
+        assert learning_rate(step, training) == pytest.approx(2 * (0.1 + 0.9 * fraction))
+
+
+def test_linear_is_a_line():
+    training = Training(steps=110, warmup_steps=10, learning_rate=2.0, schedule="linear", min_learning_rate_ratio=0.1)
+    assert [learning_rate(step, training) for step in (10, 60, 109)] == pytest.approx([2.0, 1.1, 0.2 + 1.8 * 0.01])
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.1, 1 / 3, 0.5, 1.0])
+@pytest.mark.parametrize("steps", [1, 2, 7, 1000])
+def test_a_decay_takes_at_least_one_step_and_at_most_all(steps, fraction):
+    training = Training(steps=steps, warmup_steps=0, schedule="wsd", decay_fraction=fraction)
+    assert 0 <= training.decay_start < steps
+    rates = [learning_rate(step, training) for step in range(steps)]
+    assert set(rates[: training.decay_start + 1]) == {training.learning_rate}
+    assert all(0 < later < earlier for earlier, later in pairwise(rates[training.decay_start :]))
+
+
+def test_a_decay_within_the_warmup_is_refused():
+    with pytest.raises(ValueError, match=r"wsd begins after step 80, within the 90 warm-up steps"):
+        Training(steps=100, warmup_steps=90, schedule="wsd")

@@ -25,7 +25,7 @@ def cut_at(step):
     return on_event
 
 
-def train_until(step, recipe, folder, resume=False):
+def train_until(step, recipe, folder, resume=False, trunk=None):
     """Train, and stop after this step, as by a signal."""
 
     def on_event(now, point):
@@ -33,7 +33,7 @@ def train_until(step, recipe, folder, resume=False):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Interrupted):
-        train(recipe, folder, resume=resume, on_event=on_event)
+        train(recipe, folder, resume=resume, on_event=on_event, trunk=trunk)
 
 
 def same_end(a, b):

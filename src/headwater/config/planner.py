@@ -180,11 +180,10 @@ def _check_alike(config: HeadwaterConfig, layer: int, source: Source) -> None:
         return
     reader, owner = layer_config(config, layer), layer_config(config, source.layer)
     for name in _ALIKE.get(source[:2], ()):
-        expected, value = getattr(reader, name), getattr(owner, name)
-        if value != expected:
+        if getattr(reader, name) != getattr(owner, name):
             raise HeadwaterError(
-                f"Layer {layer} would read layer {source.layer}, whose {name} is {value!r}, not {expected!r} "
-                "(sliding_layers); share only between layers of one kind."
+                f"Layer {layer} would read layer {source.layer}, which has another {name} (sliding_layers); share only "
+                "between layers of one kind."
             )
 
 

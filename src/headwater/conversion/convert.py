@@ -5,6 +5,7 @@
     finished    the goal itself, once the weight is 1: the same function without keys and values that no head attends to
     aligned     before either, the same function in other coordinates, in which what is to be shared or pooled is as
                 similar as possible
+    chosen      before that, the layers that share, by how similar their keys and values are once aligned
 
 A head's values may be rotated by any orthogonal matrix R if the output projection is rotated back, and its keys if the
 queries are rotated with them; under RoPE only within the pairs of channels that RoPE rotates, because there R commutes
@@ -15,6 +16,7 @@ pooled are rotated towards the first of their group (for GQA as in arXiv 2412.20
 
 import copy
 import functools
+import itertools
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, cast
@@ -22,14 +24,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from headwater.config.layers import layer_config
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.add import add_mechanisms, tensors_of
 from headwater.conversion.families import assemble_model, own_tensors
 from headwater.mechanisms.blend import Blend
+from headwater.mechanisms.capabilities import ChoosesSources
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
-from headwater.plugins.registry import as_mapping
+from headwater.plugins.registry import as_mapping, resolve
 from headwater.util.errors import HeadwaterError
 
 BLEND = Blend.registered_name()
@@ -188,11 +192,9 @@ def _keep_heads(outputs: list[Tensor], width: int, module: nn.Module, inputs: An
 
 
 def can_turn(model: HeadwaterForCausalLM) -> dict[str, bool]:
-    """Whether keys "k" and values "v" can be rotated without changing the function: with linear projections, no
-    mechanism or norm between them and attention, and layers of one kind."""
-    of_one_kind = model.config.sliding_layers is None
-    plain = of_one_kind and not ((model.config.mechanisms or {}).keys() - {BLEND})
-    plain = plain and all(
+    """Whether keys "k" and values "v" can be rotated without changing the function: with linear projections, and no
+    mechanism or norm between them and attention."""
+    plain = not ((model.config.mechanisms or {}).keys() - {BLEND}) and all(
         isinstance(getattr(attention, name), nn.Linear)
         for attention in _list_attentions(model)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -200,9 +202,9 @@ def can_turn(model: HeadwaterForCausalLM) -> dict[str, bool]:
     return {"k": plain and not model.config.qk_norm, "v": plain}
 
 
-def _count_spun(model: HeadwaterForCausalLM, kind: str) -> int:
-    """Number of channels of a head's keys or values that RoPE rotates."""
-    return model.config.rotary_dim if kind == "k" and model.config.position == "rope" else 0
+def _count_spun(model: HeadwaterForCausalLM, kind: str, layer: int) -> int:
+    """Number of channels of a head's keys or values that RoPE rotates in this layer."""
+    return layer_config(model.config, layer).rotary_dim if kind == "k" and model.config.position == "rope" else 0
 
 
 def find_rotations(x: Tensor, target: Tensor, spun: int = 0) -> Tensor:
@@ -250,12 +252,12 @@ def align_layers(
             heads = x.shape[1]
             if group > 1:  # towards the group's first head, which is not rotated
                 leaders = torch.arange(heads) // group * group
-                matrices = find_rotations(x, x[:, leaders], _count_spun(model, kind))
+                matrices = find_rotations(x, x[:, leaders], _count_spun(model, kind, layer))
                 x = _turn_heads(attention, kind, x, matrices, torch.arange(heads) != leaders)
             sources = [getattr(goal[layer].attends[head // group], kind) for head in range(heads)]
             if any(source != layer for source in sources):
                 targets = torch.stack([_pool_samples(have[s][kind], group)[:, h] for h, s in enumerate(sources)], dim=1)
-                matrices = find_rotations(_pool_samples(x, group), targets, _count_spun(model, kind))
+                matrices = find_rotations(_pool_samples(x, group), targets, _count_spun(model, kind, layer))
                 x = _turn_heads(attention, kind, x, matrices, torch.tensor([source != layer for source in sources]))
             have[layer][kind] = x
     return True
@@ -289,3 +291,48 @@ def _turn_rows(linear: nn.Linear, matrices: Tensor) -> None:
         if parameter is not None:
             heads = parameter.double().unflatten(0, (len(matrices), -1))
             parameter.copy_(torch.einsum("hi...,hij->hj...", heads, matrices.to(parameter.device)).flatten(0, 1))
+
+
+# Choice of the layers that share
+
+
+def choose_sources(
+    config: HeadwaterConfig, mechanisms: Any, alike: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """Return `mechanisms` with the layers that share chosen by likeness, where their options leave this open.
+
+    alike: see `compare_layers`; None: all layers are equally alike. Raises `HeadwaterError` if nothing is left open.
+    """
+    depth, requested = config.num_hidden_layers, as_mapping(mechanisms) or {}
+    tables = alike or dict.fromkeys(("keys", "values"), torch.zeros(depth, depth))
+    chosen = {
+        name: kind.choose_sources(options or {}, config, tables)
+        if isinstance(kind := resolve(name), ChoosesSources)
+        else options
+        for name, options in requested.items()
+    }
+    if chosen == requested:
+        raise HeadwaterError(
+            "convert.choose (--choose) needs a mechanism that shares by a map of layers and options that leave the map "
+            f"open, not {', '.join(requested) or 'fewer heads alone'}; leave it out, or change the mechanism."
+        )
+    return chosen
+
+
+@torch.no_grad()
+def compare_layers(model: HeadwaterForCausalLM, rows: Tensor) -> dict[str, Tensor]:
+    """Compare the layers' "keys" and "values" on `rows` of tokens [B, T]: their likeness, [layers, layers] each.
+
+    Element [l, s], s < l, is 1 - Σ‖x_l - x_s‖² / Σ(‖x_l‖² + ‖x_s‖²) after x_l was rotated as `align_layers` would, 1 if
+    equal; 0 between layers of two kinds.
+    """
+    samples, turns, config = sample_heads(model, rows), can_turn(model), model.config
+    tables = {name: torch.zeros(len(samples), len(samples)) for name in ("keys", "values")}
+    for table, kind in zip(tables.values(), "kv", strict=True):
+        for layer, source in itertools.combinations(reversed(range(len(samples))), 2):
+            if config.slides(layer) == config.slides(source):
+                x, y = samples[layer][kind], samples[source][kind]
+                if turns[kind]:
+                    x = turn_samples(x, find_rotations(x, y, _count_spun(model, kind, layer)))
+                table[layer, source] = 1 - (x - y).square().sum() / (x.square().sum() + y.square().sum())
+    return tables

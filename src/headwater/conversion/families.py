@@ -8,6 +8,7 @@ difference is something that the family cannot express.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -330,6 +331,16 @@ def find_family(name: str) -> Family:
         advice = _OTHER_WAYS.get(str(name)) or f"known names: {', '.join(sorted(_REGISTRY.names))}."
         raise HeadwaterError(f"Models of type {name!r} cannot be converted; {advice}")
     return _REGISTRY.resolve(name)
+
+
+def find_fitting_family(config: HeadwaterConfig, preferred: str | None = None) -> str | None:
+    """Find the name of a family that expresses this config, if possible the preferred one; None if there is none."""
+    for name in sorted(FAMILIES, key=lambda name: name != preferred):
+        if type(config) is FAMILIES[name].ours.config_class:
+            with suppress(HeadwaterError):
+                FAMILIES[name].write_config(config)
+                return name
+    return None
 
 
 def _of_checkpoint(family: str | None, kind: str, config: dict[str, Any]) -> Family:

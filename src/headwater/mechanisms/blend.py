@@ -22,6 +22,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from headwater.config.capabilities import CompletesOptions
 from headwater.config.options import parse_options
 from headwater.config.plan import Attends, LayerPlan, Part, Source, Stage
 from headwater.config.planner import plan_layers
@@ -126,10 +127,10 @@ class Blend(KeepsPrecision, Mechanism):
                     f"{heads} key/value heads cannot be divided into {fewer} groups of equal size; choose a "
                     f"num_key_value_heads that divides {heads}."
                 )
-            if config.sliding_layers is not None:
+            if "num_key_value_heads" in (config.sliding_fields or {}):
                 raise HeadwaterError(
-                    "The model has layers of two kinds (sliding_layers), whose heads cannot be pooled; let layers "
-                    "share instead, and leave num_key_value_heads out."
+                    "The model's layers differ in their number of key/value heads (sliding_fields), so these cannot be "
+                    "pooled; let layers share instead, and leave num_key_value_heads out."
                 )
             goal.num_key_value_heads = fewer
         goal.complete_fields()
@@ -232,6 +233,9 @@ class Blend(KeepsPrecision, Mechanism):
     def complete_options(cls, options: OptionValues, config: HeadwaterConfig) -> OptionValues:
         mechanisms = options["mechanisms"] or {}
         parsed = {name: parse_options(MECHANISMS.resolve(name), fields) for name, fields in mechanisms.items()}
+        for name in parsed:
+            if isinstance(mechanism := MECHANISMS.resolve(name), CompletesOptions):
+                parsed[name] = mechanism.complete_options(parsed[name], config)
         return options | {"mechanisms": parsed or None}
 
     @classmethod

@@ -91,6 +91,20 @@ class AddsToTrainedModel(Protocol):
         """Return the user's `options` completed so that it changes nothing in a trained model; None: impossible."""
 
 
+@runtime_checkable
+class ChoosesSources(Protocol):
+    """For a mechanism by which layers share keys and values. Used by `convert: {choose: true}`."""
+
+    @classmethod
+    def choose_sources(
+        cls, options: OptionValues, config: HeadwaterConfig, alike: Mapping[str, Tensor]
+    ) -> OptionValues:
+        """Return `options`, the user's, with who shares with whom chosen by likeness, unless they name it.
+
+        alike: of "keys" and "values", [layers, layers] each (`headwater.conversion.convert.compare_layers`).
+        """
+
+
 # Training
 
 

@@ -3,7 +3,7 @@
     K_l := K_{s(l)}        V_l := V_{s'(l)}        s(l) ≤ l, and s(s(l)) = s(l); the same for s'
 
     cross_layer   s(l) = l - l mod m: groups of m layers attend to the first one's (cross-layer attention, CLA, arXiv
-                  2405.12981; the sharing of MLKV, arXiv 2406.09297)
+                  2405.12981; the sharing of MLKV, arXiv 2406.09297); layers of two kinds are counted within their kind
     yoco          s(l) = L/2 for l ≥ L/2: one cache for the upper half of the layers (YOCO, arXiv 2405.05254)
     last          s(l) = the last layer below L - n of l's kind, for the last n layers (Gemma 3n and Gemma 4); if all
                   are of one kind, L - n - 1
@@ -16,12 +16,14 @@ prompt, for the last token alone (`headwater.config.planner.output_only_from`).
 Departures: YOCO's lower half has a window, which the model's `sliding_layers` give it here, or a recurrence, which is
 not built. Its shared keys and values have a separate norm; here they belong to layer L/2 and are made from the same
 input as that layer's queries, and prefill skips the layers above it. Gemma's kinds differ in window, heads and RoPE;
-here `sliding_layers` and `sliding_fields` say so, and `layer_types` only who shares with whom. Mistral Large 4 shares
-the latent of multi-head latent attention, which headwater does not have.
+here `sliding_layers` and `sliding_fields` say so, and `layer_types` may name other kinds for `last`. Mistral Large 4
+shares the latent of multi-head latent attention, which headwater does not have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
+
+from torch import Tensor
 
 from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
@@ -46,7 +48,7 @@ class KVSource(Mechanism):
         values: LayerMap | list[int] = "cross_layer"  # the same
         group_size: int = 2  # layers in a group of cross_layer
         num_shared_layers: int | None = None  # for last: how many of the last layers share; default: half
-        layer_types: list[str] | None = None  # for last: share within layers of one name
+        layer_types: list[str] | None = None  # for last: share within layers of one name; default: by sliding_layers
 
     @classmethod
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
@@ -72,24 +74,25 @@ class KVSource(Mechanism):
                 )
         cls._check_kinds(options, config)
         for kind in ("keys", "values"):
-            check_sources(kind, sources := cls.list_sources(options, config, kind))
-            mixed = [layer for layer, source in enumerate(sources) if config.slides(layer) != config.slides(source)]
-            if mixed and options[kind] == "last" and options["layer_types"] is None:
-                raise HeadwaterError(
-                    f"Mechanism 'kv_source': layer {mixed[0]} would have the {kind} of layer {sources[mixed[0]]}, and "
-                    "only one of the two has a sliding window (sliding_layers); set layer_types to a name for each "
-                    "layer, so that layers of one kind share."
-                )
+            check_sources(kind, cls.list_sources(options, config, kind))
 
     @classmethod
     def _check_kinds(cls, options: OptionValues, config: HeadwaterConfig) -> None:
-        kinds, start = options["layer_types"], cls.find_first(options, config)
-        for layer in () if kinds is None else range(start, config.num_hidden_layers):
+        if "last" not in (options["keys"], options["values"]):
+            return
+        kinds, start = cls.list_kinds(options, config), cls.find_first(options, config)
+        for layer in range(start, config.num_hidden_layers):
             if kinds[layer] not in kinds[:start]:
                 raise HeadwaterError(
                     f"Mechanism 'kv_source': layer {layer} is of kind {kinds[layer]!r}, and none of the {start} "
                     "layers below those that share is; lower num_shared_layers, or change layer_types."
                 )
+
+    @classmethod
+    def list_kinds(cls, options: OptionValues, config: HeadwaterConfig) -> list[str]:
+        """List the kind of each layer: its name in layer_types, by default whether it has the sliding window."""
+        kinds = ("full", "sliding")
+        return options["layer_types"] or [kinds[config.slides(layer)] for layer in range(config.num_hidden_layers)]
 
     @classmethod
     def find_first(cls, options: OptionValues, config: HeadwaterConfig) -> int:
@@ -104,12 +107,19 @@ class KVSource(Mechanism):
         if isinstance(layer_map, list):
             return layer_map
         if layer_map == "last":
-            start, kinds = cls.find_first(options, config), options["layer_types"] or [""] * len(layers)
+            start, kinds = cls.find_first(options, config), cls.list_kinds(options, config)
             last_of_kind = {kinds[layer]: layer for layer in layers[:start]}  # the last layer of each kind
             return [layer if layer < start else last_of_kind[kinds[layer]] for layer in layers]
         if layer_map == "yoco":
             return [min(layer, len(layers) // 2) for layer in layers]
-        return [layer - (layer % options["group_size"] if layer_map == "cross_layer" else 0) for layer in layers]
+        if layer_map == "own":
+            return [*layers]
+        sources: list[int] = []
+        for layer in layers:
+            earlier = [before for before in layers[:layer] if config.slides(before) == config.slides(layer)]
+            position = len(earlier) % options["group_size"]
+            sources.append(earlier[-position] if position else layer)
+        return sources
 
     @classmethod
     def redirect_heads(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
@@ -117,6 +127,15 @@ class KVSource(Mechanism):
         return [plan.attending(range(len(plan.attends)), k, v) for plan, k, v in zip(plans, keys, values, strict=True)]
 
     # Capabilities
+
+    @classmethod
+    def complete_options(cls, options: OptionValues, config: HeadwaterConfig) -> OptionValues:
+        """Name the source of each layer if there are two kinds, which the config that one layer sees does not tell."""
+        if config.sliding_layers is None:
+            return options
+        cls.validate_options(options, config)
+        maps = {name: cls.list_sources(options, config, name) for name in ("keys", "values")}
+        return options | maps | {"num_shared_layers": None, "layer_types": None}
 
     @classmethod
     def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
@@ -130,6 +149,21 @@ class KVSource(Mechanism):
         if not growth.deepens:
             return options
         return parse_options(cls, {"keys": move_sources("keys"), "values": move_sources("values")})
+
+    @classmethod
+    def choose_sources(
+        cls, options: OptionValues, config: HeadwaterConfig, alike: Mapping[str, Tensor]
+    ) -> OptionValues:
+        """Choose maps in which as many layers of each kind share as in groups of group_size."""
+        group, maps = parse_options(cls, options)["group_size"], {}
+        for name in alike.keys() - options.keys():
+            maps[name] = [*range(config.num_hidden_layers)]
+            for slides in config.kinds:
+                layers = [layer for layer in range(config.num_hidden_layers) if config.slides(layer) == slides]
+                nearest = find_nearest(alike[name][layers][:, layers].tolist(), -(-len(layers) // group))
+                for layer, source in zip(layers, nearest, strict=True):
+                    maps[name][layer] = layers[source]
+        return options | maps
 
     per_head = per_token = True
 
@@ -147,3 +181,26 @@ def check_sources(kind: str, sources: Sequence[int]) -> None:
                 f"Mechanism 'kv_source': layer {layer} cannot have the {kind} of layer {source}, which itself "
                 f"shares layer {sources[source]}'s; name layer {sources[source]}."
             )
+
+
+def find_nearest(alike: list[list[float]], count: int) -> list[int]:
+    """Find the source of each layer if `count` keep their own: the most similar of these below it.
+
+    alike: the likeness of each layer to each one below. Layers give up their own one at a time, each time the one that
+    costs the least likeness.
+    """
+
+    def list_nearest(owners: list[int]) -> list[int]:
+        below = ([source for source in owners if source < layer] for layer in range(len(alike)))
+        return [
+            layer if layer in owners else max(sources, key=lambda source: (alike[layer][source], source))
+            for layer, sources in enumerate(below)
+        ]
+
+    def measure_total(owners: list[int]) -> float:
+        return sum(alike[layer][source] for layer, source in enumerate(list_nearest(owners)) if layer != source)
+
+    owners = list(range(len(alike)))
+    while len(owners) > count:
+        owners = max(([*owners[:i], *owners[i + 1 :]] for i in range(1, len(owners))), key=measure_total)
+    return list_nearest(owners)

@@ -1,4 +1,4 @@
-"""Compiling a model block by block: layers of one kind share a graph, however deep the model is."""
+"""Compiling a model block by block, where layers of one kind share a graph however deep the model is, or as a whole."""
 
 import warnings
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.nn.linear import JoinsLinears
 
 # Graphs that a layer may need: training and evaluation, and packed rows with more documents than expected.
 GRAPHS = 16
@@ -28,24 +29,44 @@ def silence_tf32_advice() -> None:
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
 
 
-def compile_blocks(blocks: nn.ModuleList, backend: str = "inductor") -> None:
-    """Compile each block as one graph. Raises, when a block first runs, for an operation that would break the graph."""
+def compile_blocks(blocks: nn.ModuleList, backend: str = "inductor", join: bool = False) -> None:
+    """Compile each block as one graph. Raises, when a block first runs, for an operation that would break the graph.
+
+    join: in training, multiply once for queries, keys and values, and once for gate and up. On a CPU that is slower.
+    """
     expect_layers(len(blocks))
+    join_products(blocks, join)
     for block in blocks:
         block.compile(fullgraph=True, dynamic=False, backend=backend)
 
 
+def join_products(model: nn.Module, join: bool) -> None:
+    """Let layers with the same input multiply once in compiled training, or not."""
+    for module in model.modules():
+        if isinstance(module, JoinsLinears):
+            module.joins = join
+
+
 def is_compiled(model: HeadwaterForCausalLM) -> bool:
-    return any(block._compiled_call_impl is not None for block in model.model.layers)
+    return any(module._compiled_call_impl is not None for module in (model, *model.model.layers))
 
 
-def compile_model(model: HeadwaterForCausalLM, backend: str = "inductor") -> None:
+def compile_model(
+    model: HeadwaterForCausalLM, backend: str = "inductor", *, whole: bool = False, join: bool = False
+) -> None:
     """Compile a model for training: its blocks, and the output head with the loss, so that no logits leave a graph.
 
-    Sharding and recomputation may be applied before or after. Forgets what was compiled before in this process.
+    whole: as one graph instead, which fuses across blocks and takes longer to compile. It allows no sharding.
+    join: see `compile_blocks`. Sharding and recomputation may be applied before or after. Forgets what was compiled
+    before in this process.
     """
     torch._dynamo.reset()
-    compile_blocks(model.model.layers, backend)
+    if whole:
+        join_products(model, join)
+        expect_layers(1)
+        model.compile(fullgraph=True, dynamic=False, backend=backend)
+        return
+    compile_blocks(model.model.layers, backend, join)
     # One graph per chunk of tokens: in a graph of all chunks the compiler would keep the logits of several of them.
     for name in ("whole_losses", "sum_losses"):
         if hasattr(model, name):

@@ -6,10 +6,10 @@ the device. The host reads the tokens of a step while the next one runs.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import StaticCache
 from transformers.generation import (
     LogitsProcessorList,
@@ -18,10 +18,12 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from headwater.kernels import are_ordinary
 from headwater.kernels.autotune import allow_autotuning
 from headwater.models.cache import HeadwaterStaticSlidingLayer
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import silence_tf32_advice
+from headwater.nn.linear import join_linears
 from headwater.util.errors import HeadwaterError
 
 # Maximum tokens of a prompt, since attention to all of them takes quadratic memory.
@@ -65,16 +67,27 @@ class Decoder:
     rows, no more tokens and the same options replay it too. Elsewhere it runs directly.
 
     model: in eval mode. compiled: compile the step with `torch.compile`, as one graph, which takes a minute or so.
-    backend: the compiler's. Raises `HeadwaterError` for RoPE whose frequencies depend on the length.
+    backend: the compiler's. join: multiply once for queries, keys and values, and once for gate and up; moves their
+    weights into adjacent memory (`join_linears`). options: of the backend inductor, as in `torch.compile`.
+    Raises `HeadwaterError` for RoPE whose frequencies depend on the length.
     """
 
-    def __init__(self, model: HeadwaterForCausalLM, compiled: bool = False, backend: str = "inductor") -> None:
+    def __init__(
+        self,
+        model: HeadwaterForCausalLM,
+        compiled: bool = False,
+        backend: str = "inductor",
+        *,
+        join: bool = False,
+        options: dict[str, Any] | None = None,
+    ) -> None:
         if model.model.ropes_by_length:
             raise HeadwaterError(
                 "This model's RoPE changes its frequencies with the length, so a step with a static cache cannot be "
                 "replayed; use a growing cache (generate)."
             )
         self.model, self.compiled, self.backend = model, compiled, backend
+        self.join, self.options = join, options
         self.state: DecodingState | None = None
 
     @torch.no_grad()
@@ -110,13 +123,15 @@ class Decoder:
             )
         ends = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
         choice = Choice(temperature, top_k, top_p, tuple(ends), pad_token_id)
-        state, slots = self.state, length + max_new_tokens
-        if state is None or (state.rows, state.choice) != (rows, choice) or state.length < slots:
-            self.state = state = None  # frees its memory before more is allocated
-            self.state = DecodingState(self, rows, slots, choice)
         device = self.model.device
         on_it = torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # for its streams and events
-        with on_it, allow_autotuning(self.model.packs_weights):
+        joined = join_linears(self.model) if self.join else nullcontext()
+        with on_it, joined, allow_autotuning(self.model.packs_weights):
+            state, slots = self.state, length + max_new_tokens
+            key = rows, choice, find_addresses(self.model)  # a recorded graph reads the weights where they were
+            if state is None or (state.rows, state.choice, state.addresses) != key or state.length < slots:
+                self.state = state = None  # frees its memory before more is allocated
+                self.state = DecodingState(self, rows, slots, choice)
             new_ids = self.state.continue_prompts(input_ids, real, max_new_tokens, seed, watch)
         return torch.cat((input_ids, new_ids.to(input_ids.device)), dim=1)
 
@@ -132,6 +147,7 @@ class DecodingState:
     def __init__(self, decoder: Decoder, rows: int, length: int, choice: Choice) -> None:
         model = decoder.model
         self.model, self.rows, self.choice = model, rows, choice
+        self.addresses = find_addresses(model)
         self.length = -(-length // SLOTS) * SLOTS
         self.warpers = choice.make_warpers()
         device = self.device = model.device
@@ -149,7 +165,9 @@ class DecodingState:
         self.run: Callable[[], None] = self.step
         if decoder.compiled:
             silence_tf32_advice()
-            self.run = torch.compile(self.step, fullgraph=True, dynamic=False, backend=decoder.backend)
+            self.run = torch.compile(
+                self.step, fullgraph=True, dynamic=False, backend=decoder.backend, options=decoder.options
+            )
         self.steps = 0
         on_gpu = {parameter.device.type for parameter in model.parameters()} == {"cuda"}
         self.graph = torch.cuda.CUDAGraph() if on_gpu else None
@@ -235,6 +253,11 @@ class DecodingState:
         for end in self.choice.ends:
             self.ended.logical_or_(chosen == end)
         self.token.copy_(chosen[:, None])
+
+
+def find_addresses(model: nn.Module) -> list[int]:
+    """Find where a model's parameters are in memory."""
+    return [parameter.data_ptr() for parameter in model.parameters() if are_ordinary(parameter)]
 
 
 class Arrivals:

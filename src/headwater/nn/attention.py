@@ -22,13 +22,13 @@ from headwater.nn.attention_kernel import attend_in_groups, eager_attention, rea
 from headwater.nn.cache_name import is_paged
 from headwater.nn.engine import Engine
 from headwater.nn.head_groups import GroupSlots, KernelInputs, divide_pairs, join_groups, of_tokens
-from headwater.nn.linear import apply_linear, make_map
+from headwater.nn.linear import JoinsLinears, apply_linear, make_map
 from headwater.nn.lookback import find_tail
 from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
 
 
-class Attention(Staged, nn.Module):
+class Attention(Staged, JoinsLinears):
     """Multi-head attention of one layer, built from its plan."""
 
     def __init__(self, config: HeadwaterConfig, plan: LayerPlan) -> None:
@@ -129,14 +129,23 @@ class Attention(Staged, nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, D] -> q [B, H, T, d], and k, v [B, heads, T, d] of the heads that the layer stores; not normed."""
 
-        def split_heads(projection: nn.Module | None, y_BTD: Tensor) -> Tensor:
-            if projection is None:
+        inputs = (x, x if key_input is None else key_input, x if value_input is None else value_input)
+        outputs = self.apply_joined(x) if key_input is None and value_input is None else None
+        if outputs is None:
+            maps = zip(self.list_joinable(), inputs, strict=True)
+            outputs = [None if projection is None else apply_linear(projection, y) for projection, y in maps]
+
+        def split_heads(y_BTE: Tensor | None) -> Tensor:
+            if y_BTE is None:
                 return x.new_empty(x.shape[0], 0, x.shape[1], self.head_dim)
-            y_BTE = apply_linear(projection, y_BTD)
             return y_BTE.view(*y_BTE.shape[:2], -1, self.head_dim).transpose(1, 2)
 
-        q, k = split_heads(self.q_proj, x), split_heads(self.k_proj, x if key_input is None else key_input)
-        return q, k, split_heads(self.v_proj, x if value_input is None else value_input)
+        q, k, v = map(split_heads, outputs)
+        return q, k, v
+
+    def list_joinable(self) -> tuple[nn.Module | None, ...]:
+        """The maps of queries, keys and values."""
+        return self.q_proj, self.k_proj, self.v_proj
 
     def rotate_heads(self, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """Queries and keys after RoPE, if there is any."""

@@ -11,10 +11,10 @@ from headwater.config.capabilities import find_replacement
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels.activation import apply_activation
 from headwater.mechanisms.contract import Hidden
-from headwater.nn.linear import apply_linear
+from headwater.nn.linear import JoinsLinears, apply_linear
 
 
-class FeedForward(nn.Module):
+class FeedForward(JoinsLinears):
     """down(act(gate(x)) · up(x)) if gated, else down(act(up(x))): x [B, T, D] -> [B, T, D].
 
     For SiLU and GELU the backward pass keeps gate(x) and up(x), or only up(x) (`headwater.kernels.activation`).
@@ -30,18 +30,25 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, change: Callable[[Hidden], Hidden] | None = None) -> Tensor:
         """Run the feed-forward. change: what mechanisms do before the activation."""
-        if change is None and not torch.is_grad_enabled():  # frees gate(x) before up(x) is computed
+        joined = self.apply_joined(x)
+        if joined is None and change is None and not torch.is_grad_enabled():  # frees gate(x) before up(x) is computed
             inner = self.act(apply_linear(self.gate_proj or self.up_proj, x))
             return apply_linear(
                 self.down_proj, inner if self.gate_proj is None else inner * apply_linear(self.up_proj, x)
             )
-        if self.gate_proj is None:
+        if joined is not None:
+            hidden = Hidden(*joined)
+        elif self.gate_proj is None:
             hidden = Hidden(None, apply_linear(self.up_proj, x))
         else:
             hidden = Hidden(apply_linear(self.gate_proj, x), apply_linear(self.up_proj, x))
         gate, up = hidden if change is None else change(hidden)
         factors = (up, None) if gate is None else (gate, up)
         return apply_activation(self.act, *factors, partial(apply_linear, self.down_proj))
+
+    def list_joinable(self) -> tuple[nn.Module | None, ...]:
+        """The maps before the activation."""
+        return self.gate_proj, self.up_proj
 
 
 def make_feed_forward(config: HeadwaterConfig, layer: int) -> nn.Module:

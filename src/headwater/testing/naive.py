@@ -173,15 +173,22 @@ def source_of(config: Any, name: str, layer: int, head: int, kv: int) -> int:
     if name == "svformer":
         receivers = choose_value(options["layers"], range(options["source"] + 1, depth))
         return options["source"] if layer in receivers and options["share"] in (option, "both") else layer
-    return layer_map(options, options[option], depth)[layer] if name == "kv_source" else layer
+    return layer_map(options, options[option], config)[layer] if name == "kv_source" else layer
 
 
-def layer_map(options: dict[str, Any], sources: Any, depth: int) -> list[int]:
+def layer_map(options: dict[str, Any], sources: Any, config: Any) -> list[int]:
     """The source of each layer in a map of layers."""
     if isinstance(sources, list):
         return sources
+    depth = config.num_hidden_layers
     sharing = choose_value(options["num_shared_layers"], depth // 2)
-    kinds = options["layer_types"] or ["alike"] * depth
+    alike = [[i for i in range(depth) if config.slides(i) == slides] for slides in (False, True)]
+    kinds = options["layer_types"] or [config.slides(i) for i in range(depth)]
+
+    def first_of_group(layer: int) -> int:
+        """Find the first layer of the group in which this layer is, among the layers of its kind."""
+        number, size = alike[config.slides(layer)].index(layer), options["group_size"]
+        return alike[config.slides(layer)][number // size * size]
 
     def of_its_kind(layer: int) -> int:
         """Find the layer itself, or the last layer of its kind that shares nothing."""
@@ -192,7 +199,7 @@ def layer_map(options: dict[str, Any], sources: Any, depth: int) -> list[int]:
 
     return [
         {
-            "cross_layer": i // options["group_size"] * options["group_size"],
+            "cross_layer": first_of_group(i),
             "yoco": depth // 2 if i > depth // 2 else i,
             "last": of_its_kind(i) if sources == "last" else i,
             "own": i,

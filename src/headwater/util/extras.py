@@ -40,7 +40,7 @@ class MissingExtra(HeadwaterError, ModuleNotFoundError):
     """A package of an extra is not installed. what: its name, or what needs several packages."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f"This needs {what}, which is not installed; install it with: {install_command(extra)}")
+        super().__init__(f"This needs {what}, which is not installed; install it with `{install_command(extra)}`.")
         self.what, self.extra, self.name = what, extra, what
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from itertools import chain, count
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from transformers.utils import logging
 
+from headwater.config.text import HeadwaterConfig
+from headwater.conversion.families import find_fitting_family
 from headwater.util.errors import HeadwaterError
 from headwater_lab.api.observer import Observer
 from headwater_lab.data.base import Data
 from headwater_lab.training.checkpoints import FOLDER
+from headwater_lab.training.records import Event
 from headwater_lab.training.trained_models import measure_model
 from headwater_lab.util.model_kinds import AnyModel
 
@@ -46,6 +50,18 @@ def measure_held_out(label: str, model: AnyModel, data: Data, watch: Observer) -
     """Measure a model on the held-out data, and report progress under the name `label`."""
     batches = count(1)
     return measure_model(model, data, lambda: watch.show(label, next(batches), unit="batch"))
+
+
+def explain_plain(folder: Path, config: HeadwaterConfig, history: Sequence[Event]) -> list[str]:
+    """Write a sentence about the export of a model in `folder` for engines without headwater, if it needs nothing of
+    headwater; else none."""
+    source = next((event.details["family"] for event in history if "family" in event.details), None)
+    if (family := find_fitting_family(config, source)) is None:
+        return []
+    command = f"headwater export {shlex.quote(str(folder))} --family {family} --out NEW"
+    return [
+        f"It is a plain {family} model, with no part of headwater: `{command}` writes it for engines without headwater."
+    ]
 
 
 @contextmanager

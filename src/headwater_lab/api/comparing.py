@@ -173,8 +173,8 @@ def _report_overruled(recipe: Recipe, overrides: Sequence[str], watch: Observer)
     if (section := recipe.compare) is None:
         return
     setters = {"seed": "compare.seeds"}
-    if section.learning_rates:
-        setters["training.learning_rate"] = "compare.learning_rates"
+    if section.tried_rates:
+        setters["training.learning_rate"] = "compare.ladder" if section.ladder else "compare.learning_rates"
     keys = [key for key in (text.partition("=")[0] for text in overrides) if key in setters]
     for key in dict.fromkeys([*keys, *find_overruled(recipe, recipe.trials().values(), overrides)]):
         setter = setters.get(key, "every arm or size")

@@ -1,27 +1,35 @@
 """Conversion to a smaller cache: its training, cost and savings."""
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from headwater.cost.counts import forward_flops
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.load import read_config, read_object
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
-from headwater_lab.api.common import measure_held_out, quiet
+from headwater_lab.api.common import explain_plain, measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.api.training import watch_training
-from headwater_lab.recipe.recipe_files import change_recipe
-from headwater_lab.training.checkpoints import FOLDER, newest_checkpoint
+from headwater_lab.data.base import Data
+from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.recipe_files import change_recipe, load_recipe
+from headwater_lab.training.checkpoints import FOLDER, newest_checkpoint, read_history
 from headwater_lab.training.model_estimates import ConversionPrice, price_conversion, read_count
 from headwater_lab.training.processes import connect_processes
 from headwater_lab.training.records import RunRecord
-from headwater_lab.training.run_folder import mark_folder
+from headwater_lab.training.run_folder import check_ours, mark_folder
 from headwater_lab.training.saving import how_to_load, publish_model, write_model
 from headwater_lab.training.stages import (
+    RECIPE,
+    build_control,
     build_conversion,
     list_healing,
     list_stages,
@@ -36,6 +44,8 @@ from headwater_lab.util.terminal import lined, si
 
 # Tokens in a row, if the model has positions for as many, and rows in a step.
 CONTEXT, ROWS = 512, 8
+# In the folder of a conversion: what it measured, and the run of its control.
+RESULT, CONTROL = "conversion.json", "control"
 
 
 @quiet()
@@ -45,17 +55,21 @@ def convert(
     *,
     mechanisms: Mapping[str, Any],
     num_key_value_heads: int | None = None,
+    choose: bool = False,
     heal: str = "10M",
     text: str | None = None,
     anneal: bool = True,
+    control: bool = False,
     overrides: Sequence[str] = (),
     only_plan: bool = False,
+    resume: bool = False,
     watch: Observer = SILENT,
 ) -> RunRecord | None:
     """Make the cache of a trained model smaller, heal it and measure it, like `headwater convert`.
 
-    out: the new folder. heal: tokens of healing. text: text to heal and measure on; default: the model's training
-    data. only_plan: report the cost, and stop. Raises `HeadwaterError`.
+    out: the new folder. choose: choose the layers that share. heal: tokens of healing. text: text to heal and measure
+    on; default: the model's training data. control: also train the original on the same tokens. only_plan: report the
+    cost, and stop. resume: continue an interrupted conversion. Raises `HeadwaterError`.
     """
     path = Path(source)
     if path.is_dir():
@@ -66,7 +80,62 @@ def convert(
     trained.original = None  # frees a second copy of the model
     if not isinstance(trained.model, HeadwaterForCausalLM):
         raise HeadwaterError(f"{source!r} is an image model, which has no cache; convert is for language models.")
-    data = _data_of(source, text, trained, checkpoint)
+    options = {
+        "mechanisms": mechanisms or None,
+        "num_key_value_heads": num_key_value_heads,
+        "choose": choose,
+        "anneal": anneal,
+    }
+    recipe = _make_recipe(trained, checkpoint, out.name, text, options, read_count(heal, "heal"), overrides, watch.tell)
+    dtype = trained.model.dtype
+    element, config = dtype.itemsize, trained.model.config
+    price_conversion(recipe, config, element)  # raises before the text is read
+    built = recipe.data.build()
+    rows = getattr(built, "held_out_rows", 0)
+    price = price_conversion(recipe, config, element, rows, build_control(recipe) if control else None)
+    _say_price(price, recipe, watch)
+    if only_plan:
+        return None
+    if price.rows < rows:
+        watch.tell(f"Measuring on the way uses {price.rows:,} of {rows:,} held-out rows.")
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"held_out_rows": price.rows})})
+    runs = [(recipe, out), *([(build_control(recipe), out / CONTROL)] if control else [])]
+    with connect_processes(recipe, out) as fabric:  # raises if the device cannot be used
+        device = fabric.device
+    with occupy_folder(out, empty=not resume):
+        _begin_folders(runs, resume)
+        if not checkpoint.is_dir():
+            write_model(checkpoint, trained.model, trained.tokenizer, trained.history)
+        if text is None and (warning := warn_changed_data(trained, built)):
+            watch.tell(f"{warning} Pass another text with --text.")
+        measures = _measure_original(out, source, price, trained.model.to(device), built, watch)
+        del trained
+        watch.tell("making the smaller model")
+        results, records = {}, []
+        for name, (run, folder) in zip(("after", "control"), runs, strict=False):
+            on_event = watch_training(run, list_stages(run, folder), watch)
+            records.append(train_stages(run, folder, resume=resume, on_event=on_event))
+            results[name] = _write_start(folder, records[-1], dtype)
+            publish_model(results[name], folder)
+        for name, result in results.items():
+            title = "measuring the result" if name == "after" else "measuring the control"
+            measures[name] = measure_held_out(title, open_trained(result).model.to(device), built, watch)
+        _report_conversion(out, records[0], price, measures, source, watch)
+    return records[0]
+
+
+def _make_recipe(
+    trained: Trained,
+    checkpoint: Path,
+    name: str,
+    text: str | None,
+    options: dict[str, Any],
+    tokens: float,
+    overrides: Sequence[str],
+    tell: Callable[[str], object],
+) -> Recipe:
+    """Make the recipe of a conversion with these `options` of `convert:`, which heals on this many tokens."""
+    data = _data_of(text, trained, checkpoint)
     # The length of synthetic rows follows from several settings, and overrides may change any of them.
     sizes = [
         override
@@ -75,70 +144,79 @@ def convert(
     ]
     _check_overrides(overrides)
     # The data settings come from the model's history, which somebody else may have written.
-    batches = {"name": out.name, "data": data, "training": {"batch_size": ROWS}}
+    batches = {"name": name, "data": data, "training": {"batch_size": ROWS}}
     sized = change_recipe(batches, sizes, "the recipe")
     if text is not None:
-        _check_context(
-            getattr(sized.data, "context", CONTEXT), trained.model.config.max_position_embeddings, watch.tell
-        )
-    options = {
-        "mechanisms": mechanisms or None,
-        "num_key_value_heads": num_key_value_heads,
-        "anneal": anneal,
-    }
+        _check_context(getattr(sized.data, "context", CONTEXT), trained.model.config.max_position_embeddings, tell)
     values = build_conversion(
-        out.name,
+        name,
         str(checkpoint),
         data,
         options,
-        tokens=read_count(heal, "heal"),
+        tokens=tokens,
         context=int(getattr(sized.data, "context", CONTEXT)),
         batch_size=sized.training.batch_size,
         gradient_accumulation_steps=sized.training.gradient_accumulation_steps,
     )
     recipe = change_recipe(values, overrides, "the recipe")
-    if any(uses_processes(run) for run, _ in list_stages(recipe, out)):
+    if any(uses_processes(run) for run, _ in list_stages(recipe, Path())):
         raise HeadwaterError(
             "headwater convert uses one device; for several, train the stages of its recipe one by one with "
             "`headwater train RECIPE --stage NAME` (docs/convert.md)."
         )
-    price = price_conversion(recipe, trained.model.config, trained.model.dtype.itemsize)
-    distillation = recipe.training.distillation
-    teacher = "the original" if distillation is None or distillation.teacher is None else "the teacher"
-    dtype = trained.model.dtype
-    _say_price(price, teacher, watch)
-    if only_plan:
-        return None
-    with connect_processes(recipe, out) as fabric:  # raises if the device cannot be used
-        device = fabric.device
-    with occupy_folder(out, empty=True):
-        mark_folder(out)
-        write_recipe(recipe, out)
-        if not path.is_dir():
-            write_model(checkpoint, trained.model, trained.tokenizer, trained.history)
-        built = recipe.data.build()
-        if text is None and (warning := warn_changed_data(trained, built)):
-            watch.tell(f"{warning} Pass another text with --text.")
-        original = measure_held_out("measuring the original", trained.model.to(device), built, watch)
-        del trained
-        watch.tell("making the smaller model")
-        record = train_stages(recipe, out, on_event=watch_training(recipe, list_stages(recipe, out), watch))
-        result = _write_start(out, record, dtype)
-        publish_model(result, out)
-        converted = measure_held_out("measuring the result", open_source(str(result)).model.to(device), built, watch)
-        _report_conversion(out, record, price, (original, converted), source, watch)
-    return record
+    return recipe
 
 
-def _data_of(source: str, text: str | None, trained: Trained, checkpoint: Path) -> dict[str, Any]:
+def _begin_folders(runs: Sequence[tuple[Recipe, Path]], resume: bool) -> None:
+    """Write the recipes of a conversion and its control to their folders, for `headwater train`.
+
+    resume: raise `HeadwaterError` if a folder holds another recipe, or anything but a run.
+    """
+    for recipe, folder in runs:
+        if resume:
+            check_ours(folder)
+        folder.mkdir(exist_ok=True)
+        if (folder / RECIPE).is_file() and load_recipe(folder / RECIPE).identity != recipe.identity:
+            raise HeadwaterError(
+                f"{str(folder)!r} holds a conversion with other options; pass the same ones, or choose another --out."
+            )
+        mark_folder(folder)
+        write_recipe(recipe, folder)
+
+
+def _measure_original(
+    out: Path, source: str, price: ConversionPrice, model: HeadwaterForCausalLM, data: Data, watch: Observer
+) -> dict[str, dict[str, float]]:
+    """Measure the original on all held-out data, unless that was done before an interruption, and tell how long the
+    rest takes at this speed."""
+    file = out / RESULT
+    if file.is_file():
+        return {"before": read_object(file)["before"]}
+    started = time.perf_counter()
+    measures = {"before": measure_held_out("measuring the original", model, data, watch)}
+    seconds = time.perf_counter() - started
+    rows, context = getattr(data, "held_out_rows", 0), data.context
+    done = rows * context * sum(forward_flops(model.config, context).values())
+    if done:
+        left = timedelta(seconds=round((sum(price.flops.values()) / done - 1) * seconds))
+        watch.tell(f"about {left} to go at the speed of this measurement")
+    replace_text(file, json.dumps({"source": source, "price": asdict(price)} | measures, indent=1) + "\n")
+    return measures
+
+
+def _data_of(text: str | None, trained: Trained, checkpoint: Path) -> dict[str, Any]:
     """Find the data to heal on, as a recipe's section: a text, or the model's latest training data."""
     if text is None:
         settings = data_settings(trained.history)
         if settings is None:
-            raise HeadwaterError(f"{source!r} does not record what it was trained on; pass similar text with --text.")
+            raise HeadwaterError(
+                f"{trained.source!r} does not record what it was trained on; pass similar text with --text."
+            )
         return dict(settings)
     if trained.tokenizer is None:
-        raise HeadwaterError(f"{source!r} has no tokenizer, so it cannot read a text; save one next to the model.")
+        raise HeadwaterError(
+            f"{trained.source!r} has no tokenizer, so it cannot read a text; save one next to the model."
+        )
     most = trained.model.config.max_position_embeddings
     return {"kind": "text", "source": text, "tokenizer": str(checkpoint), "context": min(CONTEXT, most)}
 
@@ -172,7 +250,9 @@ def _write_start(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
     return checkpoint
 
 
-def _say_price(priced: ConversionPrice, teacher: str, watch: Observer) -> None:
+def _say_price(priced: ConversionPrice, recipe: Recipe, watch: Observer) -> None:
+    distillation = recipe.training.distillation
+    teacher = "the original" if distillation is None or distillation.teacher is None else "the teacher"
     sides = priced.before, priced.after
     rows = [
         ["cache, bytes a token", *(f"{side['cache_bytes_per_token']:,}" for side in sides)],
@@ -192,22 +272,31 @@ def _report_conversion(
     target: Path,
     record: RunRecord,
     priced: ConversionPrice,
-    measures: tuple[dict[str, float], dict[str, float]],
+    measures: dict[str, dict[str, float]],
     source: str,
     watch: Observer,
 ) -> None:
-    """Report what the conversion did, and write it next to the run. measures: of the original and the result."""
-    original, converted = measures
+    """Report what the conversion did, and write it next to the run. measures: of the original "before", the result
+    "after", and the "control" if there is one."""
     curve = list_healing(record)
-    result = {"source": source, "price": asdict(priced), "before": original, "after": converted, "curve": curve}
-    replace_text(target / "conversion.json", json.dumps(result, indent=1) + "\n")
-    table = lined("", "before", "after", "after / before")
-    for name in [name for name in original if name in converted]:
+    result = {"source": source, "price": asdict(priced), **measures, "curve": curve}
+    replace_text(target / RESULT, json.dumps(result, indent=1) + "\n")
+    # The control is the fairer comparison: it has seen the same tokens.
+    basis = list(measures)[-1] if "control" in measures else "before"
+    table = lined("", *measures, f"after / {basis}")
+    for name in [name for name in measures["before"] if all(name in values for values in measures.values())]:
         title = f"held-out {name.replace('_', ' ')}"
-        share = f"{converted[name] / original[name]:.4f}" if original[name] else ""
-        table.add_row(title, f"{original[name]:.4f}", f"{converted[name]:.4f}", share)
+        share = f"{measures['after'][name] / measures[basis][name]:.4f}" if measures[basis][name] else ""
+        table.add_row(title, *(f"{values[name]:.4f}" for values in measures.values()), share)
     watch.say(table)
+    if "control" not in measures:
+        watch.say(
+            f"The smaller model has seen {record.tokens:,} tokens more than the original; for a fair comparison, train "
+            "the original on the same tokens with --control."
+        )
     columns = ("tokens of healing", "cache, bytes a token (fp32)", record.metric.replace("_", " "))
     rows = [(f"{p['tokens']:,}", f"{p['cache_bytes_per_token']:,}", f"{p[record.metric]:.4f}") for p in curve]
     watch.say(lined(*columns, rows=rows))
-    watch.say(f"written to {target}\n{how_to_load(target)}")
+    checkpoint = newest_checkpoint(target)
+    lines = explain_plain(target, read_config(checkpoint), read_history(checkpoint))
+    watch.say("\n".join([f"written to {target}", how_to_load(target), *lines]))

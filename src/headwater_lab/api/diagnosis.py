@@ -79,7 +79,7 @@ def _list_extras() -> NamedFacts:
         versions = {PACKAGE_OF.get(module, module.replace("_", "-")): find_spec(module) for module in modules}
         installed = [f"{name} {_find_version(name)}" for name, spec in versions.items() if spec is not None]
         missing = [name for name, spec in versions.items() if spec is None]
-        advice = [f"missing: {', '.join(missing)} ({install_command(extra)})"] if missing else []
+        advice = [f"missing: {', '.join(missing)} (`{install_command(extra)}`)"] if missing else []
         yield extra, "; ".join([", ".join(installed), *advice] if installed else advice)
 
 

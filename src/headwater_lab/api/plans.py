@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Unpack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Unpack
 
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import Price
@@ -12,15 +12,19 @@ from headwater.plugins import outside
 from headwater_lab.api.common import PathLike, Result
 from headwater_lab.api.settings import PlanSettings
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.model_estimates import plan_models, price_models
+from headwater_lab.training.model_estimates import is_recipe, plan_models, price_models, read_planned
 from headwater_lab.util.terminal import counted, si
+
+if TYPE_CHECKING:
+    from headwater_lab.comparison.run_costs import RunCost
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(Result):
-    """Prices of text models or of image models."""
+    """Prices of text models or of image models; runs: those of the comparisons among them, by the recipe's name."""
 
     prices: list[Price]
+    runs: dict[str, list[RunCost]] = field(default_factory=dict)
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row per model and context or image size."""
@@ -61,4 +65,15 @@ def plan(
     (`headwater_lab.api.settings.PlanSettings` describes them). trust: as in `train`. Raises `HeadwaterError`.
     """
     outside.trust_names(trust)
-    return Plan(price_models(plan_models(models, overrides, vocab_size), **settings))
+    prices = price_models(plan_models(models, overrides, vocab_size), **settings)
+    recipes = [read_planned(model, overrides, vocab_size) for model in models if is_recipe(model)]
+    compared = [recipe for recipe in recipes if recipe.compare is not None]
+    return Plan(prices, _price_comparisons(compared, vocab_size, prices[0]) if compared else {})
+
+
+def _price_comparisons(recipes: Sequence[Recipe], vocab_size: int | None, price: Price) -> dict[str, list[RunCost]]:
+    """Price the runs of comparisons, by the recipe's name."""
+    from headwater_lab.comparison.run_costs import price_runs  # plain models do not need this package
+
+    runs = {recipe.name: price_runs(recipe, vocab_size, price) for recipe in recipes}
+    return {name: costs for name, costs in runs.items() if costs}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from matplotlib.figure import Figure
+from rich.text import Text
 
 from headwater.plugins import outside
 from headwater.util import extras
@@ -166,7 +167,7 @@ def _describe_unfinished(work: Work, failed: Sequence[Outcome], watch: Observer)
     unfinished = ""
     if commands := work.list_commands():
         for command in commands:
-            watch.say(command)
+            watch.say(Text(command))
         which = "the commands above" if watch.listens else "; ".join(commands)
         unfinished = (
             f"{counted(len(commands), 'run')} of this table, on several devices or in stages, cannot be trained by "
@@ -216,7 +217,6 @@ def list_tables(papers: Sequence[str], folder: Path) -> Table:
     shipped = json.loads(VERDICTS.read_text())
     names = ("table", "title", *SCALES, "verdicts")
     listing = lined(*names, left=names, caption=caption)
-    listing.columns[0].no_wrap = True
     for name, table in choose_tables(papers).items():
         cells = ["computed", "", ""] if table.computed else []
         for scale, settings in table.scales.items():

@@ -76,6 +76,7 @@ def train(
     arm: str | None = None,
     size: str | None = None,
     stage: str | None = None,
+    trunk: PathLike | None = None,
     on_event: OnEvent | None = None,
     watch: Observer | None = None,
     trust: Sequence[str] = (),
@@ -83,10 +84,11 @@ def train(
     """Train the model of a recipe, stage by stage if it has stages, like `headwater train`.
 
     out: the run's folder; default: runs/NAME. resume: continue an interrupted run. arm, size: train this arm of the
-    recipe's comparison. stage: train only this stage. on_event: called with (step, None) after each step, and with
-    (step, point) for each new point of the record; without it, `watch` receives the progress, by default shown in a
-    notebook. trust: code from outside that checkpoints may name, "package.module" or "package.module:Class". Raises
-    `HeadwaterError`.
+    recipe's comparison. stage: train only this stage. trunk: the folder of a run with training.schedule=wsd; begin
+    where its decay begins, with the same result as from step 0 (docs/compare.md). on_event: called with (step, None)
+    after each step, and with (step, point) for each new point of the record; without it, `watch` receives the
+    progress, by default shown in a notebook. trust: code from outside that checkpoints may name, "package.module" or
+    "package.module:Class". Raises `HeadwaterError`.
     """
     outside.trust_names(trust)
     watch = choose_observer(watch)
@@ -100,7 +102,15 @@ def train(
         check_outside(folder, loaded.start.checkpoint, around=True)
     runs = list_stages(loaded, folder)
     on_event = on_event or watch_training(loaded, runs, watch)
-    record = train_stages(loaded, folder, resume=resume, experiment=experiment, only=stage, on_event=on_event)
+    record = train_stages(
+        loaded,
+        folder,
+        resume=resume,
+        experiment=experiment,
+        only=stage,
+        on_event=on_event,
+        trunk=None if trunk is None else local(trunk, "trunk"),
+    )
     return Run(folder, record, folder if stage is None else runs[loaded.stage_names.index(stage)][1])
 
 

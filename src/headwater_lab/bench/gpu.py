@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
     context: int = 1024
     mechanisms: tuple[int, int, int] = (12, 768, 32)
     decoding: dict[str, tuple[int, int]] = {"1.5B": (28, 2048), "124M": (12, 768)}  # (layers, width)
-    batches: tuple[int, ...] = (1, 64)
+    many: int = 64
     prompt: int = 512
     tokens: int = 64
     vocab_size: int = 50304
@@ -80,7 +80,7 @@ ON_CPU = Sizes(
     context=32,
     mechanisms=(4, 64, 2),
     decoding={"tiny": (2, 64)},
-    batches=(2,),
+    many=2,
     prompt=8,
     tokens=6,
     vocab_size=256,
@@ -231,16 +231,20 @@ def correctness(phase: Phase) -> None:
     extremes = [name for name in ("none", "together") if name in mechanisms_by_name]
     for name in extremes:
         phase.attempt(partial(_check_varlen, phase, mechanisms_by_name[name]), brief=True, packed=name)
+        decode = partial(_same_tokens, phase, mechanisms_by_name[name], False, join=True)
+        phase.attempt(decode, brief=True, tokens=f"{name}, joined products")
 
     # Compilation takes most of the time, a minute or more for as many mechanisms as fit into one model.
-    def compiled(name: str) -> None:
-        phase.attempt(partial(_check_compiled, phase, mechanisms_by_name[name]), compiled=name)
+    def compiled(name: str, join: bool = False) -> None:
+        label = f"{name}, joined products" if join else name
+        phase.attempt(partial(_check_compiled, phase, mechanisms_by_name[name], join), compiled=label)
 
     for name in mechanisms_by_name:
         if name in PRESETS[RECOMMENDED].fields["mechanisms"]:
             compiled(name)
     for name in extremes:
         compiled(name)
+        compiled(name, join=True)
         phase.attempt(partial(_same_tokens, phase, mechanisms_by_name[name], True), tokens=f"{name}, compiled")
 
 
@@ -299,19 +303,19 @@ def _check_varlen(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     return {"from the mask, rms": apart, "outcome": "ok" if apart < 2e-2 else WRONG}
 
 
-def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> Measurement:
+def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool, join: bool = False) -> Measurement:
     """Compare the tokens of a static cache, whose steps a GPU replays as a graph, with those without a cache."""
     model, ids = _make_small(phase, mechanisms, 16, torch.float64)
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
-    static = Decoder(model, compiled, phase.sizes.backend)(ids, mask, max_new_tokens=12)
+    static = Decoder(model, compiled, phase.sizes.backend, join=join)(ids, mask, max_new_tokens=12)
     plain = model.generate(
         ids, attention_mask=mask, max_new_tokens=12, do_sample=False, use_cache=False, pad_token_id=0
     )
     return {"outcome": "ok" if torch.equal(static, plain) else WRONG}
 
 
-def _check_compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+def _check_compiled(phase: Phase, mechanisms: dict[str, dict], join: bool) -> Measurement:
     model, ids = _make_small(phase, mechanisms, 64)
     model.train()
 
@@ -323,7 +327,7 @@ def _check_compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     with tf32(False):  # otherwise TF32 would be compared with TF32
         eager = gradients()
         _count_graphs()
-        compile_blocks(model.model.layers, phase.sizes.backend)
+        compile_blocks(model.model.layers, phase.sizes.backend, join)
         compiled_gradients = gradients()
     error = float((compiled_gradients - eager).norm() / eager.norm())
     return {"gradients": error, **_count_graphs(), "outcome": "ok" if error < 1e-4 else WRONG}
@@ -336,11 +340,11 @@ def _count_graphs() -> Measurement:
     return row
 
 
-def _make_steps(phase: Phase, model: PreTrainedModel, ids: Tensor) -> Callable[[], None]:
-    """Make training steps in bf16, compiled by block; head and loss as one, so that no logits leave the graph."""
+def _make_steps(phase: Phase, model: PreTrainedModel, ids: Tensor, **settings: bool) -> Callable[[], None]:
+    """Make training steps in bf16, compiled by block with head and loss as one graph. settings: of `compile_model`."""
     backend = phase.sizes.backend
     if isinstance(model, HeadwaterForCausalLM):  # compile as `headwater train` does
-        compile_model(model, backend)
+        compile_model(model, backend, **settings)
         return training_step(
             model, lambda: model(ids, labels=ids, skip_logits=True, use_cache=False).loss, Precision.BF16_MIXED
         )
@@ -384,16 +388,24 @@ def training(phase: Phase) -> None:
     """Time training steps at commonly published sizes, compiled by block, and Llama's for comparison."""
     sizes, context = phase.sizes, phase.sizes.context
 
-    def measure(shape: tuple[int, int, int], llama: bool = False) -> Measurement:
+    def measure(shape: tuple[int, int, int], llama: bool = False, **settings: bool) -> Measurement:
         layers, width, rows = shape
         config = ModelShape(layers, width, sizes.vocab_size).config(context)
         ids = phase.draw(rows, context)
         with torch.device(phase.device):
             model = LlamaForCausalLM(LlamaConfig(**config)) if llama else make_model(phase, layers, width, context)
-        return _timed_steps(phase, _make_steps(phase, model, ids), HeadwaterConfig(**config), ids.numel())
+        steps = _make_steps(phase, model, ids, **settings)
+        return _timed_steps(phase, steps, HeadwaterConfig(**config), ids.numel())
 
+    remedies: dict[str, dict[str, bool]] = {
+        "blocks": {},
+        "whole": dict(whole=True),
+        "blocks, joined products": dict(join=True),
+        "whole, joined products": dict(whole=True, join=True),
+    }
     for name, shape in sizes.training.items():
-        phase.attempt(partial(measure, shape), model=name, compiled="blocks")
+        for label, settings in remedies.items():
+            phase.attempt(partial(measure, shape, **settings), model=name, compiled=label)
     name, shape = next(iter(sizes.training.items()))
     phase.attempt(partial(measure, shape, llama=True), model=f"{name}, transformers' Llama", compiled="blocks")
 
@@ -443,15 +455,15 @@ def mechanisms(phase: Phase) -> None:
 def decoding(phase: Phase) -> None:
     """Time a generated token with a static cache, which a GPU replays as a graph, as a share of the bandwidth.
 
-    The step is recorded uncompiled and compiled.
+    The step is recorded uncompiled, compiled, tuned, and with joined products.
     """
     sizes = phase.sizes
     peak = copy_bandwidth(phase.device)
 
-    def measure(layers: int, width: int, rows: int, compiled: bool) -> Measurement:
+    def measure(layers: int, width: int, rows: int, compiled: bool = False, **settings: Any) -> Measurement:
         model = make_model(phase, layers, width, sizes.prompt + sizes.tokens).to(torch.bfloat16).eval()
         config = model.config
-        decoder, ids = Decoder(model, compiled, sizes.backend), phase.draw(rows, sizes.prompt)
+        decoder, ids = Decoder(model, compiled, sizes.backend, **settings), phase.draw(rows, sizes.prompt)
         times: list[float] = []  # when the host received each step's tokens
 
         def note(new: Tensor) -> None:
@@ -469,16 +481,24 @@ def decoding(phase: Phase) -> None:
             "of the copy bandwidth": step / second / peak,
         }
 
-    # Run one compiled row first. Compilation takes a minute, so the steps without it come next.
-    shapes = list(product(sizes.batches, sizes.decoding))
-    first_compiled, *later_compiled = [(shape, True) for shape in shapes]
-    for (rows, name), compiled in (first_compiled, *((shape, False) for shape in shapes), *later_compiled):
-        phase.attempt(
-            partial(measure, *sizes.decoding[name], rows, compiled),
-            model=name,
-            batch=rows,
-            step="compiled" if compiled else "as it is",
-        )
+    def attempt(step: str, rows: int, name: str) -> None:
+        settings = steps[step] if phase.on_gpu else {**steps[step], "options": None}
+        phase.attempt(partial(measure, *sizes.decoding[name], rows, **settings), model=name, batch=rows, step=step)
+
+    tuned = {"coordinate_descent_tuning": True}
+    steps: dict[str, dict[str, Any]] = {
+        "compiled": dict(compiled=True),
+        "compiled, tuned": dict(compiled=True, options=tuned),
+        "compiled, tuned, PDL": dict(compiled=True, options={**tuned, "triton.enable_pdl": True}),
+        "compiled, joined products": dict(compiled=True, join=True),
+        "compiled, joined products, tuned": dict(compiled=True, join=True, options=tuned),
+        "as it is": {},
+    }
+    # Compilation takes a minute, so of the steps with many rows those without it come first.
+    for name, step in product(sizes.decoding, steps):
+        attempt(step, 1, name)
+    for step, name in product(("as it is", "compiled", "compiled, joined products"), sizes.decoding):
+        attempt(step, sizes.many, name)
 
 
 MEASUREMENTS = {phase.__name__: phase for phase in (environment, correctness, training, mechanisms, decoding)}

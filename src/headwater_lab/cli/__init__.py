@@ -10,9 +10,9 @@ import typer
 
 from headwater.util.errors import HeadwaterError, either, find_near, first_line
 from headwater.util.files import disk_problem
+from headwater_lab.cli.arguments import tell
 from headwater_lab.cli.options import app
 from headwater_lab.util.endings import Interrupted
-from headwater_lab.util.terminal import literal
 
 for _module in pkgutil.iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
@@ -54,6 +54,14 @@ def explain_usage(error: Any) -> str:
     if type(error).__name__ == "NoSuchOption":
         unknown, kind = error.option_name, "option"
         names = [name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("--")]
+        if any(parameter.name == "overrides" for parameter in error.ctx.command.params):
+            from headwater_lab.data.text import TextSettings
+            from headwater_lab.recipe.messages import describe_unknown_options
+            from headwater_lab.recipe.recipe import list_sections
+
+            words = [word for word in sys.argv if word.startswith("--") and word.partition("=")[0] not in names]
+            if sentence := describe_unknown_options(words, list_sections(TextSettings)):
+                return sentence
     elif match := re.match("No such command '(.*?)'", error.message):
         unknown, kind, names = match[1], "command", list(error.ctx.command.commands)
     else:
@@ -71,7 +79,7 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.message, end="")  # the help text, unless it has been printed
             sys.exit(2)
-        _end(2, literal(explain_usage(error)))
+        _end(2, explain_usage(error))
     except (Interrupted, KeyboardInterrupt) as error:  # SIGINT or SIGTERM
         _end(130, str(error))
     except BrokenPipeError:  # the reader closed the pipe
@@ -79,7 +87,7 @@ def main() -> None:
     except UnicodeEncodeError as error:
         _end(2, explain_encoding(error))
     except HeadwaterError as error:
-        _end(2, literal(str(error)))
+        _end(2, str(error))
     except (MemoryError, RuntimeError) as error:
         if "start new thread" in str(error):
             _end(2, "No more threads can be started; raise the limit (ulimit -u), or use fewer workers.")
@@ -88,10 +96,10 @@ def main() -> None:
         _end(2, f"Not enough memory: {first_line(error)}")
     except OSError as error:
         path = f" ({error.filename})" if error.filename else ""
-        _end(2, literal(f"{disk_problem(error)}{path}"))
+        _end(2, f"{disk_problem(error)}{path}")
 
 
 def _end(code: int, sentence: str = "") -> NoReturn:
     if sentence:
-        print(f"headwater: {sentence}", file=sys.stderr)
+        tell(f"headwater: {sentence}")
     sys.exit(code)

@@ -17,9 +17,9 @@ from headwater_lab.util.terminal import Terminal
 if TYPE_CHECKING:
     from headwater_lab.recipe.recipe import Recipe
 
-# Tables need this much; a narrower terminal wraps lines rather than losing figures.
-stdout = Terminal(width=max(120, Terminal().width))
-stderr = Terminal(stderr=True)
+stdout, stderr = Terminal(), Terminal(stderr=True)
+if not (stdout.is_terminal or os.environ.get("COLUMNS")):
+    stdout.width = max(120, stdout.width)  # for tables in files and pipes
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -28,8 +28,8 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def say(text: Any) -> None:
-    """Print a table of the result, or a line, which is not wrapped."""
-    stdout.print(text, soft_wrap=isinstance(text, str))
+    """Print a table of the result, or a line."""
+    stdout.print(text)
 
 
 def print_result(content: Any, renderables: Iterable[Any], as_json: bool, indent: int | None = None) -> None:
@@ -43,7 +43,7 @@ def print_result(content: Any, renderables: Iterable[Any], as_json: bool, indent
 
 def tell(line: str) -> None:
     """Print a message on stderr, apart from the result."""
-    stderr.print(line, soft_wrap=True)
+    stderr.print(line)
 
 
 def tell_model(folder: Path, model: Path | None = None) -> None:

@@ -23,8 +23,7 @@ def list_shipped(kind: Catalogue | None = None, *, json: AsJson = False) -> None
         columns = COLUMNS[name]
         cells = [[_write_value(row[title]) for title in columns] for row in listed]
         text_columns = set(columns) - set(NUMBERS)
-        tables.append(lined(*columns, rows=cells, left=text_columns, fold=True, title=name))
-        tables[-1].columns[0].no_wrap = True
+        tables.append(lined(*columns, rows=cells, left=text_columns, title=name))
     print_result(rows if kind is None else rows[kind], tables, json, indent=2)
 
 

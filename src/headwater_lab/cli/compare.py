@@ -14,10 +14,10 @@ from headwater_lab.cli.arguments import (
     recipe_of,
     say,
     split_overrides,
-    stdout,
 )
 from headwater_lab.cli.options import LOOK, TRAIN, FolderPath, WorkerCount, command, exclude, need
 from headwater_lab.cli.progress import ProgressReport
+from headwater_lab.util.terminal import Prose
 
 if TYPE_CHECKING:
     from headwater_lab.comparison.pool import Outcome
@@ -103,13 +103,13 @@ def print_comparison(comparison: Comparison) -> None:
     from headwater_lab.reports.price_tables import find_prices, terminal_prices
 
     for table in words.result_tables(comparison):
-        stdout.print(table)
+        say(table)
     if prices := find_prices(comparison):
-        stdout.print(prices if isinstance(prices, str) else terminal_prices(prices))
-    stdout.print(words.state_answer(comparison))
+        say(prices if isinstance(prices, str) else terminal_prices(prices))
+    say(Prose(words.state_answer(comparison)))
     for line in words.list_left_out(comparison):
         say(line)
-    stdout.print()
+    say("")
 
 
 @command(LOOK, "report runs/demo --format latex,pdf")

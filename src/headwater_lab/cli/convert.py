@@ -15,9 +15,12 @@ def convert_model(
     *,
     mechanism: Sequence[str] = (),
     num_key_value_heads: int | None = None,
+    choose: bool = False,
     heal: str = "10M",
     text: str | None = None,
     no_anneal: bool = False,
+    control: bool = False,
+    resume: bool = False,
     plan: bool = False,
     out: FolderPath | None = None,
 ) -> None:
@@ -28,9 +31,12 @@ def convert_model(
         training.learning_rate=1e-4, …
     mechanism: Mechanism that lets layers share keys and values: NAME, or "NAME={option: value}"; repeatable.
     num_key_value_heads: Number of key/value heads after pooling (GQA).
+    choose: Choose the layers that share by how similar their keys and values are, where the mechanism leaves it open.
     heal: Tokens of healing, e.g. 20M or 1e9.
     text: Heal and measure on this text (path, folder or glob); default: the model's training data.
     no_anneal: Use the smaller model from the first step instead of gradually.
+    control: Also train the original on the same tokens by the same schedule, and compare with it.
+    resume: Continue an interrupted conversion: the same command, with this option.
     plan: Print what it costs and saves, and stop.
     out: The new folder. Default: next to the source.
     """
@@ -47,13 +53,16 @@ def convert_model(
     with ProgressReport() as report:
         convert(
             source,
-            new_folder(out, source, "converted", may_exist=plan),
+            new_folder(out, source, "converted", may_exist=plan or resume),
             mechanisms=mechanisms,
             num_key_value_heads=num_key_value_heads,
+            choose=choose,
             heal=heal,
             text=text,
             anneal=not no_anneal,
+            control=control,
             overrides=overrides,
+            resume=resume,
             only_plan=plan,
             watch=report,
         )

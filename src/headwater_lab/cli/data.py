@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.arguments import check_writable, say, stdout
-from headwater_lab.cli.options import TRAIN, PositiveInt, Values, add_group, command
+from headwater_lab.cli.options import TRAIN, NaturalInt, PositiveInt, Values, add_group, command, exclude, need
 from headwater_lab.cli.progress import ProgressReport
-from headwater_lab.util.terminal import Table
+from headwater_lab.util.terminal import Table, lined
 
 if TYPE_CHECKING:
     from headwater_lab.data.shards import Skipped
@@ -38,27 +38,39 @@ def prepare_corpus(
     begins: Begins = None,
     by: str | None = None,
     held_out: float = 0.01,
+    tokens: str | None = None,
+    border: NaturalInt | None = None,
+    held_out_source: str | None = None,
     workers: PositiveInt | None = None,
 ) -> None:
-    """Tokenize a corpus into memory-mapped shards.
+    """Tokenize a corpus into memory-mapped shards, or take the tokens of another program.
 
-    source: A file, folder or glob of text, JSONL, CSV or parquet files; or a dataset on the hub.
+    source: A file, folder or glob of text, JSONL, CSV or parquet files; or a dataset on the hub; or token files.
     out: A new folder.
     tokenizer: "bytes", or the folder, tokenizer.json or hub name of a tokenizer.
     by: Column to split by: each value gets its own folder; dotted if nested.
     held_out: Share of the documents to hold out, chosen by hash.
+    tokens: Format of token files: llm.c (and modded-nanogpt), nanogpt, megatron or olmo; --tokenizer made them.
+    border: Id of the token between the documents of token files; default: the tokenizer's end of text.
+    held_out_source: Token files to hold out; default: those with "val" in their names, or else a share.
     workers: Tokenizer threads; default: one per core, up to 16.
     """
     from headwater_lab.data.prepare import Options, prepare
     from headwater_lab.data.shards import DOMAINS, MANIFEST, Skipped, read_manifest
     from headwater_lab.data.stream import TextSource
+    from headwater_lab.data.token_files import TokenSource
 
+    need("--tokens", "--border", "--held-out-source")
+    exclude("--tokens", "--text-column", "--config", "--split", "--separator", "--begins", "--by")
+    exclude("--held-out-source", "--held-out")
     check_writable(out, folder=True)
     is_finished = any((out / name).exists() for name in (DOMAINS, MANIFEST))
-    text_source = TextSource(source, text_column, config, split, separator, begins, by)
+    read: TextSource | TokenSource = TextSource(source, text_column, config, split, separator, begins, by)
+    if tokens is not None:
+        read = TokenSource(source, tokens, held_out_source, border)
     with ProgressReport() as report:
         bar = partial(_show_progress, report, time.monotonic())
-        folders = prepare(text_source, out, tokenizer, Options(held_out), workers=workers, on_progress=bar)
+        folders = prepare(read, out, tokenizer, Options(held_out), workers=workers, on_progress=bar)
     if is_finished:
         say(f"{out} is already finished")
     stdout.print(_make_table(folders))
@@ -101,6 +113,7 @@ def train_tokenizer(
     split: Split = None,
     separator: Separator = None,
     begins: Begins = None,
+    characters: bool = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on a corpus.
 
@@ -108,13 +121,16 @@ def train_tokenizer(
     out: A new folder.
     vocab_size: Vocabulary size, including the end-of-text token.
     max_bytes: Bytes of text to train on, from the beginning of the source.
+    characters: Make a token of each character instead, numbered in their order, as nanoGPT does.
     """
     from headwater.util.files import stage_folder
     from headwater_lab.data.chat import read_contents
     from headwater_lab.data.reading import check_name
     from headwater_lab.data.stream import Stream, TextSource
+    from headwater_lab.data.tokenizer import character_tokenizer
     from headwater_lab.data.tokenizer import train_tokenizer as learn_tokens
 
+    exclude("--characters", "--vocab-size")
     check_name(out.absolute())
     check_writable(out, folder=True)
     documents, size, begun = 0, 0, time.monotonic()
@@ -130,7 +146,7 @@ def train_tokenizer(
                     if size >= max_bytes:
                         return
 
-            trained = learn_tokens(texts(), vocab_size)
+            trained = character_tokenizer(texts()) if characters else learn_tokens(texts(), vocab_size)
         if not size:
             raise HeadwaterError(f"{source!r} contains no text; name a file or folder with text.")
         trained.save_pretrained(new)
@@ -156,9 +172,8 @@ def _show_progress(report: ProgressReport, begun: float, documents: int, size: i
 def _make_table(folders: list[Path]) -> Table:
     from headwater_lab.data.shards import read_manifest
 
-    table = Table()
-    for name in ("folder", "split", "documents", "MB of text", "tokens", "bytes/token", "shards"):
-        table.add_column(name, justify="left" if name in ("folder", "split") else "right", overflow="fold")
+    columns = ("folder", "split", "documents", "MB of text", "tokens", "bytes/token", "shards")
+    table = lined(*columns, left=columns[:2])
     for folder in folders:
         manifest = read_manifest(folder)
         for name, facts in (("train", manifest.train), ("held out", manifest.held_out)):

@@ -51,4 +51,4 @@ def new_mechanism(name: str, *, out: FolderPath | None = None) -> None:
             (beside / file).parent.mkdir(exist_ok=True)
             (beside / file).write_text(text, encoding="utf-8")
     quick = f'python -m pytest -k "llama-{name} and equal"'
-    say(f"written to {folder}; try it with: cd {folder} && {quick}")
+    say(f"written to {folder}; try it with `cd {folder} && {quick}`")

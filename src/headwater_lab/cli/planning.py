@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Annotated, Unpack
 
 from headwater_lab.api.settings import PlanSettings
-from headwater_lab.cli.arguments import print_result, recipe_of, split_overrides, tell
+from headwater_lab.cli.arguments import print_result, recipe_of, say, split_overrides, tell
 from headwater_lab.cli.options import LOOK, AsJson, Values, command
 
 
@@ -18,6 +18,8 @@ def plan_models(
 ) -> None:
     """Estimate a model's cost before training: parameters, FLOPs, cache, memory, and time on given hardware.
 
+    Of a recipe with a compare section, also what all its runs cost, and what runs that share a trunk save.
+
     configs: Presets, recipes (a column per arm), config.json files or checkpoints; field=value changes all of them,
         training.field=value how they are trained.
     vocab_size: Vocabulary size, instead of the configs'.
@@ -27,9 +29,15 @@ def plan_models(
 
     models, changes = split_overrides(configs)
     planned = plan(*models, overrides=changes, vocab_size=vocab_size, **settings)
-    print_result([price.to_json() for price in planned.prices], [estimate_table(planned.prices)], json, indent=2)
-    for recipe in [] if json else [name for name in models if name.endswith((".yaml", ".yml"))]:
-        from headwater_lab.comparison.trials import describe_runs
+    prices, unit = planned.prices, f"{planned.prices[0].unit}s"
+    print_result([price.to_json() for price in prices], [estimate_table(prices)], json, indent=2)
+    if json or not planned.runs:
+        return
+    from headwater_lab.comparison.run_costs import tabulate_costs
+    from headwater_lab.comparison.trials import describe_runs
 
+    for name, costs in planned.runs.items():
+        say(tabulate_costs(name, costs, unit, prices[0]))
+    for recipe in [name for name in models if name.endswith((".yaml", ".yml"))]:
         if runs := describe_runs(recipe_of(recipe)):
             tell(runs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ def train_recipe(
     arm: str | None = None,
     size: str | None = None,
     stage: str | None = None,
+    trunk: FolderPath | None = None,
 ) -> None:
     """Train the model of a recipe, stage by stage if it has stages, or one arm of its comparison.
 
@@ -37,16 +39,46 @@ def train_recipe(
     arm: Train this arm of the recipe's comparison.
     size: Use this size of the recipe's comparison.
     stage: Train only this stage of the recipe.
+    trunk: Begin where the decay of this shorter run with training.schedule=wsd begins.
     """
     from headwater_lab.api.training import train
     from headwater_lab.training.processes import is_first
 
     need("--arm", "--size")
     with ProgressReport() as report:
-        run = train(recipe, out, overrides=overrides, resume=resume, arm=arm, size=size, stage=stage, watch=report)
+        run = train(
+            recipe,
+            out,
+            overrides=overrides,
+            resume=resume,
+            arm=arm,
+            size=size,
+            stage=stage,
+            trunk=trunk,
+            watch=report,
+        )
     if is_first():
         _print_record(run.record)
+        if line := explain_loss(run.record):
+            tell(line)
         tell_model(run.folder, run.model_folder)
+
+
+def explain_loss(record: RunRecord) -> str | None:
+    """Explain the unit and the text of a run's held-out loss beside nanoGPT's; None for other data, and domains."""
+    data, metrics = record.recipe["data"], record.held_out[-1].metrics
+    if data["kind"] not in ("text", "prepared") or record.domains or not metrics["bits_per_byte"]:
+        return None
+    size = metrics["loss"] / metrics["bits_per_byte"] / math.log(2)
+    text = (
+        f"{data['held_out']:.0%} of the documents, chosen by hash"
+        if "held_out" in data
+        else "the folder's held-out documents"
+    )
+    return (
+        f"The loss is in nats per token, of {size:.2f} bytes on average, over {text}. nanoGPT's is per character or "
+        "GPT-2 token, over the last 10% of the text. Bits per byte allow for the size of tokens."
+    )
 
 
 def _print_record(record: RunRecord) -> None:
@@ -83,10 +115,9 @@ def list_runs(folder: Path = Path("runs")) -> None:
     listed = list_runs(folder, tell)
     if not listed:
         raise HeadwaterError(f"There are no runs in {str(folder)!r}.")
-    table = lined()
     unit = " or ".join(sorted({run.record.unit for run in listed}, reverse=True))
-    for title in ("run", "status", "step", unit, f"{unit}/s", "last", "best", "at step", "updated"):
-        table.add_column(title, justify="left" if title in ("run", "status") else "right", no_wrap=title != "run")
+    columns = ("run", "status", "step", unit, f"{unit}/s", "last", "best", "at step", "updated")
+    table = lined(*columns, left=columns[:2])
     for run in listed:
         record, best = run.record, run.record.best
         metric = record.metric.replace("_", " ")

@@ -5,5 +5,6 @@ trials.py      what to train              budget.py    arms at equal tokens, FLO
 pool.py        training it side by side   tuning.py    learning rates
 statistics.py  what the results say       scaling.py   loss against size, and what equals what
 search.py      which mechanisms together  prices.py     what each arm costs, measured
+run_costs.py   what all runs cost, counted
 earlier.py     runs that are there already  sequential.py  what may be said after every seed
 """

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from headwater.util.errors import HeadwaterError, NotTrusted
-from headwater_lab.comparison.trials import Trial, make_plan, make_trial, set_rate
+from headwater_lab.comparison.trials import Trial, choose_rate, make_plan, make_trial
 from headwater_lab.comparison.tuning import find_tuned_rate
+from headwater_lab.recipe.comparison_section import Compare
 from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.records import (
@@ -90,11 +91,11 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns
     for record, folder in runs:
         experiment = _read_experiment(record)
         expected = make_trial(recipe, experiment.arm, record.seed, out, experiment.size).recipe
-        if section.learning_rates:
+        if section.tried_rates:
             if experiment.arm not in rate_by_arm:
                 tuned = find_tuned_rate(recipe, experiment.arm, out)
-                rate_by_arm[experiment.arm] = record.recipe["training"]["learning_rate"] if tuned is None else tuned
-            expected = set_rate(expected, rate_by_arm[experiment.arm])
+                rate_by_arm[experiment.arm] = _find_rate(section, expected, record) if tuned is None else tuned
+            expected = choose_rate(expected, section, rate_by_arm[experiment.arm])
         if record.identity != expected.identity and (record.status in ENDED or list_checkpoints(folder)):
             raise HeadwaterError(
                 f"{str(folder)!r} holds a run with other settings; choose another --out, or remove it."
@@ -107,6 +108,15 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns
                 f"recipe now has {json.dumps(expected.reporting.evaluate_every)}, which determines when an arm reaches "
                 "compare.threshold; set it back, or choose another --out."
             )
+
+
+def _find_rate(section: Compare, expected: Recipe, record: RunRecord) -> float:
+    """Find the tried rate of a record whose tuning runs are missing. expected: its recipe, not yet tuned."""
+    rate = record.recipe["training"]["learning_rate"]
+    ways = (
+        tried for tried in section.tried_rates if choose_rate(expected, section, tried).training.learning_rate == rate
+    )
+    return rate if section.ladder is None else next(ways, 1.0)
 
 
 def adopt_experiment(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:

@@ -17,6 +17,7 @@ from headwater.util.errors import HeadwaterError, NotTrusted
 from headwater.util.files import read_bytes
 from headwater_lab.comparison.trials import Job, Trial, order_jobs
 from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.training.branching import can_branch
 from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import ENDED, RECORD, Experiment, RunRecord, read_record, write_record
@@ -160,7 +161,8 @@ class _Pool:
                     self.jobs[worker] = job = waiting.popleft()
                     experiment = None if job.experiment is None else job.experiment.model_dump(mode="json")
                     recipe = job.recipe.model_dump(mode="json")
-                    worker.call(recipe=recipe, folder=str(job.folder), experiment=experiment)
+                    trunk = None if job.trunk is None else str(job.trunk)
+                    worker.call(recipe=recipe, folder=str(job.folder), experiment=experiment, trunk=trunk)
             if time.monotonic() - looked > 0.2:
                 looked = time.monotonic()
                 for job in self.jobs.values():
@@ -231,12 +233,18 @@ def _make_environment(number: int, gpus: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": names[number % gpus]}
 
 
-def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | None) -> None:
-    """Train one model with one thread, in a worker process."""
+def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | None, trunk: str | None = None) -> None:
+    """Train one model with one thread, in a worker process.
+
+    trunk: the folder of a run to branch off, if it has a checkpoint for that; without, the result is the same.
+    """
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     parsed = None if experiment is None else Experiment.model_validate(experiment)
-    train(Recipe.model_validate(recipe), Path(folder), resume=True, experiment=parsed)
+    loaded, branch = Recipe.model_validate(recipe), None if trunk is None else Path(trunk)
+    if branch is not None and not can_branch(branch, loaded):
+        branch = None
+    train(loaded, Path(folder), resume=True, experiment=parsed, trunk=branch)
 
 
 def _read_outcome(job: Job, worker: Worker, answer: Answer) -> Outcome:

@@ -17,13 +17,14 @@ from headwater_lab.comparison.rounds import run_sequentially
 from headwater_lab.comparison.trials import (
     Job,
     Trial,
+    choose_rate,
     find_folder,
     list_trials,
+    list_tuning_trials,
     make_plan,
     order_jobs,
-    set_rate,
 )
-from headwater_lab.comparison.tuning import choose_rates, list_tuning_trials
+from headwater_lab.comparison.tuning import choose_rates
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.util.output_folder import occupy_folder
 
@@ -64,10 +65,10 @@ def run_comparison(
         runs = find_earlier_runs(recipe, trials, out, shared)
         check_earlier_runs(recipe, runs, out)
         rates: dict[str, float] = {}
-        if section.learning_rates:
+        if section.tried_rates:
             tries = _choose_tuning_trials(recipe, out, only)
             rates = choose_rates(tries, run_trials(tries, workers, on_change))
-            trials = [replace(t, recipe=set_rate(t.recipe, rates[t.experiment.arm])) for t in trials]
+            trials = [replace(t, recipe=choose_rate(t.recipe, section, rates[t.experiment.arm])) for t in trials]
         check_settings(recipe, rates, runs, out)
         adopt_experiment(recipe, runs, out)
         if plan is not None:
@@ -84,7 +85,7 @@ def list_jobs(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None)
     """List all jobs that `run_comparison` may train, each once; with seeds until decided, it trains fewer."""
     recipe = match_arms(recipe)
     trials = _choose_trials(list_trials(recipe, out), only)
-    if recipe.compare is not None and recipe.compare.learning_rates:
+    if recipe.compare is not None and recipe.compare.tried_rates:
         trials += _choose_tuning_trials(recipe, out, only)
     return [job for level in order_jobs(trials) for job in level]
 

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import optimize, special
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.statistics import arm_of
+from headwater_lab.comparison.statistics import INCONCLUSIVE, arm_of, is_too_wide
 from headwater_lab.training.records import RunRecord, same_tokens
 
 Axis = Literal["parameters", "tokens"]
@@ -41,13 +41,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Law:
-    """A fitted law; error: root mean square of the residuals."""
+    """A fitted law; error: root mean square of the residuals, None for as many sizes as constants."""
 
     arm: str
     e: float
     a: float
     exponent: float
-    error: float
+    error: float | None
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ class Scaling:
             return f"the losses of {self.baseline} do not fall with its size"
         if not math.isfinite(estimate.value):
             return f"no {self.baseline} of any size reaches its loss, by the fitted law"
+        if is_too_wide(estimate.interval, shift=1):
+            return f"the {unit} of a {self.baseline} with its loss are {INCONCLUSIVE}"
         percent = f"{abs(estimate.value):.1%} {'more' if estimate.value >= 0 else 'fewer'}"
         interval = "" if estimate.interval is None else " [{:+.1%}, {:+.1%}]".format(*estimate.interval)
         extrapolated = "" if equal.inside else "; beyond the sizes trained"
@@ -122,15 +124,25 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
     if baseline not in arms or not losses.size:
         return None
     base = arms.index(baseline)
-    if (distinct := len(set(n.mean(2)[base]))) < LEAST_SIZES:
-        raise HeadwaterError(
-            f"A law needs {LEAST_SIZES} sizes with different {axis}, but these have {distinct}; add one."
-        )
+    _check_sizes(n.mean(2)[base], axis)
     fits = _fit_samples(base, n, n if axis == "parameters" else np.broadcast_to(n[base], n.shape), losses)
     laws = fits[0].describe_laws(arms)
     sizes_and_losses = zip(fits[0].n.tolist(), fits[0].losses.tolist(), strict=True)
     points = {arm: list(zip(*row, strict=True)) for arm, row in zip(arms, sizes_and_losses, strict=True)}
     return Scaling(axis, metric, baseline, points, laws, _estimate_equals(arms, sizes, base, fits), runs[0].unit, sizes)
+
+
+def _check_sizes(n: np.ndarray, axis: Axis) -> None:
+    """Raise `HeadwaterError` if a law cannot be fitted to the baseline at these N, [sizes]."""
+    if (distinct := len(set(n))) < LEAST_SIZES:
+        raise HeadwaterError(
+            f"A law needs {LEAST_SIZES} sizes with different {axis}, but these have {distinct}; add one."
+        )
+    if distinct < len(n):
+        raise HeadwaterError(
+            f"Several of the {len(n)} sizes have equal {axis} and different budgets, so no law in {axis} alone can be "
+            "fitted to all."
+        )
 
 
 def _stack_losses(
@@ -176,7 +188,8 @@ class _FittedLaws:
         """Describe the law of each arm."""
         laws = []
         for arm, law, n, losses in zip(arms, self.laws, self.n, self.losses, strict=True):
-            error = float(np.sqrt(np.mean((evaluate_law(law, n) - losses) ** 2)))
+            residuals = evaluate_law(law, n) - losses
+            error = float(np.sqrt(np.mean(residuals**2))) if len(n) > LEAST_SIZES else None
             laws.append(Law(arm, float(law[0]), math.exp(law[1]), float(law[2]), error))
         return laws
 

@@ -26,6 +26,10 @@ from headwater_lab.training.records import HeldOutPoint, RunRecord, SeedPlan
 POWER = 0.8
 MOST = 10_000  # maximum number of additional seeds to report
 
+# An interval of a ratio that spans more than this factor is not printed, but called inconclusive.
+WIDEST = 10.0
+INCONCLUSIVE = "inconclusive at these sizes"
+
 Verdict = Literal["", "better", "worse", "equivalent", "inconclusive", "identical", "diverged"]
 
 
@@ -139,6 +143,11 @@ def t_interval(mean: float, error: float, freedom: int, level: float) -> tuple[f
     """Compute Student's interval of confidence 1 - level."""
     half = float(special.stdtrit(freedom, 1 - level / 2)) * error
     return mean - half, mean + half
+
+
+def is_too_wide(interval: tuple[float, float] | None, shift: float = 0.0) -> bool:
+    """Whether an interval of a ratio is too wide to say anything about its size. shift: the ratio minus the number."""
+    return interval is not None and not interval[1] + shift <= WIDEST * (interval[0] + shift)
 
 
 def find_power(effect: float, pairs: int, level: float = LEVEL) -> float:

@@ -2,8 +2,9 @@
 
 import re
 import zlib
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from pathlib import Path
 
 from headwater.util.errors import HeadwaterError, nearest
@@ -23,6 +24,8 @@ class Job:
     folder: Path
     label: str
     experiment: Experiment | None = None
+    trunk: Path | None = None
+    """The folder of the job that it branches off."""
 
     @property
     def steps(self) -> int:
@@ -37,6 +40,8 @@ class Trial:
     experiment: Experiment
     recipe: Recipe
     folder: Path
+    rate: float | None = None
+    """The entry of `compare.tried_rates` that it tries."""
 
     @property
     def jobs(self) -> list[Job]:
@@ -156,9 +161,28 @@ def make_tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Pat
     trial = make_trial(recipe, arm, seed, out, next(iter(recipe.compare.sizes), None) if recipe.compare else None)
     return Trial(
         experiment=trial.experiment.model_copy(update={"phase": "tuning", "seed_plan": None}),
-        recipe=set_rate(trial.recipe, rate),
+        recipe=choose_rate(trial.recipe, recipe.compare, rate),
         folder=out / recipe.name / "tuning" / f"{make_slug(arm)}-{rate:g}-{seed}",
+        rate=rate,
     )
+
+
+def list_tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
+    """List every arm at every learning rate with every tuning seed: the same budget for each arm."""
+    section = recipe.compare
+    assert section is not None
+    return [
+        make_tuning_trial(recipe, arm, rate, seed, out)
+        for seed in section.tuning_seeds
+        for arm in section.arms
+        for rate in section.tried_rates
+    ]
+
+
+def choose_rate(recipe: Recipe, section: Compare | None, rate: float) -> Recipe:
+    """Copy a trial's recipe with one of `compare.tried_rates`: a rate, or a multiple of the ladder's for this size."""
+    of_ladder = section is not None and section.ladder is not None
+    return set_rate(recipe, rate * recipe.training.learning_rate if of_ladder else rate)
 
 
 def set_rate(recipe: Recipe, rate: float) -> Recipe:
@@ -167,11 +191,26 @@ def set_rate(recipe: Recipe, rate: float) -> Recipe:
 
 
 def order_jobs(trials: list[Trial]) -> list[list[Job]]:
-    """Order all jobs, each once, by dependency."""
-    by_depth: list[dict[Path, Job]] = []
+    """Order all jobs, each once, by dependency: a stage follows from the one before, a branch from its trunk."""
+    trunks = find_trunks(trials)
+    by_depth: dict[int, dict[Path, Job]] = {}
     for trial in trials:
-        for depth, job in enumerate(trial.jobs):
-            if depth == len(by_depth):
-                by_depth.append({})
-            by_depth[depth].setdefault(job.folder, job)
-    return [list(level.values()) for level in by_depth]
+        depth, folder = 0, trial.folder
+        while (trunk := trunks.get(folder)) is not None:
+            depth, folder = depth + 1, trunk
+        for level, job in enumerate(trial.jobs, depth):
+            by_depth.setdefault(level, {}).setdefault(job.folder, replace(job, trunk=trunks.get(job.folder)))
+    return [list(by_depth[depth].values()) for depth in sorted(by_depth)]
+
+
+def find_trunks(trials: Sequence[Trial]) -> dict[Path, Path]:
+    """Find the trials that branch off another one, by folder: those equal to it up to the start of its decay.
+
+    Each branches off the next shorter one, so that runs of all lengths cost no more than the longest and their decays.
+    """
+    groups: dict[object, list[Trial]] = {}
+    for trial in trials:
+        if (settings := trial.recipe.trunk_settings) is not None:
+            groups.setdefault(settings, []).append(trial)
+    chains = (sorted(group, key=lambda trial: trial.recipe.decay_start or 0) for group in groups.values())
+    return {trial.folder: trunk.folder for group in chains for trunk, trial in pairwise(group)}

@@ -9,24 +9,12 @@ import numpy as np
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.statistics import steps_to
-from headwater_lab.comparison.trials import Trial, make_tuning_trial
+from headwater_lab.comparison.trials import Trial, list_tuning_trials
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.records import ENDED, RunRecord, read_record
 
 # The score of a diverged run.
 WORST = -1e30
-
-
-def list_tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
-    """List every arm at every learning rate with every tuning seed: the same budget for each arm."""
-    section = recipe.compare
-    assert section is not None
-    return [
-        make_tuning_trial(recipe, arm, rate, seed, out)
-        for seed in section.tuning_seeds
-        for arm in section.arms
-        for rate in section.learning_rates
-    ]
 
 
 def find_tuned_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
@@ -45,7 +33,7 @@ def find_tuned_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
 
 
 def choose_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Choose the learning rate of each arm: the best mean of the deciding metric over the tuning seeds.
+    """Choose one of `compare.tried_rates` for each arm: the best mean of the deciding metric over the tuning seeds.
 
     With a number as `compare.threshold`, the rate with the fewest steps to the threshold on average is best; a run that
     never reaches it counts with all of its steps, and the metric breaks ties. A rate at which a run diverged ranks
@@ -59,13 +47,14 @@ def choose_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[s
             )
         rates = scores.setdefault(trial.experiment.arm, {})
         pair = -_steps_needed(outcome.record, trial.experiment.threshold), find_score(outcome.record)
-        rates.setdefault(trial.recipe.training.learning_rate, []).append(pair)
+        rates.setdefault(trial.rate or 0.0, []).append(pair)
     best = {}
     for arm, rates in scores.items():
         ends = {rate: float(np.mean([end for _, end in values])) for rate, values in rates.items()}
         if not (usable := [rate for rate in sorted(rates) if ends[rate] > WORST / len(trials)]):
             raise HeadwaterError(
-                f"The arm {arm!r} diverged at every learning rate tried; add smaller ones to compare.learning_rates."
+                f"The arm {arm!r} diverged at every learning rate tried; add smaller ones to compare.learning_rates "
+                "(compare.ladder.multipliers)."
             )
         best[arm] = max(usable, key=lambda rate: (float(np.mean([steps for steps, _ in rates[rate]])), ends[rate]))
     return best

@@ -13,9 +13,11 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from headwater.plugins.outside import check_link
 from headwater.util.errors import HeadwaterError, first_line
@@ -39,6 +41,7 @@ PIECE = 16_384
 # Number of pieces for a text that would otherwise be a single one, and their minimum characters.
 FEW_PIECES, SHORTEST_PIECE = 10, 16
 LONGEST_PIECE = 4 * PIECE
+NO_IDS = np.empty(0, np.uint32)
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Document:
 
     id: its name in records. key: the text or path that is hashed for the split; of a long document within a text file,
     its first part. is_chat: its text is a conversation in JSON, see `headwater_lab.data.chat`. domain: the value of the
-    column that a corpus is split by.
+    column that a corpus is split by. ids: its tokens, if the source has them. is_held_out: what the source states.
     """
 
     id: str
@@ -55,6 +58,8 @@ class Document:
     key: str
     is_chat: bool = False
     domain: str | None = None
+    ids: np.ndarray = field(default_factory=lambda: NO_IDS, compare=False)
+    is_held_out: bool | None = None
 
     @property
     def data(self) -> bytes:

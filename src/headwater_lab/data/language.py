@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from headwater_lab.data.tokenizer import Encoder, vocabulary_size
 
 # Metrics of held-out text; for a domain, METRIC/NAME.
 METRICS = ("bits_per_byte", "loss")
+# Numbers in the logits of a batch of held-out rows, at most: 1 GB in fp32.
+LOGITS = 2**28
 
 
 class LanguageSettings(DataSettings):
@@ -35,6 +38,9 @@ class LanguageSettings(DataSettings):
     held_out_bytes: int | None = Field(default=1_000_000, ge=1)
     """Evaluate on at most about this many bytes (of each domain): an equal excerpt of each document, at a position set
     by its hash; null for all."""
+    held_out_rows: int | None = Field(default=None, ge=1)
+    """Evaluate on at most about this many rows of `context` tokens of these, spread over the documents; null for all.
+    A run's alone: the model's history does not name it."""
     metric: str = METRICS[0]
     """The deciding metric: bits_per_byte, loss, or one domain's, as loss/NAME."""
 
@@ -92,6 +98,7 @@ class LanguageData:
             self.held_out += [HeldOut(name, d.id, self.cut_excerpt(d, limit)) for (name, d), limit in excerpts if limit]
         self.notices = self._unread_limit(settings, held_out)
         facts = self.describe_domains(held_out) if self.domains else {}
+        self.held_out = thin_out(self.held_out, settings.held_out_rows, self.context)
         if not self.held_out:
             raise HeadwaterError(f"{', '.join(streams)}: no text was held out for evaluation; hold out a larger share.")
         self.description = description | {
@@ -151,7 +158,7 @@ class LanguageData:
                 row = np.stack((excerpt.ids[:-1], excerpt.labels))[:, position : position + self.context]
                 rows.append(np.pad(row, ((0, 0), (0, self.context - row.shape[1])), constant_values=-100))
         nats = np.zeros(len(self.held_out))
-        size = max(1, 16_384 // self.context)
+        size = max(1, min(16_384, LOGITS // self.vocab_size) // self.context)
         firsts = range(0, len(rows), size)
         for turn in range(-(-len(firsts) // share.world)):
             number = turn * share.world + share.rank
@@ -173,6 +180,11 @@ class LanguageData:
             for excerpt, n in zip(self.held_out, nats, strict=True)
         ]
         return Evaluation(self.compute_metrics(nats), documents)
+
+    @property
+    def held_out_rows(self) -> int:
+        """The number of rows that `evaluate` computes."""
+        return sum(excerpt.count_rows(self.context) for excerpt in self.held_out)
 
     def compute_metrics(self, nats: np.ndarray) -> dict[str, float]:
         """Compute the metrics from the losses of the held-out documents, the deciding one first."""
@@ -206,6 +218,36 @@ class HeldOut:
         self.stream, self.id, self.bytes, self.ids = stream, id, content.bytes, content.ids.astype(np.int64)
         self.labels = self.ids[1:] if content.counts is None else np.where(content.counts[1:], self.ids[1:], -100)
         self.tokens = int((self.labels != -100).sum())
+
+    def count_rows(self, context: int) -> int:
+        """Count the rows of `context` tokens in which the excerpt is read."""
+        return -(-(len(self.ids) - 1) // context)
+
+    def cut(self, tokens: int) -> HeldOut:
+        """Return the first `tokens` of the excerpt, with bytes in proportion; all of it if none of these are scored."""
+        part = copy.copy(self)
+        part.ids, part.labels = self.ids[: tokens + 1], self.labels[:tokens]
+        part.tokens = int((part.labels != -100).sum())
+        part.bytes = max(1, round(self.bytes * part.tokens / max(1, self.tokens)))
+        return part if part.tokens else self
+
+
+def thin_out(excerpts: list[HeldOut], rows: int | None, context: int) -> list[HeldOut]:
+    """Choose excerpts of about `rows` rows together: evenly spaced, as many of each stream, cut short. None: all."""
+    if rows is None:
+        return excerpts
+    streams: dict[str, list[HeldOut]] = {}
+    for excerpt in excerpts:
+        streams.setdefault(excerpt.stream, []).append(excerpt)
+    budget, chosen = max(1, rows // len(streams)), []
+    for members in streams.values():
+        if sum(excerpt.count_rows(context) for excerpt in members) <= budget:
+            chosen += members
+            continue
+        count = min(budget, len(members))
+        spaced = (members[index * len(members) // count] for index in range(count))
+        chosen += [excerpt.cut((budget + index) // count * context) for index, excerpt in enumerate(spaced)]
+    return chosen
 
 
 def choose_limits(documents: Sequence[Document], budget: int | None) -> list[int]:

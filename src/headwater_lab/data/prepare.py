@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -48,6 +48,7 @@ from headwater_lab.data.shards import (
     write_sealed,
 )
 from headwater_lab.data.stream import Stream, TextSource
+from headwater_lab.data.token_files import TokenSource, TokenStream
 from headwater_lab.data.tokenizer import Encoder, load_tokenizer
 from headwater_lab.util.endings import Interrupted
 from headwater_lab.util.machine import cores
@@ -80,7 +81,7 @@ class Options:
 
 
 def prepare(
-    source: TextSource,
+    source: TextSource | TokenSource,
     out: Path,
     tokenizer: str = "bytes",
     options: Options = Options(),
@@ -92,6 +93,7 @@ def prepare(
     """Write prepared folders, and return them; if a run with the same settings has finished, only check its folders.
 
     There is one folder, `out`, unless the source is split by a column. A run that is stopped leaves nothing.
+    Token files keep their tokens; `tokenizer` is the one that made them.
 
     Raises `HeadwaterError` for errors that the user can fix, `Interrupted` after Ctrl-C.
     workers: threads that tokenize; default one per core, 16 at most.
@@ -118,8 +120,8 @@ def prepare(
                     return _check_finished(out, settings, encoder.separator)
                 if names and not (out / WRITING).exists():
                     raise _describe_foreign(out)
-                moved = moved_document(Stream(source), options.held_out, encoder)
-                stream = Stream(source)
+                moved = moved_document(open_stream(source, encoder), options.held_out, encoder)
+                stream = open_stream(source, encoder)
                 shutil.rmtree(out / WRITING, ignore_errors=True)
                 (out / WRITING).mkdir()
                 run = _Run(out / WRITING, settings, stream, escape_name(tokenizer), encoder, moved)
@@ -136,7 +138,12 @@ def prepare(
         raise Interrupted("Stopped; run the same command again to start over.") from None
 
 
-def _collect_settings(source: TextSource, encoder: Encoder, options: Options) -> dict[str, Any]:
+def open_stream(source: TextSource | TokenSource, encoder: Encoder) -> Stream | TokenStream:
+    """Open a source. Raises `HeadwaterError` if it cannot be read."""
+    return Stream(source) if isinstance(source, TextSource) else TokenStream(source, encoder)
+
+
+def _collect_settings(source: TextSource | TokenSource, encoder: Encoder, options: Options) -> dict[str, Any]:
     """Collect everything that affects the result, for the manifest."""
     # The tokenizer as save_pretrained writes it.
     content = encoder.tokenizer.backend_tokenizer.to_str(pretty=True)
@@ -147,9 +154,9 @@ def _collect_settings(source: TextSource, encoder: Encoder, options: Options) ->
     return {name: escape_name(value) if isinstance(value, str) else value for name, value in settings.items()}
 
 
-def moved_document(stream: Stream, share: float, encoder: Encoder) -> float | None:
+def moved_document(stream: Stream | TokenStream, share: float, encoder: Encoder) -> float | None:
     """Return the fraction of the document to move to the other side of the split, since that side would be empty; None
-    if neither is, as in any large corpus, of which only the beginning is read.
+    if neither is, as in any large corpus, of which only the beginning is read, or if the source states the split.
 
     Choose a document whose text occurs least often, so that no text is on both sides, and of these the one closest to
     the border. encoder: called with the first document, for its errors.
@@ -162,7 +169,7 @@ def moved_document(stream: Stream, share: float, encoder: Encoder) -> float | No
             example = document
             encoder.encode_documents([document])
         counts[document.hash_fraction()] += 1
-        if len({fraction < share for fraction in counts}) > 1:
+        if document.is_held_out is not None or len({fraction < share for fraction in counts}) > 1:
             return None
     source = stream.source.source
     if example is None:
@@ -178,7 +185,13 @@ class _Run:
     """One run on a folder. name: of the tokenizer. moved: see `moved_document`."""
 
     def __init__(
-        self, out: Path, settings: dict[str, Any], stream: Stream, name: str, encoder: Encoder, moved: float | None
+        self,
+        out: Path,
+        settings: dict[str, Any],
+        stream: Stream | TokenStream,
+        name: str,
+        encoder: Encoder,
+        moved: float | None,
     ) -> None:
         self.out, self.settings, self.stream, self.name = out, settings, stream, name
         self.encoder, self.moved = encoder, moved
@@ -213,7 +226,7 @@ class _Run:
             )
         for folder in self.folders.values():
             self._write_manifest(folder)
-        if self.settings["by"]:
+        if self.settings.get("by"):
             domains = {folder.path.name: domain for domain, folder in self.folders.items()}
             write_sealed(self.out / DOMAINS, {"settings": self.settings, "domains": domains})
 
@@ -288,9 +301,12 @@ class _Folder:
 
     def add_document(self, document: Document, tokens: Encoded) -> None:
         fraction = document.hash_fraction()
-        is_held_out = (fraction < self.settings["held_out"]) != (fraction == self.moved)
+        is_held_out = document.is_held_out
+        if is_held_out is None:
+            is_held_out = (fraction < self.settings["held_out"]) != (fraction == self.moved)
         self.splits["held_out" if is_held_out else "train"].add_document(document, tokens)
-        self.content.update(f"{document.id}\0{hashlib.sha256(document.data).hexdigest()}\n".encode())
+        digest = document.key if len(document.ids) else hashlib.sha256(document.data).hexdigest()
+        self.content.update(f"{document.id}\0{digest}\n".encode())
         most = self.settings["evaluation_bytes"]
         if is_held_out and not (document.is_chat and len(document.data) > most):  # conversations are never cut
             self.is_chat = document.is_chat
@@ -368,7 +384,7 @@ class _Split:
         return SplitFacts(**{name: getattr(self, name) for name in (*COUNTS, "answer_tokens", "shards")})
 
 
-def _make_batches(stream: Stream, size: int) -> Iterator[list[Document]]:
+def _make_batches(stream: Iterable[Document], size: int) -> Iterator[list[Document]]:
     """Yield documents in groups of about `size` bytes."""
     group: list[Document] = []
     gathered = 0

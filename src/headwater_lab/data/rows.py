@@ -7,6 +7,7 @@ contiguous rows, as nanoGPT's, attention crosses them. The rows mark where docum
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -88,6 +89,20 @@ class Rows:
         while True:
             chosen = list(itertools.islice(order, batch_size))
             yield self.make_batch(chosen[rank * share : (rank + 1) * share])
+
+    @cached_property
+    def has_borders(self) -> bool:
+        """Whether some row may have a document that begins inside it."""
+        return any(stream.starts(1, stream.tokens).size > 0 for stream in self.streams)
+
+    def fill_borders(self, batch: Batch) -> Batch:
+        """Give a batch without borders the tensor of those with borders, so that compiled code sees all alike."""
+        if not self.has_borders or batch.keys() & {"position_ids", "document_starts"}:
+            return batch
+        rows = batch["input_ids"]
+        if self.layout == "contiguous":
+            return batch | {"document_starts": torch.zeros_like(rows, dtype=torch.bool)}
+        return batch | {"position_ids": torch.arange(rows.shape[1]).expand_as(rows).contiguous()}
 
     def make_batch(self, rows: Sequence[tuple[int, int]]) -> Batch:
         """Make a batch of the rows with these (stream, row) numbers."""

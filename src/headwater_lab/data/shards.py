@@ -145,7 +145,8 @@ class Manifest(Facts):
     dtype: Literal["uint16", "uint32"]
     """Data type of the token files, little-endian."""
     sha256: str
-    """Hash of the documents' names and texts, as in the record of a run on the same source."""
+    """Hash of the documents' names and texts, as in the record of a run on the same source; of token files, of names
+    and tokens."""
     skipped: Skipped
     """Counts for the whole source, whatever the domain."""
     train: SplitFacts

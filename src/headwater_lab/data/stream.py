@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import platform
 import re
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -147,11 +147,7 @@ class Stream:
         """Return names, sizes and times of the files, or the dataset's shards, which must not change meanwhile."""
         if self.shards is not None:
             return [len(self.shards)]
-        try:
-            states = [file.stat() for file in self.files]
-        except OSError as error:
-            raise describe_unreadable(Path(error.filename), error) from error
-        return [[name, state.st_size, state.st_mtime_ns] for name, state in zip(self.names, states, strict=True)]
+        return fingerprint_files(self.names, self.files)
 
     def __iter__(self) -> Iterator[Document]:
         cuts_texts = self.few_texts and not self.marked
@@ -262,6 +258,15 @@ class Stream:
             else:
                 yield number, line
             is_start, is_first = line.endswith("\n"), False
+
+
+def fingerprint_files(names: Sequence[str], files: Sequence[Path]) -> list[Any]:
+    """Return names, sizes and times of files. Raises `HeadwaterError` if one is gone."""
+    try:
+        states = [file.stat() for file in files]
+    except OSError as error:
+        raise describe_unreadable(Path(error.filename), error) from error
+    return [[name, state.st_size, state.st_mtime_ns] for name, state in zip(names, states, strict=True)]
 
 
 def _join_rows(rows: list[Document]) -> Document:

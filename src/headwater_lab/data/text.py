@@ -38,6 +38,11 @@ class TextSettings(LanguageSettings):
             raise HeadwaterError(
                 f"{str(folder)!r} is from `headwater data prepare`; set data.kind=prepared and data.source={folder}."
             )
+        if (local_path(self.source) / "train.bin").is_file():
+            raise HeadwaterError(
+                f"{self.source!r} holds token files; take them with `headwater data prepare {self.source} --tokens "
+                "nanogpt --tokenizer NAME --out FOLDER`, and set data.source=FOLDER."
+            )
         check_column_is_read(self.text_column, [self.source], "data.text_column")
         corpus = read_corpus(self.source, self.text_column)
         tokenizer = load_tokenizer(self.tokenizer)

@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -21,7 +21,7 @@ from headwater_lab.data.reading import local_path
 from headwater_lab.data.tokenizer_files import has_tokenizer, open_tokenizer
 from headwater_lab.util.deadline import SECONDS, within
 
-END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT, UNKNOWN = "<|endoftext|>", "<|unknown|>"
 # Maximum number of tokens, since memory for all is allocated at once. The largest models have a fraction of this.
 LARGEST_VOCABULARY = 2**22
 # Texts to encode under one limit of time.
@@ -60,6 +60,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
+    return _with_end(tokenizer)
+
+
+def character_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Make a tokenizer of the characters in texts, numbered in their order as nanoGPT's.
+
+    Behind them are a token for all other characters, and the end of text.
+    """
+    tokens = [*sorted(set().union(*texts)), UNKNOWN]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
     return _with_end(tokenizer)
 
 
@@ -194,13 +207,13 @@ class Encoder:
 
     def encode_documents(self, documents: Sequence[Document]) -> list[Encoded]:
         """Encode documents, with the separator before each; conversations as their template writes them."""
-        texts = [[] if document.is_chat else _cut_parts(document.text) for document in documents]
+        texts = [[] if document.is_chat or len(document.ids) else _cut_parts(document.text) for document in documents]
         rows = iter(self(list(chain.from_iterable(texts))))
         return [
             self.chat(document.text, document.id)
             if document.is_chat
             else Encoded(
-                np.concatenate(([self.separator], *islice(rows, len(pieces)))).astype(self.dtype),
+                np.concatenate(([self.separator], *islice(rows, len(pieces)), document.ids)).astype(self.dtype),
                 None,
                 len(document.data),
             )

@@ -268,9 +268,7 @@ def _lay_out(
         shots = "" if row.shots is None else str(row.shots)
         cells.append([row.task, f"{row.metric}{arrow}".strip(), shots, *(cell(row, name) for name in names)])
     columns = ("", "measure", "shots", *(f"{name}{tail}" for name in names))
-    result = lined(*columns, rows=cells, left=("", "measure"))
-    result.columns[0].no_wrap = True
-    return result
+    return lined(*columns, rows=cells, left=("", "measure"))
 
 
 def _write_figure(figure: Score | Difference | None, sign: str = "") -> str:

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.text import Text
 
 from headwater import __version__
-from headwater_lab.comparison.statistics import has_diverged
+from headwater_lab.comparison.statistics import INCONCLUSIVE, has_diverged, is_too_wide
 from headwater_lab.papers.claims import ClaimVerdict, Judged, judge_claims
 from headwater_lab.papers.computing import COMPUTED
 from headwater_lab.papers.measures import Runs
@@ -23,7 +22,7 @@ from headwater_lab.papers.work import Work
 from headwater_lab.reports.words import MANY, counted
 from headwater_lab.training.records import RunRecord
 from headwater_lab.util.outputs import save_figure, write_json
-from headwater_lab.util.terminal import Table, lined
+from headwater_lab.util.terminal import Prose, Table, lined
 
 RESULT = "result.json"
 # Verb forms after "one claim" and after several.
@@ -167,9 +166,9 @@ def _write_saved(name: str, column: Column, runs: Runs) -> Ours:
     equal, _ = equal_and_axis
     value = column.times * _saved_share(equal.more.value)
     text = write_number(value, column.digits)
-    if equal.more.interval is not None:
-        low, high = (write_number(column.times * _saved_share(end), column.digits) for end in equal.more.interval)
-        text += f" [{low}, {high}]"
+    if (ends := equal.more.interval) is not None:
+        low, high = (write_number(column.times * _saved_share(end), column.digits) for end in ends)
+        text = INCONCLUSIVE if is_too_wide(ends, shift=1) else f"{text} [{low}, {high}]"
     return Ours(text if equal.inside else f"{text}; beyond the sizes", value, None, equal.more.freedom + 1)
 
 
@@ -189,12 +188,18 @@ def describe_evidence(claim: Judged) -> str:
     if claim.more is not None:
         seeds = f"about {counted(claim.more, 'more seed')}" if claim.more <= MANY else f"more than {MANY} more seeds"
         why += f"; {seeds} would settle it"
+    return f"{claim.what}:{_write_estimate(claim)}" + (f"; {why}" if why else "")
+
+
+def _write_estimate(claim: Judged) -> str:
+    if claim.kind == "more" and claim.verdict == "inconclusive" and is_too_wide(claim.interval, shift=1):
+        return f" {INCONCLUSIVE}"
     estimate = "" if claim.estimate is None else f" {_write_amount(claim.estimate, claim)}"
     ends = [_write_amount(end, claim) for end in claim.interval or ()]
     interval = f" [{', '.join(ends)}]" if ends else ""
     if claim.kind == "more" and interval:  # by a fitted law, and often beyond what it was fitted to
         interval, estimate = "", f"{interval}{estimate and f', estimate{estimate}'}"
-    return f"{claim.what}:{estimate}{interval}" + (f"; {why}" if why else "")
+    return f"{estimate}{interval}"
 
 
 def _write_amount(value: float, claim: Judged) -> str:
@@ -234,24 +239,21 @@ def lay_out_cells(result: Reproduction) -> tuple[list[str], list[list[str]]]:
     return names, rows
 
 
-def terminal_tables(result: Reproduction) -> list[Table | Text]:
+def terminal_tables(result: Reproduction) -> list[Table | Prose]:
     """Make the tables of the terminal: the results, and the claims."""
     lines = [f"{result.table.title}: {result.table.source}"]
     lines += describe_setting(result)
     names, rows = lay_out_cells(result)
-    layout = lined(*names, rows=rows)
-    layout.columns[0].no_wrap = len(result.columns) < 4
     columns = ("verdict", "claim", "by")
     verdicts = [(claim.verdict, claim.says, describe_evidence(claim)) for claim in result.claims]
     claims = lined(*columns, rows=verdicts, left=columns, caption=claims_caption(result))
-    claims.columns[0].no_wrap = True
     return [
-        Text("\n".join(lines)),
-        layout,
-        Text(table_caption(result)),
-        Text(f"\n{result.answer}"),
+        Prose("\n".join(lines)),
+        lined(*names, rows=rows),
+        Prose(table_caption(result)),
+        Prose(f"\n{result.answer}"),
         *([claims] if result.claims else []),
-        *map(Text, result.table.notes),
+        *map(Prose, result.table.notes),
     ]
 
 

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from headwater.util.errors import nearest
+from headwater_lab.recipe.ladder_section import Ladder
 from headwater_lab.util.settings import Count, ReadIf, Seed, Settings
 
-IF_TUNED = ReadIf(lambda recipe, name: bool(recipe.compare.learning_rates), "without compare.learning_rates")
+IF_TUNED = ReadIf(lambda recipe, name: bool(recipe.compare.tried_rates), "without compare.learning_rates")
 IF_SEQUENTIAL = ReadIf(lambda recipe, name: recipe.compare.sequential, "without compare.sequential=true")
 
 
@@ -44,6 +45,8 @@ class Compare(Settings):
     sizes: dict[str, dict[str, Any]] = {}
     """Name of each size -> its changes to every arm (and under `arms:` to single arms); with three or more, a scaling
     law is fitted."""
+    ladder: Ladder | None = None
+    """Sizes and budgets by rule, in place of `sizes`."""
     sequential: bool = False
     """Add seeds until each arm is better, worse or equivalent within the margin; false trains `seeds`."""
     margin: Annotated[Annotated[float, Field(gt=0)] | None, IF_SEQUENTIAL] = None
@@ -58,6 +61,11 @@ class Compare(Settings):
     @classmethod
     def _allow_null(cls, sizes: Any) -> Any:
         return {} if sizes is None else sizes
+
+    @property
+    def tried_rates(self) -> list[float]:
+        """Rates that are tried for each arm: `learning_rates`, or multiples of the ladder's."""
+        return self.learning_rates or (self.ladder.multipliers if self.ladder is not None else [])
 
     @property
     def all_seeds(self) -> list[int]:
@@ -90,7 +98,9 @@ class Compare(Settings):
         self._check_budget_arms()
         if self.budget_arms and self.match is not None:
             raise ValueError(f"compare.match={self.match} would make all compare.budget_arms the same; leave one out")
-        if self.learning_rates and (shared := set(self.all_seeds) & set(self.tuning_seeds)):
+        if self.learning_rates and self.ladder is not None:
+            raise ValueError("compare.learning_rates and compare.ladder both set the rate; use ladder.multipliers")
+        if self.tried_rates and (shared := set(self.all_seeds) & set(self.tuning_seeds)):
             raise ValueError(
                 f"compare.tuning_seeds and compare.seeds share {sorted(shared)}; seeds that choose a rate flatter it, "
                 f"so use other tuning_seeds"

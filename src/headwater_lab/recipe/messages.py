@@ -1,5 +1,6 @@
 """Sentences for pydantic's errors, with each field's full name and the nearest valid one."""
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -7,7 +8,7 @@ from pydantic import ValidationError
 
 from headwater.util.errors import HeadwaterError, NotTrusted, find_misspelt, nearest, shown
 from headwater_lab.data.base import DataSettings
-from headwater_lab.recipe.synonyms import SYNONYMS
+from headwater_lab.recipe.synonyms import ANSWERS, SYNONYMS
 
 # The fields of each section, for names that belong to another; "" is the top level.
 Sections = Mapping[str, Collection[str]]
@@ -26,7 +27,9 @@ def describe_unknown_field(name: str, where: str, fields: Iterable[str], section
     section, field = SYNONYMS.get(name, ("", ""))
     if not field and not find_misspelt(name, fields):
         section, field = next(((title, name) for title, names in sections.items() if name in names), ("", ""))
-    if field in fields:
+    if name in ANSWERS:
+        hint = f"{ANSWERS[name]}."
+    elif field in fields:
         hint = f"did you mean {field!r}?"
     elif " " in field:
         hint = f"{'it' if where == section else section} has {field}"
@@ -35,6 +38,26 @@ def describe_unknown_field(name: str, where: str, fields: Iterable[str], section
     else:
         hint = nearest(name, fields)
     return f"{where or 'the recipe'} has no field {name!r}; {hint}"
+
+
+def describe_unknown_options(words: Sequence[str], sections: Sections) -> str | None:
+    """Write the sentence for options that other programs have for fields of a recipe, as --n_layer=4; None without any.
+
+    words: options as they stand on the command line.
+    """
+    hints: dict[str, str] = {}
+    for option, _, value in (word.partition("=") for word in words):
+        name = option.removeprefix("--").replace("-", "_")
+        owners = ((section, name) for section, fields in sections.items() if name in fields)
+        section, field = SYNONYMS.get(name) or next(owners, ("", ""))
+        fields = [".".join(filter(None, (section, each))) for each in re.split(", | and ", field) if each]
+        hint = ANSWERS.get(name) or " ".join(f"{each}={value or '…'}" for each in fields)
+        hints |= {option: hint} if hint else {}
+    if not hints:
+        return None
+    is_are = "There is no option" if len(hints) == 1 else "There are no options"
+    pairs = "; ".join(f"for {option}: {hint}" for option, hint in hints.items())
+    return f"{is_are} {', '.join(hints)}, since fields of a recipe are written without dashes; {pairs}."
 
 
 def list_problems(error: ValidationError, section: Any, data: type[DataSettings], sections: Sections) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -12,10 +13,12 @@ from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, Vali
 
 from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
+from headwater.cost.counts import embedding_parameters, parameters
 from headwater.util.errors import HeadwaterError, NotTrusted
 from headwater_lab.data.base import DATA, Data, DataSettings, DataShape
 from headwater_lab.data.images.image_data import ImageSettings
 from headwater_lab.data.language import LanguageSettings
+from headwater_lab.optimization.laws import LAWS, Hyperparameters
 from headwater_lab.recipe.comparison_section import Compare
 from headwater_lab.recipe.messages import Sections, build_refusal, find_untrusted, list_problems
 from headwater_lab.recipe.model_section import (
@@ -45,6 +48,10 @@ NOT_DECISIVE: Any = {
     "training": {"timeout_minutes"},
     "data": {"workers"},
 }
+
+
+# Fields of `training:` that matter only once the rate of the schedule wsd decays.
+DECAY_FIELDS = ("steps", "decay_fraction", "decay_form", "min_learning_rate_ratio")
 
 
 def _check_name(name: str) -> str:
@@ -237,6 +244,63 @@ class Recipe(Settings):
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return f"{IDENTITY_VERSION}:{hashlib.sha256(text.encode()).hexdigest()}"
 
+    @property
+    def decay_start(self) -> int | None:
+        """The step after which the rate decays, up to which the run can be shared; None if it cannot."""
+        return None if self.stages else self.training.decay_start
+
+    @property
+    def trunk_settings(self) -> tuple[str, int, int | None] | None:
+        """What the run up to the start of its decay depends on, points of the record included; None without a decay."""
+        if self.decay_start is None:
+            return None
+        constant = {name: Training.model_fields[name].default for name in DECAY_FIELDS} | {"schedule": "constant"}
+        trunk = self.model_copy(update={"training": self.training.model_copy(update=constant)})
+        return trunk.identity, self.reporting.log_every, self.reporting.evaluate_every
+
+
+def _add_rungs(recipe: Recipe, where: str) -> Recipe:
+    """Write the sizes of `compare.ladder` into `compare.sizes`, the smallest first. Raises `HeadwaterError`."""
+    section = recipe.compare
+    if section is None or (ladder := section.ladder) is None:
+        return recipe
+    if recipe.start is not None or recipe.stages or recipe.unit == "images":
+        raise HeadwaterError(f"{where}: compare.ladder is for whole runs from scratch on text; use compare.sizes.")
+    baseline, sizes = recipe.arm(section.baseline, section.seeds[0]), {}
+    for depth, tokens_per_parameter in product(sorted(ladder.depths), sorted(ladder.tokens_per_parameter)):
+        shape = ladder.shape(depth)
+        model = baseline.model_copy(update={"model": baseline.model | shape})
+        config = model.config_for(DataShape(recipe.known_size or 1, recipe.row_length))
+        size = sum(parameters(config).values()) - embedding_parameters(config)
+        training = _follow_law(ladder.law, size, config.hidden_size, tokens_per_parameter * size, recipe)
+        sizes[f"d{depth} ×{tokens_per_parameter:g}"] = {"model": shape, "training": training}
+    if section.sizes and section.sizes.keys() != sizes.keys():
+        raise HeadwaterError(f"{where}: compare.ladder makes the sizes; leave out compare.sizes.")
+    return recipe.model_copy(update={"compare": section.model_copy(update={"sizes": sizes})})
+
+
+def _follow_law(law: str, size: int, width: int, tokens: float, recipe: Recipe) -> dict[str, Any]:
+    """List the fields of `training:` by a law, for a model of this many parameters without embeddings."""
+    base, passes = recipe.training, recipe.training.gradient_accumulation_steps
+    unit = recipe.row_length * passes  # tokens of a step for each row in a forward pass
+    batch = base.batch_size * unit
+    settings = LAWS[law](
+        size,
+        width,
+        tokens,
+        Hyperparameters(batch, base.learning_rate, base.warmup_steps * batch, base.decay_fraction, base.weight_decay),
+    )
+    rows = max(1, round(settings.batch / unit))
+    return {
+        "steps": max(1, round(tokens / (rows * unit))),
+        "batch_size": rows,
+        "learning_rate": float(f"{settings.learning_rate:.4g}"),
+        "warmup_steps": round(settings.warmup / (rows * unit)),
+        "schedule": "wsd",
+        "decay_fraction": settings.decay_fraction,
+        "weight_decay": float(f"{settings.weight_decay:.4g}"),
+    }
+
 
 def _check_one_metric(recipes: Sequence[Recipe], why: str) -> None:
     """Raise `HeadwaterError` if recipes whose results belong together use different metrics."""
@@ -288,6 +352,7 @@ def parse(values: Any, where: str) -> Recipe:
     if len({*names, "start"}) <= len(names):
         raise HeadwaterError(f"{where}: stages need different names, other than 'start', not {names}.")
     recipe.check_stages()
+    recipe = _add_rungs(recipe, where)
     if recipe.compare is not None:
         _check_one_metric([*recipe.trials().values()], f"{where}: arms are compared")
     return recipe

@@ -12,6 +12,8 @@ from headwater.plugins.outside import trust_names_in
 from headwater.util.errors import HeadwaterError, nearest, shown
 from headwater.util.files import local
 from headwater.util.layout import package_folder
+from headwater_lab.data.reading import local_path
+from headwater_lab.data.shards import prepared_folder
 from headwater_lab.recipe.messages import build_refusal
 from headwater_lab.recipe.overrides import apply_overrides, parse_override, read_text, read_yaml
 from headwater_lab.recipe.recipe import Recipe, find_data_class, parse
@@ -104,7 +106,10 @@ def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) 
     changed = apply_overrides(values | {"stages": stages} if stages else values, parsed)
     if isinstance(changed.get("stages"), dict):
         changed["stages"] = [*changed["stages"].values()]
-    if "kind" in (fields := said.get("data") or {}) and isinstance(values.get("data"), dict):
+    fields = said.get("data") or {}
+    if names_prepared(fields) and changed["data"].get("kind") == "text":
+        changed["data"]["kind"] = fields["kind"] = "prepared"
+    if "kind" in fields and isinstance(values.get("data"), dict):
         changed["data"] = _drop_other_kind(changed["data"], fields)
     recipe = parse(changed, where)
     chains = list_chains(recipe)
@@ -116,6 +121,12 @@ def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) 
     if unread := list(dict.fromkeys([*unread, *find_unread(recipe, chains, said)])):
         raise build_refusal(where, unread)
     return recipe
+
+
+def names_prepared(data: Mapping[str, Any]) -> bool:
+    """Whether overrides of `data:` name a prepared folder, without the kind."""
+    source = data.get("source")
+    return "kind" not in data and isinstance(source, str) and prepared_folder(local_path(source)) is not None
 
 
 def _number_stage(text: str, names: Sequence[str], stages: Mapping[int, Any]) -> list[Any]:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from headwater.config.text import HeadwaterConfig
-from headwater.conversion.convert import blend_config, check_conversion, finish_config
+from headwater.conversion.convert import blend_config, check_conversion, choose_sources, finish_config
 from headwater.growth.grow import grown_config
 from headwater.growth.methods import GrowthOptions, KeyInit, TauPolicy
 from headwater.plugins.registry import as_mapping
@@ -59,6 +59,9 @@ class CacheConversion(Settings):
     """Mechanisms by which layers share keys and values: names with their options, or a list of names."""
     num_key_value_heads: Count | None = None
     """Fewer key/value heads: each is the mean of a group of the model's."""
+    choose: bool = False
+    """Choose the layers that share, by how similar their keys and values are on the data, if the options of a mechanism
+    leave that open (docs/convert.md)."""
     align: bool = True
     """First rotate keys and values so that those to be shared or pooled are as similar as possible, which keeps the
     function (docs/convert.md)."""
@@ -153,7 +156,9 @@ def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
     if change.finish_conversion:
         return finish_config(config)
     if (goal := change.convert) is not None:
-        blended = blend_config(config, goal.mechanisms, goal.num_key_value_heads)
+        # The layers to share are chosen once there are weights; until then any choice has the same size.
+        mechanisms = choose_sources(config, goal.mechanisms) if goal.choose else goal.mechanisms
+        blended = blend_config(config, mechanisms, goal.num_key_value_heads)
         check_conversion(blended)
         return blended if goal.anneal else finish_config(blended)
     return config

@@ -41,9 +41,11 @@ _NAMES = {
         "local_batch_size",
         "gradient_accumulation_steps": "grad_accum gradient_accumulation gradient_accumulation_iters",
         "learning_rate": "lr max_lr",
-        "min_learning_rate_ratio": "min_lr min_lr_factor",
+        "min_learning_rate_ratio": "min_lr_factor",
         "warmup_steps": "warmup warmup_iters lr_warmup_steps lr_warmup_iters num_warmup_steps warmup_ratio",
-        "schedule": "scheduler lr_scheduler lr_scheduler_type decay_lr decay_type lr_decay_iters",
+        "schedule": "scheduler lr_scheduler lr_scheduler_type decay_lr decay_type",
+        "decay_fraction": "decay_ratio cooldown_fraction cooldown_frac warmdown_ratio",
+        "decay_form": "cooldown_type",
         "optimizer": "optim",
         "optimizer_options": "optim_args",
         "betas": "beta1 beta2 adam_beta1 adam_beta2",
@@ -64,7 +66,7 @@ _NAMES = {
         "keep_checkpoints": "save_total_limit",
         "wandb": "wandb_log wandb_project report_to",
     },
-    "start": {"checkpoint": "init_from resume_from_checkpoint model_name_or_path pretrained"},
+    "start": {"checkpoint": "resume_from_checkpoint model_name_or_path pretrained"},
 }
 # Name in other programs -> section and field.
 SYNONYMS = {
@@ -72,4 +74,15 @@ SYNONYMS = {
     for section, fields in _NAMES.items()
     for field, names in fields.items()
     for name in names.split()
+}
+# Names of other programs for what has another unit here, or is no field of a recipe -> a hint.
+ANSWERS = {
+    "out_dir": "--out names the run's folder",
+    "output_dir": "--out names the run's folder",
+    "init_from": "--resume continues a run, and start.checkpoint starts from a model",
+    "min_lr": "training.min_learning_rate_ratio is its share of training.learning_rate",
+    "lr_decay_iters": "every training.schedule ends at training.steps",
+    "eval_iters": "every evaluation reads data.held_out_bytes of text",
+    "eval_only": "`headwater evaluate` measures a run",
+    "always_save_checkpoint": "reporting.save_every saves whatever the loss",
 }

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 from headwater.plugins.registry import MECHANISMS, Registry
 from headwater.util.precision import Precision
 from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, fields_read
+from headwater_lab.optimization.schedules import find_decay_start
 from headwater_lab.util.settings import Count, Fraction, ReadIf, Settings
 
 AttentionKernel = Literal["sdpa", "eager", "flash_attention_2", "flex_attention", "matmul", "varlen"]
@@ -75,12 +76,17 @@ class Training(Settings):
     """Mechanisms whose parameters are trained; all others stay as they are. null: train everything. FLOPs
     are counted as if all were trained."""
     schedule: Annotated[str, _known_in(SCHEDULES)] = "cosine"
-    """After the warm-up: cosine, a half cosine to `min_learning_rate_ratio`; constant; or an external one
-    (docs/extending.md)."""
+    """After the warm-up: cosine, a half cosine to `min_learning_rate_ratio`; linear, a straight line to it; constant;
+    wsd, constant and then a decay to it, so that runs of several lengths can share a trunk (docs/compare.md); or an
+    external one (docs/extending.md)."""
     warmup_steps: int = Field(default=50, ge=0, le=2**31 - 1)
     """Steps of linear warm-up from zero; in a shorter run, the rate ends below its peak."""
     min_learning_rate_ratio: Annotated[float, BY_SCHEDULE] = Field(default=0.0, ge=0, le=1000)
-    """Where the cosine ends, as a fraction of the peak."""
+    """Where the schedule ends, as a fraction of the peak."""
+    decay_fraction: Annotated[float, BY_SCHEDULE] = Field(default=0.2, gt=0, le=1)
+    """Length of the decay of wsd, as a fraction of all steps."""
+    decay_form: Annotated[Literal["linear", "1-sqrt"], BY_SCHEDULE] = "linear"
+    """How far wsd has come down after the fraction x of its decay: linear, x; 1-sqrt, √x."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False), BY_OPTIMIZER] = (0.9, 0.95)
     """AdamW's averaging."""
     epsilon: Annotated[float, BY_OPTIMIZER] = Field(default=1e-8, gt=0, le=1)
@@ -112,9 +118,9 @@ class Training(Settings):
     """The attention kernel, as named by transformers; or matmul, which is faster in bfloat16 on some CPUs; or varlen,
     which computes packed rows document by document, and other rows as sdpa (`headwater bench train` measures both).
     Default: varlen where it can run and packed rows are faster with it, else sdpa if the model allows it."""
-    compile: bool | None = None
-    """Compile each block, and the output head with the loss, with torch.compile. On a GPU it needs a C compiler, on a
-    CPU one for C++. Default: on a GPU that has one."""
+    compile: bool | Literal["whole"] | None = None
+    """Compile each block, and the output head with the loss, with torch.compile; whole: the model as one graph, for a
+    single device. On a GPU it needs a C compiler, on a CPU one for C++. Default: true on a GPU that has one."""
     gradient_checkpointing: bool = False
     """Recompute each block's activations in the backward pass, to save memory."""
     loss_chunk_tokens: Annotated[Count | None, OF_TEXT] = None
@@ -133,12 +139,25 @@ class Training(Settings):
     timeout_minutes: Count = 30
     """Minutes that a process waits for another before it gives up."""
 
+    @property
+    def decay_start(self) -> int | None:
+        """The step after which wsd decays, where longer runs branch off; None with another schedule."""
+        return find_decay_start(self.steps, self.decay_fraction) if self.schedule == "wsd" else None
+
     @model_validator(mode="after")
     def _options_fit(self) -> Self:
+        if self.decay_start is not None and self.decay_start < self.warmup_steps:
+            raise ValueError(
+                f"the decay of training.schedule=wsd begins after step {self.decay_start}, within the "
+                f"{self.warmup_steps} warm-up steps; lower training.warmup_steps or training.decay_fraction"
+            )
         if self.distillation is not None and self.loss_chunk_tokens is not None:
             raise ValueError(
                 "training.distillation compares whole rows of logits; leave out training.loss_chunk_tokens"
             )
+        if self.compile == "whole" and (self.strategy == "fsdp" or self.loss_chunk_tokens is not None):
+            field = "strategy=fsdp" if self.strategy == "fsdp" else "loss_chunk_tokens"
+            raise ValueError(f"training.compile=whole does not fit training.{field}; use training.compile=true")
         if self.ema_decay is not None and self.precision is Precision.BF16:
             raise ValueError(
                 "training.ema_decay adds changes too small for bf16 weights; use training.precision=bf16-mixed"

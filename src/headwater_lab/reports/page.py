@@ -259,17 +259,22 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
         return Section(name, "Scaling", paragraphs=[str(error)])
     if scaling is None:
         return None
-    rows = [
-        [law.arm, *(f"{constant:.4g}" for constant in (law.e, law.a, law.exponent)), f"{law.error:.2g}"]
-        for law in scaling.laws
-    ]
+    columns = ["", "E", "A", "a", "error"]
+    rows = [[law.arm, *map("{:.4g}".format, (law.e, law.a, law.exponent))] for law in scaling.laws]
+    if errors := [f"{law.error:.2g}" for law in scaling.laws if law.error is not None]:
+        quality = "Error: root mean square of the residuals."
+        rows = [[*row, error] for row, error in zip(rows, errors, strict=True)]
+    else:
+        quality = (
+            "With three sizes for three constants, the fit has no degrees of freedom left, so it is no evidence for "
+            "the law's form."
+        )
     caption = (
-        "Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556). Error: root mean square of the "
-        "residuals. Intervals of the sizes below: 95 %, by the jackknife over the seeds."
-        + (" With three sizes it passes through all points, whatever its form." if len(sizes) == 3 else "")
+        f"Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556). {quality} Intervals of the sizes below: "
+        "95 %, by the jackknife over the seeds."
     )
     picture = scaling_picture(scaling, sizes[0].title, sizes[0].arms)
-    table = PageTable(caption, ["", "E", "A", "a", "error"], rows, numbers=list_laws(scaling, sizes[0]))
+    table = PageTable(caption, columns[: len(rows[0])], rows, numbers=list_laws(scaling, sizes[0]))
     return Section(name, "Scaling", picture=picture, tables=[table], items=scaling.sentences())
 
 

@@ -3,7 +3,7 @@
 from headwater_lab.comparison.prices import Prices, TimeRatio, read_prices
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.reports.comparison import Comparison
-from headwater_lab.reports.words import write_difference
+from headwater_lab.reports.words import difference_columns
 from headwater_lab.util.terminal import Table, lined
 
 
@@ -32,8 +32,13 @@ def where_measured(prices: Prices) -> str:
 def prices_table(comparison: Comparison, prices: Prices) -> tuple[list[str], list[list[str]]]:
     """Return column names, and a row for each arm with a price."""
     columns, costs = prices_by_arm(prices, of_images=comparison.trained_on == "images")
-    rows = [[s.arm, write_difference(s), *costs[s.arm]] for s in comparison.summaries if s.arm in costs]
-    return ["", f"minus {comparison.baseline}", *columns], rows
+    differences = difference_columns(comparison)
+    rows = [
+        [summary.arm, *difference.values(), *costs[summary.arm]]
+        for summary, difference in zip(comparison.summaries, differences, strict=True)
+        if summary.arm in costs
+    ]
+    return ["", *differences[0], *columns], rows
 
 
 def prices_by_arm(prices: Prices, *, of_images: bool = False) -> tuple[list[str], dict[str, list[str]]]:
@@ -57,4 +62,4 @@ def terminal_prices(prices: Prices) -> Table:
     """Make the table of prices for a terminal, without the page's differences and quartiles."""
     names, rows = prices_by_arm(prices, of_images=all(price.decoding is None for price in prices.arms.values()))
     cells = [[arm, *(cell.partition(" [")[0] for cell in row)] for arm, row in rows.items()]
-    return lined("", *names, rows=cells, fold=True, caption=f"What each arm costs. {where_measured(prices)}")
+    return lined("", *names, rows=cells, caption=f"What each arm costs. {where_measured(prices)}")

@@ -1,12 +1,12 @@
 """A comparison in tables and sentences that claim no more than its intervals support."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from headwater_lab.comparison.sequential import skewed_error
-from headwater_lab.comparison.statistics import Paired, Summary, compare_all_pairs
+from headwater_lab.comparison.statistics import INCONCLUSIVE, Paired, Summary, compare_all_pairs, is_too_wide
 from headwater_lab.comparison.worth import Worth
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
 from headwater_lab.util.terminal import Table, counted, lined
@@ -17,6 +17,7 @@ RARE = (
     "If an arm rarely fails at the task, the first seeds may not show it: with one run in ten, a fifth to a half of "
     "the verdicts are wrong, in simulations."
 )
+TWO_SEEDS = " Caution: two seeds show little of the spread between runs; confirm the verdict with more."
 SKEWED = "up to {:.0%} of verdicts are wrong if differences are strongly skewed, in simulations."
 
 
@@ -24,13 +25,9 @@ def result_rows(comparison: Comparison) -> list[dict[str, str]]:
     """Make a row for each arm: column -> cell, with its name in the column ""."""
     shows_seeds = comparison.plan is not None or len({summary.runs for summary in comparison.summaries}) > 1
     rows = []
-    for summary in comparison.summaries:
-        row = {
-            "": summary.arm,
-            f"{comparison.unit} ± sd": _write_mean(summary),
-            f"minus {comparison.baseline} [95 %]": write_difference(summary),
-            "verdict": write_verdict(summary, comparison),
-        }
+    for summary, difference in zip(comparison.summaries, difference_columns(comparison), strict=True):
+        row = {"": summary.arm, f"{comparison.unit} ± sd": _write_mean(summary)}
+        row |= difference | {"verdict": write_verdict(summary, comparison)}
         if comparison.threshold is not None:
             steps = summary.steps_to_threshold or []
             texts = ["never" if step is None else str(step) for step in steps]
@@ -47,6 +44,31 @@ def result_rows(comparison: Comparison) -> list[dict[str, str]]:
     return rows
 
 
+def difference_columns(comparison: Comparison) -> list[dict[str, str]]:
+    """Make the cells of each arm's difference from the baseline with its interval: column -> cell."""
+    summaries = comparison.summaries
+    return name_levels(
+        f"minus {comparison.baseline}", map(write_difference, summaries), [summary.paired for summary in summaries]
+    )
+
+
+def name_levels(name: str, cells: Iterable[str], tests: Sequence[Paired | None]) -> list[dict[str, str]]:
+    """Make a column of intervals: column -> cell, for each row.
+
+    Its name has their level; where they differ, they are in a column of their own. Without an interval there is none.
+    """
+    texts = list(cells)
+    levels = [
+        _write_confidence(test) if test is not None and "[" in text else ""
+        for text, test in zip(texts, tests, strict=True)
+    ]
+    correction = ", Holm" if sum(test is not None and test.p is not None for test in tests) > 1 else ""
+    distinct = sorted({*levels} - {""})
+    if len(distinct) > 1:
+        return [{name: text, f"level{correction}": level} for text, level in zip(texts, levels, strict=True)]
+    return [{f"{name} [{distinct[0]}{correction}]" if distinct else name: text} for text in texts]
+
+
 def describe_threshold(comparison: Comparison) -> str:
     """Describe the threshold in words; "" without one."""
     threshold = comparison.threshold
@@ -57,28 +79,40 @@ def describe_threshold(comparison: Comparison) -> str:
 
 def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """List each arm's cost of reaching the threshold: column names and rows; no rows where arms cost alike."""
-    reach, over = f"seeds that reach {describe_threshold(comparison)}", f"over {comparison.baseline} [95 %]"
-    names = ["", reach, "FLOPs, all included", over, "seconds"]
     if comparison.threshold is None or not differ_in_cost(comparison.records):
-        return names, []
+        return [], []
+    tests = [summary.cheaper for summary in comparison.summaries]
+    factors = name_levels(f"over {comparison.baseline}", map(write_factor, tests), tests)
     rows = []
-    for summary in comparison.summaries:
+    for summary, factor in zip(comparison.summaries, factors, strict=True):
         reached = [point for point in summary.reached or [] if point is not None]
-        counts = f"{len(reached)} of {len(summary.reached or []) + summary.diverged}"
-        if not reached:
-            rows.append([summary.arm, counts, "", "", ""])
-            continue
-        flops, seconds = (float(np.median([point[field] for point in reached])) for field in (1, 2))
-        rows.append([summary.arm, counts, f"{flops:.3g}", write_factor(summary.cheaper), f"{seconds:,.0f}"])
-    return names, rows
+        flops, seconds = (
+            f"{np.median([point[field] for point in reached]):{form}}" if reached else ""
+            for field, form in ((1, ".3g"), (2, ",.0f"))
+        )
+        rows.append(
+            {
+                "": summary.arm,
+                f"seeds that reach {describe_threshold(comparison)}": (
+                    f"{len(reached)} of {len(summary.reached or []) + summary.diverged}"
+                ),
+                "FLOPs, all included": flops,
+            }
+            | factor
+            | {"seconds": seconds}
+        )
+    return _split_rows(rows)
 
 
 def write_factor(cheaper: Paired | None) -> str:
     """Write a mean of logarithms of ratios as a factor, with its interval."""
     if cheaper is None:
         return ""
-    spread = "" if cheaper.interval is None else " [{:.2f}, {:.2f}]".format(*map(math.exp, cheaper.interval))
-    return f"×{math.exp(cheaper.mean):.2f}{spread}"
+    with np.errstate(over="ignore"):
+        mean, *ends = np.exp([cheaper.mean, *(cheaper.interval or ())])
+    if ends and is_too_wide((ends[0], ends[1])):
+        return INCONCLUSIVE
+    return f"×{mean:.2f}" + (" [{:.2f}, {:.2f}]".format(*ends) if ends else "")
 
 
 COST_NOTE = (
@@ -90,14 +124,21 @@ COST_NOTE = (
 
 def worth_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """List what each arm's result would have cost the baseline: column names and rows; no rows without budgets."""
-    names = ["", "FLOPs, all included", f"worth in FLOPs of {comparison.baseline} [95 %]"]
+    tests = [worth.factor for worth in comparison.worths]
+    factors = name_levels(f"worth in FLOPs of {comparison.baseline}", map(_write_worth, comparison.worths), tests)
     diverged = {summary.arm: summary.diverged for summary in comparison.summaries}
     rows = []
-    for worth in comparison.worths:
+    for worth, factor in zip(comparison.worths, factors, strict=True):
         lost = diverged.get(worth.arm, 0)
-        note = f", without {counted(lost)} that diverged" if lost else ""
-        rows.append([worth.arm, f"{worth.flops:.3g}", f"{_write_worth(worth)}{note}"])
-    return names, rows
+        name = next(iter(factor))
+        factor[name] += f", without {counted(lost)} that diverged" if lost else ""
+        rows.append({"": worth.arm, "FLOPs, all included": f"{worth.flops:.3g}"} | factor)
+    return _split_rows(rows)
+
+
+def _split_rows(rows: Sequence[Mapping[str, str]]) -> tuple[list[str], list[list[str]]]:
+    """Split rows into column names and cells."""
+    return list(rows[0]) if rows else [], [list(row.values()) for row in rows]
 
 
 def _write_worth(worth: Worth) -> str:
@@ -120,7 +161,7 @@ def worth_note(comparison: Comparison) -> str:
 def result_tables(comparison: Comparison) -> list[Table]:
     """Make a comparison's tables for a terminal: results, then costs, worths and domains where it has any."""
     further = [
-        lined(*names, rows=rows, left=names[:1], fold=True, caption=caption)
+        lined(*names, rows=rows, left=names[:1], caption=caption)
         for _, caption, (names, rows) in further_tables(comparison)
     ]
     return [result_table(comparison), *further]
@@ -162,10 +203,7 @@ def result_table(comparison: Comparison) -> Table:
     """The comparison for a terminal."""
     rows = result_rows(comparison)
     cells = [row.values() for row in rows]
-    result = lined(*rows[0], rows=cells, title=comparison.heading, caption=describe_test(comparison))
-    for column in result.columns[:3]:
-        column.no_wrap = True
-    return result
+    return lined(*rows[0], rows=cells, title=comparison.heading, caption=describe_test(comparison))
 
 
 def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -259,7 +297,7 @@ class _Answer:
         }
         for verdict, say in sentences.items():
             if arms := self.by_verdict.get(verdict):
-                return say(max(arms, key=lambda summary: abs(summary.difference or 0.0)))
+                return say(max(arms, key=lambda summary: abs(summary.difference or 0.0))) + self._caution()
         if "identical" in self.by_verdict:
             return f"No arm differs from {self.base} in any digit."
         if self.judged:
@@ -267,6 +305,12 @@ class _Answer:
         alone = all(arm == self.base for arm in self.comparison.arms)
         reason = "there is no other arm" if alone else "no other arm shares a seed with it"
         return f"Nothing can be compared with {self.base}: {reason}."
+
+    def _caution(self) -> str:
+        """The caution about verdicts from two seeds."""
+        found = [summary.paired for arms in map(self.by_verdict.get, ("better", "worse")) for summary in arms or ()]
+        few = any(paired is not None and len(paired.differences) == 2 for paired in found)
+        return TWO_SEEDS if few else ""
 
     def _say_better(self, best: Summary) -> str:
         if self.comparison.plan is None:
@@ -397,7 +441,7 @@ def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]
             "detectable": "" if p.detectable is None else f"{p.detectable:.3g}",
         }
         rows.append({name: cell for name, cell in row.items() if fixed or name not in ("p", "detectable")})
-    return list(rows[0]) if rows else [], [list(row.values()) for row in rows]
+    return _split_rows(rows)
 
 
 def describe_columns(comparison: Comparison) -> str:

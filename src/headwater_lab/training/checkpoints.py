@@ -113,6 +113,7 @@ class Progress:
     skipped_last: the number of most recent steps that were skipped. result: the deciding metric, if evaluated at this
     step. kept: the state of mechanisms that act before each step, by the module's name. data: facts that reveal
     whether the data have changed. run_id: the run's name in Weights & Biases. threads: CPU threads of an operation.
+    trunk: of a branch, the fields of `records.Trunk`.
     """
 
     step: int = 0
@@ -129,6 +130,7 @@ class Progress:
     data: dict[str, Any] = field(default_factory=dict)
     run_id: str = ""
     threads: int = 0
+    trunk: dict[str, Any] | None = None
     format_version: int = FORMAT_VERSION
 
 

@@ -30,9 +30,11 @@ from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.seeding import number
 from headwater_lab.data.base import LABELS, Batch, Data, Share, labels_of, main_input, units
 from headwater_lab.data.images.image_data import UnreadableImage
+from headwater_lab.data.rows import Rows
 from headwater_lab.optimization.tensors import local_shard
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.training_section import Training
+from headwater_lab.training.branching import start_branch
 from headwater_lab.training.checkpoints import FOLDER, Progress, list_checkpoints, optimizer_tensors, read_progress
 from headwater_lab.training.journal import Journal, OnEvent, report_full_disk_once
 from headwater_lab.training.optimizers import clip_gradient, gradient_norm, learning_rate
@@ -71,6 +73,7 @@ def train(
     resume: bool = False,
     experiment: Experiment | None = None,
     on_event: OnEvent | None = None,
+    trunk: Path | None = None,
 ) -> RunRecord:
     """Train one model by the recipe, into `folder`.
 
@@ -79,15 +82,17 @@ def train(
     experiment: the comparison this run belongs to, for its record.
     on_event: called in the first process with (step, None) after every step, and with (step, point) for each new point
         of the curve, speed, held-out metric or warning.
+    trunk: the folder of a shorter run that this one branches off, unless it has a checkpoint (see `start_branch`).
 
     With training.devices above 1 the first process starts the others with its own command line; all return the record
     that the first one writes to `folder`/record.json. Raises `HeadwaterError` for errors that the user can fix, and
     `Interrupted` after SIGINT or SIGTERM, with everything saved.
     """
     early_warnings: list[str] = []  # warnings before the journal exists
+    begin = None if trunk is None else partial(start_branch, trunk, recipe, folder)
     with (
         connect_processes(recipe, folder) as fabric,
-        claim_folder(folder, resume, fabric, early_warnings.append) as checkpoint,
+        claim_folder(folder, resume, fabric, early_warnings.append, begin) as checkpoint,
         use_free_cores(recipe.training, checkpoint, fabric, early_warnings.append),
         stop_requests() as stop,
         report_full_disk_once(),
@@ -219,12 +224,16 @@ class TrainingRun(Setup):
                 # A single process need not wait until all agree to stop.
                 alone = self.fabric.world_size == 1
                 stopping = not is_last and (self.stops_elsewhere or (alone and stop.is_set()))
-                if is_last or stopping or is_due(step, reporting.save_every):
+                if is_last or stopping or self.is_saving_due(step):
                     self.save_checkpoint(must=is_last or stopping)
                 if stopping:
                     raise Interrupted(
                         f"Stopped after step {step}, which is saved; run the same command with --resume (resume=True)."
                     )
+
+    def is_saving_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step: at its interval, and where longer runs branch off."""
+        return is_due(step, self.recipe.reporting.save_every) or step == self.recipe.training.decay_start
 
     def take_step(self, stop: bool = False) -> float:
         """Take one optimizer step, and return its learning rate. stop: whether any process should stop.
@@ -481,7 +490,8 @@ class TrainingRun(Setup):
         """Put the newest checkpoint's model at the top of the folder, and remove the checkpoints that the recipe does
         not keep. Called by the first process."""
         publish_model(list_checkpoints(self.folder)[-1], self.folder)
-        prune_checkpoints(self.folder, self.recipe.reporting.keep_checkpoints, self.data.lower_is_better)
+        keep, branch_step = self.recipe.reporting.keep_checkpoints, self.recipe.training.decay_start
+        prune_checkpoints(self.folder, keep, self.data.lower_is_better, branch_step)
 
 
 def is_due(step: int, interval: int | None) -> bool:
@@ -508,6 +518,8 @@ def read_batches(
     size = recipe.training.batch_size  # rows over all processes
     with ThreadPoolExecutor(HASHING, "hash") as pool:
         for batch in data.batches(recipe.seed, size, row, share):
+            if recipe.training.compile == "whole" and isinstance(rows := getattr(data, "train", None), Rows):
+                batch = rows.fill_borders(batch)
             if by_document:
                 batch = with_documents(batch)
             chunks = main_input(batch).chunk(HASHING)

@@ -17,6 +17,9 @@ from headwater.conversion.convert import (
     align_layers,
     blend_config,
     blend_model,
+    choose_sources,
+    compare_layers,
+    finish_config,
     finish_model,
     narrow_config,
     pool_tensors,
@@ -32,7 +35,7 @@ from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.data.base import Data
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.tokenizer import has_all_tokens
-from headwater_lab.recipe.start_section import Change
+from headwater_lab.recipe.start_section import CacheConversion, Change
 from headwater_lab.training.records import Event
 from headwater_lab.training.trained_models import Trained
 from headwater_lab.util.model_kinds import is_of_images
@@ -69,10 +72,11 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
     original, goal = trained.model, change.convert
     if goal is not None and not isinstance(original, HeadwaterForCausalLM):
         raise HeadwaterError("An image model has no cache to make smaller; leave out start.convert.")
-    old_bytes, trained.original = cache_bytes_per_token(original.config), None
+    element, trained.original = original.dtype.itemsize, None
+    old_bytes = cache_bytes_per_token(original.config, element)
     details: dict[str, Any] = {}
     if goal is None:
-        details["finished"] = True
+        details["finished"] = True  # the event that began the conversion names the cache that it ends with
         model = finish_model(original)
         state = finish_state(trained.state, original, model)
     else:
@@ -80,11 +84,10 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
         blend_config(original.config, mechanisms, heads)  # raises before the model runs
         # Convert in fp32 or wider: rounding rotated or mixed weights to bf16 would change the function.
         original.to(torch.promote_types(original.dtype, torch.float32))
-        if goal.align and rows is None:
-            raise HeadwaterError(
-                "A conversion measures keys and values on rows of the recipe's text; use data of text, or set "
-                "convert.align to false."
-            )
+        if rows is None:
+            _check_unmeasured(goal)
+        elif goal.choose:
+            mechanisms = choose_sources(original.config, mechanisms, compare_layers(original, rows))
         turned = goal.align and align_layers(original, cast(Tensor, rows), mechanisms, heads)
         if turned and trained.state and change.optimizer_state == "keep":
             raise HeadwaterError(
@@ -93,13 +96,23 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
             )
         trained.model = model = blend_model(original, mechanisms, heads, 0.0 if goal.anneal else 1.0)
         del original
+        new_bytes = cache_bytes_per_token(finish_config(model.config), element)  # in the precision of the source
+        details["cache_bytes_per_token"] = {"from": old_bytes, "to": new_bytes}
         details |= {"mechanisms": mechanisms, "num_key_value_heads": heads, "annealed": goal.anneal, "aligned": turned}
         state = {} if turned else trained.state
         if not goal.anneal:
             blend, model = model, finish_model(model)
             state = finish_state(state, blend, model)
-    details["cache_bytes_per_token"] = {"from": old_bytes, "to": cache_bytes_per_token(model.config)}
     return trained.after("converted", details, model=model, state=state)
+
+
+def _check_unmeasured(goal: CacheConversion) -> None:
+    """Raise `HeadwaterError` for a conversion that needs rows of tokens to measure on."""
+    if goal.align or goal.choose:
+        raise HeadwaterError(
+            "A conversion measures keys and values on rows of the recipe's text; use data of text, or set "
+            "convert.align and convert.choose to false."
+        )
 
 
 def list_refits(

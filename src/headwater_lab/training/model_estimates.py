@@ -26,6 +26,7 @@ from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater.util.files import explain_absence, is_address
 from headwater.util.precision import Precision
 from headwater_lab.data.base import DataShape
+from headwater_lab.data.language import LOGITS
 from headwater_lab.data.tokenizer import local_size
 from headwater_lab.recipe.messages import build_refusal, describe_unknown_field
 from headwater_lab.recipe.model_section import IMAGE_FIELDS, MODEL_FIELDS
@@ -56,39 +57,48 @@ class ConversionPrice:
     """The cost and savings of a conversion.
 
     before, after: the model's parameters, and bytes of its weights and of its cache, in the precision of the weights;
-    cache_bytes is of a sequence of the recipe's context. flops: of healing, by stage, with the teacher's. step_bytes:
-    memory of a step at its peak; teacher_bytes: of these, the teacher's weights.
+    cache_bytes is of a sequence of the recipe's context. flops: of healing, by stage, with the teacher's; of the
+    control; of measuring on the way, on `rows` held-out rows, and of measuring all of them at the start and the end.
+    step_bytes: memory of a step at its peak; teacher_bytes: of these, the teacher's weights.
     """
 
     before: dict[str, int]
     after: dict[str, int]
     tokens: int
     flops: dict[str, float]
+    rows: int
     step_bytes: int
     teacher_bytes: int
 
 
-def price_conversion(recipe: Recipe, config: HeadwaterConfig, element: int) -> ConversionPrice:
-    """Price a recipe that converts a model of this config. element: bytes of its numbers.
+# The most that measuring on the way may cost, as a share of healing.
+MEASURING = 0.1
 
+
+def price_conversion(
+    recipe: Recipe, config: HeadwaterConfig, element: int, held_out_rows: int = 0, control: Recipe | None = None
+) -> ConversionPrice:
+    """Price a recipe that converts a model of this config, and the recipe of its control.
+
+    element: bytes of the model's numbers. held_out_rows: all rows of held-out data.
     Raises `HeadwaterError` if the model cannot be converted, or if its teacher, by default itself, cannot be read.
     """
-    context, settings, teacher = recipe.row_length, recipe.training.distillation, None
-    if settings is not None and settings.teacher is not None:
-        path = Path(settings.teacher)
-        teacher = config_of(newest_checkpoint(path)) if path.is_dir() else open_source(settings.teacher).model.config
-    elif settings is not None:
-        teacher = config
+    context, teacher = recipe.row_length, _find_teacher(recipe, config)
     configs = recipe.configs(config if recipe.start is None else changed_config(config, recipe.start))
     if way_of(configs[-1]) is not None or not recipe.stages:
         raise HeadwaterError("No stage of the recipe ends with the smaller model trained; leave its stages unchanged.")
-    teacher_flops = 0.0 if teacher is None else sum(cost.forward_flops(teacher, context).values())
-    flops, tokens, peak = {}, 0, 0
-    for name, stage, (run, _) in zip(recipe.stage_names, configs, recipe.chain(lambda *_: Path()), strict=True):
-        count = run.rows * context
-        step = price(stage, context=context, batch=run.training.batch_size, precision=run.training.precision).at[0]
-        tokens, flops[name] = tokens + count, (step.training + teacher_flops) * count
-        peak = max(peak, step.step_bytes)
+    stages = _price_stages(recipe, configs, teacher, held_out_rows)
+    if control is not None:
+        tokens, healing, measuring, peaks = zip(
+            *_price_stages(control, [config] * len(configs), None, held_out_rows).values(), strict=True
+        )
+        stages["control"] = StagePrice(sum(tokens), sum(healing), sum(measuring), max(peaks))
+    flops = {name: stage.healing for name, stage in stages.items()}
+    per_row = sum(stage.measuring for stage in stages.values())
+    most = max(1, int(MEASURING * sum(flops.values()) / per_row))
+    rows = min(held_out_rows, most, getattr(recipe.data, "held_out_rows", None) or most)
+    before, after = (sum(cost.forward_flops(end, context).values()) for end in (config, configs[-1]))
+    flops["measuring"] = per_row * rows + held_out_rows * context * (before + after + before * ("control" in stages))
 
     def measure_size(config: HeadwaterConfig) -> dict[str, int]:
         return {
@@ -100,8 +110,59 @@ def price_conversion(recipe: Recipe, config: HeadwaterConfig, element: int) -> C
 
     teacher_bytes = 0 if teacher is None else measure_size(teacher)["weights_bytes"]
     return ConversionPrice(
-        measure_size(config), measure_size(configs[-1]), tokens, flops, peak + teacher_bytes, teacher_bytes
+        measure_size(config),
+        measure_size(configs[-1]),
+        sum(stage.tokens for name, stage in stages.items() if name != "control"),
+        flops,
+        rows,
+        max(stage.peak for stage in stages.values()) + teacher_bytes,
+        teacher_bytes,
     )
+
+
+def _find_teacher(recipe: Recipe, config: HeadwaterConfig) -> HeadwaterConfig | None:
+    """Find the config of the model that a conversion learns from, by default the original's `config`."""
+    settings = recipe.training.distillation
+    if settings is None or settings.teacher is None:
+        return None if settings is None else config
+    path = Path(settings.teacher)
+    return config_of(newest_checkpoint(path)) if path.is_dir() else open_source(settings.teacher).model.config
+
+
+class StagePrice(NamedTuple):
+    """Tokens of a stage, FLOPs of its training and of all its evaluations on one row, and bytes at its peak, without a
+    teacher's weights."""
+
+    tokens: int
+    healing: float
+    measuring: float
+    peak: int
+
+
+def _price_stages(
+    recipe: Recipe, configs: Sequence[HeadwaterConfig], teacher: HeadwaterConfig | None, held_out_rows: int
+) -> dict[str, StagePrice]:
+    """Price the stages of a recipe, whose models have these configs, by name."""
+    stages, context = {}, recipe.row_length
+    taught = 0.0 if teacher is None else sum(cost.forward_flops(teacher, context).values())
+    chain = recipe.chain(lambda *_: Path())
+    for name, config, (run, _) in zip(recipe.stage_names, configs, chain, strict=True):
+        training, tokens = run.training, run.rows * context
+        step = price(config, context=context, batch=training.batch_size, precision=training.precision)
+        # Before the first step, at regular steps, and after the last.
+        evaluations = 1 - -training.steps // (run.reporting.evaluate_every or training.steps)
+        logits = 4 * config.vocab_size * context  # bytes of a row's in fp32
+        # Distillation stores the teacher's and both distributions, and computes two gradients of the same size.
+        distilling = 0 if teacher is None else 5 * logits * training.batch_size
+        # Evaluation computes them and their log-softmax, while the training state stays in memory.
+        batch = min(held_out_rows, max(1, min(16_384, LOGITS // config.vocab_size) // context))
+        stages[name] = StagePrice(
+            tokens,
+            (step.at[0].training + taught) * tokens,
+            evaluations * step.at[0].training / 3 * context,
+            max(step.at[0].step_bytes + distilling, sum(step.state_bytes.values()) + 2 * logits * batch),
+        )
+    return stages
 
 
 class PlannedModel(NamedTuple):
@@ -140,13 +201,11 @@ def plan_models(
     overrides: "field=value" for all of them, "training.field=value" for how they are trained. vocab_size: same as the
     override vocab_size. Raises `HeadwaterError`, also for overrides that affect no price.
     """
-    overrides = [*overrides, *([] if vocab_size is None else [f"vocab_size={vocab_size}"])]
-    of_training = [text for text in overrides if text.startswith("training.")]
-    of_model = [text for text in overrides if text not in of_training]
+    of_model, of_training = _split_overrides(overrides, vocab_size)
     changes = _read_changes(of_model)
     planned: dict[str, PlannedModel] = {}
     for model in models:
-        if _is_recipe(model):
+        if is_recipe(model):
             entries = _read_recipe_models(model, of_model, of_training, changes.get("vocab_size"))
             _refuse_unread(of_training, _DECISIVE_IN_RECIPES)
         else:
@@ -158,6 +217,19 @@ def plan_models(
     if not planned:
         raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint.")
     return planned
+
+
+def _split_overrides(overrides: Sequence[str], vocab_size: int | None) -> tuple[list[str], list[str]]:
+    """Split overrides into those of models, with the size of the vocabulary, and those of training."""
+    overrides = [*overrides, *([] if vocab_size is None else [f"vocab_size={vocab_size}"])]
+    of_training = [text for text in overrides if text.startswith("training.")]
+    return [text for text in overrides if text not in of_training], of_training
+
+
+def read_planned(source: Any, overrides: Sequence[str] = (), vocab_size: int | None = None) -> Recipe:
+    """Read a recipe with the overrides of `plan_models`. Raises `HeadwaterError`."""
+    of_model, of_training = _split_overrides(overrides, vocab_size)
+    return read_recipe(source, [*(f"model.{override}" for override in of_model), *of_training])
 
 
 def _refuse_unread(overrides: Sequence[str], fields: set[str]) -> None:
@@ -214,7 +286,7 @@ def _choose_context(configs: Sequence[HeadwaterConfig]) -> int | None:
     return None if unit_of(configs[0]) == "images" else min([configs[0].max_position_embeddings, *lengths])
 
 
-def _is_recipe(model: Any) -> bool:
+def is_recipe(model: Any) -> bool:
     """Whether it is a recipe, or names one."""
     if isinstance(model, HeadwaterConfig):
         return False
@@ -304,10 +376,12 @@ def _read_recipe_models(
     if recipe.compare is None:
         arms = {recipe.name: recipe}
     else:
-        arms = {name: recipe.arm(name, recipe.compare.seeds[0], None) for name in recipe.compare.arms}
+        # A ladder's model has no shape but those of its sizes.
+        size = next(iter(recipe.compare.sizes)) if recipe.compare.ladder is not None else None
+        arms = {name: recipe.arm(name, recipe.compare.seeds[0], size) for name in recipe.compare.arms}
     planned: dict[str, PlannedModel] = {}
     for name, arm in arms.items():
-        config = _read_start(name, arm.start) if arm.start is not None else _build_config(title, arm, vocab_size)
+        config = find_config(title, arm, vocab_size, name)
         runs = [run for run, _ in arm.chain(lambda name, _: Path(name))]
         for stage, stage_config, run in zip(arm.stage_names, arm.configs(config), runs, strict=True):
             label = name if stage == "start" else f"{name}, {stage}"
@@ -317,6 +391,16 @@ def _read_recipe_models(
                 )
             planned[label] = PlannedModel(stage_config, run.training, run)
     return planned
+
+
+def find_config(title: str, recipe: Recipe, vocab_size: int | None = None, name: str | None = None) -> HeadwaterConfig:
+    """Find the config of a recipe's model without its data. title, name: of the recipe and its arm, for errors.
+
+    Raises `HeadwaterError`.
+    """
+    if recipe.start is not None:
+        return _read_start(name or recipe.name, recipe.start)
+    return _build_config(title, recipe, vocab_size)
 
 
 def _build_config(title: str, recipe: Recipe, vocab_size: int | None) -> HeadwaterConfig:

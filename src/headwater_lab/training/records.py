@@ -182,6 +182,18 @@ class Origin(_Section):
     history: list[Event]
 
 
+class Trunk(_Section):
+    """The run that this one branched off (docs/compare.md). Steps, tokens, FLOPs, time and points count from its
+    start, as if this run had trained that far itself."""
+
+    folder: str
+    """The folder of that run, from this record's."""
+    identity: str
+    """The identity of that run."""
+    step: RecordCount
+    """The step at which this run branched off; only later ones cost anything."""
+
+
 class StageRecord(_Section):
     """One stage of a run that has several."""
 
@@ -230,6 +242,8 @@ class RunRecord(_Section):
     """Set by `headwater compare`."""
     origin: Origin | None = None
     """Set if the run started from a trained model, whose cost precedes this run's."""
+    trunk: Trunk | None = None
+    """Set if the run began with a checkpoint of a shorter one."""
     stages: list[StageRecord] = []
     """The stages that this record sums up; its points continue from one to the next."""
     seed: RecordCount

@@ -40,9 +40,12 @@ def lock_run(run: Path, nested: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def claim_folder(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], None]) -> Iterator[Path | None]:
+def claim_folder(
+    run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], None], begin: Callable[[], Path] | None = None
+) -> Iterator[Path | None]:
     """Lock the folder and yield the checkpoint to resume from (None to start fresh), in all processes.
 
+    begin: writes the checkpoint to resume from into a folder without any.
     This removes nothing of an existing run: see `clear_log`. A refused run leaves nothing in the folder.
     Raises `HeadwaterError` if the folder holds anything but a run, if another process has locked it, if it holds a run
     and `resume` is false, or if nothing can be resumed.
@@ -63,7 +66,7 @@ def claim_folder(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str]
             )
         newest = find_newest_intact(run, notice)
         remove_leftovers(run)
-        return newest
+        return begin() if newest is None and begin is not None else newest
 
     with lock:
         yield run_in_first(fabric, claim)

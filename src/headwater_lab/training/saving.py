@@ -121,8 +121,8 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
     (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
 
 
-def prune_checkpoints(run: Path, keep: int, lower_is_better: bool) -> None:
-    """Remove all checkpoints but the newest `keep` and the one with the best result."""
+def prune_checkpoints(run: Path, keep: int, lower_is_better: bool, branch_step: int | None = None) -> None:
+    """Remove all checkpoints but the newest `keep`, the one with the best result, and the one of `branch_step`."""
     paths = list_checkpoints(run)
     results = {}
     for path in paths:
@@ -131,7 +131,7 @@ def prune_checkpoints(run: Path, keep: int, lower_is_better: bool) -> None:
                 results[path] = result
     best = (min if lower_is_better else max)(results, key=results.__getitem__, default=None)
     for path in paths[:-keep]:
-        if path == best:
+        if path == best or step_of(path) == branch_step:
             continue
         doomed = path.with_name(_REMOVING + path.name)  # renamed first, so that no part of it passes for a checkpoint
         if doomed.exists():  # left by a killed process
@@ -327,10 +327,11 @@ def publish_model(checkpoint: Path, folder: Path) -> None:
             if is_weights and target.is_file() and os.path.samefile(file, target):
                 continue
             with replace_file(target) as temporary:
-                (_link_or_copy if is_weights else shutil.copyfile)(file, temporary)
+                (link_or_copy if is_weights else shutil.copyfile)(file, temporary)
 
 
-def _link_or_copy(file: Path, target: Path) -> None:
+def link_or_copy(file: Path, target: Path) -> None:
+    """Make a hard link to a file that nobody changes in place, or a copy where the file system has no links."""
     try:
         os.link(file, target)
     except OSError:

@@ -19,7 +19,7 @@ from typing import Any
 from headwater.conversion import config_of
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import replace_text
-from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.recipe.start_section import changed_config
 from headwater_lab.training.checkpoints import STAGES, list_checkpoints, newest_checkpoint
 from headwater_lab.training.journal import OnEvent
@@ -43,21 +43,22 @@ def train_stages(
     experiment: Experiment | None = None,
     only: str | None = None,
     on_event: OnEvent | None = None,
+    trunk: Path | None = None,
 ) -> RunRecord:
     """Train the stages of a recipe one after the other; like `train` for a recipe without. Returns the record of all.
 
     resume: skip finished stages and continue the interrupted one.
     only: train just this stage ("start" is the first) and return its record; the one before it must be finished.
-    on_event: as in `train`, with steps counted over all stages.
+    on_event: as in `train`, with steps counted over all stages. trunk: as in `train`, of a recipe without stages.
 
     Raises `HeadwaterError` as `train` and `check_later_stages` do, and if several devices would have to be set up
     once per stage.
     """
     if not recipe.stages and only is None:
-        return train(recipe, folder, experiment=experiment, on_event=on_event, resume=resume)
+        return train(recipe, folder, experiment=experiment, on_event=on_event, resume=resume, trunk=trunk)
     runs, names = list_stages(recipe, folder), recipe.stage_names
     with lock_run(folder, nested=True) if recipe.stages and not uses_processes(recipe) else nullcontext():
-        _check_folder(recipe, folder)
+        _check_folder(recipe, folder, trunk)
         if not is_finished(*runs[0]):
             check_later_stages(recipe)
         if only is not None:
@@ -81,8 +82,10 @@ def train_stages(
         return finish_stages(recipe, folder, runs, experiment)
 
 
-def _check_folder(recipe: Recipe, folder: Path) -> None:
-    """Raise `HeadwaterError` for a folder that is not for the stages of this recipe."""
+def _check_folder(recipe: Recipe, folder: Path, trunk: Path | None) -> None:
+    """Raise `HeadwaterError` for a folder that is not for the stages of this recipe, and for a trunk."""
+    if trunk is not None:
+        raise HeadwaterError("Only a whole run branches off another, not stages; leave out --trunk (trunk=).")
     if uses_processes(recipe):
         check_ours(folder)
     if recipe.stages and list_checkpoints(folder) and not (folder / STAGES).is_dir():
@@ -233,6 +236,16 @@ def build_conversion(
             "tensorboard": False,
         },
     }
+
+
+def build_control(recipe: Recipe) -> Recipe:
+    """Make the control of a conversion: the original, trained on the same rows by the same schedule, without a
+    teacher."""
+    values = recipe.model_dump(mode="json")
+    for change in (values["start"], *values["stages"]):
+        change |= {"convert": None, "finish_conversion": False}
+    values["training"]["distillation"] = None
+    return parse(values | {"name": f"{recipe.name}-control"}, "the control")
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from headwater_lab.data.base import LABELS, Batch, Data
 from headwater_lab.data.images import ImageData
 from headwater_lab.data.tokenizer import has_all_tokens
 from headwater_lab.data.tokenizer_files import find_tokenizer
+from headwater_lab.optimization.schedules import find_decay_start
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.start_section import Start
 from headwater_lab.recipe.training_section import Distillation, Training
@@ -95,17 +96,13 @@ def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> P
     """
     progress = read_progress(checkpoint)
     values = recipe.model_dump(mode="json")
-    for section in ("model", "data", "seed", "training", "start"):
-        old, new = progress.recipe.get(section), values[section]
-        fields = {section: (old, new)}
-        if isinstance(old, dict) and isinstance(new, dict):
-            fields = {f"{section}.{key}": (old.get(key), new.get(key)) for key in {**old, **new}}
-        for name, (old, new) in fields.items():
-            if old != new and name not in MAY_CHANGE:
-                raise HeadwaterError(
-                    f"This run was started with {name}={old!r} and cannot be resumed with {new!r}; restore it, or "
-                    "start a new run with another --out."
-                )
+    for name, old, new in list_changes(progress.recipe, values):
+        if name not in MAY_CHANGE:
+            raise HeadwaterError(
+                f"This run was started with {name}={old!r} and cannot be resumed with {new!r}; restore it, or "
+                "start a new run with another --out."
+            )
+    _check_decay(progress, recipe)
     if progress.step > recipe.training.steps:
         raise HeadwaterError(
             f"The run is already at step {progress.step}, past training.steps={recipe.training.steps}."
@@ -118,6 +115,33 @@ def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> P
             )
     progress.recipe = values
     return progress
+
+
+def list_changes(
+    old_values: dict[str, Any],
+    new_values: dict[str, Any],
+    sections: Sequence[str] = ("model", "data", "seed", "training", "start"),
+) -> Iterator[tuple[str, Any, Any]]:
+    """List the fields of these sections in which two recipes' values differ: name, old and new value."""
+    for section in sections:
+        old, new = old_values.get(section), new_values[section]
+        fields = {section: (old, new)}
+        if isinstance(old, dict) and isinstance(new, dict):
+            fields = {f"{section}.{key}": (old.get(key), new.get(key)) for key in {**old, **new}}
+        yield from ((name, old, new) for name, (old, new) in fields.items() if old != new)
+
+
+def _check_decay(progress: Progress, recipe: Recipe) -> None:
+    """Raise `HeadwaterError` for a run whose rate has decayed for another number of steps than the recipe's."""
+    steps = progress.recipe["training"]["steps"]
+    if (end := recipe.training.steps) == steps or recipe.training.decay_start is None:
+        return
+    start = min(recipe.training.decay_start, find_decay_start(steps, recipe.training.decay_fraction))
+    if progress.step > start:
+        raise HeadwaterError(
+            f"The run is at step {progress.step}, and by training.steps={steps} or {end} its rate decays after step "
+            f"{start}; begin a new run at an earlier step of it with --trunk (trunk=)."
+        )
 
 
 class Beginning(NamedTuple):
@@ -231,7 +255,8 @@ def describe_training(recipe: Recipe, data: Data, progress: Progress, flops: flo
 
 
 def _describe_data(recipe: Recipe, data: Data) -> dict[str, Any]:
-    return {"settings": recipe.data.model_dump(mode="json"), "sha256": data.description.get("sha256")}
+    settings = recipe.data.model_dump(mode="json", exclude={"held_out_rows"})  # of evaluations during this run alone
+    return {"settings": settings, "sha256": data.description.get("sha256")}
 
 
 def _list_notices(recipe: Recipe, config: HeadwaterConfig, rows: int, changes: list[Event]) -> list[str]:
@@ -488,7 +513,7 @@ def build_model(
             older: Any = model.gradient_checkpointing_enable  # transformers 5.17 has no other name
             getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
         if is_compiling(training, fabric.device):
-            compile_model(model)
+            compile_model(model, whole=training.compile == "whole")
     wrapped = fabric.setup_module(model.to(training.precision.weights))
     wrapped.train()
     return model, wrapped
@@ -500,7 +525,7 @@ def is_compiling(training: Training, device: torch.device) -> bool:
         return device.type == "cuda" and has_triton() and find_missing_compiler(device) is None
     if training.compile and (missing := find_missing_compiler(device)) is not None:
         raise HeadwaterError(f"training.compile needs {missing}, or leave training.compile=false.")
-    return training.compile
+    return bool(training.compile)
 
 
 def find_missing_compiler(device: torch.device) -> str | None:

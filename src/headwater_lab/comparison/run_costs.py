@@ -1,0 +1,106 @@
+"""What the runs of a comparison cost in training, counted before any of them: as they branch, and each run alone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headwater.cost.counts import training_flops
+from headwater.cost.estimate import Price
+from headwater_lab.comparison.trials import Trial, find_trunks, list_trials, list_tuning_trials
+from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.training.model_estimates import find_config
+from headwater_lab.util.terminal import Table, lined, si
+
+TUNING, ALL = "tuning", "all"
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """The training cost of some runs, of which those with a trunk begin where it does.
+
+    units: tokens or images. alone: FLOPs if every run began at step 0. hours: of one device, at the assumed share of
+    its peak; None without hardware.
+    """
+
+    name: str
+    runs: int
+    units: int
+    flops: float
+    alone: float
+    hours: float | None = None
+
+    @property
+    def saving(self) -> float:
+        """The share of the FLOPs that branches save."""
+        return 1 - self.flops / self.alone
+
+
+def price_runs(recipe: Recipe, vocab_size: int | None = None, price: Price | None = None) -> list[RunCost]:
+    """Price the runs of a recipe's comparison: of tuning, of each size, and all; none if `compare` could not train it,
+    or it has stages.
+
+    Runs are priced as written, before `compare.match`, and those of `compare.sequential` with all seeds.
+    price: of a model, for the hardware, its precision and the assumed share of its peak. Raises `HeadwaterError`.
+    """
+    section = recipe.compare
+    if section is None or recipe.training.devices * recipe.training.nodes > 1:
+        return []
+    if any(arm.stages for arm in recipe.trials().values()):
+        return []
+    recipe = recipe.model_copy(update={"compare": section.model_copy(update={"match": None})})
+    count = _FlopsCounter(recipe, vocab_size)
+    by_size: dict[str, list[RunCost]] = {}
+    for trial, cost in _price_trials(list_trials(recipe, Path()), count):
+        by_size.setdefault(trial.experiment.size or recipe.name, []).append(cost)
+    if section.tried_rates:
+        by_size = {TUNING: [cost for _, cost in _price_trials(list_tuning_trials(recipe, Path()), count)]} | by_size
+    costs = [_sum_costs(name, group) for name, group in by_size.items()]
+    costs += [_sum_costs(ALL, costs)] if len(costs) > 1 else []
+    if price is None or price.hardware is None:
+        return costs
+    speed = price.hardware.peak(price.precision) * price.mfu
+    return [replace(cost, hours=cost.flops / speed / 3600) for cost in costs]
+
+
+class _FlopsCounter:
+    """FLOPs per token or image of a recipe's arms, each model counted once."""
+
+    def __init__(self, recipe: Recipe, vocab_size: int | None) -> None:
+        self.recipe, self.vocab_size = recipe, vocab_size
+        self.rates: dict[str, float] = {}
+
+    def __call__(self, arm: Recipe) -> float:
+        model = arm.model_copy(update={"training": self.recipe.training, "seed": 0}).identity
+        if model not in self.rates:
+            config = find_config(repr(self.recipe.name), arm, self.vocab_size)
+            self.rates[model] = training_flops(config, arm.row_length)
+        return self.rates[model]
+
+
+def _price_trials(trials: Sequence[Trial], count: _FlopsCounter) -> Iterator[tuple[Trial, RunCost]]:
+    """Price each trial, which may branch off another one of them."""
+    trunks, recipes = find_trunks(trials), {trial.folder: trial.recipe for trial in trials}
+    for trial in trials:
+        recipe, trunk = trial.recipe, trunks.get(trial.folder)
+        first = 0 if trunk is None else recipes[trunk].decay_start or 0
+        units, rate = recipe.rows * recipe.row_length, count(recipe)
+        trained = units * (recipe.training.steps - first) // recipe.training.steps
+        yield trial, RunCost("", 1, trained, trained * rate, units * rate)
+
+
+def _sum_costs(name: str, costs: Sequence[RunCost]) -> RunCost:
+    fields = ("runs", "units", "flops", "alone")
+    return RunCost(name, **{field: sum(getattr(cost, field) for cost in costs) for field in fields})
+
+
+def tabulate_costs(title: str, costs: list[RunCost], unit: str, price: Price) -> Table:
+    """Lay out the costs of runs. price: the price they were made with."""
+    names = ["", "runs", unit, "FLOPs", "each run alone", "saved"]
+    rows = [
+        [cost.name, f"{cost.runs:,}", si(cost.units), f"{cost.flops:.3g}", f"{cost.alone:.3g}", f"{cost.saving:.0%}"]
+        for cost in costs
+    ]
+    if price.hardware is not None:
+        names.append(f"hours, {price.hardware.name}, MFU {price.mfu:g}")
+        rows = [[*row, f"{cost.hours:.3g}"] for row, cost in zip(rows, costs, strict=True)]
+    return lined(*names, rows=rows, title=f"All runs of {title}")

@@ -1,0 +1,265 @@
+"""Token files of other programs, as documents: llm.c and modded-nanogpt, nanoGPT, Megatron, OLMo. See docs/data.md.
+
+A reader maps a file to its token ids, and to the first token of each document if the format has an index. Without one,
+a token between documents separates them, whether the program writes it before or after each. That token is left out
+here, since every document of a prepared folder begins with the tokenizer's.
+"""
+
+import hashlib
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headwater.util.errors import HeadwaterError, check_known
+from headwater_lab.data.corpus import Document, local_files, name_in
+from headwater_lab.data.stream import fingerprint_files
+from headwater_lab.data.tokenizer import Encoder
+
+# Tokens to search at a time for the ends of documents, and the most in a document. A longer one is cut.
+CHUNK = 2**20
+# The documents, and the tokens of each, that show whether the tokenizer is the right one.
+TRIED, TRIED_TOKENS = 64, 1024
+# Names of held-out files, if none are named: val.bin, fineweb_val_000000.bin.
+HELD_OUT = re.compile(r"(^|[_-])val(idation)?[_.-]")
+LLM_C_HEADER = 256 * 4
+# (magic number, version) -> type of the tokens.
+LLM_C_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+MEGATRON_MAGIC, MEGATRON_HEADER = b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")
+MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+Mapped = tuple[np.ndarray, np.ndarray | None]
+
+
+def map_llm_c(file: Path, vocab_size: int) -> Mapped:
+    """Map a file of llm.c or modded-nanogpt: 256 int32, of which the first three are magic, version and count."""
+    header = np.fromfile(file, "<i4", LLM_C_HEADER // 4)
+    magic, version, count = (*header[:3].tolist(), None, None, None)[:3]
+    if len(header) < LLM_C_HEADER // 4 or (magic, version) not in LLM_C_TYPES:
+        known = " or ".join(f"{magic}, version {version}" for magic, version in LLM_C_TYPES)
+        raise HeadwaterError(
+            f"{str(file)!r} begins with {magic}, version {version}, not with {known}, so it is no token file of llm.c; "
+            "name its format with --tokens."
+        )
+    ids = _map_array(file, LLM_C_TYPES[magic, version], LLM_C_HEADER)
+    if len(ids) != count:
+        raise HeadwaterError(f"{str(file)!r} has {len(ids):,} tokens, but its header says {count:,}; copy it again.")
+    return ids, None
+
+
+def map_nanogpt(file: Path, vocab_size: int) -> Mapped:
+    """Map a file of nanoGPT: uint16 without a header."""
+    return _map_array(file, "<u2"), None
+
+
+def map_olmo(file: Path, vocab_size: int) -> Mapped:
+    """Map a file of OLMo: the smallest unsigned integers for the vocabulary, without a header; or a real .npy file."""
+    with file.open("rb") as start:
+        has_header = start.read(6) == b"\x93NUMPY"
+    if not has_header:
+        return _map_array(file, "<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4"), None
+    try:
+        ids = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise HeadwaterError(f"{str(file)!r} is damaged or has no numbers: {error}; copy it again.") from error
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+        raise HeadwaterError(
+            f"{str(file)!r} is an array of {ids.dtype} of the shape {ids.shape}; write a flat array of token ids."
+        )
+    return ids, None
+
+
+def map_megatron(file: Path, vocab_size: int) -> Mapped:
+    """Map a .bin file of Megatron by the .idx file next to it, its index.
+
+    The index begins with a magic number, its version (1), a code for the type of the tokens, and two counts. It lists
+    the length and the place of each sequence, then the first sequence of each document and the end.
+    """
+    index = file.with_suffix(".idx")
+    if not index.is_file():
+        raise HeadwaterError(f"{str(file)!r} has no {index.name} next to it; copy that too.")
+    listed = _map_array(index, "<u1")
+    if len(listed) < MEGATRON_HEADER.size:
+        raise HeadwaterError(f"{str(index)!r} is shorter than the header of Megatron's index; copy it again.")
+    magic, version, code, count, documents = MEGATRON_HEADER.unpack(listed[: MEGATRON_HEADER.size].tobytes())
+    if (magic, version) != (MEGATRON_MAGIC, 1):
+        raise HeadwaterError(f"{str(index)!r} is no index of Megatron, version 1; name its format with --tokens.")
+    if code not in MEGATRON_TYPES:
+        raise HeadwaterError(f"{str(index)!r} has the type {code}, which is not an integer's; name files of token ids.")
+    sizes = np.array([0, 4 * count, 8 * count, 8 * documents]).cumsum() + MEGATRON_HEADER.size
+    if len(listed) < sizes[-1]:
+        raise HeadwaterError(f"{str(index)!r} has {len(listed):,} bytes, not {sizes[-1]:,}; copy it again.")
+    lengths, places, firsts = (
+        listed[start:stop].view(kind)
+        for start, stop, kind in zip(sizes, sizes[1:], ("<i4", "<i8", "<i8"), strict=False)
+    )
+    ids = _map_array(file, MEGATRON_TYPES[code])
+    if (total := int(lengths.sum(dtype=np.int64))) != len(ids):
+        raise HeadwaterError(f"{str(file)!r} has {len(ids):,} tokens, but its index says {total:,}; copy both again.")
+    if documents == 0 or firsts.min() < 0 or firsts.max() > count:
+        raise HeadwaterError(f"{str(index)!r} lists documents outside of the file; copy it again.")
+    starts = places[firsts[firsts < count]] // ids.itemsize  # the last entry is the end
+    if not len(starts) or starts[0] != 0 or starts[-1] >= len(ids) or (starts[1:] < starts[:-1]).any():
+        raise HeadwaterError(f"{str(index)!r} does not list its documents in order; copy it again.")
+    return ids, starts
+
+
+# The format's name for --tokens -> the ending of its files, and its reader.
+FORMATS = {
+    "llm.c": (".bin", map_llm_c),
+    "nanogpt": (".bin", map_nanogpt),
+    "megatron": (".bin", map_megatron),
+    "olmo": (".npy", map_olmo),
+}
+
+
+def _map_array(file: Path, kind: str, start: int = 0) -> np.ndarray:
+    """Map the numbers in a file from byte `start` on. Raises `HeadwaterError` if there are none, or no whole number."""
+    size, itemsize = file.stat().st_size - start, np.dtype(kind).itemsize
+    if size <= 0:
+        raise HeadwaterError(f"{str(file)!r} holds no tokens; copy it again, or leave it out.")
+    if size % itemsize:
+        raise HeadwaterError(
+            f"{str(file)!r} has {size:,} bytes of tokens, which {itemsize} bytes a token do not divide; copy it again, "
+            "or name its format with --tokens."
+        )
+    return np.memmap(file, kind, "r", start)
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """Token files of another program."""
+
+    source: str
+    """A file, folder or glob. Files with "val" in their names are held out, unless others are named."""
+    tokens: str
+    """Their format, of `FORMATS`."""
+    held_out_source: str | None = None
+    """The held-out files; a share of the documents if there are none."""
+    border: int | None = None
+    """The token between documents; default: the tokenizer's end of text. Megatron's index lists them instead."""
+
+
+class TokenStream:
+    """An iterator over the documents of token files, as `headwater_lab.data.stream.Stream` is over texts.
+
+    Raises `HeadwaterError` for damaged files, and for ids that the tokenizer does not make of their text.
+    """
+
+    def __init__(self, source: TokenSource, encoder: Encoder) -> None:
+        check_known("--tokens has no format", source.tokens, FORMATS)
+        self.source, self.encoder = source, encoder
+        self.empty = self.none = 0
+        self.skipped: list[str] = []
+        self.border = encoder.separator if source.border is None else source.border
+        self.suffix, self.reader = FORMATS[source.tokens]
+        files = self._list_files(source.source)
+        held_out = self._list_files(source.held_out_source) if source.held_out_source else {}
+        held_out = held_out or {file: name for file, name in files.items() if HELD_OUT.search(file.name)}
+        train = {file: name for file, name in files.items() if file not in held_out}
+        if not train:
+            raise HeadwaterError(f"{source.source!r} has only held-out files; name files to train on too.")
+        self.has_split = bool(held_out)
+        self.files = [*((*item, False) for item in train.items()), *((*item, True) for item in held_out.items())]
+
+    def _list_files(self, source: str) -> dict[Path, str]:
+        """List files with their names in records. Raises `HeadwaterError` if there are none."""
+        if (local := local_files(source)) is None:
+            raise HeadwaterError(f"There is no file {source!r}; --tokens is for files on this machine.")
+        root, files = local
+        names = {file: name_in(file, root) for file in files if file.suffix == self.suffix}
+        if not names:
+            raise HeadwaterError(f"There is no {self.suffix} file in {source!r}; name others, or another --tokens.")
+        return names
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        """Return names, sizes and times of the files, which must not change meanwhile."""
+        return fingerprint_files([name for _, name, _ in self.files], [file for file, _, _ in self.files])
+
+    def __iter__(self) -> Iterator[Document]:
+        restored: list[bool] = []
+        for file, name, is_held_out in self.files:
+            for index, ids in enumerate(self._read_documents(file)):
+                if len(restored) < TRIED:
+                    restored.append(self._is_restored(ids, file))
+                    if len(restored) == TRIED:
+                        self._check_tokenizer(restored)
+                text = self._decode_ids(ids)
+                key = hashlib.sha256(ids.tobytes()).hexdigest()
+                yield Document(
+                    f"{name}#{index}", text, key, ids=ids, is_held_out=is_held_out if self.has_split else None
+                )
+        self._check_tokenizer(restored)
+
+    def _read_documents(self, file: Path) -> Iterator[np.ndarray]:
+        """Yield the ids of each document, uint32, with text and without what separates it from others."""
+        ids, starts = self.reader(file, self.encoder.vocab_size)
+        borders = 0
+        for start, stop in _split_at(ids, self.border) if starts is None else pairwise(chain(starts, [len(ids)])):
+            borders += start > 0 or stop < len(ids)
+            for piece in range(start, stop, CHUNK):
+                document = ids[piece : min(piece + CHUNK, stop)]
+                self._check_range(document, piece, file)
+                if starts is not None and document[-1] == self.border:  # some programs end every document with it
+                    document = document[:-1]
+                if len(document):
+                    yield document.astype("<u4")
+        is_optional = self.source.tokens == "nanogpt" and self.source.border is None
+        if starts is None and not borders and not is_optional:
+            raise HeadwaterError(
+                f"Token {self.border} occurs nowhere in {str(file)!r}; name the token between documents with --border."
+            )
+
+    def _check_range(self, ids: np.ndarray, position: int, file: Path) -> None:
+        """Raise `HeadwaterError` if one of the ids, which begin at `position` of the file, is beyond the vocabulary."""
+        wrong = np.flatnonzero((ids < 0) | (ids >= self.encoder.vocab_size))
+        if len(wrong):
+            raise HeadwaterError(
+                f"{str(file)!r} has token {ids[wrong[0]]} at position {position + wrong[0]}, but the tokenizer has "
+                f"only {self.encoder.vocab_size}; {self._advise(file)}."
+            )
+
+    def _is_restored(self, ids: np.ndarray, file: Path) -> bool:
+        """Whether the tokenizer makes these ids of their own text, special tokens aside."""
+        if self.encoder.is_bytes and (file.parent / "meta.pkl").exists():  # characters' numbers also are bytes
+            return False
+        ids = ids[~np.isin(ids, self.encoder.tokenizer.all_special_ids)][:TRIED_TOKENS]
+        again = self.encoder([self._decode_ids(ids)])[0]
+        half = -(-len(ids) // 2)  # the end may be cut within a word
+        return len(ids) > 0 and np.array_equal(again[:half], ids[:half])
+
+    def _decode_ids(self, ids: np.ndarray) -> str:
+        return str(self.encoder.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
+
+    def _check_tokenizer(self, restored: Sequence[bool]) -> None:
+        """Raise `HeadwaterError` unless the tokenizer restores most documents; a few begin within a word."""
+        if 2 * sum(restored) <= len(restored):
+            file = self.files[0][0]
+            raise HeadwaterError(
+                f"The tokenizer does not make the tokens in {str(file)!r} of their own text; {self._advise(file)}."
+            )
+
+    def _advise(self, file: Path) -> str:
+        if (file.parent / "meta.pkl").exists():
+            return (
+                f"meta.pkl, which is not read since a pickle can run code, lists characters: make the tokenizer with "
+                f"`headwater data tokenizer {file.parent / 'input.txt'} --characters --out FOLDER`, and pass "
+                "--tokenizer FOLDER"
+            )
+        return "name the tokenizer that made the file with --tokenizer, or the file's format with --tokens"
+
+
+def _split_at(ids: np.ndarray, border: int) -> Iterator[tuple[int, int]]:
+    """Yield the first position of each document and the one after its last, which the border separates."""
+    start = 0
+    for position in range(0, len(ids), CHUNK):
+        for stop in (np.flatnonzero(ids[position : position + CHUNK] == border) + position).tolist():
+            yield start, stop
+            start = stop + 1
+    yield start, len(ids)
