@@ -386,35 +386,31 @@ def _timed_steps(phase: Phase, step: Callable[[], None], config: HeadwaterConfig
 
 
 def training(phase: Phase) -> None:
-    """Time training steps at commonly published sizes, compiled by block, in bf16-mixed; the first also in bf16-stream,
-    and Llama's for comparison."""
+    """Time training steps at commonly published sizes, with each remedy, and Llama's for comparison."""
     sizes, context = phase.sizes, phase.sizes.context
 
-    def measure(
-        shape: tuple[int, int, int], llama: bool = False, precision: Precision = Precision.BF16_MIXED, **settings: bool
-    ) -> Measurement:
+    def measure(shape: tuple[int, int, int], llama: bool = False, **settings: Any) -> Measurement:
         layers, width, rows = shape
         config = ModelShape(layers, width, sizes.vocab_size).config(context)
         ids = phase.draw(rows, context)
         with torch.device(phase.device):
             model = LlamaForCausalLM(LlamaConfig(**config)) if llama else make_model(phase, layers, width, context)
-        steps = _make_steps(phase, model, ids, precision, **settings)
+        steps = _make_steps(phase, model, ids, **settings)
         return _timed_steps(phase, steps, HeadwaterConfig(**config), ids.numel())
 
+    stream = dict(precision=Precision.BF16_STREAM)
     remedies: dict[str, dict[str, Any]] = {
         "blocks": {},
         "whole": dict(whole=True),
+        "blocks, bf16-stream": stream,
+        "whole, bf16-stream": dict(whole=True, **stream),
         "blocks, joined products": dict(join=True),
-        "whole, joined products": dict(whole=True, join=True),
+        "whole, joined products, bf16-stream": dict(whole=True, join=True, **stream),
     }
     for name, shape in sizes.training.items():
         for label, settings in remedies.items():
             phase.attempt(partial(measure, shape, **settings), model=name, compiled=label)
     name, shape = next(iter(sizes.training.items()))
-    stream = Precision.BF16_STREAM
-    for label in ("blocks", "whole, joined products"):
-        run = partial(measure, shape, precision=stream, **remedies[label])
-        phase.attempt(run, model=f"{name}, {stream}", compiled=label)
     phase.attempt(partial(measure, shape, llama=True), model=f"{name}, transformers' Llama", compiled="blocks")
 
 

@@ -433,6 +433,8 @@ class TrainingRun(Setup):
             self.wrapped.train()
             if is_sharded(self.recipe.training):  # a forward pass leaves the last parameters gathered for a backward
                 reshard_model(self.model)
+        for name, amount in evaluation.amounts.items():
+            evaluation.metrics[f"{name}_per_parameter"] = amount / self.model.num_parameters()
         if invalid := next((name for name, value in evaluation.metrics.items() if math.isnan(value)), None):
             problem = f"after step {self.progress.step} the held-out {invalid} is nan"
             if self.progress.step >= self.recipe.training.steps:
