@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 from made import RECIPE, changed, one_table, put, record, written
@@ -107,6 +109,9 @@ def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
     for where in (["--records", file], ["--out", paper / "one"]):
         code, _, said = run("reproduce", "paper/text", "--no-train", *where)
         assert (code, "has no run of these tables at cpu scale" in said) == (2, True)
+        stored = re.findall(r"results/[\w.-]+\w", said)
+        assert len(stored) == 3
+        assert all((Path(__file__).parents[2] / name).is_file() for name in stored)
     code, _, said = run("reproduce", "paper/task", "training.steps=1", "--records", file, "--no-train")
     assert "training.steps=1 has no effect with --no-train and --records" in said
     before = file.read_text()

@@ -133,4 +133,8 @@ def _judge_runs(
         stdout.print()
     if reproduction is None:
         where = str(out if records is None else records)
-        raise HeadwaterError(f"{where!r} has no run of these tables at {scale} scale with these settings.")
+        raise HeadwaterError(
+            f"{where!r} has no run of these tables at {scale} scale with these settings; leave out --no-train to train "
+            "them, or pass --records a file with their runs. A clone of headwater has ours in results/ledger.jsonl and "
+            "results/papers.jsonl; results/verdicts-without-records.json has the verdicts whose runs were not stored."
+        )
