@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -89,6 +90,17 @@ def test_wheel_holds_every_source_file_and_nothing_else(wheel):
     }
     assert names == expected
     assert {"headwater/py.typed", "headwater_lab/py.typed"} <= set(names)
+
+
+@pytest.mark.slow
+def test_source_archive_holds_every_file_but_hidden_ones(tmp_path):
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    (built,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    assert {name for name in files if not name.startswith(".")} - names == set()
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def test_time_follows_from_flops():
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MIXED, Precision.BF16])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MIXED, Precision.BF16_STREAM])
 def test_the_largest_batch_is_the_largest(precision, checkpointed):
     limits = price(CONFIG, hardware=DEVICE, precision=precision).at[0].limits
     batch = limits.largest_batch_checkpointed if checkpointed else limits.largest_batch

@@ -327,6 +327,18 @@ def test_a_recipe_that_the_trainer_cannot_follow_is_refused(tmp_path, change, sa
         getattr(config_registry, str(file))()
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-stream"])
+def test_fsdp2_casts_the_weights_in_both_precisions_with_wide_ones(tmp_path, precision):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"name: other\ndata: {{kind: induction, length: 16}}\ntraining: {{precision: {precision}}}\n")
+    training = getattr(config_registry, str(file))().training
+    assert (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce) == (
+        "float32",
+        "bfloat16",
+        "float32",
+    )
+
+
 def test_a_name_that_is_neither_preset_nor_recipe_is_refused():
     assert getattr(config_registry, "gpt2-124m")().model_spec.flavor == "gpt2-124m"
     with pytest.raises(HeadwaterError, match="no recipe"):

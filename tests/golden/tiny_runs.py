@@ -34,6 +34,11 @@ SYNTHETIC: dict[str, dict[str, Any]] = {
     "hop": {"kind": "hop", "hops": 2, "length": 16, "held_out": 16},
     "recall": {"kind": "recall", "held_out": 16},
     "arithmetic": {"kind": "arithmetic", "operations": 2, "held_out": 16},
+    "brevo": {"kind": "brevo", "nodes": 5, "held_out": 16},
+    "capo": {"kind": "capo", "people": 20, "held_out": 16},
+    "depo": {"kind": "depo", "held_out": 16},
+    "lano": {"kind": "lano", "held_out": 16},
+    "mano": {"kind": "mano", "held_out": 16},
 }
 TEXT: dict[str, Any] = {"kind": "text", "source": "text.txt", "context": 32}
 ROWS = TEXT | {"source": "rows.jsonl", "text_column": "meta.body"}

@@ -3,12 +3,16 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from conftest import assert_near
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.kernels.scratch import saved_bytes
 from headwater.models.compiling import compile_model
 from headwater.nn.loss import classification_loss
+from headwater.util.errors import HeadwaterError
+from headwater.util.precision import Precision
 from headwater_lab.training.loop import smooth_labels
 
 V, D = 89, 16
@@ -48,11 +52,14 @@ def test_loss_and_z_loss_written_out(chunk, given, tied):
     arguments = {} if given == "labels" else {"shift_labels": labels}
     if given == "number":
         arguments["num_items_in_batch"] = torch.tensor(11)
-    out = made(ids, labels=labels, skip_logits=True, output_z_loss=True, loss_chunk_tokens=chunk, **arguments)
+    out = made(ids, labels=labels, skip_logits=True, z_loss_weight=0.3, loss_chunk_tokens=chunk, **arguments)
     assert out.logits is None
-    assert_near(out.loss, losses, 1e-6)  # transformers' loss is in fp32
-    assert_near(out.z_loss, squares, 1e-12 if chunk is None else 1e-6)
-    assert_near(gradients(made, out.loss + out.z_loss), gradients(made, losses + squares), 1e-6)
+    tolerance = 1e-6 if chunk is None else 1e-12  # transformers' loss is in fp32
+    objective = losses + 0.3 * squares
+    assert_near(out.loss, objective, tolerance)
+    assert_near(out.z_loss, squares, 1e-12)
+    assert not out.z_loss.requires_grad
+    assert_near(gradients(made, 2 * out.loss), gradients(made, 2 * objective), tolerance)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1])
@@ -67,19 +74,90 @@ def test_smoothed_labels_give_the_loss_of_pytorch(share, classes):
     assert_near(classification_loss(logits, smooth_labels(mixed, share, classes)), wanted, 1e-6)
 
 
-def test_chunks_change_no_gradient():
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("precision", list(Precision))
+def test_chunks_change_no_gradient(precision, cap):
+    """The loss of logits in fp64 beside it: of the hidden states and weights as the precision rounds them."""
+    made, (ids, labels) = model(logit_softcap=cap, initializer_range=0.4), rows()
+    made = precision.cast_activations(made.to(precision.weights))
+    fields = dict(labels=labels, shift_labels=labels, skip_logits=True, z_loss_weight=0.01, use_cache=False)
+    found = {}
+    for chunk in (5, None):
+        with precision.autocast("cpu"):
+            out = made(ids, loss_chunk_tokens=chunk, **fields)
+        found[chunk] = out.loss.detach(), *(g.double() for g in torch.autograd.grad(out.loss, made.parameters()))
+    with precision.autocast("cpu"):
+        hidden = 0.5 * made.model(ids, use_cache=False).last_hidden_state
+    wide = [x.detach().to(precision.compute).double().requires_grad_() for x in (hidden, made.lm_head.weight)]
+    logits = (wide[0] @ wide[1].T)[labels != -100]
+    logits = logits if cap is None else cap * (logits / cap).tanh()
+    targets = labels[labels != -100]
+    exact = torch.nn.functional.cross_entropy(logits, targets) + 0.01 * logits.logsumexp(-1).square().mean()
+    resolution = torch.finfo(precision.compute).eps
+    assert float(found[5][0]) == pytest.approx(float(exact.detach()), rel=4 * resolution)
+    (head,) = torch.autograd.grad(exact, wide[1:])
+    assert (found[5][-1] - head).norm() < 2 * resolution * head.norm()
+    for a, b in zip(found[5], found[None], strict=True):
+        assert (a - b).norm() <= 8 * max(resolution, 1e-7) * b.norm()  # transformers' loss is in fp32
+
+
+def test_chunks_are_added_up_over_steps_that_accumulate():
+    """As a run does: each batch's loss is divided by the labels of all."""
     made, (ids, labels) = model(), rows()
-    made.loss_function = in_fp64
-    wanted = dict(labels=labels, shift_labels=labels, skip_logits=True, output_z_loss=True)
-    whole, parts = (made(ids, loss_chunk_tokens=chunk, **wanted) for chunk in (None, 5))
-    assert_near(gradients(made, parts.loss + parts.z_loss), gradients(made, whole.loss + whole.z_loss), 1e-12)
+    number = (labels != -100).sum()
+    fields = dict(skip_logits=True, loss_chunk_tokens=5, num_items_in_batch=number)
+    whole = gradients(made, made(ids, labels=labels, shift_labels=labels, **fields).loss)
+    parts = [
+        made(i[None], labels=t[None], shift_labels=t[None], **fields).loss for i, t in zip(ids, labels, strict=True)
+    ]
+    assert_near(gradients(made, parts[0] + parts[1]), whole, 1e-12)
 
 
-def in_fp64(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **kwargs):
-    """The loss without transformers' cast to fp32."""
-    chosen = shift_labels != -100
-    loss = torch.nn.functional.cross_entropy(logits[chosen], shift_labels[chosen], reduction="sum")
-    return loss / (chosen.sum() if num_items_in_batch is None else num_items_in_batch)
+def test_a_frozen_head_and_no_gradient_at_all():
+    made, (ids, labels) = model(), rows()
+    fields = dict(labels=labels, skip_logits=True, loss_chunk_tokens=5)
+    expected = made(ids, **fields).loss
+    made.lm_head.requires_grad_(False)
+    loss = made(ids, **fields).loss
+    loss.backward()
+    assert made.lm_head.weight.grad is None
+    assert made.model.embed_tokens.weight.grad.abs().max() > 0
+    with torch.no_grad():
+        assert torch.equal(made(ids, **fields).loss, expected)
+    assert torch.equal(loss, expected)
+
+
+@pytest.mark.parametrize("change", ["head", "loss"])
+def test_chunks_of_another_head_or_loss_are_refused(change):
+    made, (ids, labels) = model(), rows()
+    if change == "head":
+        made.lm_head = torch.nn.Sequential(made.lm_head)
+    else:
+        made.loss_function = lambda **kwargs: 0
+    with pytest.raises(HeadwaterError, match="leave it out"):
+        made(ids, labels=labels, skip_logits=True, loss_chunk_tokens=5)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a new tensor."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        self.most = max(self.most, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)), 0)
+        return out
+
+
+def test_no_more_logits_than_of_a_chunk_exist():
+    made, (ids, labels) = model(vocab_size=4096, tie_word_embeddings=True).float(), rows()
+    largest = {}
+    for chunk in (None, 4):
+        with Largest() as mode:
+            made(ids, labels=labels, skip_logits=True, loss_chunk_tokens=chunk, z_loss_weight=0.1).loss.backward()
+        largest[chunk] = mode.most
+    assert largest[None] == ids.numel() * 4096
+    assert largest[4] == 4096 * D  # the head's gradient
 
 
 def test_chunks_keep_no_logits():
@@ -88,7 +166,8 @@ def test_chunks_keep_no_logits():
         chunk: saved_bytes(lambda chunk=chunk: made(ids, labels=labels, skip_logits=True, loss_chunk_tokens=chunk).loss)
         for chunk in (None, 4)
     }
-    assert kept[None] - kept[4] > 0.9 * ids.numel() * 4096 * 4
+    # But the gradient of the head.
+    assert kept[None] - kept[4] > 0.9 * (ids.numel() - D) * 4096 * 4
 
 
 @pytest.mark.slow
@@ -99,11 +178,11 @@ def test_a_compiled_chunk_is_a_graph_of_its_own():
     def look(graph, example_inputs):
         shapes = [tuple(x.shape) for x in example_inputs if isinstance(x, Tensor)]
         if (V, D) in shapes:
-            tokens.extend(shape[1] for shape in shapes if len(shape) == 3 and shape[-1] == D)
+            tokens.extend(shape[0] for shape in shapes if len(shape) == 2 and shape[-1] == D and shape[0] != V)
         return graph.forward
 
     made, (ids, labels) = model(), rows()
-    wanted = {"labels": labels, "skip_logits": True, "loss_chunk_tokens": 8}
+    wanted = {"labels": labels, "skip_logits": True, "loss_chunk_tokens": 8, "z_loss_weight": 0.1}
     eager = gradients(made, made(ids, **wanted).loss)
     compile_model(made, look)
     assert_near(gradients(made, made(ids, **wanted).loss), eager, 1e-12)

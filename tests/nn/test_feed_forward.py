@@ -388,8 +388,17 @@ def test_functional_transforms_of_rms_norm():
 # Whole models
 
 
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.BF16_MIXED])
-@pytest.mark.parametrize(("base", "bound"), [("llama", 0.72), ("gpt2", 0.65)])
+@pytest.mark.parametrize(
+    ("base", "bound", "precision"),
+    [
+        *(
+            (base, bound, precision)
+            for base, bound in (("llama", 0.72), ("gpt2", 0.65))
+            for precision in (Precision.FP32, Precision.BF16, Precision.BF16_MIXED)
+        ),
+        ("llama", 0.62, Precision.BF16_STREAM),
+    ],
+)
 def test_a_model_keeps_less_than_that_of_transformers(base, bound, precision):
     pair = text_pair(base, StepShape(layers=2, width=128, context=64, batch_size=4, vocab_size=97))
     ours, theirs = stored_by_pair(pair, precision)
@@ -407,5 +416,8 @@ def test_bench_train(run, base):
     assert code == 0
     assert {"llama": "Llama", "gpt2": "GPT-2"}[base] in text
     assert "quartiles" in text
+    code, text, error = run("bench", "train", *shape, "--memory", "--precision", "bf16-stream")
+    assert (code == 0) is (base == "llama")
+    assert "bf16-stream" in text if base == "llama" else "use --base llama" in error
     code, _, text = run("bench", "train", *shape, "--memory", "--device", "cuda")
     assert code != 0

@@ -82,6 +82,7 @@ def together(folder, jobs, world=2):
 
 DROPOUT = {"residual_dropout": 0.5}
 HALF = {"precision": "bf16-mixed"}
+STREAM = {"precision": "bf16-stream"}
 HALF_TRUE = {"precision": "bf16-true"}
 PAIRS = {"attention_pairs": 7, "ffn_pairs": 9}
 KINDS = {"ddp": {}, "fsdp": {}}
@@ -119,6 +120,7 @@ def further(trained):
     folder, jobs = trained, [job for kind in KINDS for job in dropped(trained, kind)]
     for kind in KINDS:
         jobs.append({"recipe": recipe(folder, kind, training=HALF), "out": str(folder / f"{kind}-half")})
+        jobs.append({"recipe": recipe(folder, kind, training=STREAM), "out": str(folder / f"{kind}-stream")})
     tied = {"tie_word_embeddings": True, "mechanisms": {"pattention": PAIRS}}
     jobs.append({"recipe": recipe(folder, "fsdp", model=tied), "out": str(folder / "fsdp-tied")})
     plus = {
@@ -360,6 +362,13 @@ def test_scalars_stay_wide_in_half_precision(further):
             assert (tensor.bfloat16().float() != tensor).any(), f"{name} has been rounded"
     assert curve(further / "fsdp-half") == pytest.approx(curve(further / "one"), rel=0.03)
     assert curve(further / "ddp-half") == pytest.approx(curve(further / "one"), rel=0.03)
+
+
+@pytest.mark.slow
+def test_the_stream_is_in_bf16_under_fsdp_anyway(further):
+    """It gathers parameters in bf16, so that nothing is left to cast."""
+    assert curve(further / "fsdp-stream") == curve(further / "fsdp-half")
+    assert curve(further / "ddp-stream") == pytest.approx(curve(further / "one"), rel=0.03)
 
 
 @pytest.mark.slow

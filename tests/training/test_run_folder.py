@@ -28,6 +28,7 @@ from headwater_lab.training.loop import train
 from headwater_lab.training.records import Notice, read_record
 from headwater_lab.training.run_folder import MARK
 from headwater_lab.training.saving import Saver
+from headwater_lab.training.stages import train_stages
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -65,8 +66,6 @@ class TestForeignFolders:
         assert contents(project) == before
 
     def test_stages_are_refused_there_too(self, recipe, project):
-        from headwater_lab.training.stages import train_stages
-
         before = contents(project)
         made = recipe(stages=[{"name": "on", "training": {"steps": 2}}])
         with pytest.raises(HeadwaterError, match="not a run's"):
@@ -104,6 +103,15 @@ class TestForeignFolders:
 
 
 class TestOwnFolders:
+    @pytest.mark.parametrize("stages", [[], [{"name": "on", "training": {"steps": 2}}]])
+    def test_a_copy_without_hidden_files_continues(self, recipe, tmp_path, stages):
+        made = recipe(stages=stages, reporting={"save_every": 2})
+        begin = functools.partial(train_stages, made) if stages else functools.partial(train, made)
+        with pytest.raises(PowerCut):
+            begin(tmp_path / "run", on_event=cut_at(3))
+        shutil.copytree(tmp_path / "run", tmp_path / "copy", ignore=shutil.ignore_patterns(".*"))
+        assert begin(tmp_path / "copy", resume=True).curve == begin(tmp_path / "run", resume=True).curve
+
     @pytest.mark.slow
     def test_a_refused_run_removes_nothing_of_the_one_before(self, recipe, tmp_path):
         logged = {"tensorboard": True, "log_every": 1}

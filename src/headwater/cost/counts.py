@@ -271,23 +271,24 @@ def activation_bytes(
 
     "kept" is what autograd stores, with fused attention and norm kernels and no dropout; "loss" is added at the peak:
     two gradients of the logits in fp32. `gradient_checkpointing` and `loss_chunk_tokens` as in recipes; with
-    checkpointing it stores each block's input, what later layers read, and one block at a time; with chunks it computes
-    a chunk's logits again at the peak.
+    checkpointing it stores each block's input, what later layers read, and one block at a time; with chunks "loss" is
+    the logits of one chunk, their softmax and gradient, and the gradient of the output head.
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": this mask, each layer's copy of it in
     the dtype of queries, which the fused kernel stores, and the wider copies of layers with learned keys and values.
     """
     plans, element = plan_layers(config), precision.compute.itemsize
-    width = config.hidden_size * precision.weights.itemsize
+    width = config.hidden_size * precision.stream.itemsize
     blocks = [_block_bytes(config, plan, context, precision) for plan in plans]
     stored = sum(blocks)
     if gradient_checkpointing:
         stored = len(plans) * width + max(blocks)
         for plan in plans:
             numbers = kept_numbers(config, plan) | {"a": layer_config(config, plan.index).num_attention_heads * context}
-            sizes = {"x": precision.weights.itemsize}
+            sizes = {"x": precision.stream.itemsize}
             stored += sum(numbers[source.part] * sizes.get(source.part, element) for source in plan.exports)
     # The norms around the blocks, and modules shared by all layers.
-    stored += config.hidden_size * element + width * (1 + config.embedding_norm) + _count_shared(config).saved * element
+    stored += width if loss_chunk_tokens else config.hidden_size * element  # the gradient of the head's input, or that
+    stored += width * (1 + config.embedding_norm) + _count_shared(config).saved * element
     tokens, copies = batch_size * context, 1 if gradient_checkpointing else len(plans)
     patches, widening = 0, sum(bool(plan.at(Stage.ADDED_KEY_VALUES)) for plan in plans)
     logits = tokens * config.vocab_size if config.is_causal else batch_size * config.num_labels
@@ -295,10 +296,16 @@ def activation_bytes(
         patches, widening = batch_size * (context - config.first_patch) * _patch_numbers(config) * element, 0
     softmax, gradients = 4, 8  # bytes per logit: its log-softmax, and its two gradients
     softmax += element * (config.logit_softcap is not None)  # the softcap keeps its tanh
-    at_once = min(loss_chunk_tokens, tokens) * config.vocab_size if loss_chunk_tokens else logits
+    kept, loss = tokens * stored + patches + softmax * logits, gradients * logits
+    if loss_chunk_tokens:
+        # Of a logit: itself, later its gradient; a wider copy; its softmax; and its tanh and that one's square.
+        wide = 4 * (element < 4) + 4 + 8 * (config.logit_softcap is not None)
+        chunk = min(loss_chunk_tokens, tokens) * config.vocab_size * (element + wide)
+        head = config.vocab_size * config.hidden_size * precision.weights.itemsize
+        kept, loss = kept - softmax * logits, chunk + head
     return {
-        "kept": tokens * stored + patches + (0 if loss_chunk_tokens else softmax * logits),
-        "loss": at_once * (gradients + (softmax if loss_chunk_tokens else 0)),
+        "kept": kept,
+        "loss": loss,
         # Each layer with learned pairs copies the mask to widen it.
         "masks": tokens * context * (1 + copies * element + min(copies, widening)) if masked else 0,
     }
@@ -313,14 +320,14 @@ def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precisi
     extra_inputs = len(plan.inputs) - 1
     inputs = (1 if config.parallel_residual else 2) + extra_inputs
     outputs = 2 + extra_inputs
-    if precision.is_mixed:  # each linear layer casts its input to a separate copy
+    if precision.stream != precision.compute:  # each linear layer casts its input to a separate copy
         replaced = find_replacement(config, "count_linear_cost", plan.index, "feed_forward", width, width)
         outputs = 2 + (replaced is None and config.feed_forward == "gated") + bool(plan.k_heads) + bool(plan.v_heads)
     # Sets of attention weights: none with a fused kernel, else the softmax's and derived ones, and a softcap's tanh.
     acting, capped = bool(plan.at(Stage.ATTENTION_WEIGHTS)), config.attention_softcap is not None
     sets = acting + capped + (acting or capped or any(source.kind == "probabilities" for source in plan.exports))
     weights = sets * layer_config(config, plan.index).num_attention_heads * context
-    norms = inputs * precision.weights.itemsize + (outputs + 2 * config.output_norms) * element
+    norms = inputs * precision.stream.itemsize + (outputs + 2 * config.output_norms) * element
     return norms * width + (numbers + weights) * element
 
 
@@ -329,10 +336,10 @@ def state_bytes(
     precision: Precision = Precision.BF16_MIXED,
     averages: bool = False,
 ) -> dict[str, int]:
-    """Bytes of weights, gradients, AdamW's two averages and autocast's copies.
+    """Bytes of weights, gradients, AdamW's two averages and copies of the weights.
 
-    In bf16-mixed the matrices have copies in bf16 from the forward pass to the end of the backward pass. averages: with
-    `training.ema_decay`, which keeps a second copy of the weights.
+    In bf16-mixed and bf16-stream the matrices have copies in bf16 from the forward pass to the end of the backward
+    pass. averages: with `training.ema_decay`, which keeps a second copy of the weights.
     """
     layers = _count_layers(config, plan_layers(config))
     counts = _sum_parameters(config, layers)

@@ -4,6 +4,7 @@ Each operation also has a plain form in PyTorch, in a mechanism's file or in `nn
 
 - Autograd functions, a file each: `rotary`, `activation`, and `fused_shift`, `_pattention`, `_norm` and `_loss`. They
   use fewer of PyTorch's operations or store less, where `can_fuse` allows it (`can_fuse_traced` for compiled code).
+  `ChunkedLoss` runs wherever chunks are asked for.
 - Forms chosen by timing, `fused_linear` and `fused_attention`: while a model generates on a CPU, `autotune` runs the
   one that was fastest on this machine, where `can_autotune` allows it.
 

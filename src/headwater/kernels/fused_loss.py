@@ -1,9 +1,12 @@
-"""The log-probabilities of target tokens on a CPU, one block of rows at a time and without copies of the logits."""
+"""Losses of a few rows at a time, without copies of the logits.
 
-from collections.abc import Iterator
+`target_log_probabilities` takes logits, on a CPU. `ChunkedLoss` takes what they are computed from.
+"""
+
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwater.kernels import can_fuse
 from headwater.kernels.scratch import get_scratch
@@ -55,3 +58,93 @@ def _iterate_log_softmax(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
         space = get_scratch(1, (rows.stop - start, size), torch.float32, logits)[0]
         wide = logits[rows] if logits.dtype == torch.float32 else space.copy_(logits[rows])
         yield rows, torch.ops.aten._log_softmax.out(wide, 1, False, out=space)
+
+
+# (hidden [n, D], weight [V, D], targets [n], divisor, weight of the z-loss, softcap, whose gradients are wanted) ->
+# sums [2] of the loss and the z-loss, and the gradients of what is minimized.
+Differentiate = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """A language model's loss and z-loss, whose gradients the forward pass computes, some rows at a time.
+
+    The backward pass multiplies them by the gradient of the loss. It differentiates once, and the z-loss not at all.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        divisor: Tensor,
+        z_weight: float,
+        cap: float | None,
+        size: int,
+        wanted: tuple[bool, bool],
+        differentiate: Differentiate,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [N, D], weight [V, D], targets [N] with -100 where there is none -> loss + z_weight·z-loss, z-loss.
+
+        Both are sums divided by `divisor`. cap: of the logits. size: rows at a time. wanted: whether hidden and weight
+        learn. differentiate: `differentiate_loss`, perhaps compiled. Under autocast hidden and weight are cast once.
+        """
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        cast, totals, grad_hidden, grad_weight = weight.to(dtype), [], [], None
+        with torch.autocast(kind, enabled=False):
+            for rows, chosen in zip(hidden.to(dtype).split(size), targets.split(size), strict=True):
+                sums, gx, gw = differentiate(rows, cast, chosen, divisor, z_weight, cap, wanted)
+                totals.append(sums)
+                if gx is not None:
+                    grad_hidden.append(gx)
+                if gw is not None:  # many chunks are added up in at least fp32
+                    wide = gw.to(totals[0].dtype)
+                    grad_weight = wide if grad_weight is None else grad_weight.add_(wide)
+        ctx.save_for_backward(
+            torch.cat(grad_hidden).to(hidden.dtype) if grad_hidden else None,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+        )
+        loss, z_loss = torch.stack(totals).sum(0)
+        z_loss = z_loss.clone()
+        ctx.mark_non_differentiable(z_loss)
+        return loss + z_weight * z_loss, z_loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (None if saved is None else saved * grads[0] for saved in ctx.saved_tensors)
+        return *scaled, *[None] * 7
+
+
+def differentiate_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    divisor: Tensor,
+    z_weight: float,
+    cap: float | None,
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """See `Differentiate`. The gradient of the logits is written over them, in their dtype; all else is in fp32."""
+    logits = nn.functional.linear(hidden, weight)
+    learns, sums = any(wanted), []
+    on_cpu = logits.is_cpu and not torch.compiler.is_compiling()
+    step = max(1, BLOCK // len(weight)) if on_cpu else len(logits)
+    for block, chosen in zip(logits.split(step), targets.split(step), strict=True):
+        wide = block.to(torch.promote_types(block.dtype, torch.float32))
+        bent = None if cap is None else (wide / cap).tanh()
+        wide = wide if bent is None else cap * bent
+        log_p = wide.log_softmax(-1)
+        counts = chosen != -100
+        index = chosen.where(counts, 0)[:, None]
+        factor = counts.to(wide.dtype) / divisor
+        target_log_p = log_p.gather(1, index)[:, 0]
+        normalizer = wide.gather(1, index)[:, 0] - target_log_p
+        sums.append(torch.stack((-(target_log_p * factor).sum(), (normalizer.square() * factor).sum())))
+        if learns:
+            grad = log_p.exp_().mul_((factor * (1 + 2 * z_weight * normalizer))[:, None])
+            grad.scatter_add_(1, index, -factor[:, None])
+            block.copy_(grad if bent is None else grad * (1 - bent.square()))
+    total = torch.stack(sums).sum(0)
+    return total, logits @ weight if wanted[0] else None, logits.T @ hidden if wanted[1] else None

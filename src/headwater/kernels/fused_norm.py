@@ -7,15 +7,16 @@ from headwater.kernels import can_fuse
 from headwater.kernels.scratch import get_scratch
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, widens: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / rms(x) · weight over the last dimension of x [..., D]; weight [D] or None. Returned in the dtype of x.
 
-    widens: compute in the weight's dtype. On devices other than a CPU, PyTorch's own kernel stores just as little.
+    Computed in the wider dtype of the two, at least fp32. On devices other than a CPU, PyTorch's own kernel stores just
+    as little if the two are of one dtype.
     """
     fits = weight is None or weight.dtype in (x.dtype, torch.float32)
     if can_fuse(x, weight, cpu_only=True) and fits and x.numel():
         return _RMSNorm.apply(x, weight, eps)
-    wide = x.to(weight.dtype) if widens and weight is not None else x
+    wide = x if weight is None else x.to(torch.promote_types(x.dtype, weight.dtype))
     return nn.functional.rms_norm(wide, x.shape[-1:], weight, eps).to(x.dtype)
 
 

@@ -146,7 +146,8 @@ class Pattention(Mechanism):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_in] -> [..., d_out]."""
-        key, value, tau = self.keys, self.values, self.scale()
+        key, value, tau = self.keys.to(x.dtype), self.values, self.scale()
+        value = value.to(x.dtype) if self.top_k is None else value  # of a table with many rows few are read
         if self._is_default and can_fuse(x, key, value, needs_grad=False, cpu_only=True):
             return fused_pattention(x, key, value, tau, GELU[self.gelu], GUARD)
         scores_BTN = x @ key.T
@@ -213,7 +214,7 @@ class Pattention(Mechanism):
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
         """Θ(x·K_Pᵀ): x [..., d_in] -> the weight of each pair's value [..., n], in at least fp32; 0 if unread."""
-        scores_BTN = x @ self.keys.T
+        scores_BTN = x @ self.keys.to(x.dtype).T
         if self.top_k is None:
             return self._theta(scores_BTN, self.scale())
         pairs, weights = self._read_pairs(scores_BTN, self.scale())

@@ -2,12 +2,10 @@
 
 # No postponed annotations in this file: other packages read the annotations of `forward` at run time.
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -19,6 +17,7 @@ from headwater.config.plan import Source
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels.autotune import allow_autotuning
 from headwater.kernels.fused_attention import MATMUL
+from headwater.kernels.fused_loss import ChunkedLoss, differentiate_loss
 from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.named import run_shared
 from headwater.models.cache import restart_cache  # importing it registers the cache layers
@@ -241,7 +240,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
 @dataclass
 class HeadwaterOutput(CausalLMOutputWithPast):
-    """transformers' output, with `z_loss` on request: mean of logsumexp(logits)², 0-d."""
+    """transformers' output, with `z_loss` if it has a weight: mean of logsumexp(logits)², 0-d, without its weight."""
 
     z_loss: Tensor | None = None
 
@@ -251,6 +250,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     packs_weights = True
+    differentiate_loss = staticmethod(differentiate_loss)
 
     def __init__(self, config: HeadwaterConfig) -> None:
         super().__init__(config)
@@ -272,7 +272,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         skip_logits: bool = False,
-        output_z_loss: bool = False,
+        z_loss_weight: float = 0.0,
         loss_chunk_tokens: int | None = None,
         cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
@@ -284,10 +284,10 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         logits_to_keep: compute only this many logits, the last ones (0: all), or those at the given indices.
         skip_logits: with labels, return no logits. A compiled graph that returns them would also write and add a
             gradient of zeros, [B, T, V].
-        output_z_loss: with labels, return `z_loss` too: the mean of logsumexp(logits)² over the same tokens (PaLM,
-            arXiv 2204.02311, section 5, without its weight).
-        loss_chunk_tokens: with labels and `skip_logits`, the number of tokens whose logits exist at once. They are
-            computed again in the backward pass: the output head costs 4/3 of its FLOPs and a part of its memory.
+        z_loss_weight: with labels, add this times the mean of logsumexp(logits)² over the same tokens to the loss
+            (PaLM, arXiv 2204.02311, section 5), and return that mean as `z_loss`, without a gradient.
+        loss_chunk_tokens: with labels and `skip_logits`, the number of tokens whose logits exist at once. Their
+            gradients are computed in the forward pass, so that the loss can be differentiated once.
         The other arguments are the same as for `HeadwaterModel`.
         """
         outputs: BaseModelOutputWithPast = self.model(
@@ -307,9 +307,9 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         if labels is not None:
             targets = kwargs.pop("shift_labels", None)
             if logits is None and loss_chunk_tokens is not None:
-                loss, z_loss = self.chunked_losses(hidden, labels, targets, loss_chunk_tokens, output_z_loss, **kwargs)
+                loss, z_loss = self.chunked_losses(hidden, labels, targets, loss_chunk_tokens, z_loss_weight, **kwargs)
             else:
-                loss, z_loss = self.whole_losses(hidden, logits, labels, targets, output_z_loss, **kwargs)
+                loss, z_loss = self.whole_losses(hidden, logits, labels, targets, z_loss_weight, **kwargs)
         return HeadwaterOutput(
             loss=loss,
             logits=logits,
@@ -334,17 +334,18 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         logits: Tensor | None,
         labels: Tensor | None,
         shift_labels: Tensor | None,
-        with_z: bool,
+        z_weight: float,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (loss, z-loss or None) from all logits at once; if None, they are computed from `hidden`."""
         logits = self.logits(hidden) if logits is None else logits
         size = self.config.vocab_size
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, shift_labels=shift_labels, **kwargs)
-        if not with_z:
+        if not z_weight:
             return loss, None
         targets = shift_targets(labels) if shift_labels is None else shift_labels
-        return loss, squared_normalizers(logits, targets) / count_targets(targets, kwargs.get("num_items_in_batch"))
+        z_loss = squared_normalizers(logits, targets) / count_targets(targets, kwargs.get("num_items_in_batch"))
+        return loss + z_weight * z_loss, z_loss.detach()
 
     def chunked_losses(
         self,
@@ -352,25 +353,24 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         labels: Tensor,
         shift_labels: Tensor | None,
         size: int,
-        with_z: bool,
+        z_weight: float,
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what `whole_losses` does, `size` tokens at a time, and recompute their logits in the backward pass."""
-        targets = shift_targets(labels) if shift_labels is None else shift_labels
-        chunk_inputs = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
-        # The head draws nothing random, and saving the generators' states would wait for the device.
-        recomputed = partial(checkpoint, self.sum_losses, use_reentrant=False, preserve_rng_state=False)
-        chunks = [
-            recomputed(rows[None], labels_of_chunk[None], with_z, **kwargs) for rows, labels_of_chunk in chunk_inputs
-        ]
-        total = torch.stack(chunks).sum(0) / count_targets(targets, num_items_in_batch)
-        return total[0], total[1] if with_z else None
-
-    def sum_losses(self, hidden: Tensor, targets: Tensor, with_z: bool, **kwargs: Any) -> Tensor:
-        """The sum of a chunk's losses, and of its z-losses if asked: [1] or [2]."""
-        loss, z_loss = self.whole_losses(hidden, None, None, targets, with_z, num_items_in_batch=1, **kwargs)
-        return loss[None] if z_loss is None else torch.stack((loss, z_loss.to(loss.dtype)))
+        """Return what `whole_losses` does, with the logits of `size` tokens at a time. Raises `HeadwaterError` where
+        the output head or the loss has been replaced."""
+        head = self.lm_head
+        if not isinstance(head, nn.Linear) or head.bias is not None or self.loss_function is not causal_lm_loss:
+            raise HeadwaterError(
+                "loss_chunk_tokens needs the model's own output head, without adapters, and its own loss function; "
+                "leave it out."
+            )
+        targets = (shift_targets(labels) if shift_labels is None else shift_labels).to(hidden.device)
+        divisor = torch.as_tensor(count_targets(targets, num_items_in_batch), device=hidden.device)
+        wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, head.weight))
+        arguments = targets.flatten(), divisor, z_weight, self.config.logit_softcap, size, wanted
+        loss, z_loss = ChunkedLoss.apply(hidden.flatten(0, 1), head.weight, *arguments, self.differentiate_loss)
+        return loss, z_loss if z_weight else None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' method, on a CPU with the kernels that were timed to be fastest (`headwater.kernels.autotune`).

@@ -67,7 +67,7 @@ def compile_model(
         model.compile(fullgraph=True, dynamic=False, backend=backend)
         return
     compile_blocks(model.model.layers, backend, join)
-    # One graph per chunk of tokens: in a graph of all chunks the compiler would keep the logits of several of them.
-    for name in ("whole_losses", "sum_losses"):
+    # One graph per chunk of tokens: of a graph of all chunks the compiler could keep the logits of several of them.
+    for name in ("whole_losses", "differentiate_loss"):
         if hasattr(model, name):
             setattr(model, name, torch.compile(getattr(model, name), dynamic=False, backend=backend))

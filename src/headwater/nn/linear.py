@@ -18,6 +18,7 @@ from headwater.kernels import are_ordinary, can_fuse_traced
 from headwater.kernels.autotune import get_choices
 from headwater.kernels.fused_linear import choose_linear
 from headwater.mechanisms.named import owner_of
+from headwater.util.precision import CastingLinear
 
 
 def make_map(
@@ -45,7 +46,7 @@ def apply_linear(layer: nn.Module, x: Tensor) -> Tensor:
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a layer is a linear layer whose call computes nothing else: accelerate's hooks replace `forward`."""
     hooks = getattr(layer, "_forward_hooks", None) or getattr(layer, "_forward_pre_hooks", None)
-    return type(layer) is nn.Linear and not hooks and "forward" not in vars(layer)
+    return type(layer) in (nn.Linear, CastingLinear) and not hooks and "forward" not in vars(layer)
 
 
 class JoinsLinears(nn.Module):
@@ -74,9 +75,9 @@ class JoinsLinears(nn.Module):
 
     def _multiply(self, layers: list[nn.Module], x: Tensor) -> Tensor | None:
         if self.joined is not None and not torch.is_grad_enabled():
-            return linear(x, *self.joined)
+            return linear(x, *(None if tensor is None else tensor.to(x.dtype) for tensor in self.joined))
         if self.joins and can_fuse_traced() and type(x) is Tensor and _can_join(layers):
-            return linear(x, *_concatenate(layers))
+            return linear(x, *_concatenate(layers, x))
         return None
 
 
@@ -93,10 +94,9 @@ def _can_join(layers: list[nn.Module]) -> TypeGuard[list[nn.Linear]]:
     return len(layers) > 1 and len(kinds) == 1
 
 
-def _concatenate(layers: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Copy weights and biases into one tensor each, in the dtype to which autocast would cast them."""
-    weight = layers[0].weight
-    device, dtype = weight.device.type, weight.dtype
+def _concatenate(layers: list[nn.Linear], x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Copy weights and biases into one tensor each, in the dtype of x, or that to which autocast would cast them."""
+    device, dtype = x.device.type, x.dtype
     if dtype is torch.float32 and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     biases = [layer.bias.to(dtype) for layer in layers if layer.bias is not None]

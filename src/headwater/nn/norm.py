@@ -26,16 +26,28 @@ class RMSNorm(nn.RMSNorm):
         return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.factor(), self.eps, widens=self.offset)
+        return rms_norm(x, self.factor(), self.eps)
 
 
 class LayerNorm(nn.LayerNorm):
-    """(x - mean(x)) / std(x) · weight + bias over the last dimension of x [..., size]."""
+    """(x - mean(x)) / std(x) · weight + bias over the last dimension of x [..., size], in x's dtype."""
 
     def __init__(self, size: int, eps: float, weight: bool = True, bias: bool = True) -> None:
         super().__init__(size, eps, elementwise_affine=weight, bias=bias)
         if bias and not weight:  # PyTorch's LayerNorm has no bias without a weight
             self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, input: Tensor) -> Tensor:
+        factor = self.bias if self.weight is None else self.weight
+        if factor is None or factor.dtype == input.dtype:
+            return super().forward(input)
+        # PyTorch's kernel takes two dtypes only on a CPU, and there not for a bias alone.
+        wide = (
+            input
+            if input.is_cpu and self.weight is not None
+            else input.to(torch.promote_types(input.dtype, factor.dtype))
+        )
+        return super().forward(wide).to(input.dtype)
 
 
 def make_norm(config: HeadwaterConfig, size: int | None = None, final: bool = False) -> nn.Module:

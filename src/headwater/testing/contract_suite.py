@@ -43,6 +43,7 @@ from headwater.testing.small_models import (
 )
 from headwater.testing.trees import Tree, batch_trees, slice_tokens
 from headwater.util.errors import HeadwaterError
+from headwater.util.precision import Precision
 from headwater.verification.own import OWN_EXACT
 from headwater.verification.subject import Subject
 from headwater.verification.ways import (
@@ -226,8 +227,8 @@ class Contract:
     chunks and by all kinds of generation, equals the model without one. Rows are causal, and padding, neighbors in a
     row and other branches of a tree change nothing. Each parameter's start depends only on its name; it has a gradient.
     Parameters, FLOPs, what autograd keeps and bytes of the cache are as planned, and grow only with tokens. What the
-    mechanism claims with `find_identity_options`, `per_head` and `per_token` is true. Saved models load. It compiles as
-    one graph.
+    mechanism claims with `find_identity_options`, `per_head` and `per_token` is true. Gradients in bf16 are as exact
+    as autocast's. Saved models load. It compiles as one graph.
 
     To skip a test that your mechanism need not pass, set it to None in the subclass.
     """
@@ -597,6 +598,26 @@ class Contract:
         for logits in (run_uncached(half, ids), decode(half, ids, CHUNKS["chunked"])):
             assert logits.dtype == torch.bfloat16
             assert (logits - expected).norm() < 0.3 * expected.norm()
+
+    def test_bf16_stream_is_nearly_as_exact_as_bf16_mixed(self, traced):
+        """The median error of the gradient of packed rows is at most 1.5 times as large, or below bf16's resolution."""
+        positions = document_positions(DOCUMENTS)
+
+        def gradient(ids: Tensor, precision: Precision) -> Tensor:
+            model = precision.cast_activations(traced.copy.to(precision.weights)).train()
+            with precision.autocast("cpu"):
+                model(ids, labels=ids, position_ids=positions).loss.backward()
+            return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+        errors = []
+        for seed in range(10):
+            ids = tokens(2, T, seed=seed)
+            exact = gradient(ids, Precision.FP64)
+            halves = [gradient(ids, precision) for precision in (Precision.BF16_MIXED, Precision.BF16_STREAM)]
+            assert all(half.dtype == torch.float32 for half in halves)
+            errors.append([(half - exact).norm() / exact.norm() for half in halves])
+        mixed, stream = torch.tensor(errors).median(0).values
+        assert 0 < stream <= max(1.5 * mixed, 2**-7)
 
     def test_save_and_load(self, case, ids, tmp_path):
         model = case.copy.float()

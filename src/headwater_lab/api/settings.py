@@ -14,7 +14,7 @@ class PlanSettings(TypedDict, total=False):
     hardware: A device, e.g. H100, or this to measure the current machine.
     devices: Number of training devices. Default: the first recipe's, or 1.
     mfu: Assumed share of the peak that training reaches. Default: 0.4.
-    precision: 64-true, 32-true, bf16-mixed or bf16-true. Default: the first recipe's, or bf16-mixed.
+    precision: 64-true, 32-true, bf16-mixed, bf16-stream or bf16-true. Default: the first recipe's, or bf16-mixed.
     """
 
     context: Sequence[int] | int | None

@@ -340,21 +340,22 @@ def _count_graphs() -> Measurement:
     return row
 
 
-def _make_steps(phase: Phase, model: PreTrainedModel, ids: Tensor, **settings: bool) -> Callable[[], None]:
+def _make_steps(
+    phase: Phase, model: PreTrainedModel, ids: Tensor, precision: Precision = Precision.BF16_MIXED, **settings: bool
+) -> Callable[[], None]:
     """Make training steps in bf16, compiled by block with head and loss as one graph. settings: of `compile_model`."""
     backend = phase.sizes.backend
+    precision.cast_activations(model)
     if isinstance(model, HeadwaterForCausalLM):  # compile as `headwater train` does
         compile_model(model, backend, **settings)
-        return training_step(
-            model, lambda: model(ids, labels=ids, skip_logits=True, use_cache=False).loss, Precision.BF16_MIXED
-        )
+        return training_step(model, lambda: model(ids, labels=ids, skip_logits=True, use_cache=False).loss, precision)
     compile_blocks(model.model.layers, backend)
 
     def loss_of(hidden: Tensor) -> Tensor:
         return model.loss_function(logits=model.lm_head(hidden), labels=ids, vocab_size=model.config.vocab_size)
 
     loss = torch.compile(loss_of, backend=backend)
-    return training_step(model, lambda: loss(model.model(ids, use_cache=False).last_hidden_state), Precision.BF16_MIXED)
+    return training_step(model, lambda: loss(model.model(ids, use_cache=False).last_hidden_state), precision)
 
 
 def _timed_steps(phase: Phase, step: Callable[[], None], config: HeadwaterConfig, tokens: int) -> Measurement:
@@ -385,10 +386,10 @@ def _timed_steps(phase: Phase, step: Callable[[], None], config: HeadwaterConfig
 
 
 def training(phase: Phase) -> None:
-    """Time training steps at commonly published sizes, compiled by block, and Llama's for comparison."""
+    """Time training steps at commonly published sizes, with each remedy, and Llama's for comparison."""
     sizes, context = phase.sizes, phase.sizes.context
 
-    def measure(shape: tuple[int, int, int], llama: bool = False, **settings: bool) -> Measurement:
+    def measure(shape: tuple[int, int, int], llama: bool = False, **settings: Any) -> Measurement:
         layers, width, rows = shape
         config = ModelShape(layers, width, sizes.vocab_size).config(context)
         ids = phase.draw(rows, context)
@@ -397,11 +398,14 @@ def training(phase: Phase) -> None:
         steps = _make_steps(phase, model, ids, **settings)
         return _timed_steps(phase, steps, HeadwaterConfig(**config), ids.numel())
 
-    remedies: dict[str, dict[str, bool]] = {
+    stream = dict(precision=Precision.BF16_STREAM)
+    remedies: dict[str, dict[str, Any]] = {
         "blocks": {},
         "whole": dict(whole=True),
+        "blocks, bf16-stream": stream,
+        "whole, bf16-stream": dict(whole=True, **stream),
         "blocks, joined products": dict(join=True),
-        "whole, joined products": dict(whole=True, join=True),
+        "whole, joined products, bf16-stream": dict(whole=True, join=True, **stream),
     }
     for name, shape in sizes.training.items():
         for label, settings in remedies.items():

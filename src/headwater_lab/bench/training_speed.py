@@ -169,7 +169,7 @@ def time_pair(
 def stored_by_pair(pair: ModelPair, precision: Precision) -> tuple[int, int]:
     """Measure the bytes that autograd stores in a forward pass with its loss, by each model on a CPU.
 
-    The parameters are not counted; under autocast their casts to bf16 are.
+    The parameters are not counted; their casts to bf16 are.
     """
     sizes = []
     for model, loss in _make_passes(pair, precision, "cpu"):
@@ -186,7 +186,7 @@ def _make_passes(
     dtype = precision.weights
     passes: list[tuple[PreTrainedModel, Callable[[], Tensor]]] = []
     for model, inputs in zip(pair.models, pair.inputs, strict=True):
-        model.to(device, dtype)
+        precision.cast_activations(model.to(device, dtype))
         moved = {
             name: value.to(device, dtype if value.is_floating_point() else None) if isinstance(value, Tensor) else value
             for name, value in inputs.items()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Mechanisms = Annotated[
     Sequence[str], Values(help='NAME, "NAME={option: value}", or several joined by " + "; default every mechanism.')
 ]
-AnyPrecision = Annotated[Literal["32-true", "bf16-true", "bf16-mixed"], Values(help="As in recipes.")]
+AnyPrecision = Annotated[Literal["32-true", "bf16-true", "bf16-mixed", "bf16-stream"], Values(help="As in recipes.")]
 TruePrecision = Annotated[Literal["32-true", "bf16-true"], Values(help="As in recipes.")]
 Pairs = Annotated[int, Values(min=2, help="Timed steps of each model.")]
 Memory = Annotated[bool, Values(help="Measure bytes stored for the backward pass, on the CPU, instead of times.")]
@@ -47,6 +47,11 @@ def bench_train(
     from headwater.util.precision import Precision
     from headwater_lab.bench.training_speed import bench_steps, image_pair, text_pair
 
+    if precision == "bf16-stream" and base != "llama":
+        raise HeadwaterError(
+            "transformers' GPT-2 and ViT have layers of their own that cannot run in bf16-stream; use --base llama or "
+            "--precision bf16-mixed."
+        )
     if base == "vit":
         refuse("without --base llama or --base gpt2", "--context", "--vocab-size", "--documents")
         pair = image_pair(shape, attention)

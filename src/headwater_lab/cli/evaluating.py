@@ -38,10 +38,10 @@ def evaluate_models(
 
     checkpoints: Checkpoints, runs, or Hugging Face models by folder or name; the first is the baseline.
     tasks: Tasks of lm-evaluation-harness, NAME or NAME@SHOTS, separated by commas; or tokenformer, kv-shifting,
-        mmlu-forms. Default: all of --task-files.
-    task_files: Your own task file, or a folder of them.
+        mmlu-forms; or core, core/NAME, core/NAME@SHOTS. Default: all of --task-files.
+    task_files: Your own task file, or a folder of them; for core, a folder of its JSON Lines.
     shots: Few-shot examples, for tasks that do not set them.
-    limit: Use only the first N items or documents.
+    limit: Use only the first N items or documents; for core, N items of each task, drawn by --seed.
     text: Evaluate on this text: a file, folder, glob or dataset; repeatable.
     text_column: Column of a table with the text, dotted if nested.
     context: Context in tokens. Default: the model's own; for text, at most 2048.
@@ -88,7 +88,12 @@ def evaluate_models(
 
 
 def _print_models(result: EvaluationResult) -> None:
-    """Print a line for each model, and for each text that its tokenizer cannot represent."""
+    """Print what is missing, a line for each model, and what its tokenizer cannot represent or its context not hold."""
+    for facts in result.tasks:
+        if missing := facts.get("missing"):
+            say(f"{facts['task']} is not CORE, and comparable only with itself. Missing: {', '.join(missing)}.")
+        for name, count in facts.get("cut_prompts", {}).items():
+            say(f"{facts['task']}: {count:,} prompts are longer than the context of {name}; they lost their beginning.")
     for name, facts in result.models.items():
         size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocab_size']:,}"
         say(f"{name}: {facts['family']}, {size}, documents begin with {facts['begins_with']}")

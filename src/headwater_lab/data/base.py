@@ -49,10 +49,14 @@ ALONE = Share()
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of one evaluation: named metrics, and for text the loss of each document."""
+    """The result of one evaluation: named metrics, and for text the loss of each document.
+
+    amounts: what a run also records per parameter of its model: of `bits`, the metric `bits_per_parameter`.
+    """
 
     metrics: dict[str, float]
     documents: list[dict[str, Any]] = field(default_factory=list)
+    amounts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from headwater_lab.data.corpus import check_column_is_read
 from headwater_lab.data.tokenizer import Encoder
 from headwater_lab.evaluation import text_likelihood as texts
 from headwater_lab.evaluation.candidates import CONTEXT, DTYPES, Candidate, find_candidates, same_tokenizer
+from headwater_lab.evaluation.core_suite import load_suites
 from headwater_lab.evaluation.paired_differences import Difference, Items, compare_items
-from headwater_lab.evaluation.tasks import Score, Tasks
+from headwater_lab.evaluation.tasks import Score
 from headwater_lab.util.machine import usable_device
 from headwater_lab.util.terminal import Table, lined
 
@@ -100,8 +101,10 @@ def evaluate(
     """Measure models, one at a time, on tasks of lm-evaluation-harness and on texts; the first is the baseline.
 
     models: headwater checkpoints or runs, folders or hub names of Hugging Face causal language models.
-    tasks: lm-eval's names, `name@shots`, or one of `tasks.GROUPS`; default: all of `task_files`.
-    shots: few-shot examples, for tasks that do not set them. limit: items of a task, and documents of a text.
+    tasks: lm-eval's names, `name@shots`, one of `tasks.GROUPS`, or those of `core_suite.CoreSuite`; default: all of
+    `task_files`.
+    shots: few-shot examples, for tasks that do not set them. limit: items of a task, the first, or of CORE's drawn at
+    random, and documents of a text.
     text: files, folders, globs of text, JSONL, CSV or parquet, or datasets of the hub. text_column: the column of
     tables. context: tokens that a model sees at a time; default for texts the most that all take, up to 2048, and for
     tasks each model's own. stride: tokens that each window adds, default context // 2.
@@ -122,7 +125,7 @@ def evaluate(
     window, stride = _choose_window(candidates, context, stride)
     contents = [texts.read_text(source, limit, text_column) for source in text]
     on_texts = _TextScorer(contents, measures, window, stride, batch_size, on_windows)
-    on_tasks = Tasks(tasks, task_files, shots) if has_tasks else None
+    suites = load_suites(tasks, task_files, shots) if has_tasks else []
 
     settings = {
         "tasks": list(tasks),
@@ -143,8 +146,8 @@ def evaluate(
         model = candidate.load_model(device, dtype)
         facts = result.models[candidate.name] = _model_facts(candidate, model)
         with forbid_autotuning():  # all models use the same linear kernel, not the one timed to be fastest here
-            if on_tasks is not None:
-                scores = on_tasks.run_tasks(
+            for suite in suites:
+                scores = suite.run_tasks(
                     candidate, model, batch_size=batch_size, limit=limit, context=context, seed=seed, progress=progress
                 )
                 result.add_scores(candidate.name, scores)

@@ -3,11 +3,12 @@
 Every figure here is a function f of a ratio r = Σ values / Σ weights over n items. To first order (the delta method)
 item i moves it by f'(r)·(value_i − r·weight_i) / mean(weights), its influence; the figure's standard error is the
 standard deviation of the influences over √n, and that of a difference between two models the same of their influences'
-differences. For a mean of n scores this is s/√n, and for a difference the paired t-test.
+differences. For a mean of n scores this is s/√n, and for a difference the paired t-test. In an average of means,
+each a stratum, item i's influence is relative to its own stratum.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,11 +29,12 @@ def _exp(x: float) -> float:
 
 @dataclass(frozen=True)
 class Items:
-    """A model's scores on n items: values [n] over weights [n]."""
+    """A model's scores on n items: values [n] over weights [n]. strata: index of each item's stratum [n], or None."""
 
     form: str
     values: np.ndarray
     weights: np.ndarray
+    strata: np.ndarray | None = None
 
     @property
     def ratio(self) -> float:
@@ -44,8 +46,14 @@ class Items:
 
     @property
     def of_ratio(self) -> np.ndarray:
-        """Compute each item's influence on the ratio, times n; [n]."""
-        return (self.values - self.ratio * self.weights) / self.weights.mean()
+        """Compute each item's influence on the ratio, times n; [n]. NaN in a stratum of one item."""
+        distances = self.values - self.ratio * self.weights
+        if self.strata is not None:
+            sizes = np.bincount(self.strata)
+            distances -= (np.bincount(self.strata, distances) / sizes)[self.strata]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                distances *= np.sqrt((1 - 1 / len(distances)) / (1 - 1 / sizes))[self.strata]
+        return distances / self.weights.mean()
 
     @property
     def influences(self) -> np.ndarray:
@@ -59,6 +67,19 @@ class Items:
     @property
     def is_binary(self) -> bool:
         return self.form == "mean" and bool(np.isin(self.values, (0, 1)).all() and (self.weights == 1).all())
+
+
+def average_items(members: Sequence[Items]) -> Items:
+    """Make items whose mean is the average of the members' means, whatever their sizes. Each member is a stratum."""
+    if len(members) == 1:
+        return members[0]
+    size = sum(len(items.values) for items in members)
+    strata: list[np.ndarray] = []
+    for items in members:
+        labels = np.zeros(len(items.values), int) if items.strata is None else items.strata
+        strata.append(labels + (strata[-1].max() + 1 if strata else 0))
+    values = np.concatenate([items.values * (size / len(members) / len(items.values)) for items in members])
+    return Items("mean", values, np.ones(size), np.concatenate(strata))
 
 
 def standard_error(influences: np.ndarray) -> float | None:

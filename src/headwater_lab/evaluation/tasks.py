@@ -101,6 +101,8 @@ class Tasks:
 
     def __init__(self, names: Sequence[str], files: Path | None = None, shots: int | None = None) -> None:
         local = set() if files is None else local_tasks(files)
+        if not (names or local):
+            raise HeadwaterError(f"There is no task in {str(files)!r}: no .yaml file there has a line `task: NAME`.")
         requests = [request for name in names or sorted(local) for request in parse_tasks(name, shots)]
         self.folder = files.parent if files is not None and files.is_file() else files
         prepare_lm_eval()
@@ -148,42 +150,54 @@ class Tasks:
         progress: bool,
     ) -> Iterator[Score]:
         """Yield all figures of one model, in the requested order."""
-        prepare_lm_eval()
+        lm = wrap_model(candidate, model, batch_size, context)
         from lm_eval.evaluator import evaluate
-        from lm_eval.models.huggingface import HFLM
 
-        lm = HFLM(
-            pretrained=model,
-            tokenizer=candidate.tokenizer,
-            backend="causal",
-            batch_size=batch_size,
-            max_length=context,
-            prefix_token_id=candidate.begin,
-            add_bos_token=None if candidate.adds_begin else False,
-        )
         for request, loaded in self.loaded:
             random.seed(seed)
             np.random.seed(seed % 2**32)
             torch.manual_seed(seed)
             for task in loaded["tasks"].values():
                 task.set_fewshot_seed(seed=seed)
-            try:
-                with silence_output(progress):
-                    results = evaluate(lm, loaded, limit=limit, bootstrap_iters=DRAWS, log_samples=True)
-            except AssertionError as error:
-                raise HeadwaterError(
-                    f"The task {request.name!r} does not fit into the {lm.max_length} tokens of {candidate.name}: "
-                    f"{first_line(error)}"
-                ) from error
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-                if isinstance(error, HeadwaterError):
-                    raise
-                raise HeadwaterError(
-                    f"The task {request.name!r} cannot be run: {type(error).__name__}: {first_line(error)}"
-                ) from error
+            with explain_failure(request.name, candidate, lm), silence_output(progress):
+                results = evaluate(lm, loaded, limit=limit, bootstrap_iters=DRAWS, log_samples=True)
             is_group = request.name in results.get("groups", {})
             for name in [request.name] if is_group else list(loaded["tasks"]):
                 yield from TaskResult(name, loaded["tasks"], results, is_group).list_scores(request.metrics)
+
+
+def wrap_model(
+    candidate: Candidate, model: PreTrainedModel, batch_size: int, context: int | None, **options: Any
+) -> Any:
+    """Wrap a model for lm-eval. context: tokens that it sees, None for all it takes; options: more of `HFLM`'s."""
+    prepare_lm_eval()
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(
+        pretrained=model,
+        tokenizer=candidate.tokenizer,
+        backend="causal",
+        batch_size=batch_size,
+        max_length=context,
+        prefix_token_id=candidate.begin,
+        add_bos_token=None if candidate.adds_begin else False,
+        **options,
+    )
+
+
+@contextlib.contextmanager
+def explain_failure(name: str, candidate: Candidate, lm: Any) -> Iterator[None]:
+    """Turn what lm-eval raises while it runs a task into a `HeadwaterError`."""
+    try:
+        yield
+    except AssertionError as error:
+        raise HeadwaterError(
+            f"The task {name!r} does not fit into the {lm.max_length} tokens of {candidate.name}: {first_line(error)}"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        if isinstance(error, HeadwaterError):
+            raise
+        raise HeadwaterError(f"The task {name!r} cannot be run: {type(error).__name__}: {first_line(error)}") from error
 
 
 class TaskResult:
@@ -265,8 +279,6 @@ def local_tasks(files: Path) -> set[str]:
             raise HeadwaterError(f"The task file {str(file)!r} cannot be read: {reason}") from error
         # Files with neither key are included by others.
         names |= {content[kind] for kind in ("task", "group") if isinstance(content.get(kind), str)}
-    if not names:
-        raise HeadwaterError(f"There is no task in {str(files)!r}: no .yaml file there has a line `task: NAME`.")
     return names
 
 

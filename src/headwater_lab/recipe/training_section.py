@@ -113,7 +113,9 @@ class Training(Settings):
     max_skipped_steps: Count = 10
     """Stop after this many consecutive steps whose loss or gradient is not finite; fewer are skipped and counted."""
     precision: Annotated[Precision, Field(strict=False)] = Precision.FP32
-    """Precision of weights and matmuls, as named by Lightning Fabric. The mechanisms' scalars always stay in fp32."""
+    """Precision of weights and matmuls, as named by Lightning Fabric. The mechanisms' scalars always stay in fp32.
+    bf16-stream: weights and optimizer state in fp32 as in bf16-mixed, and all activations in bf16, the residual stream
+    too; the loss and the statistics of norms are computed in fp32. With fsdp, bf16-mixed does the same."""
     attn_implementation: AttentionKernel | None = None
     """The attention kernel, as named by transformers; or matmul, which is faster in bfloat16 on some CPUs; or varlen,
     which computes packed rows document by document, and other rows as sdpa (`headwater bench train` measures both).
@@ -124,7 +126,7 @@ class Training(Settings):
     gradient_checkpointing: bool = False
     """Recompute each block's activations in the backward pass, to save memory."""
     loss_chunk_tokens: Annotated[Count | None, OF_TEXT] = None
-    """Tokens whose logits are in memory at once; the output head then costs 4/3 of its FLOPs. Default: all."""
+    """Tokens whose logits are in memory at once: the forward pass computes their gradients. Default: all."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads; default: as many as there are free cores at the start. Trials of `headwater compare` use 1."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

@@ -131,7 +131,8 @@ def check_recipe(recipe: Recipe) -> None:
         "trainable_mechanisms": (None,),
         "ema_decay": (None,),
         "distillation": (None,),
-        "precision": (Precision.FP32, Precision.BF16_MIXED, Precision.BF16),
+        # FSDP2, which always runs there, casts the weights: bf16-mixed is bf16-stream.
+        "precision": (Precision.FP32, Precision.BF16_MIXED, Precision.BF16_STREAM, Precision.BF16),
     }.items():
         if getattr(training, field) not in supported:
             raise HeadwaterError(

@@ -289,10 +289,11 @@ class Journal:
         if not is_slow or self.run.fabric.device.type != "cpu":
             return
         self.fastest = rate  # the next warning is of the next change
+        threads = torch.get_num_threads()
+        fewer = "" if threads == 1 else ", or stop it, and continue with --resume and a lower training.threads"
         self.warn(
             f"Training has become {slowdown:.0f} times slower, because other processes use its CPU cores. It has "
-            f"{counted(torch.get_num_threads(), 'thread')}: stop the other processes, or stop it, and continue with "
-            "--resume and a lower training.threads.",
+            f"{counted(threads, 'thread')}: stop the other processes{fewer}.",
             step,
         )
 

@@ -308,11 +308,11 @@ class TrainingRun(Setup):
                 labels=batch["shift_labels"],
                 num_items_in_batch=count,
                 skip_logits=teacher is None,
-                output_z_loss=training.z_loss > 0,
+                z_loss_weight=training.z_loss,
                 loss_chunk_tokens=training.loss_chunk_tokens,
             )
-            objective = out.loss + training.z_loss * out.z_loss if training.z_loss else out.loss
-            return out.loss, objective if teacher is None else teacher.add_loss(objective, out.logits, batch, count)
+            loss = out.loss - training.z_loss * out.z_loss if training.z_loss else out.loss
+            return loss, out.loss if teacher is None else teacher.add_loss(out.loss, out.logits, batch, count)
 
     def update_weights(self, norm: Tensor, finite: Tensor) -> None:
         """Let the optimizers step if loss and gradient are finite. norm: of the gradient."""
@@ -433,6 +433,8 @@ class TrainingRun(Setup):
             self.wrapped.train()
             if is_sharded(self.recipe.training):  # a forward pass leaves the last parameters gathered for a backward
                 reshard_model(self.model)
+        for name, amount in evaluation.amounts.items():
+            evaluation.metrics[f"{name}_per_parameter"] = amount / self.model.num_parameters()
         if invalid := next((name for name, value in evaluation.metrics.items() if math.isnan(value)), None):
             problem = f"after step {self.progress.step} the held-out {invalid} is nan"
             if self.progress.step >= self.recipe.training.steps:

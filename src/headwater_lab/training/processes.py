@@ -87,7 +87,7 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
             strategy=choose_strategy(training, world),
             devices=devices,
             num_nodes=nodes,
-            # `start.build` and `autocast_forward` set the precision. Fabric would copy all logits to fp32 for no use.
+            # `build_model` and `autocast_forward` set the precision. Fabric would copy all logits to fp32 for no use.
             precision="32-true",
             loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
         )

@@ -21,7 +21,7 @@ from lightning_fabric import Fabric
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import settle_path
-from headwater_lab.training.checkpoints import STAGES, find_newest_intact, list_checkpoints
+from headwater_lab.training.checkpoints import FACTS, STAGES, find_newest_intact, list_checkpoints
 from headwater_lab.training.processes import run_in_first
 from headwater_lab.training.saving import remove_leftovers, withdraw_model
 from headwater_lab.training.start import CHANGED, START
@@ -84,8 +84,7 @@ def check_ours(run: Path) -> None:
     """Raise `HeadwaterError` unless a folder can become a run's: missing, empty, or already a run's."""
     run = settle_path(run)
     try:
-        marks = [run / MARK, *(run / STAGES).glob(f"*/{MARK}")]  # of the run, or of one of its stages
-        if not os.path.lexists(run) or any(mark.is_file() for mark in marks):
+        if not os.path.lexists(run) or any(map(_is_ours, [run, *(run / STAGES).glob("*")])):
             return
         if run.is_dir() and {path.name for path in run.iterdir()} <= {LOCK}:  # empty, or a run that is just beginning
             return
@@ -93,6 +92,11 @@ def check_ours(run: Path) -> None:
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
     raise HeadwaterError(f"{str(run)!r} {problem}; choose a new or empty folder with --out.")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder has the mark of a run or stage, or a checkpoint: many tools that copy leave out hidden files."""
+    return (folder / MARK).is_file() or any((path / FACTS).is_file() for path in list_checkpoints(folder))
 
 
 def clear_log(run: Path) -> None:

@@ -365,7 +365,7 @@ class Teacher:
             )
         _check_positions(f"teacher {source!r}", model.config, context)
         assert isinstance(model, HeadwaterForCausalLM)
-        self.model = model.to(device).eval().requires_grad_(False)
+        self.model = recipe.training.precision.cast_activations(model.to(device)).eval().requires_grad_(False)
         self.flops = sum(forward_flops(model.config, context).values())
 
     def add_loss(self, loss: Tensor, logits: Tensor, batch: Batch, count: Tensor) -> Tensor:
@@ -514,7 +514,7 @@ def build_model(
             getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
         if is_compiling(training, fabric.device):
             compile_model(model, whole=training.compile == "whole")
-    wrapped = fabric.setup_module(model.to(training.precision.weights))
+    wrapped = fabric.setup_module(training.precision.cast_activations(model.to(training.precision.weights)))
     wrapped.train()
     return model, wrapped
 

@@ -26,8 +26,8 @@ from pydantic import Field
 from torch import Tensor
 
 from headwater.util.seeding import generator
-from headwater_lab.data.base import ALONE, Batch, Evaluation, Share, register_kind
-from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings
+from headwater_lab.data.base import Batch, register_kind
+from headwater_lab.data.synthetic.task import SyntheticSettings, WrittenData, draw_chance, pack_rows, pad_length
 
 PLACES = ("Airport", "Bakery", "Castle", "Farm", "Garden", "Hotel", "Library", "Museum")
 THINGS = ("Apple", "Book", "Chair", "Cup", "Lamp", "Pencil", "Rope", "Shelf")
@@ -39,8 +39,6 @@ STEP = re.compile(rf"(?P<name>{NAME}) = {OPERATION} = (?P<left>\d+) (?P<sign>[-+
 MOST_UNNEEDED = 2
 # Maximum tokens of a stated number, a stated operation, a question, and a step of the solution.
 NUMBER_TOKENS, STATEMENT_TOKENS, QUESTION_TOKENS, STEP_TOKENS = 5, 9, 4, 15
-# Rows are padded to a multiple of this, to limit the number of shapes.
-BLOCK = 32
 
 QuantityName = tuple[str, str]
 Operand = QuantityName | int
@@ -85,13 +83,13 @@ class ArithmeticSettings(SyntheticSettings):
     def count_width(self, most: int) -> int:
         """Count the tokens of the longest row with at most this many operations."""
         prompt = (most + MOST_UNNEEDED) * STATEMENT_TOKENS + (most + 1) * NUMBER_TOKENS + QUESTION_TOKENS
-        return pad_to_block(prompt + most * STEP_TOKENS + 1)
+        return pad_length(prompt + most * STEP_TOKENS + 1)
 
     def build(self) -> ArithmeticData:
         return ArithmeticData(self)
 
 
-class ArithmeticData(SyntheticData[ArithmeticSettings]):
+class ArithmeticData(WrittenData[ArithmeticSettings]):
     """One problem per row, padded; labels only on the solution.
 
     The solution contains each needed operation once, after the operations of its operands, the left one first, so the
@@ -104,10 +102,10 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         numbers = [str(number) for number in range(settings.modulus)]
         self.words = [*MARKS, *PLACES, *THINGS, *numbers]
         self.ids = {word: token for token, word in enumerate(self.words)}
+        self.mark, self.end = self.ids[":"], self.ids["<end>"]
 
     def sample(self, draw: torch.Generator, count: int) -> Batch:
-        chance = random.Random(int(torch.randint(2**62, (), generator=draw)))
-        most = self.settings.operations
+        chance, most = draw_chance(draw), self.settings.operations
         return self.rows_of([self.draw_problem(chance, chance.randint(1, most)) for _ in range(count)], most)
 
     def held_out(self) -> Batch:
@@ -115,8 +113,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
 
     @functools.cached_property
     def held_out_problems(self) -> list[Problem]:
-        draw = generator(self.settings.kind, "held out")
-        chance = random.Random(int(torch.randint(2**62, (), generator=draw)))
+        chance = draw_chance(generator(self.settings.kind, "held out"))
         most = self.settings.operations + self.settings.extra_operations
         return [self.draw_problem(chance, most) for _ in range(self.settings.held_out)]
 
@@ -178,19 +175,14 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         prompts = [self.encode_words(prompt_of(problem)) for problem in problems]
         solutions = [self.encode_words(solution_of(problem, self.settings.modulus)) for problem in problems]
         longest = max((len(p) + len(s) for p, s in zip(prompts, solutions, strict=True)), default=1)
-        length = pad_to_block(longest) if most is None else self.settings.count_width(most)
-        ids = torch.zeros(len(problems), length, dtype=torch.long)
-        labels = torch.full_like(ids, -100)
-        for row, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
-            ids[row, : len(prompt) + len(solution)] = torch.tensor(prompt + solution)
-            labels[row, len(prompt) - 1 : len(prompt) + len(solution) - 1] = torch.tensor(solution)
-        return {"input_ids": ids, "shift_labels": labels}
+        length = pad_length(longest) if most is None else self.settings.count_width(most)
+        return pack_rows(prompts, solutions, length)
 
     def fingerprint_rows(self, batch: Batch) -> Tensor:
         """Return fingerprints that ignore the order of statements."""
         prints = []
         for row in batch["input_ids"].tolist():
-            statements = itertools.groupby(row[: row.index(self.ids[":"])], key=self.ids["."].__ne__)
+            statements = itertools.groupby(row[: row.index(self.mark)], key=self.ids["."].__ne__)
             # The hash of a tuple of numbers is the same in all processes.
             prints.append(hash(frozenset(tuple(tokens) for _, tokens in statements)))
         return torch.tensor(prints)
@@ -205,50 +197,9 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         ids = batch["input_ids"][row].tolist()
         return " ".join(self.words[token] for token in ids if token)
 
-    def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
-        """Measure the accuracy of the solutions that the model writes, and the loss of the given ones."""
-        loss = super().evaluate(logits, share).metrics["loss"]
-        problems = self.held_out_problems[share.rank :: share.world]
-        rows = self.write_solutions(logits, problems or self.held_out_problems[:1], share)
-        solved = [
-            is_solved(problem, self.decode_solution(row), self.settings.modulus)
-            for problem, row in zip(problems, rows, strict=False)
-        ]
-        count = share.total(torch.tensor([sum(solved)], dtype=torch.float64))
-        return Evaluation({"accuracy": float(count) / self.settings.held_out, "loss": loss})
-
-    @torch.no_grad()
-    def write_solutions(
-        self, logits: Callable[[Batch], Tensor], problems: list[Problem], share: Share
-    ) -> list[list[int]]:
-        """Let the model continue each of the problems of a process, up to the end or the longest row.
-
-        Models in several processes must run together: all continue until the last has ended.
-        """
-        rows = [self.encode_words(prompt_of(problem)) for problem in problems]
-        end = self.ids["<end>"]
-        open_rows = list(range(len(rows)))
-        while float(share.total(torch.tensor([float(len(open_rows))]))):
-            turn = open_rows or [0]
-            length = pad_to_block(max(len(rows[row]) for row in turn))
-            ids = torch.tensor([rows[row] + [0] * (length - len(rows[row])) for row in turn])
-            ends = torch.tensor([len(rows[row]) - 1 for row in turn])
-            scores = logits({"input_ids": ids})
-            chosen = scores[torch.arange(len(turn)), ends.to(scores.device)].argmax(-1).tolist()
-            for row, token in zip(open_rows, chosen, strict=False):
-                rows[row].append(token)
-            open_rows = [row for row in open_rows if rows[row][-1] != end and len(rows[row]) < self.context]
-        return rows
-
-    def decode_solution(self, row: list[int]) -> list[str]:
-        """Decode the words after the colon. A model may have more tokens than words."""
-        behind = row[row.index(self.ids[":"]) + 1 :]
-        return [self.words[token] if token < len(self.words) else "<pad>" for token in behind]
-
-
-def pad_to_block(length: int) -> int:
-    """Round a length up to a whole number of blocks."""
-    return -(-length // BLOCK) * BLOCK
+    def is_right(self, number: int, answer: list[int]) -> bool:
+        words = [self.words[token] if token < len(self.words) else "<pad>" for token in answer]
+        return is_solved(self.held_out_problems[number], words, self.settings.modulus)
 
 
 def words_of(value: Operand | Operation) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Self, TypeVar
@@ -24,6 +25,8 @@ MOST = 2**27
 BLOCK, DRAWN = 256, 2**22
 # How often to redraw a row that equals a held-out one.
 TRIES = 100
+# Rows of varying length are padded to a multiple of this, to limit the number of shapes.
+PADDING = 32
 
 
 class SyntheticSettings(DataSettings):
@@ -62,8 +65,8 @@ class SyntheticData(ABC, Generic[S]):
     """A task whose rows are drawn as needed; see `headwater_lab.data.base.Data`.
 
     A training row is a function of (seed, its number): rows are drawn in blocks of a fixed size, from which batches
-    take rows. Training and accuracy use only positions whose label is determined by the row up to there (and a
-    fixed table): `shift_labels` is -100 elsewhere.
+    take rows. Training and accuracy use only positions whose label, or its distribution, is determined by the row up to
+    there (and a fixed table): `shift_labels` is -100 elsewhere.
     """
 
     metric = "accuracy"
@@ -173,9 +176,80 @@ class SyntheticData(ABC, Generic[S]):
         return str(token)
 
     def write_row(self, batch: Batch, row: int) -> str:
-        """Write a row as text, with an arrow to the label where there is one."""
+        """Write a row as text, without padding, with an arrow to the label where there is one."""
         pairs = zip(batch["input_ids"][row].tolist(), batch["shift_labels"][row].tolist(), strict=True)
-        return " ".join(self.write_token(x) + ("" if y < 0 else f"→{self.write_token(y)}") for x, y in pairs)
+        text = " ".join(self.write_token(x) + ("" if y < 0 else f"→{self.write_token(y)}") for x, y in pairs)
+        return text.partition(" <pad>")[0]
+
+
+class WrittenData(SyntheticData[S]):
+    """A task whose accuracy judges the answers that the model writes greedily; the loss is that of drawn answers."""
+
+    # The tokens that end a prompt and an answer.
+    mark: int
+    end: int
+
+    @abstractmethod
+    def is_right(self, number: int, answer: list[int]) -> bool:
+        """Judge what the model wrote after the prompt of a held-out row. Its tokens may exceed the vocabulary."""
+
+    @functools.cached_property
+    def held_out_prompts(self) -> list[list[int]]:
+        return [row[: row.index(self.mark) + 1] for row in self.held_out()["input_ids"].tolist()]
+
+    def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
+        loss = super().evaluate(logits, share).metrics["loss"]
+        numbers = range(share.rank, self.settings.held_out, share.world)
+        prompts = [self.held_out_prompts[number] for number in numbers or [0]]
+        rows = self.write_answers(logits, prompts, share)
+        right = [
+            self.is_right(number, row[len(prompt) :])
+            for number, prompt, row in zip(numbers, prompts, rows, strict=False)
+        ]
+        count = share.total(torch.tensor([sum(right)], dtype=torch.float64))
+        return Evaluation({"accuracy": float(count) / self.settings.held_out, "loss": loss})
+
+    @torch.no_grad()
+    def write_answers(
+        self, logits: Callable[[Batch], Tensor], prompts: list[list[int]], share: Share
+    ) -> list[list[int]]:
+        """Let the model continue each of the prompts of a process, up to the end or the longest row.
+
+        Models in several processes must run together: all continue until the last has ended.
+        """
+        rows = [list(prompt) for prompt in prompts]
+        open_rows = list(range(len(rows)))
+        while float(share.total(torch.tensor([float(len(open_rows))]))):
+            turn = open_rows or [0]
+            length = pad_length(max(len(rows[row]) for row in turn))
+            ids = torch.tensor([rows[row] + [0] * (length - len(rows[row])) for row in turn])
+            ends = torch.tensor([len(rows[row]) - 1 for row in turn])
+            scores = logits({"input_ids": ids})
+            chosen = scores[torch.arange(len(turn)), ends.to(scores.device)].argmax(-1).tolist()
+            for row, token in zip(open_rows, chosen, strict=False):
+                rows[row].append(token)
+            open_rows = [row for row in open_rows if rows[row][-1] != self.end and len(rows[row]) < self.context]
+        return rows
+
+
+def pad_length(length: int) -> int:
+    """Round a length up to a multiple of `PADDING`."""
+    return -(-length // PADDING) * PADDING
+
+
+def pack_rows(prompts: list[list[int]], answers: list[list[int]], length: int) -> Batch:
+    """Write each prompt and its answer as a row of `length` tokens, padded with 0; the labels are the answers."""
+    ids = torch.zeros(len(prompts), length, dtype=torch.long)
+    labels = torch.full_like(ids, -100)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) - 1 : len(prompt) + len(answer) - 1] = torch.tensor(answer)
+    return {"input_ids": ids, "shift_labels": labels}
+
+
+def draw_chance(draw: torch.Generator) -> random.Random:
+    """Draw a generator of Python's own, for tasks that are not tensors."""
+    return random.Random(int(torch.randint(2**62, (), generator=draw)))
 
 
 def share_of(hits: Tensor, where: Tensor) -> float:
