@@ -616,6 +616,15 @@ def test_the_command(written, tmp_path, run, dtype):
     data = settings.model_copy(update={"held_out_rows": None}).build()
     assert settings.held_out_rows == result["price"]["rows"] < data.held_out_rows
     assert measure_model(open_trained(out).model, data) == result["after"]
+    # The card has the result on all held-out text, and a stage's card only what the stage measured.
+    stage = sorted(out.glob("stages/*"))[0]
+    for source, loss in ((out, result["after"]["loss"]), (stage, read_record(stage).held_out[-1].metrics["loss"])):
+        code, _, said = run("export", source, "--out", tmp_path / f"card-{source.name}")
+        assert code == 0, said
+        card = (tmp_path / f"card-{source.name}" / "README.md").read_text()
+        assert f"| loss | {loss:.4f} |" in card
+        assert ("on all data" in card) == (source is out)
+        assert "True" not in card.partition("## How it was made")[2].partition("##")[0]
     assert "has seen 384 tokens more than the original" in " ".join(printed.split())
     assert "--family" not in printed
     assert result["price"]["flops"].keys() == {"start", "finish", "heal", "measuring"}

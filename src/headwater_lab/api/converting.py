@@ -24,7 +24,7 @@ from headwater_lab.recipe.recipe_files import change_recipe, load_recipe
 from headwater_lab.training.checkpoints import FOLDER, newest_checkpoint, read_history
 from headwater_lab.training.model_estimates import ConversionPrice, price_conversion, read_count
 from headwater_lab.training.processes import connect_processes
-from headwater_lab.training.records import RunRecord
+from headwater_lab.training.records import CONVERSION, RunRecord
 from headwater_lab.training.run_folder import check_ours, mark_folder
 from headwater_lab.training.saving import how_to_load, publish_model, write_model
 from headwater_lab.training.stages import (
@@ -44,8 +44,8 @@ from headwater_lab.util.terminal import lined, si
 
 # Tokens in a row, if the model has positions for as many, and rows in a step.
 CONTEXT, ROWS = 512, 8
-# In the folder of a conversion: what it measured, and the run of its control.
-RESULT, CONTROL = "conversion.json", "control"
+# In the folder of a conversion: the run of its control.
+CONTROL = "control"
 
 
 @quiet()
@@ -189,7 +189,7 @@ def _measure_original(
 ) -> dict[str, dict[str, float]]:
     """Measure the original on all held-out data, unless that was done before an interruption, and tell how long the
     rest takes at this speed."""
-    file = out / RESULT
+    file = out / CONVERSION
     if file.is_file():
         return {"before": read_object(file)["before"]}
     started = time.perf_counter()
@@ -280,7 +280,7 @@ def _report_conversion(
     "after", and the "control" if there is one."""
     curve = list_healing(record)
     result = {"source": source, "price": asdict(priced), **measures, "curve": curve}
-    replace_text(target / RESULT, json.dumps(result, indent=1) + "\n")
+    replace_text(target / CONVERSION, json.dumps(result, indent=1) + "\n")
     # The control is the fairer comparison: it has seen the same tokens.
     basis = list(measures)[-1] if "control" in measures else "before"
     table = lined("", *measures, f"after / {basis}")

@@ -19,6 +19,7 @@ from headwater_lab.data.base import DATA, Data, DataSettings, DataShape
 from headwater_lab.data.images.image_data import ImageSettings
 from headwater_lab.data.language import LanguageSettings
 from headwater_lab.optimization.laws import LAWS, Hyperparameters
+from headwater_lab.optimization.schedules import find_decay_start
 from headwater_lab.recipe.comparison_section import Compare
 from headwater_lab.recipe.messages import Sections, build_refusal, find_untrusted, list_problems
 from headwater_lab.recipe.model_section import (
@@ -291,11 +292,17 @@ def _follow_law(law: str, size: int, width: int, tokens: float, recipe: Recipe) 
         Hyperparameters(batch, base.learning_rate, base.warmup_steps * batch, base.decay_fraction, base.weight_decay),
     )
     rows = max(1, round(settings.batch / unit))
+    steps, warmup = max(1, round(tokens / (rows * unit))), round(settings.warmup / (rows * unit))
+    if (decay := find_decay_start(steps, settings.decay_fraction)) < warmup:
+        raise HeadwaterError(
+            f"compare.ladder.law={law} sets {steps:,} steps that decay after step {decay:,}, and {warmup:,} steps of "
+            f"warm-up, for width {width}; raise compare.ladder.tokens_per_parameter."
+        )
     return {
-        "steps": max(1, round(tokens / (rows * unit))),
+        "steps": steps,
         "batch_size": rows,
         "learning_rate": float(f"{settings.learning_rate:.4g}"),
-        "warmup_steps": round(settings.warmup / (rows * unit)),
+        "warmup_steps": warmup,
         "schedule": "wsd",
         "decay_fraction": settings.decay_fraction,
         "weight_decay": float(f"{settings.weight_decay:.4g}"),

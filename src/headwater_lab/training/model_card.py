@@ -11,11 +11,12 @@ from typing import Any
 import yaml
 
 from headwater.models.card import CARD
+from headwater.models.load import read_object
 from headwater.util.errors import HeadwaterError
 from headwater.util.hub import is_path
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.checkpoints import FOLDER
-from headwater_lab.training.records import RECORD, Event, RunRecord, read_record
+from headwater_lab.training.checkpoints import FOLDER, newest_checkpoint
+from headwater_lab.training.records import CONVERSION, RECORD, Event, RunRecord, read_record
 from headwater_lab.training.trained_models import Trained, last_training
 
 # How each metric is measured; others are explained by their names.
@@ -41,7 +42,7 @@ def describe_history(trained: Trained) -> dict[str, Any]:
     record = _find_record(trained)
     sections = [("How it was made", "\n".join(f"- {line}" for line in _list_changes(trained.history)))]
     if record is not None:
-        sections += [("Training", _describe_training(record)), *_describe_results(record, trained.history)]
+        sections += [("Training", _describe_training(record)), *_describe_results(record, trained)]
         sections.append(("Recipe", _write_recipe(record)))
     bases = [event.details["source"] for event in trained.history if event.details.get("on_hub")]
     return {
@@ -78,7 +79,9 @@ def _list_changes(history: list[Event]) -> Iterator[str]:
             yield f"Trained on {names}: {event.tokens:,} {unit}{steps}, {event.flops:.3g} FLOPs."
         else:
             facts = (
-                f"{name.replace('_', ' ')} {_write(value)}" for name, value in details.items() if value is not None
+                name.replace("_", " ") + ("" if value is True else f" {_write(value)}")
+                for name, value in details.items()
+                if value is not None
             )
             yield f"{event.kind.capitalize()}: {'; '.join(facts)}."
 
@@ -112,18 +115,32 @@ def _describe_training(record: RunRecord) -> str:
     return "\n".join(f"- {line}" for line in lines if line)
 
 
-def _describe_results(record: RunRecord, history: list[Event]) -> Iterator[tuple[str, str]]:
+def _read_conversion(checkpoint: Path) -> dict[str, float]:
+    """Read what a conversion measured of its result on all held-out data; its runs measure on fewer rows."""
+    for folder in checkpoint.parents[1:4]:
+        if (folder / CONVERSION).is_file() and newest_checkpoint(folder) == checkpoint:
+            metrics: dict[str, float] = read_object(folder / CONVERSION).get("after", {})
+            return metrics
+    return {}
+
+
+def _describe_results(record: RunRecord, trained: Trained) -> Iterator[tuple[str, str]]:
     """Yield the section with what was measured at the checkpoint's step, and how."""
-    step = None if record.stages else history[-1].details.get("steps")
+    step = None if record.stages else trained.history[-1].details.get("steps")
     points = [point for point in record.held_out if step in (None, point.step)]
     if not points:
         return
-    metrics = points[-1].metrics
+    converted = _read_conversion(Path(trained.source))
+    metrics = converted or points[-1].metrics
     table = "\n".join(f"| {name.replace('_', ' ')} | {value:.4f} |" for name, value in metrics.items())
     size = {name: record.data.get(f"held_out_{name}") for name in ("documents", "bytes")}
     context = record.recipe.get("data", {}).get("context")
-    lines = [f"Measured at step {points[-1].step:,} on data that was held out of training"]
-    lines[0] += f" (documents: {size['documents']:,}, bytes: {size['bytes']:,})." if all(size.values()) else "."
+    lines = [f"Measured at step {points[-1].step:,} on {'all ' if converted else ''}data that was held out of training"]
+    lines[0] += (
+        f" (documents: {size['documents']:,}, bytes: {size['bytes']:,})."
+        if all(size.values()) and not converted
+        else "."
+    )
     lines += [_CUT.format(context=f"{context:,}")] if context and "loss" in metrics else []
     lines += [text for name, text in _MEASURED.items() if name in metrics]
     yield "Held-out results", f"| metric | value |\n| --- | --- |\n{table}\n\n{' '.join(lines)}"

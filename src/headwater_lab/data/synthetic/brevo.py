@@ -31,7 +31,7 @@ class BrevoSettings(SyntheticSettings):
     nodes: int = Field(default=8, ge=3, le=2**10)
     """The most nodes of a training graph, from 3 on equally likely; a held-out graph has exactly this many."""
     parents: int = Field(default=4, ge=1, le=2**10)
-    """The most edges that end in a node. A graph without a parent for every node has up to a quarter of such nodes."""
+    """The most edges that end in a node. Of n nodes, 1 to n // 4 + 1 have none."""
     held_out: int = Field(default=128, ge=1, le=2**20)
     """Graphs to evaluate on. The model writes an answer for each, without a cache."""
 
