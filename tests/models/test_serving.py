@@ -419,6 +419,29 @@ def test_a_client_that_leaves_frees_the_server(served, stream):
     assert time.monotonic() - begun < 10, "100 answers of 240 tokens take longer"
 
 
+@pytest.mark.slow  # the answers have 20 seconds
+def test_a_server_that_is_stopped_ends_long_answers(tmp_path):
+    """An answer under way is refused in OpenAI's form, and neither it nor a client that left writes a traceback."""
+    speaker(SHIFT).save_pretrained(tmp_path / "base")
+    with_tokenizer(tmp_path / "base")
+    process = processes.Command("serve", str(tmp_path / "base"), *FREE_PORT)
+    with process.folder, stopped(process), ThreadPoolExecutor(2) as pool:
+        server = Server(process, process.files[1])
+        long = dict(prompt="Hello", max_tokens=60000, temperature=0)
+        with pytest.raises(TimeoutError):
+            server.opener.open(f"{server.address}/v1/completions", json.dumps(long).encode(), timeout=1)
+        assert server.complete("Hello", max_tokens=1)
+        waiter = pool.submit(refused, server, "completions", 503, **long)
+        stream = pool.submit(server.post, "completions", stream=True, **long)
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        assert "is stopping" in waiter.result(60)
+        assert stream.exception(60) is not None or "[DONE]" not in str(stream.result())
+        process.wait(30)
+        assert "Traceback" not in (log := server.said()), log
+        assert "never retrieved" not in log, log
+
+
 def test_a_model_without_a_chat_template_says_so(tmp_path):
     from headwater_lab.serving.requests import RequestError
     from headwater_lab.serving.server import encode_chat

@@ -59,6 +59,8 @@ NO_TEMPLATE = "the model's tokenizer has no chat template"
 DEFAULT_LENGTH = 1024
 # Seconds between checks whether the client is still connected.
 SECONDS_BETWEEN_LOOKS = 0.2
+# Seconds that answers under way have after SIGTERM; service managers kill after 30 or more.
+SECONDS_TO_FINISH = 20
 # HTTP status for a client that has disconnected. Nobody reads it.
 CLIENT_LEFT = 499
 
@@ -73,7 +75,12 @@ def serve_checkpoint(name: str, source: Path, host: str, port: int, device: str,
     model.to(device, dtype)
     if tokenizer.chat_template is None:
         logger.warning(f"{NO_TEMPLATE}: chats are answered with HTTP 400; use /v1/completions.")
-    uvicorn.run(ModelServer(name, model, tokenizer).build_app(), host=host, port=port)
+    app = ModelServer(name, model, tokenizer).build_app()
+    # uvicorn reports how many answers it ends when it stops, and then a traceback of each.
+    logging.getLogger("uvicorn.error").addFilter(
+        lambda record: not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+    )
+    uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=SECONDS_TO_FINISH)
 
 
 class ModelServer:
@@ -140,9 +147,10 @@ class ModelServer:
         try:
             while not (await asyncio.wait({work}, timeout=SECONDS_BETWEEN_LOOKS))[0]:
                 if await request.is_disconnected():
-                    work.cancel()
                     return Response(status_code=CLIENT_LEFT)
             await work
+        except asyncio.CancelledError:  # from uvicorn, after `SECONDS_TO_FINISH`
+            return JSONResponse(error_body("The server is stopping; ask again later.", status=503), 503)
         finally:
             for run in runs:  # if the client has left or a prompt has failed, stop the others
                 run.cancel()
