@@ -168,8 +168,9 @@ def test_the_points_and_laws_of_the_scaling_figure_are_numbers(folder):
     for row in rows:
         losses = [float(r["loss"]) for r in runs if (r["arm"], r["size"]) == (row["arm"], row["size"])]
         assert float(row["loss"]) == pytest.approx(sum(losses) / len(losses))
+        assert row["error"] == ""  # a law through three sizes leaves nothing to tell its error from
         law = float(row["e"]) + float(row["a"]) / float(row["parameters"]) ** float(row["exponent"])
-        assert law == pytest.approx(float(row["loss"]), abs=3 * float(row["error"]) + 1e-9)
+        assert law == pytest.approx(float(row["loss"]), rel=0.01)
         assert (row["more"] == "") == (row["arm"] == PLAIN)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 
 import pytest
 
@@ -32,7 +33,11 @@ def test_whole_turns_are_kept(turns):
 
 
 @pytest.mark.parametrize(("at", "rows"), [(("first", 2), 0), (("first", 6), 1), (("second", 1), 1), (("second", 8), 2)])
-def test_rows_of_an_interrupted_benchmark(at, rows):
+def test_rows_of_an_interrupted_benchmark(at, rows, request):
+    # A shell that starts the tests in the background lets them ignore SIGINT.
+    request.addfinalizer(
+        partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
+    )
     pairs = [(name, mechanism_pair({"kv_shift": {}}, TINY)) for name in ("first", "second")]
 
     def interrupt(name, done, total):

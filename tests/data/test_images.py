@@ -156,7 +156,7 @@ def test_batches_and_their_fingerprints_are_those_made_image_by_image(mix):
         pytest.skip("torchvision is not installed: make test-vision")
     changes = EVERYTHING | {"mixup": 0.0, "cutmix": 0.0} | ({mix.lower(): 1.0} if mix else {})
     data = DigitsSettings(augmentation=changes, workers=3).build()
-    recipe = SimpleNamespace(seed=4, training=SimpleNamespace(batch_size=28))
+    recipe = SimpleNamespace(seed=4, training=SimpleNamespace(batch_size=28, compile=None))
     before = set(threading.enumerate())
     with closing(read_batches(recipe, data, 28, Share(), False, False)) as made:
         for first, found in zip((28, 56, 84), made, strict=False):

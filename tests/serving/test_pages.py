@@ -108,5 +108,5 @@ def test_a_mechanism_that_keeps_a_state_is_refused(monkeypatch):
 def test_a_missing_vllm_is_named(run):
     code, _, err = run("serve", "checkpoint", "--engine", "vllm")
     assert code == 2
-    assert "This needs vLLM, which is not installed; install it with: pip install" in err
+    assert "This needs vLLM, which is not installed; install it with `pip install" in err
     assert "[vllm]'" in err

@@ -71,12 +71,7 @@ def _list_changes(history: list[Event]) -> Iterator[str]:
     for event in history:
         details = {name: _hide_paths(value) for name, value in event.details.items() if name != "on_hub"}
         if event.kind == "trained":
-            data = (details.get("data") or {}).get("settings") or {}
-            unit = "images" if data.get("kind") == "images" else "tokens"
-            source = data.get("source") or data.get("kind") or "unknown data"
-            names = ", ".join(f"`{name}`" for name in (source if isinstance(source, dict) else [source]))
-            steps = f", {details['steps']:,} steps" if isinstance(details.get("steps"), int) else ""
-            yield f"Trained on {names}: {event.tokens:,} {unit}{steps}, {event.flops:.3g} FLOPs."
+            yield _describe_data(event, details)
         else:
             facts = (
                 name.replace("_", " ") + ("" if value is True else f" {_write(value)}")
@@ -84,6 +79,17 @@ def _list_changes(history: list[Event]) -> Iterator[str]:
                 if value is not None
             )
             yield f"{event.kind.capitalize()}: {'; '.join(facts)}."
+
+
+def _describe_data(event: Event, details: dict[str, Any]) -> str:
+    """Write on what, and for how long, a model was trained."""
+    data = (details.get("data") or {}).get("settings") or {}
+    unit = "images" if data.get("kind") == "images" else "tokens"
+    source = data.get("source") or data.get("kind") or "unknown data"
+    names = ", ".join(f"`{name}`" for name in (source if isinstance(source, dict) else [source]))
+    count = details.get("steps")
+    steps = f", {count:,} step{'' if count == 1 else 's'}" if isinstance(count, int) else ""
+    return f"Trained on {names}: {event.tokens:,} {unit}{steps}, {event.flops:.3g} FLOPs."
 
 
 def _describe_training(record: RunRecord) -> str:
