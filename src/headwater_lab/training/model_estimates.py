@@ -26,7 +26,7 @@ from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater.util.files import explain_absence, is_address
 from headwater.util.precision import Precision
 from headwater_lab.data.base import DataShape
-from headwater_lab.data.language import LOGITS
+from headwater_lab.data.language import count_batch_rows
 from headwater_lab.data.tokenizer import local_size
 from headwater_lab.recipe.messages import build_refusal, describe_unknown_field
 from headwater_lab.recipe.model_section import IMAGE_FIELDS, MODEL_FIELDS
@@ -155,7 +155,7 @@ def _price_stages(
         # Distillation stores the teacher's and both distributions, and computes two gradients of the same size.
         distilling = 0 if teacher is None else 5 * logits * training.batch_size
         # Evaluation computes them and their log-softmax, while the training state stays in memory.
-        batch = min(held_out_rows, max(1, min(16_384, LOGITS // config.vocab_size) // context))
+        batch = min(held_out_rows, count_batch_rows(config.vocab_size, context))
         stages[name] = StagePrice(
             tokens,
             (step.at[0].training + taught) * tokens,
