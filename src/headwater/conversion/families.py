@@ -216,9 +216,12 @@ class Family:
         for name in (name for name in config.field_names() if name not in _BESIDE | unread):
             value, family_value = _make_comparable(config, name), _make_comparable(restored, name)
             if value != family_value:
+                difference = f"{value!r}, only {family_value!r}"
+                if isinstance(value, dict):
+                    difference = " and ".join(key for key in value if value[key] != (family_value or {}).get(key))
                 raise HeadwaterError(
-                    f"A {self.name} model cannot have {name} {value!r}, only {family_value!r}; change it, or choose "
-                    "another family."
+                    f"A {self.name} model cannot have {name} {difference}; change it, choose another family, or leave "
+                    "out the family."
                 )
         return written
 

@@ -162,7 +162,8 @@ def check_paged(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> None:
     for need, name in needs.items():
         if name:
             raise HeadwaterError(
-                f"{name}: an engine with paged attention lacks {need}, so its output would be wrong; use generate."
+                f"{name}: an engine with paged attention lacks {need}, so its output would be wrong; use "
+                "generate or headwater serve."
             )
     if not config.materialise:
         raise HeadwaterError(

@@ -128,12 +128,21 @@ def read_config(folder: Path) -> HeadwaterConfig:
     return config_from(HeadwaterVisionConfig if of_images else HeadwaterConfig, folder)
 
 
+def check_config(folder: Path) -> None:
+    """Raise `HeadwaterError` for a folder without a config.json."""
+    if (folder / "adapter_config.json").is_file() and not (folder / CONFIG).is_file():
+        raise HeadwaterError(
+            f"{str(folder)!r} is an adapter, not a model; merge it with PEFT (merge_and_unload), and save the result."
+        )
+    if not os.path.lexists(folder / CONFIG):
+        raise HeadwaterError(f"{str(folder)!r} is not a checkpoint: it has no {CONFIG}.")
+
+
 def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:
     """The config.json of a folder as a config of class `kind`. Raises `HeadwaterError`."""
-    file = folder / CONFIG
-    if not os.path.lexists(file):
-        raise HeadwaterError(f"{str(folder)!r} is not a checkpoint: it has no {CONFIG}.")
+    check_config(folder)
     check_layers(folder)
+    file = folder / CONFIG
     content = read_object(file)
     check_names(kind, content, file)
     with reading(f"The {CONFIG} in {str(folder)!r}", "correct it, or use an intact checkpoint"):

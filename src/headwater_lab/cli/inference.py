@@ -165,13 +165,13 @@ def serve_model(
 
 def _find_text_checkpoint(checkpoint: Path) -> Path:
     """Find the newest checkpoint of a run. Raises `HeadwaterError` if it cannot answer text."""
+    from headwater.models.load import check_config
     from headwater_lab.data.tokenizer_files import has_tokenizer
     from headwater_lab.training.checkpoints import check_sums, newest_checkpoint
 
     source = newest_checkpoint(checkpoint)
     check_sums(source)
-    if not (source / "config.json").is_file():
-        raise HeadwaterError(f"{str(source)!r} is not a checkpoint: it has no config.json.")
+    check_config(source)
     if not has_tokenizer(source):
         raise HeadwaterError(f"{str(source)!r} has no tokenizer, so it cannot answer text.")
     return source
