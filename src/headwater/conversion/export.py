@@ -7,7 +7,6 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.config.auto_map import EXPORTED, auto_class_of
-from headwater.config.planner import plan_layers
 from headwater.conversion import to_transformers
 from headwater.models.card import CARD, make_card
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -45,7 +44,7 @@ def export(
     with model.including_code():
         if materialise:
             model.config.materialise = True
-            check_paged(model.config, plan_layers(model.config))
+            check_paged(model.config, model.plans)
         _write_folder(model, folder, tokenizer, card)
     return folder
 
@@ -79,5 +78,7 @@ def _write_folder(
         model.save_pretrained(beside)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)
-        text = card if isinstance(card, str) else make_card(model, **({"name": folder.name} | dict(card or {})))
-        (beside / CARD).write_text(str(text), encoding="utf-8")
+        if not isinstance(card, str):
+            options = {"name": folder.name} | dict(card or {})
+            card = str(make_card(model, has_preparer=tokenizer is not None, **options))
+        (beside / CARD).write_text(card, encoding="utf-8")
