@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import headwater_lab as lab
 from conftest import build, tokens
-from headwater import HeadwaterError
+from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.conversion.export import export
 from headwater.cost.counts import cache_bytes_per_token
 from hub import READER, TOKEN, Hub, serve_hub
@@ -45,6 +46,7 @@ for name in sys.argv[2:]:
     model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
     assert type(model).__module__.startswith("transformers_modules."), type(model)
     answer[name] = model(torch.tensor(json.loads(sys.argv[1]))).logits.tolist()
+    model.push_to_hub(f"{name}-again")
 print(json.dumps(answer))
 """
 
@@ -105,7 +107,6 @@ def test_what_is_uploaded_loads_without_headwater(hub: Hub, trained: Path, run: 
     pushed = hub.repositories["me/model"].files
     assert pushed.keys() >= {"modeling_headwater.py", "headwater_mechanisms_neutreno.py", "README.md"}
     assert 'from_pretrained("me/model", trust_remote_code=True)' in pushed["README.md"].decode()
-    assert b"[More Information Needed]" not in pushed["README.md"]
     assert not model.config.auto_map
 
     logits = load_apart(hub, tmp_path, "me/tiny", "me/model")
@@ -113,6 +114,10 @@ def test_what_is_uploaded_loads_without_headwater(hub: Hub, trained: Path, run: 
     torch.testing.assert_close(logits["me/model"], model(ids).logits, rtol=0, atol=0)
     original = AutoModelForCausalLM.from_pretrained(trained)
     torch.testing.assert_close(logits["me/tiny"], original(ids).logits, rtol=0, atol=0)
+    again = hub.repositories["me/model-again"].files  # by the exported code, which leaves out one line
+    card = pushed["README.md"].decode().replace("me/model", "me/model-again")
+    assert again["README.md"].decode() == re.sub("- Cache:.*\n", "", card)
+    assert again.keys() == pushed.keys()
 
 
 def test_saving_with_an_upload_writes_code_and_card(hub: Hub, tmp_path: Path) -> None:
@@ -123,10 +128,26 @@ def test_saving_with_an_upload_writes_code_and_card(hub: Hub, tmp_path: Path) ->
     files = hub.repositories["me/saved"].files
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "folder").iterdir() if path.stem != "notes"}
     assert "headwater_mechanisms_smear.py" in files
-    card = b"---\ntags: [mine]\n---\n# Mine\n"
+    card = b"---\ntags: [mine]\n---\n# Mine\n\n[More Information Needed]\n"
     hub.repositories["me/saved"].files["README.md"] = card  # as its owner edited it on the hub
     model.push_to_hub("me/saved")
     assert b"# Mine" in hub.repositories["me/saved"].files["README.md"]
+
+
+def test_the_card_says_how_this_class_loads(hub: Hub) -> None:
+    class Mine(HeadwaterForCausalLM):
+        pass
+
+    model = build({"smear": {}})
+    for name, pushed in {"mine": Mine(model.config), "base": model.model}.items():
+        pushed.push_to_hub(f"me/{name}", tags=["ours"])
+    mine, base = (hub.repositories[f"me/{name}"].files for name in ("mine", "base"))
+    assert "modeling_headwater.py" not in mine  # which would load another class
+    assert b"trust_remote_code" not in mine["README.md"]
+    card = ModelCard(base["README.md"].decode())
+    assert card.data.tags == ["headwater", "smear", "ours"]
+    assert card.data.pipeline_tag == "feature-extraction"
+    assert 'model = AutoModel.from_pretrained("me/base", trust_remote_code=True)' in card.text
 
 
 def test_uploads_are_refused_before_they_lose_something(
@@ -176,6 +197,18 @@ def test_uploads_are_refused_before_they_lose_something(
     assert len(hub.repositories) == before
 
 
+def test_what_cannot_be_exported_is_said_in_words(trained: Path, run: Any, tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    assert "kv_shift: an engine with paged attention lacks" in run("export", trained, "--out", out, "--materialise")[2]
+    said = run("export", trained, "--out", out, "--family", "llama")[2]
+    assert "cannot have mechanisms kv_shift and value_residual; change" in said
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    for command in ("export", tmp_path / "lora", "--out", out), ("serve", tmp_path / "lora"):
+        assert "is an adapter, not a model; merge it" in run(*command)[2]
+    assert not out.exists()
+
+
 def test_options_of_the_command_are_checked(trained: Path, run: Any, tmp_path: Path) -> None:
     assert "Name a new folder with --out, a repository with --push" in run("export", trained)[2]
     assert "--private has no effect without --push" in run("export", trained, "--out", tmp_path / "x", "--private")[2]
@@ -197,10 +230,11 @@ def test_the_card_is_what_the_run_recorded(trained: Path, run: Any, tmp_path: Pa
         f"Cache: {cache_bytes_per_token(model.config):,} bytes a token",
         f"Trained on `input.txt`: {record['tokens']:,} tokens, 3 steps,",
         f"| bits per byte | {record['held_out'][-1]['metrics']['bits_per_byte']:.4f} |",
-        "rows of 16 tokens that do not overlap",
+        "rows of 16 tokens that do not overlap.",
         record["data"]["sha256"],
         record["environment"]["device_name"],
         "1 warm-up steps",
+        'tokenizer = AutoTokenizer.from_pretrained("exported", trust_remote_code=True)',
     ):
         assert fact in card.text
     recipe = yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])
