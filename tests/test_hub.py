@@ -22,7 +22,8 @@ from conftest import build, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.conversion.export import export
 from headwater.cost.counts import cache_bytes_per_token
-from hub import READER, TOKEN, Hub, serve_hub
+from headwater.util.hub import find_repository
+from hub import EXPIRED, READER, TOKEN, Hub, serve_hub
 
 SETTINGS = {
     "name": "tiny",
@@ -160,9 +161,11 @@ def test_uploads_are_refused_before_they_lose_something(
     lab.push_to_hub(trained, "me/tiny")  # the same again
     assert repository.messages == ["Upload model"]
 
-    repository.files |= {"config.json": b"{}", "theirs.bin": b"1"}
+    repository.files |= {"config.json": b"{}", "model.safetensors": b"", "theirs.bin": b"1"}
     changed = dict(repository.files)
-    with pytest.raises(HeadwaterError, match=r"'me/tiny' already has other content in config\.json; add --overwrite"):
+    with pytest.raises(
+        HeadwaterError, match=r"'me/tiny' already has other content in (config\.json|model\.safetensors), .*add --ov"
+    ):
         lab.push_to_hub(trained, "me/tiny")
     with pytest.raises(HeadwaterError, match="exists and is public; leave out --private"):
         lab.push_to_hub(trained, "me/tiny", private=True, overwrite=True)
@@ -170,6 +173,12 @@ def test_uploads_are_refused_before_they_lose_something(
     lab.push_to_hub(trained, "me/tiny", overwrite=True, message="Again")
     assert repository.files == first | {"theirs.bin": b"1"}
     assert repository.messages == ["Upload model", "Again"]
+    info = find_repository("me/tiny")
+    repository.files["README.md"] = b"theirs, written during the export"
+    with monkeypatch.context() as patch:
+        patch.setattr("headwater.util.hub.find_repository", lambda *arguments: info)
+        with pytest.raises(HeadwaterError, match=r"answered 412 .* A commit has happened"):
+            lab.push_to_hub(trained, "me/tiny", overwrite=True)
 
     before = len(hub.repositories)
     for name in ("tiny", "me/a b", "me/tiny/model"):
@@ -179,9 +188,10 @@ def test_uploads_are_refused_before_they_lose_something(
     with pytest.raises(HeadwaterError, match=r"answered 403 for 'me/new': You don't have the rights.*a token that may"):
         lab.push_to_hub(trained, "me/new", out=tmp_path / "kept")
     assert (tmp_path / "kept" / "modeling_headwater.py").is_file()
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(HeadwaterError, match="answered 401 for 'me/new': Invalid credentials"):
-        lab.push_to_hub(trained, "me/new", out=tmp_path / "never")
+    for token in ("hf_wrong", EXPIRED):
+        monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(HeadwaterError, match="does not accept this token; log in again"):
+            lab.push_to_hub(trained, "me/new", out=tmp_path / "never")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(HeadwaterError, match="There is no token for the Hugging Face hub; log in with `hf auth login`"):
@@ -245,10 +255,17 @@ def test_the_card_is_what_the_run_recorded(trained: Path, run: Any, tmp_path: Pa
     again = json.loads((tmp_path / "b" / "record.json").read_text())
     assert again["held_out"][-1]["metrics"] == record["held_out"][-1]["metrics"]
 
-    # Of an earlier checkpoint, the card has no later results; of a model without a history, what the model shows.
     history = next(trained.glob("checkpoints/*/history.json"))
     assert str(tmp_path / "private") in history.read_text()
     assert str(tmp_path) not in card.content
+    # Measured at another step, or the record of another run; then a model without a history.
+    record["held_out"][-1]["step"] = 2
+    changes = {"step": record, "seed": record | {"seed": 7}}
+    for name, sections in {"step": {"Training"}, "seed": set()}.items():
+        (trained / "record.json").write_text(json.dumps(changes[name]))
+        assert run("export", trained, "--out", tmp_path / name)[0] == 0
+        titles = set(re.findall("^## (.*)$", (tmp_path / name / "README.md").read_text(), re.M))
+        assert titles & {"Training", "Held-out results"} == sections
     export(build({}), tmp_path / "bare")
     bare = ModelCard.load(tmp_path / "bare" / "README.md")
     assert "## Training" not in bare.text
