@@ -81,6 +81,7 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
     _check_devices(training.device, devices)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         die_with_parent()
+    user_sets_threads = "OMP_NUM_THREADS" in os.environ
     try:
         fabric = Fabric(
             accelerator=training.device,
@@ -95,6 +96,8 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
             if nodes > 1:
                 _tell_waiting(fabric, training)
             fabric.launch()
+        if not user_sets_threads:  # Fabric sets them, as if a node had a machine to itself
+            os.environ.pop("OMP_NUM_THREADS", None)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise HeadwaterError(
             f"The {world} processes of this run did not connect within "
