@@ -98,17 +98,7 @@ def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) 
     """
     stages = values.get("stages")
     stages = dict(enumerate(stages)) if isinstance(stages, list) else {}
-    # (text as written, names in the key, value).
-    parsed: list[tuple[str, list[Any], Any]] = []
-    for text in overrides:
-        names, value = parse_override(text)
-        trust_names_in([names, value])
-        is_of_stage = names[0] == "stages" and len(names) > 1
-        parsed.append((text, _number_stage(text, names, stages) if is_of_stage else names, value))
-    last = {tuple(names): text for text, names, _ in parsed}
-    for text, names, _ in parsed:
-        if text != last[tuple(names)]:
-            logger.warning(f"{text} has no effect, since {last[tuple(names)]} follows it.")
+    parsed = _parse_overrides(overrides, stages)
     said = apply_overrides({}, parsed)
     changed = apply_overrides(values | {"stages": stages} if stages else values, parsed)
     if isinstance(changed.get("stages"), dict):
@@ -128,6 +118,21 @@ def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) 
     if unread := list(dict.fromkeys([*unread, *find_unread(recipe, chains, said)])):
         raise build_refusal(where, unread)
     return recipe
+
+
+def _parse_overrides(overrides: Sequence[str], stages: Mapping[int, Any]) -> list[tuple[str, list[Any], Any]]:
+    """Parse overrides, each (its text, the names in its key, its value), and log those that a later one replaces."""
+    parsed: list[tuple[str, list[Any], Any]] = []
+    for text in overrides:
+        names, value = parse_override(text)
+        trust_names_in([names, value])
+        is_of_stage = names[0] == "stages" and len(names) > 1
+        parsed.append((text, _number_stage(text, names, stages) if is_of_stage else names, value))
+    last = {tuple(names): text for text, names, _ in parsed}
+    for text, names, _ in parsed:
+        if text != last[tuple(names)]:
+            logger.warning(f"{text} has no effect, since {last[tuple(names)]} follows it.")
+    return parsed
 
 
 def _names_prepared(data: Mapping[str, Any]) -> bool:
