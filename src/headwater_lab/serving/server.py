@@ -71,7 +71,7 @@ def serve_checkpoint(name: str, source: Path, host: str, port: int, device: str,
     try:  # before the model is loaded, and in one sentence
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        problem = error.strerror.partition(" (")[0]  # Python adds the address
+        problem = str(error.strerror).partition(" (")[0]  # Python adds the address
         raise HeadwaterError(f"Port {port} of {host!r} cannot be used: {problem}; choose another.") from error
     model = load_model(source)
     if not isinstance(model, HeadwaterForCausalLM):
