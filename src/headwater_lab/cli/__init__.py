@@ -4,6 +4,7 @@ import pkgutil
 import re
 import sys
 from importlib import import_module
+from itertools import pairwise
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -59,7 +60,11 @@ def explain_usage(error: Any) -> str:
             from headwater_lab.recipe.messages import describe_unknown_options
             from headwater_lab.recipe.recipe import list_sections
 
-            words = [word for word in sys.argv if word.startswith("--") and word.partition("=")[0] not in names]
+            words = [
+                word if re.search("=|^--|[.]yaml$|^$", after) or "=" in word else f"{word}={after}"
+                for word, after in pairwise([*sys.argv, ""])
+                if word.startswith("--") and word.partition("=")[0] not in names
+            ]
             if sentence := describe_unknown_options(words, list_sections(TextSettings)):
                 return sentence
     elif match := re.match("No such command '(.*?)'", error.message):
