@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import headwater_lab as lab
 from conftest import build, tokens
-from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterForImageClassification, HeadwaterVisionConfig
+from headwater.config.presets import preset
+from headwater.conversion import to_transformers
 from headwater.conversion.export import export
 from headwater.cost.counts import cache_bytes_per_token
 from headwater.util.hub import find_repository
@@ -209,14 +212,39 @@ def test_uploads_are_refused_before_they_lose_something(
 
 def test_what_cannot_be_exported_is_said_in_words(trained: Path, run: Any, tmp_path: Path) -> None:
     out = tmp_path / "x"
-    assert "kv_shift: an engine with paged attention lacks" in run("export", trained, "--out", out, "--materialise")[2]
+    said = run("export", trained, "--out", out, "--materialise")[2]
+    assert "kv_shift: an engine with paged attention lacks" in said
+    assert "leave out --materialise (in Python: materialise), and use generate or headwater serve." in said
+    recommended = build(preset("headwater-base").mechanisms)  # which docs/serving.md says is refused
+    image_model = HeadwaterForImageClassification(HeadwaterVisionConfig(hidden_size=16, num_attention_heads=2))
+    for model, reason in (recommended, "short_conv: an engine"), (image_model, "is for engines that generate text"):
+        with pytest.raises(HeadwaterError, match=rf"{reason}.* leave "):
+            export(model, out, materialise=True)
     said = run("export", trained, "--out", out, "--family", "llama")[2]
     assert "cannot have mechanisms kv_shift and value_residual; change" in said
-    (tmp_path / "lora").mkdir()
-    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
-    for command in ("export", tmp_path / "lora", "--out", out), ("serve", tmp_path / "lora"):
-        assert "is an adapter, not a model; merge it" in run(*command)[2]
+    for options, difference in (
+        ({"qk_norm": True}, "qk_norm true, only false"),
+        ({"sliding_window": 2}, "sliding_window 2, only null"),
+    ):
+        with pytest.raises(HeadwaterError, match=f"cannot have {difference}; .* headwater export without --family"):
+            to_transformers(build({}, **options), "llama")
     assert not out.exists()
+
+
+def test_the_command_for_an_adapter_merges_it(trained: Path, run: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapter, ids = tmp_path / "it's a poet", tokens(2, 9)
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    model.save_pretrained(adapter)
+    for command in ("export", adapter, "--out", tmp_path / "x"), ("serve", adapter), ("generate", adapter, "a"):
+        said = run(*command)[2]
+        assert "is an adapter, not a model; merge the adapter first: python -c " in said
+    exec(shlex.split(said.partition("first: ")[2])[2])
+    assert run("export", f"{adapter}-merged", "--out", tmp_path / "x")[0] == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits)
+    assert run("generate", tmp_path / "x", "a", "--max-new-tokens", 2)[0] == 0
 
 
 def test_options_of_the_command_are_checked(trained: Path, run: Any, tmp_path: Path) -> None:

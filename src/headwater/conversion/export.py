@@ -14,6 +14,8 @@ from headwater.models.input_checks import check_paged
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import check_free, local, stage_folder
 
+_MATERIALISE = "--materialise (in Python: materialise)"
+
 
 def export(
     model: PreTrainedModel,
@@ -40,11 +42,11 @@ def export(
             f"A {type(model).__name__} cannot be exported; pass a model of one of these classes: {class_names}."
         )
     if materialise and not model.config.is_causal:
-        raise HeadwaterError("materialise is for engines that generate text; leave it out for an image model.")
+        raise HeadwaterError(f"{_MATERIALISE} is for engines that generate text; leave it out for an image model.")
     with model.including_code():
         if materialise:
             model.config.materialise = True
-            check_paged(model.config, model.plans)
+            check_paged(model.config, model.plans, f"leave out {_MATERIALISE}, and ")
         _write_folder(model, folder, tokenizer, card)
     return folder
 

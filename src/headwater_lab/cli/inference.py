@@ -198,7 +198,8 @@ def export_model(
     private: With --push: create the repository as private.
     message: With --push: the message of the commit.
     overwrite: With --push: replace files in the repository that have other content; its history keeps them.
-    materialise: For engines with a paged cache: exact, but without the cache saving.
+    materialise: For engines with a paged cache: exact, but without the cache saving, and not for mechanisms that look
+        back.
     family: Export as one of transformers' models, if it fits: gpt2, llama, mistral, qwen2, qwen3, gpt_neox, vit, deit,
         or package.module:NAME; source is the family it was retrofitted from.
     """
