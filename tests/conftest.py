@@ -43,14 +43,42 @@ def random(*shape: int) -> Any:
     return torch.randn(shape, dtype=torch.float64)
 
 
+def teach_llama(text: str, *, positions: int, steps: int, stride: int, seed: int = 0) -> Any:
+    """A Llama of bytes that a few steps on every `stride` bytes of the text have taught some of it."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+    )
+    llama = LlamaForCausalLM(config)
+    ids = torch.tensor(list(text.encode()))
+    optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-2)
+    for step in range(steps):
+        rows = torch.stack([ids[start : start + 64] for start in range(step * 7, len(ids) - 64, stride)])
+        llama(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return llama.eval()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread_and_no_chatter() -> None:
     import torch
     from transformers.utils import logging
 
+    import processes
     from headwater import kernels
     from headwater.kernels import autotune
 
+    processes.ignore_busy_cores()
     os.environ.pop("COLUMNS", None)  # readline sets it, and what commands print would be wrapped
     assert not kernels.are_disabled()  # each process reads HEADWATER_KERNELS once
     # Which kernels generation runs does not depend on a timing, and the user's cache is neither read nor written.

@@ -253,12 +253,21 @@ def test_an_unknown_option_names_a_near_one_or_the_help(run):
 def test_nanogpts_options_are_answered_with_our_fields(run):
     """All at once, with their values."""
     code, _, err = run(
-        "train", "shakespeare", "--n_layer=4", "--learning-rate", "1e-3", "--dropout=0.1", "--min_lr=1e-4"
+        "train",
+        "--n_layer",
+        4,
+        "--bias",
+        "x.yaml",
+        "--learning-rate=1e-3",
+        "--dropout=0.1",
+        "--min_lr=1e-4",
+        "--resume",
     )
     assert code == 2
     assert err.count("\n") == 1
-    assert "There are no options --n_layer, --learning-rate, --dropout, --min_lr, since" in err
-    assert "for --n_layer: model.num_hidden_layers=4; for --learning-rate: training.learning_rate=…; " in err
+    assert "There are no options --n_layer, --bias, --learning-rate, --dropout, --min_lr, since" in err
+    assert "for --n_layer: model.num_hidden_layers=4; for --bias: model.qkv_bias=… " in err
+    assert "for --learning-rate: training.learning_rate=1e-3; " in err
     assert "model.embedding_dropout=0.1 model.attention_dropout=0.1 model.residual_dropout=0.1" in err
     assert "for --min_lr: training.min_learning_rate_ratio is its share of training.learning_rate." in err
     options = (
@@ -266,3 +275,12 @@ def test_nanogpts_options_are_answered_with_our_fields(run):
     )
     err = run("train", "shakespeare", *(f"--{name}=2" for name in f"{options} dtype compile device".split()))[2]
     assert all(f"for --{name}: " in err for name in f"{options} dtype compile device".split())
+    err = run("generate", "--out_dir=x", "--start", "ROMEO:", "--num_samples=5", "--max_new_tokens=100", "--n_layer=4")[
+        2
+    ]
+    assert err == (
+        "headwater: There are no options --out_dir, --start, --num_samples, --max_new_tokens; for --out_dir: write the "
+        "run's folder before the prompt, without an option; for --start: write the prompt after the checkpoint, "
+        "without an option; for --num_samples: write the prompt that often, a line each, into a file for --jsonl; for "
+        "--max_new_tokens: write --max-new-tokens.\n"
+    )

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from conftest import teach_llama
 from headwater import HeadwaterError
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.evaluation import core_suite, evaluate
@@ -55,26 +56,9 @@ def write_tasks(folder: Path, names=tuple(TASKS)) -> Path:
 def models(tmp_path_factory):
     """Two models that learned the made items for a few steps, so that some answers are right."""
     folder = tmp_path_factory.mktemp("models")
-    ids = torch.tensor(list(json.dumps([CHOICES, SCHEMA, [f"{w}: {w} {w} {w}\n" for w in WORDS * 20]]).encode()))
-    for seed, name in enumerate(("a", "b")):
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=257,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-        )
-        model = LlamaForCausalLM(config)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for step in range(60):
-            rows = torch.stack([ids[start : start + 64] for start in range(step * 7, len(ids) - 64, 300)])
-            model(input_ids=rows, labels=rows).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        model.eval().save_pretrained(folder / name)
+    text = json.dumps([CHOICES, SCHEMA, [f"{w}: {w} {w} {w}\n" for w in WORDS * 20]])
+    for seed, name in enumerate("ab"):
+        teach_llama(text, positions=512, steps=60, stride=300, seed=seed).save_pretrained(folder / name)
         byte_tokenizer().save_pretrained(folder / name)
     return [str(folder / "a"), str(folder / "b")]
 

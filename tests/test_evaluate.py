@@ -15,15 +15,13 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoConfig,
     GPTNeoXConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     MambaConfig,
     OPTConfig,
     RwkvConfig,
     T5Config,
 )
 
-from conftest import build
+from conftest import build, teach_llama
 from headwater import HeadwaterError
 from headwater.conversion import from_transformers
 from headwater_lab.data.tokenizer import byte_tokenizer, train_tokenizer
@@ -45,25 +43,9 @@ LETTERS = "the cat sat on the mat. "
 def folder(tmp_path_factory):
     """A Llama that a few steps have taught some Python, its retrofitted twin, and some text."""
     folder = tmp_path_factory.mktemp("models")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=96,
-    )
-    llama = LlamaForCausalLM(config)
-    ids = torch.tensor(list("".join(file.read_text() for file in sorted(TASKS.glob("*.jsonl"))).encode()))
-    optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-2)
-    for step in range(40):
-        rows = torch.stack([ids[start : start + 64] for start in range(step * 7, len(ids) - 64, 700)])
-        llama(input_ids=rows, labels=rows).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    llama.eval().save_pretrained(folder / "llama")
+    text = "".join(file.read_text() for file in sorted(TASKS.glob("*.jsonl")))
+    llama = teach_llama(text, positions=96, steps=40, stride=700)
+    llama.save_pretrained(folder / "llama")
     byte_tokenizer().save_pretrained(folder / "llama")
     history = [Event(kind="retrofitted", details={"family": "llama"})]
     write_model(folder / "twin", from_transformers(llama), byte_tokenizer(), history, None)

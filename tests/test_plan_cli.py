@@ -65,6 +65,7 @@ def test_a_recipe_gives_a_column_for_each_arm(prices, tmp_path):
     assert shifted["total_parameters"] - plain["total_parameters"] == 2 * 2 * 2 * 2
     assert plain["shape"]["vocab_size"] == 257
     assert plain["at"][0]["context"] == 32
+    assert prices(path, "model.hidden_size=32") == prices(path, "hidden_size=32") != [plain, shifted]
 
 
 def test_the_data_of_a_recipe_is_not_read(prices, run, tmp_path):

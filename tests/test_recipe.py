@@ -107,6 +107,7 @@ def test_overrides_are_dotted_and_typed(file):
         ("title=[b]x[/b]", "not valid YAML"),
         ('title="${5"', "no interpolation"),
         ("training={}", "would change nothing"),
+        ("data=x", "data.kind must be one of"),
         ("training={steps: 1, steps: 2}", "given twice"),
         ("model={null: 1}", "None is not text"),
         ("model={1: 1}", "1 is not text"),
@@ -123,6 +124,12 @@ def test_a_wrong_field_is_named_with_the_nearest_known_one(file, override, messa
     with pytest.raises(HeadwaterError, match=message) as error:
         load_recipe(file, [override])
     assert "\n" not in str(error.value)
+
+
+def test_the_last_of_two_overrides_of_a_field_counts_and_the_first_is_reported(file, capsys):
+    overrides = ["training.steps=3", "training.batch_size=2", "training.steps=4"]
+    assert load_recipe(file, overrides).training.steps == 4
+    assert capsys.readouterr().err == "training.steps=3 has no effect, since training.steps=4 follows it.\n"
 
 
 @pytest.mark.parametrize(

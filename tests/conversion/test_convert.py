@@ -686,6 +686,10 @@ def test_the_control_is_the_original_trained_on_the_same_rows(written, tmp_path,
     data = load_recipe(out / "control" / "recipe.yaml").data.model_copy(update={"held_out_rows": None}).build()
     assert measure_model(open_trained(out / "control").model, data) == result["control"]
     assert "after / control" in printed
+    for folder, name in ((out, "after"), (out / "control", "control")):
+        assert run("export", folder, "--out", tmp_path / f"{name}-exported")[0] == 0
+        card = (tmp_path / f"{name}-exported" / "README.md").read_text()
+        assert f"| loss | {result[name]['loss']:.4f} |" in card
     rows = load_recipe(out / "recipe.yaml").data.held_out_rows
     evaluations = [len(read_record(stage).held_out) for stage in out.rglob("stages/*")]
     passes = 3 + 1 + 3  # forward and backward, the teacher's, and the control's

@@ -29,7 +29,7 @@ def words_of(settings, count=200):
 
 def test_depo_answers_are_found_by_walking_along_the_edges():
     depths = set()
-    for words, labels in words_of(DepoSettings(nodes=9, hops=8, questions=5)):
+    for words, labels in words_of(DepoSettings(nodes=9, hops=4, questions=5)):
         successor = dict(zip(words[:18:2], words[1:18:2], strict=True))
         assert successor.keys() == set(successor.values())
         assert len(successor) == 9
@@ -40,7 +40,7 @@ def test_depo_answers_are_found_by_walking_along_the_edges():
             for _ in range(hops):
                 node = successor[node]
             assert node == label == words[at + 1]
-    assert depths == set(range(1, 9))
+    assert depths == set(range(1, 5))
 
 
 def test_depo_is_measured_for_each_depth():
@@ -115,6 +115,20 @@ def test_brevo_judges_what_the_model_writes():
     assert data.evaluate(functools.partial(remember, rows=less)).metrics["accuracy"] == 0.95
 
 
+def test_brevo_holds_out_its_largest_graphs_however_their_edges_are_listed():
+    data = BrevoSettings(nodes=6, held_out=20).build()
+    rows, sizes = data.held_out(), set()
+    turned = {"input_ids": rows["input_ids"].clone()}
+    for number, (prompt, row) in enumerate(zip(data.held_out_prompts, rows["input_ids"].tolist(), strict=True)):
+        sizes.add(len(set(prompt[:-3])))
+        turned["input_ids"][number, : len(prompt) - 3] = torch.tensor(prompt[:-3]).view(-1, 2).flip(0).flatten()
+        answer = row[len(prompt) : row.index(data.end) + 1]
+        assert data.is_right(number, answer)
+        assert not data.is_right(number, [*answer[:-1], answer[0]])  # it does not end
+    assert max(sizes) == 6
+    assert torch.equal(data.fingerprint_rows(turned), data.fingerprint_rows(rows))
+
+
 def compute_value(words):
     """(Value without modulus, words behind it) of an expression, by descent."""
     sign, *behind = words
@@ -136,6 +150,18 @@ def test_mano_answers_are_the_values_of_the_expressions():
         assert words[end + 1] == labels[end]
         lengths.add(length)
     assert lengths == set(range(1, 7))
+
+
+def test_mano_is_measured_for_each_number_of_operations():
+    data = ManoSettings(operations=2, held_out=100).build()
+
+    def know_the_tables(batch):
+        """Answer expressions of one operation, from the labels."""
+        known = (batch["input_ids"][:, :1] == data.ids["<1>"]) & (batch["shift_labels"] >= 0)
+        return torch.nn.functional.one_hot(batch["shift_labels"] * known, data.vocab_size).float()
+
+    metrics = data.evaluate(know_the_tables).metrics
+    assert [metrics[f"accuracy/operations={n}"] for n in (1, 2)] == [1.0, 0.0]
 
 
 def test_mano_trains_on_its_tables_but_on_no_longer_expression_that_is_held_out():

@@ -397,7 +397,7 @@ def test_a_guess_at_hops_is_a_constant_answer():
         ({"kind": "hop", "alphabet": 2}, "data.alphabet: .*greater than or equal to 3"),
         ({"kind": "recall", "pairs": 33}, "needs data.vocab_size of 66 or more, not 64"),
         ({"kind": "recall", "pairs": 22}, "needs data.length of 66 or more, not 64"),
-        ({"kind": "depo", "nodes": 8, "hops": 8}, "need data.nodes of 9 or more, not 8"),
+        ({"kind": "depo", "nodes": 8, "hops": 8}, "need data.nodes of 16 or more, not 8"),
         ({"kind": "lano", "symbols": 2, "rules": 7}, "more than the 12 sequences of two or three symbols"),
         ({"kind": "brevo", "nodes": 2}, "data.nodes: .*greater than or equal to 3"),
         ({"kind": "arithmetic", "operations": 30}, "data.operations: .*less than or equal to 24"),

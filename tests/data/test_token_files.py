@@ -15,7 +15,14 @@ from headwater_lab.data.prepare import Options, prepare
 from headwater_lab.data.prepared import PreparedSettings
 from headwater_lab.data.shards import Shards, open_prepared
 from headwater_lab.data.token_files import CHUNK, TokenSource
-from headwater_lab.data.tokenizer import character_tokenizer, load_tokenizer, train_tokenizer
+from headwater_lab.data.tokenizer import (
+    byte_tokenizer,
+    character_tokenizer,
+    encode_plainly,
+    load_tokenizer,
+    train_tokenizer,
+    warn_of_unknown,
+)
 from headwater_lab.training.records import read_record
 
 WORDS = ["alpha", "naïve", "世界", "the", "of", "gamma\r", "  indented", "🙂", "x" * 40]
@@ -174,6 +181,18 @@ def test_nanogpts_characters(tmp_path):
     assert prepared.manifest.tokenizer.vocab_size == len(characters) + 2
 
 
+def test_characters_that_are_not_in_the_text(capsys):
+    """They are no part of a continuation, and a prompt with them is reported."""
+    tokenizer = character_tokenizer(["abc\n"])
+    ids = encode_plainly(tokenizer, ["aéb"])[0]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab"
+    warn_of_unknown(tokenizer, ["abc", "\ncba"])
+    warn_of_unknown(byte_tokenizer(), ["é"])
+    assert capsys.readouterr().err == ""
+    warn_of_unknown(tokenizer, ["aé", "zéb"])
+    assert capsys.readouterr().err == "The tokenizer has no 'zé'; the model reads <|unknown|> instead.\n"
+
+
 def test_a_long_document_is_cut(tmp_path, bpe):
     """Memory does not grow with it."""
     tokenizer = load_tokenizer(bpe)
@@ -274,6 +293,9 @@ def test_from_nanogpts_folder_to_a_run(tmp_path, run, monkeypatch):
     assert code == 0, err
     assert "over the folder's held-out documents. nanoGPT's is per character" in err
     assert "val.bin. Compare losses only if both are the same." in err
+    assert "nanoGPT" in run(*train, "data.source=input.txt", "data.tokenizer=characters", "--out", "in-characters")[2]
+    code, _, err = run(*train, "data.source=input.txt", "--out", "in-bytes")
+    assert (code, "nanoGPT" in err) == (0, False), err
     _, (checkpoint,) = run(*train, "data.source=folder", "--out", "halves"), Path("halves").glob("checkpoints/*4")
     shutil.rmtree(checkpoint)
     assert run(*train, "data.source=folder", "--out", "halves", "--resume")[0] == 0

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,10 +25,13 @@ import processes
 from conftest import build
 from headwater import HeadwaterForCausalLM
 from headwater.conversion.export import export
+from headwater.util.errors import HeadwaterError
 from headwater_lab.data.tokenizer import byte_tokenizer
 
 if not all(map(find_spec, ("fastapi", "uvicorn", "openai"))):  # transformers' is_serve_available
     pytest.skip("the server's packages are not installed", allow_module_level=True)
+
+from headwater_lab.serving.server import serve_checkpoint
 
 SHIFT = {"kv_shift": {}, "value_residual": {}, "skip_layer": {}}
 PAGED = {"skip_layer": {}, "value_residual": {}}
@@ -240,6 +244,15 @@ def test_headwater_serve(served):
     assert json.loads(server.post("completions", prompt="0"))["model"] == name
     for path in GOOD:
         assert "'another'" in refused(server, path, 404, **GOOD[path], model="another")
+    server.wait_for("HTTP 404: .*this server has only .*, not 'another'")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host"])
+def test_an_address_that_cannot_be_used_is_refused_before_the_model_is_loaded(host, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(HeadwaterError, match=f"Port {port} of '{host}' cannot be used: [^(]*; choose another."):
+            serve_checkpoint("x", tmp_path, host, port, "cpu", None)
 
 
 CHATS = {"messages": [dict(role="user", content="Who?")]}

@@ -1,5 +1,6 @@
 """How many CPU threads a run uses beside other processes."""
 
+import os
 import time
 
 import pytest
@@ -8,6 +9,7 @@ from trials import train_until
 
 from headwater_lab.training import journal, loop
 from headwater_lab.training.loop import TrainingRun, train
+from headwater_lab.training.processes import connect_processes
 from headwater_lab.training.records import read_record
 from headwater_lab.util import machine
 
@@ -80,6 +82,32 @@ def test_a_run_that_others_slow_down_is_warned_once(recipe, tmp_path, monkeypatc
     assert not messages(train(recipe(training={"steps": 5}, reporting={"log_every": 1}), tmp_path / "alone"))
 
 
+def test_a_run_that_is_slow_from_its_start_is_warned_once(recipe, tmp_path, monkeypatch):
+    moments = iter(range(99))
+    monkeypatch.setattr(journal, "START_SECONDS", 0.0)
+    monkeypatch.setattr(journal, "read_cpu_wait", lambda: 100.0 * next(moments))
+    record = train(recipe(training={"steps": 4}, reporting={"log_every": 1}), tmp_path / "run")
+    assert sum("slow from its start" in text for text in messages(record)) == 1
+    monkeypatch.setattr(journal, "START_SECONDS", 9.0)  # too short to judge
+    assert not messages(train(recipe(training={"steps": 4}, reporting={"log_every": 1}), tmp_path / "short"))
+
+
+def test_processes_of_a_run_divide_their_cores(recipe, tmp_path, two_threads, monkeypatch):
+    """As with a torchrun for each node, and two nodes on one machine."""
+    set_free_cores(monkeypatch, 2)
+    monkeypatch.setattr(loop, "gather_values", lambda fabric, name: [name, name, ("elsewhere", name[1])])
+    record = train(recipe(**CHOSEN), tmp_path / "run")
+    assert record.environment.threads == 1
+    assert not any("Training uses" in message for message in messages(record))
+
+
 def test_idle_cores_are_counted():
     assert 1 <= machine.free_cores(0.05) <= machine.cores()
     assert machine.read_cpu_wait() >= 0
+
+
+def test_fabrics_number_of_threads_does_not_pass_for_the_users(recipe, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    with connect_processes(recipe(training={"strategy": "ddp"}), tmp_path):
+        assert torch.distributed.is_initialized()
+        assert "OMP_NUM_THREADS" not in os.environ

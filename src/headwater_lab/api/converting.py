@@ -24,7 +24,7 @@ from headwater_lab.recipe.recipe_files import change_recipe, load_recipe
 from headwater_lab.training.checkpoints import FOLDER, newest_checkpoint, read_history
 from headwater_lab.training.model_estimates import ConversionPrice, price_conversion, read_count
 from headwater_lab.training.processes import connect_processes
-from headwater_lab.training.records import CONVERSION, RunRecord
+from headwater_lab.training.records import CONTROL, CONVERSION, RunRecord
 from headwater_lab.training.run_folder import check_ours, mark_folder
 from headwater_lab.training.saving import how_to_load, publish_model, write_model
 from headwater_lab.training.stages import (
@@ -44,8 +44,6 @@ from headwater_lab.util.terminal import lined, si
 
 # Tokens in a row, if the model has positions for as many, and rows in a step.
 CONTEXT, ROWS = 512, 8
-# In the folder of a conversion, the run of its control; in its record, the control's metrics.
-CONTROL = "control"
 
 
 @quiet()

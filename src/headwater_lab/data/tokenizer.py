@@ -1,5 +1,6 @@
 """Tokenizers: the built-in byte tokenizer, or any Hugging Face one."""
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +14,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from headwater.util.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError, shown
 from headwater.util.hub import check_reachable
 from headwater_lab.data.chat import ChatEncoder, Encoded, copy_backend
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.reading import local_path
 from headwater_lab.data.tokenizer_files import has_tokenizer, open_tokenizer
 from headwater_lab.util.deadline import SECONDS, within
+
+logger = logging.getLogger(__name__)
 
 END_OF_TEXT, UNKNOWN = "<|endoftext|>", "<|unknown|>"
 # Maximum number of tokens, since memory for all is allocated at once. The largest models have a fraction of this.
@@ -73,16 +76,17 @@ def character_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return _with_end(tokenizer)
+    return _with_end(tokenizer, unk_token=UNKNOWN)
 
 
-def _with_end(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+def _with_end(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
+        **special,
     )
 
 
@@ -173,6 +177,19 @@ def encode_plainly(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
 
     with _one_sentence("The tokenizer cannot encode a text"):
         return encode_in_time(encode, texts)
+
+
+def warn_of_unknown(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
+    """Log the characters of texts in place of which the tokenizer writes its unknown token."""
+    if tokenizer.unk_token_id is None:
+        return
+    characters = sorted(set().union(*texts))
+    rows = encode_plainly(tokenizer, characters)
+    unknown = [text for text, row in zip(characters, rows, strict=True) if tokenizer.unk_token_id in row]
+    if unknown:
+        logger.warning(
+            f"The tokenizer has no {shown(''.join(unknown))}; the model reads {tokenizer.unk_token} instead."
+        )
 
 
 class Encoder:

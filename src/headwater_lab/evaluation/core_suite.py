@@ -24,7 +24,7 @@ from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.data.reading import describe_unreadable, json_rows, open_file
 from headwater_lab.evaluation.candidates import Candidate
 from headwater_lab.evaluation.paired_differences import Items, average_items
-from headwater_lab.evaluation.tasks import Score, Tasks, explain_failure, silence_output, wrap_model
+from headwater_lab.evaluation.tasks import RunOptions, Score, Tasks, explain_failure, silence_output, wrap_model
 
 SUITE = "core"
 # Items whose prompts are in memory at a time, as tokens: those of some tasks would take gigabytes.
@@ -133,19 +133,19 @@ class LoadedTask:
         digest = hashlib.sha256(self.file.read_bytes()).hexdigest()
         return {"task": self.label, "file": self.file.name, "sha256": digest}
 
-    def score_items(self, lm: Any, limit: int | None, seed: int, progress: bool) -> tuple[Items, Items, int]:
+    def score_items(self, lm: Any, options: RunOptions) -> tuple[Items, Items, int]:
         """Score items, `limit` of them drawn at random: accuracy, bits per byte, and how many prompts had to be cut."""
-        size = min(limit or len(self.items), len(self.items))
-        chosen = sorted(random.Random(seed).sample(range(len(self.items)), size))
+        size = min(options.limit or len(self.items), len(self.items))
+        chosen = sorted(random.Random(options.seed).sample(range(len(self.items)), size))
         results, cut = [], 0
         for start in range(0, size, CHUNK):
             requests = [
                 (prompt, *lm._encode_pair(*prompt))
                 for index in chosen[start : start + CHUNK]
-                for prompt in write_prompts(self.items, index, self.shots, self.task.delimiter, seed)
+                for prompt in write_prompts(self.items, index, self.shots, self.task.delimiter, options.seed)
             ]
             cut += sum(len(context) + len(answer) > lm.max_length + 1 for _, context, answer in requests)
-            likelihoods = lm._loglikelihood_tokens(requests, disable_tqdm=not progress)
+            likelihoods = lm._loglikelihood_tokens(requests, disable_tqdm=not options.progress)
             results += [(*pair, len(answer)) for pair, (_, _, answer) in zip(likelihoods, requests, strict=True)]
         scores: dict[str, list[tuple[float, float]]] = {}  # by category: most tasks have one
         choices = iter(results)
@@ -202,24 +202,13 @@ class CoreSuite:
         """CORE if all tasks are there, otherwise how many of them."""
         return "CORE" if len(self.names) == len(TASKS) else f"CORE-{len(self.names)} of {len(TASKS)}"
 
-    def run_tasks(
-        self,
-        candidate: Candidate,
-        model: PreTrainedModel,
-        *,
-        batch_size: int,
-        limit: int | None,
-        context: int | None,
-        seed: int,
-        progress: bool,
-    ) -> Iterator[Score]:
+    def run_tasks(self, candidate: Candidate, model: PreTrainedModel, options: RunOptions) -> Iterator[Score]:
         """Yield a model's scores by task, and their averages over all tasks of `core`."""
-        wide = torch.promote_types(model.dtype, torch.float32)
-        lm = wrap_model(candidate, model, batch_size, context, softmax_dtype=wide)
+        lm = wrap_model(candidate, model, options, softmax_dtype=torch.promote_types(model.dtype, torch.float32))
         averaged: dict[str, list[Items]] = {}
         for name, loaded in self.loaded.items():
-            with explain_failure(loaded.label, candidate, lm), silence_output(progress):
-                right, bits, cut = loaded.score_items(lm, limit, seed, progress)
+            with explain_failure(loaded.label, candidate, lm), silence_output(options.progress):
+                right, bits, cut = loaded.score_items(lm, options)
             facts = loaded.facts | ({"cut_prompts": {candidate.name: cut}} if cut else {})
             figures = {
                 "acc": right,

@@ -21,7 +21,7 @@ from headwater_lab.evaluation import text_likelihood as texts
 from headwater_lab.evaluation.candidates import CONTEXT, DTYPES, Candidate, find_candidates, same_tokenizer
 from headwater_lab.evaluation.core_suite import load_suites
 from headwater_lab.evaluation.paired_differences import Difference, Items, compare_items
-from headwater_lab.evaluation.tasks import Score
+from headwater_lab.evaluation.tasks import RunOptions, Score
 from headwater_lab.util.machine import usable_device
 from headwater_lab.util.terminal import Table, lined
 
@@ -125,6 +125,7 @@ def evaluate(
     window, stride = _choose_window(candidates, context, stride)
     contents = [texts.read_text(source, limit, text_column) for source in text]
     on_texts = _TextScorer(contents, measures, window, stride, batch_size, on_windows)
+    options = RunOptions(batch_size, limit, context, seed, progress)
     suites = load_suites(tasks, task_files, shots) if has_tasks else []
 
     settings = {
@@ -147,10 +148,7 @@ def evaluate(
         facts = result.models[candidate.name] = _model_facts(candidate, model)
         with forbid_autotuning():  # all models use the same linear kernel, not the one timed to be fastest here
             for suite in suites:
-                scores = suite.run_tasks(
-                    candidate, model, batch_size=batch_size, limit=limit, context=context, seed=seed, progress=progress
-                )
-                result.add_scores(candidate.name, scores)
+                result.add_scores(candidate.name, suite.run_tasks(candidate, model, options))
             result.add_scores(candidate.name, on_texts.score_model(candidate, model, facts))
         del model
     result.compare_models()

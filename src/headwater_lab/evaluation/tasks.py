@@ -79,6 +79,17 @@ class Score:
     facts: dict[str, Any] | None
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """limit: items of a task, None for all. context: tokens that a model sees, None for all it takes."""
+
+    batch_size: int
+    limit: int | None
+    context: int | None
+    seed: int
+    progress: bool
+
+
 def parse_tasks(name: str, shots: int | None = None) -> list[TaskRequest]:
     """Parse a name from the command line, `name[@shots]`, or one of `GROUPS`."""
     requests = []
@@ -138,38 +149,26 @@ class Tasks:
                 task.set_config(key="num_fewshot", value=request.shots or 0)
         return loaded
 
-    def run_tasks(
-        self,
-        candidate: Candidate,
-        model: PreTrainedModel,
-        *,
-        batch_size: int,
-        limit: int | None,
-        context: int | None,
-        seed: int,
-        progress: bool,
-    ) -> Iterator[Score]:
+    def run_tasks(self, candidate: Candidate, model: PreTrainedModel, options: RunOptions) -> Iterator[Score]:
         """Yield all figures of one model, in the requested order."""
-        lm = wrap_model(candidate, model, batch_size, context)
+        lm = wrap_model(candidate, model, options)
         from lm_eval.evaluator import evaluate
 
         for request, loaded in self.loaded:
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)
+            random.seed(options.seed)
+            np.random.seed(options.seed % 2**32)
+            torch.manual_seed(options.seed)
             for task in loaded["tasks"].values():
-                task.set_fewshot_seed(seed=seed)
-            with explain_failure(request.name, candidate, lm), silence_output(progress):
-                results = evaluate(lm, loaded, limit=limit, bootstrap_iters=DRAWS, log_samples=True)
+                task.set_fewshot_seed(seed=options.seed)
+            with explain_failure(request.name, candidate, lm), silence_output(options.progress):
+                results = evaluate(lm, loaded, limit=options.limit, bootstrap_iters=DRAWS, log_samples=True)
             is_group = request.name in results.get("groups", {})
             for name in [request.name] if is_group else list(loaded["tasks"]):
                 yield from TaskResult(name, loaded["tasks"], results, is_group).list_scores(request.metrics)
 
 
-def wrap_model(
-    candidate: Candidate, model: PreTrainedModel, batch_size: int, context: int | None, **options: Any
-) -> Any:
-    """Wrap a model for lm-eval. context: tokens that it sees, None for all it takes; options: more of `HFLM`'s."""
+def wrap_model(candidate: Candidate, model: PreTrainedModel, options: RunOptions, **settings: Any) -> Any:
+    """Wrap a model for lm-eval. settings: more of `HFLM`'s."""
     prepare_lm_eval()
     from lm_eval.models.huggingface import HFLM
 
@@ -177,11 +176,11 @@ def wrap_model(
         pretrained=model,
         tokenizer=candidate.tokenizer,
         backend="causal",
-        batch_size=batch_size,
-        max_length=context,
+        batch_size=options.batch_size,
+        max_length=options.context,
         prefix_token_id=candidate.begin,
         add_bos_token=None if candidate.adds_begin else False,
-        **options,
+        **settings,
     )
 
 
@@ -194,9 +193,9 @@ def explain_failure(name: str, candidate: Candidate, lm: Any) -> Iterator[None]:
         raise HeadwaterError(
             f"The task {name!r} does not fit into the {lm.max_length} tokens of {candidate.name}: {first_line(error)}"
         ) from error
+    except HeadwaterError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        if isinstance(error, HeadwaterError):
-            raise
         raise HeadwaterError(f"The task {name!r} cannot be run: {type(error).__name__}: {first_line(error)}") from error
 
 

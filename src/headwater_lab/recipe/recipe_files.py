@@ -1,6 +1,7 @@
 """Find a recipe, read it, and apply the user's overrides."""
 
 import copy
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,8 @@ from headwater_lab.recipe.messages import build_refusal
 from headwater_lab.recipe.overrides import apply_overrides, parse_override, read_text, read_yaml
 from headwater_lab.recipe.recipe import Recipe, find_data_class, parse
 from headwater_lab.recipe.unread import find_unread, list_chains
+
+logger = logging.getLogger(__name__)
 
 
 def recipes_folder() -> Path:
@@ -95,19 +98,13 @@ def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) 
     """
     stages = values.get("stages")
     stages = dict(enumerate(stages)) if isinstance(stages, list) else {}
-    # (text as written, names in the key, value).
-    parsed: list[tuple[str, list[Any], Any]] = []
-    for text in overrides:
-        names, value = parse_override(text)
-        trust_names_in([names, value])
-        is_of_stage = names[0] == "stages" and len(names) > 1
-        parsed.append((text, _number_stage(text, names, stages) if is_of_stage else names, value))
+    parsed = _parse_overrides(overrides, stages)
     said = apply_overrides({}, parsed)
     changed = apply_overrides(values | {"stages": stages} if stages else values, parsed)
     if isinstance(changed.get("stages"), dict):
         changed["stages"] = [*changed["stages"].values()]
-    fields = said.get("data") or {}
-    if names_prepared(fields) and changed["data"].get("kind") == "text":
+    fields = said["data"] if isinstance(said.get("data"), dict) else {}
+    if _names_prepared(fields) and changed["data"].get("kind") == "text":
         changed["data"]["kind"] = fields["kind"] = "prepared"
     if "kind" in fields and isinstance(values.get("data"), dict):
         changed["data"] = _drop_other_kind(changed["data"], fields)
@@ -123,7 +120,22 @@ def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) 
     return recipe
 
 
-def names_prepared(data: Mapping[str, Any]) -> bool:
+def _parse_overrides(overrides: Sequence[str], stages: Mapping[int, Any]) -> list[tuple[str, list[Any], Any]]:
+    """Parse overrides, each (its text, the names in its key, its value), and log those that a later one replaces."""
+    parsed: list[tuple[str, list[Any], Any]] = []
+    for text in overrides:
+        names, value = parse_override(text)
+        trust_names_in([names, value])
+        is_of_stage = names[0] == "stages" and len(names) > 1
+        parsed.append((text, _number_stage(text, names, stages) if is_of_stage else names, value))
+    last = {tuple(names): text for text, names, _ in parsed}
+    for text, names, _ in parsed:
+        if text != last[tuple(names)]:
+            logger.warning(f"{text} has no effect, since {last[tuple(names)]} follows it.")
+    return parsed
+
+
+def _names_prepared(data: Mapping[str, Any]) -> bool:
     """Whether overrides of `data:` name a prepared folder, without the kind."""
     source = data.get("source")
     return "kind" not in data and isinstance(source, str) and prepared_folder(local_path(source)) is not None

@@ -22,7 +22,7 @@ from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST, Decoder
 from headwater.util.errors import HeadwaterError, shown
-from headwater_lab.data.tokenizer import encode_plainly, separator_id
+from headwater_lab.data.tokenizer import encode_plainly, separator_id, warn_of_unknown
 from headwater_lab.data.tokenizer_files import find_tokenizer
 from headwater_lab.serving.stops import UntilStop, before_stop
 from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint
@@ -79,6 +79,7 @@ def continue_prompts(
     """
     _check_texts(prompts, stop)
     start = cast(int, separator_id(tokenizer))  # `load_for_generation` has checked that there is one
+    warn_of_unknown(tokenizer, prompts)
     rows = [[start, *ids] for ids in encode_plainly(tokenizer, prompts)]
     longest = max(map(len, rows))
     _check_length(model, longest, max_new_tokens)

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import json
 import logging
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -67,6 +68,11 @@ CLIENT_LEFT = 499
 
 def serve_checkpoint(name: str, source: Path, host: str, port: int, device: str, dtype: torch.dtype | None) -> None:
     """Serve a checkpoint as the model `name`, until the process is stopped. Raises `HeadwaterError`."""
+    try:  # before the model is loaded, and in one sentence
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        problem = str(error.strerror).partition(" (")[0]  # Python adds the address
+        raise HeadwaterError(f"Port {port} of {host!r} cannot be used: {problem}; choose another.") from error
     model = load_model(source)
     if not isinstance(model, HeadwaterForCausalLM):
         raise HeadwaterError(f"{str(source)!r} is an image model, which `headwater predict` runs; name a text model.")
@@ -188,6 +194,7 @@ async def _answer_refusal(request: Request, error: Exception) -> JSONResponse:
     message = str(getattr(error, "detail", error))
     if status == 404 and not isinstance(error, RequestError):
         message = f"{request.url.path} is not offered; this server has {', '.join(ROUTES)}."
+    logger.warning(f"HTTP {status}: {message!r:.500}")  # quoted: it may repeat parts of the request
     return JSONResponse(error_body(message, getattr(error, "field", None), status), status)
 
 

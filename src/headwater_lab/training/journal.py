@@ -45,8 +45,9 @@ from headwater_lab.util.terminal import counted
 
 Point = CurvePoint | HeldOutPoint | SpeedPoint | Notice
 # Warn of busy cores if a run is so many times slower than before, and its threads wait for cores for this share of the
-# time, over at least so many seconds.
+# time, over at least so many seconds. At its start there is no speed to compare with, so the bounds are higher.
 SLOWED, WAITED, LONG_ENOUGH = 3.0, 0.25, 0.5
+WAITED_AT_START, START_SECONDS = 0.5, 5.0
 
 
 class Metrics:
@@ -281,19 +282,22 @@ class Journal:
         self.log_values({name: value for name, value in speeds.items() if value is not None}, step)
 
     def warn_of_busy_cores(self, rate: float, step: int) -> None:
-        """Warn if training has become several times slower while its threads wait for cores. rate: tokens/s."""
+        """Warn if training is or has become slow while its threads wait for cores. rate: tokens/s."""
         (moment, waited), self.cpu_wait = self.cpu_wait, (time.perf_counter(), read_cpu_wait())
         seconds, waited = self.cpu_wait[0] - moment, self.cpu_wait[1] - waited
         slowdown, self.fastest = self.fastest / rate, max(self.fastest, rate)
-        is_slow = slowdown > SLOWED and waited > WAITED * seconds and seconds > LONG_ENOUGH
-        if not is_slow or self.run.fabric.device.type != "cpu":
+        change, is_slow = f"has become {slowdown:.0f} times slower", slowdown > SLOWED
+        share, least = WAITED, LONG_ENOUGH
+        if not slowdown:
+            change, is_slow, share, least = "is slow from its start", True, WAITED_AT_START, START_SECONDS
+        if not is_slow or waited < share * seconds or seconds < least or self.run.fabric.device.type != "cpu":
             return
         self.fastest = rate  # the next warning is of the next change
         threads = torch.get_num_threads()
         fewer = "" if threads == 1 else ", or stop it, and continue with --resume and a lower training.threads"
         self.warn(
-            f"Training has become {slowdown:.0f} times slower, because other processes use its CPU cores. It has "
-            f"{counted(threads, 'thread')}: stop the other processes{fewer}.",
+            f"Training {change}, because other processes use its CPU cores. It has {counted(threads, 'thread')}: stop "
+            f"the other processes{fewer}.",
             step,
         )
 

@@ -45,6 +45,7 @@ from headwater_lab.training.processes import (
     connect_processes,
     end_process,
     find_lost_process,
+    gather_values,
     is_sharded,
     reshard_model,
     run_in_first,
@@ -56,7 +57,7 @@ from headwater_lab.training.run_folder import claim_folder
 from headwater_lab.training.saving import Saver, prune_checkpoints, publish_model
 from headwater_lab.training.start import Setup, advise_on_memory
 from headwater_lab.util.endings import Diverged, Interrupted
-from headwater_lab.util.machine import choose_threads, cores, keep_freed_memory, set_threads
+from headwater_lab.util.machine import choose_threads, cores, keep_freed_memory, name_cores, set_threads
 from headwater_lab.util.model_kinds import is_of_images
 from headwater_lab.util.process import stop_requests
 from headwater_lab.util.terminal import counted
@@ -136,10 +137,11 @@ def use_free_cores(
     default = threads = torch.get_num_threads()
     if settings.threads is not None:
         threads = settings.threads
-    elif fabric.device.type == "cpu" and fabric.world_size == 1:
+    elif fabric.device.type == "cpu":
+        sharing = gather_values(fabric, name_cores()).count(name_cores())  # processes of this run on these cores
         earlier = 0 if checkpoint is None else read_progress(checkpoint).threads
-        threads = earlier if 0 < earlier <= cores() else choose_threads()
-        if threads < default and not earlier:
+        threads = earlier if 0 < earlier * sharing <= cores() else choose_threads(sharing)
+        if threads < min(default, cores() // sharing) and not earlier:
             warn(
                 f"Training uses {threads} of {counted(default, 'CPU thread')}, because other processes keep the other "
                 "cores busy; set training.threads to change this."

@@ -223,7 +223,7 @@ def _split_overrides(overrides: Sequence[str], vocab_size: int | None) -> tuple[
     """Split overrides into those of models, with the size of the vocabulary, and those of training."""
     overrides = [*overrides, *([] if vocab_size is None else [f"vocab_size={vocab_size}"])]
     of_training = [text for text in overrides if text.startswith("training.")]
-    return [text for text in overrides if text not in of_training], of_training
+    return [text.removeprefix("model.") for text in overrides if text not in of_training], of_training
 
 
 def read_planned(source: Any, overrides: Sequence[str] = (), vocab_size: int | None = None) -> Recipe:

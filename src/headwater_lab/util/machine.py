@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import shutil
 import threading
 import time
@@ -22,6 +23,11 @@ def cores() -> int:
         quota, period = (int(number) for number in _read_group_file("cpu.max").split())
         usable = min(usable, max(1, quota // period))
     return usable
+
+
+def name_cores() -> tuple[str, tuple[int, ...]]:
+    """Name this machine and the cores that this process may use. Processes with the same name share them."""
+    return platform.node(), tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
 def free_cores(seconds: float = 0.3) -> int:
@@ -51,8 +57,10 @@ def read_cpu_wait() -> float:
     return waited / 1e9
 
 
-def choose_threads() -> int:
+def choose_threads(sharing: int = 1) -> int:
     """Choose how many threads PyTorch computes with on a CPU: its own number, or fewer if other processes are busy.
+
+    sharing: how many processes, with this one, call this at the same time to divide the cores.
 
     Threads of one operation wait for each other. If one has no core, all wait, and a step can take ten times as long.
     A number that the user has set in the environment stays.
@@ -60,7 +68,7 @@ def choose_threads() -> int:
     threads = torch.get_num_threads()
     if threads == 1 or {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
         return threads
-    return min(threads, free_cores())
+    return min(threads, max(1, free_cores() // sharing))
 
 
 def memory_of(device: torch.device) -> float:

@@ -6,9 +6,10 @@ Differently: a sentence is an attribute and a value, one token each, and names c
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
@@ -73,16 +74,10 @@ class CapoData(SyntheticData[CapoSettings]):
         chance = random.Random(number("capo", "names", settings.people_seed))
         codes = torch.tensor(chance.sample(range(math.prod(NAMES)), settings.people))
         draw = generator("capo", "values", settings.people_seed)
-        names, facts = [], []
-        first = 0
-        for size in NAMES:
-            names.append(first + codes % size)
-            codes, first = codes // size, first + size
-        first = VALUE
-        for size in VALUES.values():
-            facts.append(first + torch.randint(size, (settings.people,), generator=draw))
-            first += size
-        self.names, self.facts = torch.stack(names, dim=1), torch.stack(facts, dim=1)
+        names = torch.unravel_index(codes, NAMES[::-1])[::-1]
+        values = [torch.randint(size, (settings.people,), generator=draw) for size in VALUES.values()]
+        self.names = torch.stack(names, dim=1) + first_tokens(NAMES)
+        self.facts = torch.stack(values, dim=1) + first_tokens(VALUES.values()) + VALUE
 
     def sample(self, draw: torch.Generator, count: int) -> Batch:
         people = torch.randint(self.settings.people, (count,), generator=draw)
@@ -107,3 +102,8 @@ class CapoData(SyntheticData[CapoSettings]):
         if ATTRIBUTE <= token < VALUE:
             return list(VALUES)[token - ATTRIBUTE]
         return f"name{token}" if token < ATTRIBUTE else f"v{token - VALUE}"
+
+
+def first_tokens(sizes: Iterable[int]) -> Tensor:
+    """Number consecutive ranges of these sizes from 0, and return where each begins."""
+    return torch.tensor([0, *itertools.accumulate(sizes)][:-1])

@@ -23,14 +23,15 @@ class DepoSettings(SyntheticSettings):
     kind: Literal["depo"] = "depo"
     nodes: int = Field(default=12, ge=2, le=2**12)
     """Nodes of the cycle. A row takes two tokens for each."""
-    hops: int = Field(default=4, ge=1, le=2**12)
-    """Maximum number of hops; each question has 1 to this many. It sets the depth that a model needs."""
+    hops: int = Field(default=4, ge=1, le=2**11)
+    """Maximum number of hops; each question has 1 to this many. It sets the depth that a model needs, so it is at most
+    half the nodes: beyond, the way back along the cycle is shorter."""
     questions: int = Field(default=4, ge=1, le=2**12)
     """Questions in a row, each about another node. A row takes three tokens for each."""
 
     @model_validator(mode="after")
     def _cycle_is_long_enough(self) -> DepoSettings:
-        if (least := max(self.hops + 1, self.questions)) > self.nodes:
+        if (least := max(2 * self.hops, self.questions)) > self.nodes:
             raise ValueError(
                 f"data.hops={self.hops} and data.questions={self.questions} need data.nodes of {least} or more, not "
                 f"{self.nodes}."

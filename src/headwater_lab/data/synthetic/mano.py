@@ -7,7 +7,6 @@ know the tables of the operations, and combine them without intermediate steps.
 from __future__ import annotations
 
 import functools
-import operator
 import random
 from typing import Literal
 
@@ -16,9 +15,8 @@ from pydantic import Field
 from torch import Tensor
 
 from headwater_lab.data.base import Batch, register_kind
+from headwater_lab.data.synthetic.arithmetic import OPERATIONS
 from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings, draw_chance, pack_rows
-
-SIGNS = {"+": operator.add, "-": operator.sub, "×": operator.mul}
 
 
 @register_kind
@@ -34,7 +32,7 @@ class ManoSettings(SyntheticSettings):
     @property
     def vocab_size(self) -> int:
         """Padding, the numbers, the signs, "=", and a token for each number of operations."""
-        return 1 + self.modulus + len(SIGNS) + 1 + self.operations
+        return 1 + self.modulus + len(OPERATIONS) + 1 + self.operations
 
     @property
     def context(self) -> int:
@@ -55,7 +53,7 @@ class ManoData(SyntheticData[ManoSettings]):
         super().__init__(settings)
         numbers = [str(number) for number in range(settings.modulus)]
         lengths = [f"<{length}>" for length in range(1, settings.operations + 1)]
-        self.words = ["<pad>", *numbers, *SIGNS, "=", *lengths]
+        self.words = ["<pad>", *numbers, *OPERATIONS, "=", *lengths]
         self.ids = {word: token for token, word in enumerate(self.words)}
 
     def sample(self, draw: torch.Generator, count: int) -> Batch:
@@ -75,7 +73,7 @@ class ManoData(SyntheticData[ManoSettings]):
             return [str(chance.randrange(self.settings.modulus))]
         left = chance.randrange(operations)
         operands = [self.draw_expression(chance, count) for count in (left, operations - 1 - left)]
-        return [chance.choice(list(SIGNS)), *operands[0], *operands[1]]
+        return [chance.choice(list(OPERATIONS)), *operands[0], *operands[1]]
 
     @functools.cached_property
     def held_out_fingerprints(self) -> Tensor:
@@ -96,5 +94,5 @@ def solve_prefix(words: list[str], modulus: int) -> int:
     """Compute the value of an expression in prefix notation, from its end with a stack."""
     stack: list[int] = []
     for word in reversed(words):
-        stack.append(SIGNS[word](stack.pop(), stack.pop()) % modulus if word in SIGNS else int(word))
+        stack.append(OPERATIONS[word](stack.pop(), stack.pop()) % modulus if word in OPERATIONS else int(word))
     return stack.pop()
