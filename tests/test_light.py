@@ -155,6 +155,7 @@ REPORT, TRAIN = {"scipy", "matplotlib"}, {"lightning_fabric", "datasets"}  # not
 # In an order in which a package that was hidden once may be found later on.
 EXTRAS = {
     ("train", "shakespeare"): ("train", REPORT | TRAIN),
+    ("train", "vision/digits"): ("vision", REPORT | TRAIN | {"torchvision", "sklearn"}),
     ("compare", "demo/induction"): ("compare", REPORT),  # before anything is trained
     ("reproduce", "kv-shifting/figure-1a"): ("compare", REPORT),
     ("reproduce", "kv-shifting/theorems"): ("report", REPORT),

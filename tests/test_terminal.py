@@ -190,3 +190,13 @@ def test_commands_keep_to_the_terminal(walk, width, term):
     assert list_words(content) <= list_words(unlimited)
     assert list_words(unlimited) - list_words(content) <= {"name", "run", "table", "verdict"}  # of the first columns
     assert ("\x1b" in walk(width, term)) == (term != "dumb")
+
+
+def test_help_cuts_no_option_on_a_narrow_terminal(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, _ = run("convert", "--help")
+    names = "".join(line[2:17].strip() for line in out.splitlines())
+    assert code == 0
+    assert {"--mechanism", "--num-key-value-heads", "--no-anneal", "overrides..."} <= set(
+        re.findall(r"--(?:mechanism|num-key-value-heads|no-anneal)|overrides\.\.\.", names)
+    )

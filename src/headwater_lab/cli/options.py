@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from rich.text import Text
+from typer import rich_utils
 from typer.core import TyperGroup
 
 from headwater.util.errors import HeadwaterError, find_unusable, shown
@@ -57,6 +59,17 @@ HEADINGS = TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Change 
 BYTES = ("max_bytes",)
 # Options whose text may begin like an address although it is not a path.
 FREE_TEXT = ("prompt", "stop", "separator")
+
+
+class _FoldingHighlighter(rich_utils.OptionHighlighter):
+    """Lets --help continue a name that is wider than its column on the next line, where Typer cuts it."""
+
+    def highlight(self, text: Text) -> None:
+        text.overflow = "fold"
+        super().highlight(text)
+
+
+rich_utils.highlighter = _FoldingHighlighter()
 
 
 class _Group(TyperGroup):

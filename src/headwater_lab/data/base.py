@@ -101,6 +101,9 @@ class DataSettings(Settings):
 
     kind: str
 
+    def check_extras(self) -> None:
+        """Raise `MissingExtra` if a package is missing that only data of this kind need."""
+
     def build(self) -> Data:
         """Open the data. Raises `HeadwaterError` for what the user can correct."""
         raise NotImplementedError
