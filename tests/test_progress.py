@@ -1,15 +1,17 @@
 """Progress without a terminal: plain lines, from the first second, never cut."""
 
+import io
 import re
 
 import pytest
 import yaml
 
 from headwater.testing.small_models import build
-from headwater_lab.cli import progress
+from headwater_lab.cli import arguments, progress
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.data.text import TextSettings
 from headwater_lab.training.trained_models import measure_model
+from headwater_lab.util.terminal import Terminal
 
 
 @pytest.fixture
@@ -85,3 +87,17 @@ def test_a_measurement_reports_each_batch(tmp_path):
     batches = []
     assert "loss" in measure_model(model, data, lambda: batches.append(1))
     assert len(batches) > 1
+
+
+def test_bars_do_not_draw_over_a_result(monkeypatch):
+    terminal = Terminal(file=io.StringIO(), width=80, force_terminal=True)
+    monkeypatch.setattr(progress, "stderr", terminal)
+    # stdout is another console on the same terminal.
+    monkeypatch.setattr(arguments, "stdout", Terminal(file=terminal.file, width=80, force_terminal=True))
+    with ProgressReport() as report:
+        report.show("run", 1, 2)
+        report.show("another", 1, 2)
+        report.say("the result")
+    bars, _, after = terminal.file.getvalue().partition("the result")
+    assert "run" in bars
+    assert not re.search(r"\x1b\[\d*[AK]", after), "the cursor moves up, or a line is erased"

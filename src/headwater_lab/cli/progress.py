@@ -39,6 +39,7 @@ class ProgressReport(NamedTasks):
         return self  # starts with the first update, so that an earlier error leaves no bar behind
 
     def say(self, text: Any) -> None:
+        self.stop()  # the bars on stderr would draw over stdout's lines
         say(text)
 
     def tell(self, line: str) -> None:
