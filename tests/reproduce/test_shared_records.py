@@ -133,6 +133,7 @@ def test_the_commands(packed, run, tmp_path):
     assert code == 2
     assert "already exists" in err
     assert len(read_runs(file)) == 5
+    assert "There is no file" in run("records", "check", tmp_path / "new.jsonl")[2]
 
 
 def test_the_page_of_the_site(packed, tmp_path):
