@@ -18,7 +18,7 @@ def pack_records(folder: FolderPath, *, out: FilePath, by: str) -> None:
     out: The file to write, JSON Lines.
     by: Who ran them.
     """
-    extras.check_extra("compare")
+    extras.check_extra("report")
     from headwater_lab.papers import shared_records
 
     check_writable(out)
@@ -38,7 +38,7 @@ def check_records(file: FilePath) -> None:
 
     file: A file of `headwater records pack`.
     """
-    extras.check_extra("compare")
+    extras.check_extra("report")
     from headwater_lab.papers import shared_records
     from headwater_lab.papers.kept import read_runs
     from headwater_lab.papers.result import describe_machine
