@@ -104,7 +104,7 @@ def test_a_papers_claims_have_the_differences_of_the_stored_runs():
 
 
 def test_every_arm_of_the_ledger_is_shown_with_the_mean_and_the_date_of_its_runs():
-    (comparison,) = judging.summarize_runs(read_experiment("ledger", "recommended-gpu-subwords"))[:1]
+    (comparison,) = judging.compute_comparisons(read_experiment("ledger", "recommended-gpu-subwords"))[:1]
     table = pages.tabulate_arms(comparison, "Subwords")
     lines = [json.loads(line) for line in (RESULTS / "ledger.jsonl").read_text().splitlines()]
     records = [line["record"] for line in lines if "/recommended-gpu-subwords/" in line["run"]]
