@@ -10,6 +10,7 @@ import pytest
 import yaml
 from scipy import stats
 
+from headwater_lab.papers.kept import KeptRun
 from headwater_lab.papers.table import read_tables
 
 ROOT = Path(__file__).parents[1]
@@ -33,10 +34,10 @@ def final_losses(experiment: str, arm: str, file: str = "ledger") -> dict[int, f
     return losses
 
 
-def read_experiment(file: str, experiment: str) -> list[judging.KeptRun]:
+def read_experiment(file: str, experiment: str) -> list[KeptRun]:
     """The stored runs of one comparison."""
     lines = (RESULTS / f"{file}.jsonl").read_text().splitlines()
-    return [judging.KeptRun.model_validate_json(line) for line in lines if f"/trials/{experiment}/" in line[:90]]
+    return [KeptRun.model_validate_json(line) for line in lines if f"/trials/{experiment}/" in line[:90]]
 
 
 def judge_table(name: str, file: str, experiment: str) -> judging.TableResult:
