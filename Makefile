@@ -87,7 +87,9 @@ check: lint types test
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-wheel: $(VENV)/.installed-dev
+wheel:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "build>=1.3,<2"
 	$(BIN)/python -m build
 
 $(VENV)/.installed-%: pyproject.toml tests/constraints.txt

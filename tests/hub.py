@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-TOKEN, READER = "hf_writer", "hf_reader"
+TOKEN, READER, EXPIRED = "hf_writer", "hf_reader", "hf_expired"
 
 
 @dataclass
@@ -48,7 +48,6 @@ class Hub:
     address: str
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
-    requests: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -92,8 +91,9 @@ class _Handler(BaseHTTPRequestHandler):
         hub: Hub = self.server.hub  # type: ignore[attr-defined]
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path).strip("/").split("/")
-        hub.requests.append(f"{self.command} {'/'.join(path)}")
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if token == EXPIRED:  # over https, huggingface_hub reads this answer as that of a missing repository
+            return self.refuse(401, "Invalid username or password.", "RepoNotFound")
         if token not in ("", TOKEN, READER):
             return self.refuse(401, "Invalid credentials in Authorization header")
         match self.command, path:
@@ -141,12 +141,6 @@ class _Handler(BaseHTTPRequestHandler):
                 ]
                 content = {"id": name, "sha": repository.sha, "private": repository.private, "siblings": siblings}
                 return self.answer(content=content)
-            case ["tree", *_]:
-                return self.answer(
-                    content=[
-                        {"type": "file", "path": file, **repository.describe_file(file)} for file in repository.files
-                    ]
-                )
             case ["preupload", _]:
                 if token != TOKEN:
                     return self.refuse(403, "Forbidden")

@@ -275,3 +275,12 @@ def test_nanogpts_options_are_answered_with_our_fields(run):
     )
     err = run("train", "shakespeare", *(f"--{name}=2" for name in f"{options} dtype compile device".split()))[2]
     assert all(f"for --{name}: " in err for name in f"{options} dtype compile device".split())
+    err = run("generate", "--out_dir=x", "--start", "ROMEO:", "--num_samples=5", "--max_new_tokens=100", "--n_layer=4")[
+        2
+    ]
+    assert err == (
+        "headwater: There are no options --out_dir, --start, --num_samples, --max_new_tokens; for --out_dir: write the "
+        "run's folder before the prompt, without an option; for --start: write the prompt after the checkpoint, "
+        "without an option; for --num_samples: write the prompt that often, a line each, into a file for --jsonl; for "
+        "--max_new_tokens: write --max-new-tokens.\n"
+    )

@@ -54,6 +54,18 @@ def test_a_clone_and_an_installed_package_have_different_commands(monkeypatch, t
     assert extras.install_command("wandb") == "pip install json no-such-module"
 
 
+def test_pages_install_extras_with_the_commands_that_errors_name(monkeypatch, tmp_path):
+    clone = Path(__file__).parents[1]
+    monkeypatch.chdir(clone)
+    pages = " ".join(page.read_text() for page in (clone / "README.md", *(clone / "docs").rglob("*.md")))
+    commands = re.findall(r"(pip install [^`\n]*'\.\[(\w+)\]')", pages)
+    assert {extra for _, extra in commands} >= {"compare", "evaluate", "serve", "titan", "vllm"}
+    assert all(command == extras.install_command(extra) for command, extra in commands)
+    monkeypatch.setattr(extras, "package_folder", lambda module: tmp_path / "site-packages" / "headwater")
+    monkeypatch.setattr(extras, "_is_installed", lambda package: False)
+    assert all(f"else `{extras.install_command(extra)}`" in pages for extra in ("serve", "vllm"))
+
+
 def test_versions_newer_than_the_tested_ones_are_named_once(run, monkeypatch):
     assert describe_untested() is None
     monkeypatch.setitem(versions.TESTED, "torch", "2.1")

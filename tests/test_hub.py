@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,10 +20,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import headwater_lab as lab
 from conftest import build, tokens
-from headwater import HeadwaterError
+from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterForImageClassification, HeadwaterVisionConfig
+from headwater.config.presets import preset
+from headwater.conversion import to_transformers
 from headwater.conversion.export import export
 from headwater.cost.counts import cache_bytes_per_token
-from hub import READER, TOKEN, Hub, serve_hub
+from headwater.util.hub import find_repository
+from hub import EXPIRED, READER, TOKEN, Hub, serve_hub
 
 SETTINGS = {
     "name": "tiny",
@@ -45,6 +50,7 @@ for name in sys.argv[2:]:
     model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
     assert type(model).__module__.startswith("transformers_modules."), type(model)
     answer[name] = model(torch.tensor(json.loads(sys.argv[1]))).logits.tolist()
+    model.push_to_hub(f"{name}-again")
 print(json.dumps(answer))
 """
 
@@ -105,7 +111,6 @@ def test_what_is_uploaded_loads_without_headwater(hub: Hub, trained: Path, run: 
     pushed = hub.repositories["me/model"].files
     assert pushed.keys() >= {"modeling_headwater.py", "headwater_mechanisms_neutreno.py", "README.md"}
     assert 'from_pretrained("me/model", trust_remote_code=True)' in pushed["README.md"].decode()
-    assert b"[More Information Needed]" not in pushed["README.md"]
     assert not model.config.auto_map
 
     logits = load_apart(hub, tmp_path, "me/tiny", "me/model")
@@ -113,6 +118,10 @@ def test_what_is_uploaded_loads_without_headwater(hub: Hub, trained: Path, run: 
     torch.testing.assert_close(logits["me/model"], model(ids).logits, rtol=0, atol=0)
     original = AutoModelForCausalLM.from_pretrained(trained)
     torch.testing.assert_close(logits["me/tiny"], original(ids).logits, rtol=0, atol=0)
+    again = hub.repositories["me/model-again"].files  # by the exported code, which leaves out one line
+    card = pushed["README.md"].decode().replace("me/model", "me/model-again")
+    assert again["README.md"].decode() == re.sub("- Cache:.*\n", "", card)
+    assert again.keys() == pushed.keys()
 
 
 def test_saving_with_an_upload_writes_code_and_card(hub: Hub, tmp_path: Path) -> None:
@@ -123,10 +132,26 @@ def test_saving_with_an_upload_writes_code_and_card(hub: Hub, tmp_path: Path) ->
     files = hub.repositories["me/saved"].files
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "folder").iterdir() if path.stem != "notes"}
     assert "headwater_mechanisms_smear.py" in files
-    card = b"---\ntags: [mine]\n---\n# Mine\n"
+    card = b"---\ntags: [mine]\n---\n# Mine\n\n[More Information Needed]\n"
     hub.repositories["me/saved"].files["README.md"] = card  # as its owner edited it on the hub
     model.push_to_hub("me/saved")
     assert b"# Mine" in hub.repositories["me/saved"].files["README.md"]
+
+
+def test_the_card_says_how_this_class_loads(hub: Hub) -> None:
+    class Mine(HeadwaterForCausalLM):
+        pass
+
+    model = build({"smear": {}})
+    for name, pushed in {"mine": Mine(model.config), "base": model.model}.items():
+        pushed.push_to_hub(f"me/{name}", tags=["ours"])
+    mine, base = (hub.repositories[f"me/{name}"].files for name in ("mine", "base"))
+    assert "modeling_headwater.py" not in mine  # which would load another class
+    assert b"trust_remote_code" not in mine["README.md"]
+    card = ModelCard(base["README.md"].decode())
+    assert card.data.tags == ["headwater", "smear", "ours"]
+    assert card.data.pipeline_tag == "feature-extraction"
+    assert 'model = AutoModel.from_pretrained("me/base", trust_remote_code=True)' in card.text
 
 
 def test_uploads_are_refused_before_they_lose_something(
@@ -139,9 +164,11 @@ def test_uploads_are_refused_before_they_lose_something(
     lab.push_to_hub(trained, "me/tiny")  # the same again
     assert repository.messages == ["Upload model"]
 
-    repository.files |= {"config.json": b"{}", "theirs.bin": b"1"}
+    repository.files |= {"config.json": b"{}", "model.safetensors": b"", "theirs.bin": b"1"}
     changed = dict(repository.files)
-    with pytest.raises(HeadwaterError, match=r"'me/tiny' already has other content in config\.json; add --overwrite"):
+    with pytest.raises(
+        HeadwaterError, match=r"'me/tiny' already has other content in (config\.json|model\.safetensors), .*add --ov"
+    ):
         lab.push_to_hub(trained, "me/tiny")
     with pytest.raises(HeadwaterError, match="exists and is public; leave out --private"):
         lab.push_to_hub(trained, "me/tiny", private=True, overwrite=True)
@@ -149,6 +176,12 @@ def test_uploads_are_refused_before_they_lose_something(
     lab.push_to_hub(trained, "me/tiny", overwrite=True, message="Again")
     assert repository.files == first | {"theirs.bin": b"1"}
     assert repository.messages == ["Upload model", "Again"]
+    info = find_repository("me/tiny")
+    repository.files["README.md"] = b"theirs, written during the export"
+    with monkeypatch.context() as patch:
+        patch.setattr("headwater.util.hub.find_repository", lambda *arguments: info)
+        with pytest.raises(HeadwaterError, match=r"answered 412 .* A commit has happened"):
+            lab.push_to_hub(trained, "me/tiny", overwrite=True)
 
     before = len(hub.repositories)
     for name in ("tiny", "me/a b", "me/tiny/model"):
@@ -158,9 +191,10 @@ def test_uploads_are_refused_before_they_lose_something(
     with pytest.raises(HeadwaterError, match=r"answered 403 for 'me/new': You don't have the rights.*a token that may"):
         lab.push_to_hub(trained, "me/new", out=tmp_path / "kept")
     assert (tmp_path / "kept" / "modeling_headwater.py").is_file()
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(HeadwaterError, match="answered 401 for 'me/new': Invalid credentials"):
-        lab.push_to_hub(trained, "me/new", out=tmp_path / "never")
+    for token in ("hf_wrong", EXPIRED):
+        monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(HeadwaterError, match="does not accept this token; log in again"):
+            lab.push_to_hub(trained, "me/new", out=tmp_path / "never")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(HeadwaterError, match="There is no token for the Hugging Face hub; log in with `hf auth login`"):
@@ -174,6 +208,43 @@ def test_uploads_are_refused_before_they_lose_something(
         lab.push_to_hub(trained, "me/new", out=tmp_path / "never")
     assert not (tmp_path / "never").exists()
     assert len(hub.repositories) == before
+
+
+def test_what_cannot_be_exported_is_said_in_words(trained: Path, run: Any, tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    said = run("export", trained, "--out", out, "--materialise")[2]
+    assert "kv_shift: an engine with paged attention lacks" in said
+    assert "leave out --materialise (in Python: materialise), and use generate or headwater serve." in said
+    recommended = build(preset("headwater-base").mechanisms)  # which docs/serving.md says is refused
+    image_model = HeadwaterForImageClassification(HeadwaterVisionConfig(hidden_size=16, num_attention_heads=2))
+    for model, reason in (recommended, "short_conv: an engine"), (image_model, "is for engines that generate text"):
+        with pytest.raises(HeadwaterError, match=rf"{reason}.* leave "):
+            export(model, out, materialise=True)
+    said = run("export", trained, "--out", out, "--family", "llama")[2]
+    assert "cannot have mechanisms kv_shift and value_residual; change" in said
+    for options, difference in (
+        ({"qk_norm": True}, "qk_norm true, only false"),
+        ({"sliding_window": 2}, "sliding_window 2, only null"),
+    ):
+        with pytest.raises(HeadwaterError, match=f"cannot have {difference}; .* headwater export without --family"):
+            to_transformers(build({}, **options), "llama")
+    assert not out.exists()
+
+
+def test_the_command_for_an_adapter_merges_it(trained: Path, run: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapter, ids = tmp_path / "it's a poet", tokens(2, 9)
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    model.save_pretrained(adapter)
+    for command in ("export", adapter, "--out", tmp_path / "x"), ("serve", adapter), ("generate", adapter, "a"):
+        said = run(*command)[2]
+        assert "is an adapter, not a model; merge the adapter first: python -c " in said
+    exec(shlex.split(said.partition("first: ")[2])[2])
+    assert run("export", f"{adapter}-merged", "--out", tmp_path / "x")[0] == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits)
+    assert run("generate", tmp_path / "x", "a", "--max-new-tokens", 2)[0] == 0
 
 
 def test_options_of_the_command_are_checked(trained: Path, run: Any, tmp_path: Path) -> None:
@@ -197,10 +268,11 @@ def test_the_card_is_what_the_run_recorded(trained: Path, run: Any, tmp_path: Pa
         f"Cache: {cache_bytes_per_token(model.config):,} bytes a token",
         f"Trained on `input.txt`: {record['tokens']:,} tokens, 3 steps,",
         f"| bits per byte | {record['held_out'][-1]['metrics']['bits_per_byte']:.4f} |",
-        "rows of 16 tokens that do not overlap",
+        "rows of 16 tokens that do not overlap.",
         record["data"]["sha256"],
         record["environment"]["device_name"],
         "1 warm-up steps",
+        'tokenizer = AutoTokenizer.from_pretrained("exported", trust_remote_code=True)',
     ):
         assert fact in card.text
     recipe = yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])
@@ -211,10 +283,17 @@ def test_the_card_is_what_the_run_recorded(trained: Path, run: Any, tmp_path: Pa
     again = json.loads((tmp_path / "b" / "record.json").read_text())
     assert again["held_out"][-1]["metrics"] == record["held_out"][-1]["metrics"]
 
-    # Of an earlier checkpoint, the card has no later results; of a model without a history, what the model shows.
     history = next(trained.glob("checkpoints/*/history.json"))
     assert str(tmp_path / "private") in history.read_text()
     assert str(tmp_path) not in card.content
+    # Measured at another step, or the record of another run; then a model without a history.
+    record["held_out"][-1]["step"] = 2
+    changes = {"step": record, "seed": record | {"seed": 7}}
+    for name, sections in {"step": {"Training"}, "seed": set()}.items():
+        (trained / "record.json").write_text(json.dumps(changes[name]))
+        assert run("export", trained, "--out", tmp_path / name)[0] == 0
+        titles = set(re.findall("^## (.*)$", (tmp_path / name / "README.md").read_text(), re.M))
+        assert titles & {"Training", "Held-out results"} == sections
     export(build({}), tmp_path / "bare")
     bare = ModelCard.load(tmp_path / "bare" / "README.md")
     assert "## Training" not in bare.text

@@ -76,6 +76,15 @@ def wheel(tmp_path_factory):
     return built
 
 
+def test_make_wheel_installs_build_alone(tmp_path):
+    commands = subprocess.run(
+        ["make", "-n", "wheel", f"VENV={tmp_path}"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    (requirement,) = re.findall('pip install --quiet "(.*)"', commands)
+    assert requirement.startswith("build>")
+    assert f'"{requirement}",' in (ROOT / "pyproject.toml").read_text()
+
+
 @pytest.mark.slow
 def test_wheel_holds_every_source_file_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}

@@ -519,6 +519,7 @@ def test_a_run_goes_over_and_finishes(written, tmp_path):
         (0, 512), (64, 512), (128, 512), (128, 256), (192, 256), (224, 256),
     ]  # fmt: skip
     assert points[2]["loss"] == pytest.approx(points[3]["loss"], rel=1e-6)
+    assert [notice.step for notice in record.notices] == [0], "the second stage tells nothing of the first's rows"
     made = AutoModelForCausalLM.from_pretrained(
         tmp_path / "run" / "stages" / "01-finish" / "checkpoints" / "step-000003"
     )
@@ -536,6 +537,15 @@ def test_a_run_goes_over_and_finishes(written, tmp_path):
     own = read_record(tmp_path / "run" / start.folder)
     assert start.flops == pytest.approx(4 / 3 * own.tokens * training_flops(llama_config(), 16), rel=1e-6)
     assert {file.name: file.read_bytes() for file in (written / "llama").iterdir()} == before
+
+
+def test_the_choice_is_told(written, tmp_path):
+    recipe = staged(written, {"mechanisms": ["kv_source"], "choose": True, "anneal": True})
+    record = train_stages(recipe, tmp_path / "run")
+    options = (
+        read_record(tmp_path / "run" / "stages" / "01-finish").origin.history[1].details["mechanisms"]["kv_source"]
+    )
+    assert f"kv_source={options}." in record.notices[0].message
 
 
 def test_a_model_in_bf16_is_turned_in_fp32():
@@ -676,6 +686,10 @@ def test_the_control_is_the_original_trained_on_the_same_rows(written, tmp_path,
     data = load_recipe(out / "control" / "recipe.yaml").data.model_copy(update={"held_out_rows": None}).build()
     assert measure_model(open_trained(out / "control").model, data) == result["control"]
     assert "after / control" in printed
+    for folder, name in ((out, "after"), (out / "control", "control")):
+        assert run("export", folder, "--out", tmp_path / f"{name}-exported")[0] == 0
+        card = (tmp_path / f"{name}-exported" / "README.md").read_text()
+        assert f"| loss | {result[name]['loss']:.4f} |" in card
     rows = load_recipe(out / "recipe.yaml").data.held_out_rows
     evaluations = [len(read_record(stage).held_out) for stage in out.rglob("stages/*")]
     passes = 3 + 1 + 3  # forward and backward, the teacher's, and the control's

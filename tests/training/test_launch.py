@@ -72,6 +72,15 @@ def test_processes_that_cannot_be_are_one_sentence(recipe, tmp_path, monkeypatch
     assert not re.search("Fabric|Lightning|Accelerator", str(error.value))
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_leaves_the_environment_as_it_was(recipe, tmp_path, monkeypatch, strategy):
+    """With LOCAL_RANK, the next run of two processes would wait for a second one that nobody starts."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = dict(os.environ)
+    train(recipe(training={"strategy": strategy, "device": "cpu"}), tmp_path / "run")
+    assert dict(os.environ) == before
+
+
 @pytest.fixture
 def command(recipe, tmp_path):
     file = tmp_path / "r.yaml"

@@ -29,8 +29,8 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
         plans = _plan_stages(name, options, config, plans)
     if config.materialise and (names := name_keepers(plans)):
         raise HeadwaterError(
-            f"materialise=True leaves only keys and values in the cache, without the raw tokens of {names}; set "
-            f"materialise=False, or remove {names}."
+            f"With materialise, the cache has only keys and values, without the raw tokens of {names}; set it to "
+            f"false, or remove {names}."
         )
     for plan in plans:
         _check_inside(config, plan)

@@ -7,13 +7,14 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.config.auto_map import EXPORTED, auto_class_of
-from headwater.config.planner import plan_layers
 from headwater.conversion import to_transformers
 from headwater.models.card import CARD, make_card
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.input_checks import check_paged
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import check_free, local, stage_folder
+
+_MATERIALISE = "--materialise (in Python: materialise)"
 
 
 def export(
@@ -41,11 +42,11 @@ def export(
             f"A {type(model).__name__} cannot be exported; pass a model of one of these classes: {class_names}."
         )
     if materialise and not model.config.is_causal:
-        raise HeadwaterError("materialise is for engines that generate text; leave it out for an image model.")
+        raise HeadwaterError(f"{_MATERIALISE} is for engines that generate text; leave it out for an image model.")
     with model.including_code():
         if materialise:
             model.config.materialise = True
-            check_paged(model.config, plan_layers(model.config))
+            check_paged(model.config, model.plans, f"leave out {_MATERIALISE}, and ")
         _write_folder(model, folder, tokenizer, card)
     return folder
 
@@ -79,5 +80,7 @@ def _write_folder(
         model.save_pretrained(beside)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)
-        text = card if isinstance(card, str) else make_card(model, **({"name": folder.name} | dict(card or {})))
-        (beside / CARD).write_text(str(text), encoding="utf-8")
+        if not isinstance(card, str):
+            options = {"name": folder.name} | dict(card or {})
+            card = str(make_card(model, has_preparer=tokenizer is not None, **options))
+        (beside / CARD).write_text(card, encoding="utf-8")

@@ -7,6 +7,7 @@ difference is something that the family cannot express.
 """
 
 import copy
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -216,9 +217,14 @@ class Family:
         for name in (name for name in config.field_names() if name not in _BESIDE | unread):
             value, family_value = _make_comparable(config, name), _make_comparable(restored, name)
             if value != family_value:
+                difference = f"{json.dumps(value)}, only {json.dumps(family_value)}"
+                if isinstance(value, dict):
+                    family_value = family_value or {}
+                    keys = value | family_value
+                    difference = " and ".join(key for key in keys if value.get(key) != family_value.get(key))
                 raise HeadwaterError(
-                    f"A {self.name} model cannot have {name} {value!r}, only {family_value!r}; change it, or choose "
-                    "another family."
+                    f"A {self.name} model cannot have {name} {difference}; change it, choose another family, or run "
+                    "headwater export without --family."
                 )
         return written
 

@@ -171,7 +171,7 @@ def _check_carried(module: str, tree: ast.Module) -> None:
     """Raise `HeadwaterError` if an external module imports something that is neither included nor installable."""
     packages = {LIBRARY, module.split(".")[0]}
     installed = packages_distributions()
-    for node in ast.walk(tree):
+    for node in _walk(tree):
         imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             imported = [node.module]

@@ -150,8 +150,11 @@ def check_learned_positions(config: HeadwaterConfig, tokens: NewTokens, position
         raise HeadwaterError(f"Position {largest} is beyond this model's {size} learned positions; {advice}")
 
 
-def check_paged(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> None:
-    """Raise `HeadwaterError` if an engine with its own paged cache cannot run this model exactly."""
+def check_paged(config: HeadwaterConfig, plans: Sequence[LayerPlan], remedy: str = "") -> None:
+    """Raise `HeadwaterError` if an engine with its own paged cache cannot run this model exactly.
+
+    remedy: what to do first, such as "leave out an option, and ".
+    """
     possible, limit = supported_kernels(config)
     kind = (config.rope_parameters or {}).get("rope_type")
     needs = {
@@ -162,7 +165,8 @@ def check_paged(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> None:
     for need, name in needs.items():
         if name:
             raise HeadwaterError(
-                f"{name}: an engine with paged attention lacks {need}, so its output would be wrong; use generate."
+                f"{name}: an engine with paged attention lacks {need}, so its output would be wrong; {remedy}use "
+                "generate or headwater serve."
             )
     if not config.materialise:
         raise HeadwaterError(

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,12 +129,34 @@ def read_config(folder: Path) -> HeadwaterConfig:
     return config_from(HeadwaterVisionConfig if of_images else HeadwaterConfig, folder)
 
 
+def _write_merge(folder: Path) -> str:
+    """Write the command that merges a PEFT adapter into its base model and saves it, with the tokenizer, beside it."""
+    source = read_object(folder / "adapter_config.json").get("base_model_name_or_path") or "BASE MODEL"
+    base, adapter, merged = (json.dumps(name, ensure_ascii=False) for name in (source, str(folder), f"{folder}-merged"))
+    code = (
+        "import headwater, peft, transformers as t; "
+        f"m = peft.PeftModel.from_pretrained(t.AutoModelForCausalLM.from_pretrained({base}), {adapter}); "
+        f"m.merge_and_unload().save_pretrained({merged}); "
+        f"t.AutoTokenizer.from_pretrained({base}).save_pretrained({merged})"
+    )
+    return f"python -c {shlex.quote(code)}"
+
+
+def check_config(folder: Path) -> None:
+    """Raise `HeadwaterError` for a folder without a config.json."""
+    if (folder / "adapter_config.json").is_file() and not (folder / CONFIG).is_file():
+        raise HeadwaterError(
+            f"{str(folder)!r} is an adapter, not a model; merge the adapter first: {_write_merge(folder)}"
+        )
+    if not os.path.lexists(folder / CONFIG):
+        raise HeadwaterError(f"{str(folder)!r} is not a checkpoint: it has no {CONFIG}.")
+
+
 def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:
     """The config.json of a folder as a config of class `kind`. Raises `HeadwaterError`."""
-    file = folder / CONFIG
-    if not os.path.lexists(file):
-        raise HeadwaterError(f"{str(folder)!r} is not a checkpoint: it has no {CONFIG}.")
+    check_config(folder)
     check_layers(folder)
+    file = folder / CONFIG
     content = read_object(file)
     check_names(kind, content, file)
     with reading(f"The {CONFIG} in {str(folder)!r}", "correct it, or use an intact checkpoint"):

@@ -24,6 +24,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import HasSharedModule
 from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.mechanisms.named import Named, owner_of
+from headwater.models.card import replace_template
 from headwater.models.quantization import BESIDE, check_quantized
 from headwater.models.remote_code import add_code, is_code
 from headwater.models.token_tables import check_resizable, resize_token_tables
@@ -33,11 +34,7 @@ from headwater.nn.attention_kernel import supported_kernels
 from headwater.nn.block import Block
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError, either
-from headwater.util.layout import IS_EXPORTED
 from headwater.util.seeding import generator
-
-if not IS_EXPORTED:
-    from headwater.models.card import replace_template
 
 
 class HeadwaterPreTrainedModel(PreTrainedModel):
@@ -117,7 +114,8 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         """Save the model inside with its code, and leave no trace of that in its config."""
         config = self.config
         self.config = copy.deepcopy(config)
-        self.config.auto_map = auto_map.auto_map_of(config)
+        if auto_map.auto_class_of(type(self)) is not None:  # the code has no subclass of somebody's
+            self.config.auto_map = auto_map.auto_map_of(config)
         try:
             yield
         finally:
@@ -132,8 +130,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         self, working_dir: str | os.PathLike[str], repo_id: str, *args: Any, **kwargs: Any
     ) -> Any:
         """transformers' method, which uploads what both ways of pushing have saved."""
-        if not IS_EXPORTED:
-            replace_template(working_dir, self, repo_id)
+        replace_template(working_dir, self, repo_id, kwargs.get("token"))
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:

@@ -74,12 +74,14 @@ def find_repository(name: str, private: bool = False) -> ModelInfo | None:
     with _explain_refusals(name):
         try:
             info = HfApi().model_info(name, timeout=SECONDS, files_metadata=True)
-        except RepositoryNotFoundError as error:
+        except HfHubHTTPError as error:
             if error.response.status_code == 401:
                 raise HeadwaterError(
                     "The Hugging Face hub does not accept this token; log in again with `hf auth login`, or correct "
                     "HF_TOKEN."
                 ) from error
+            if not isinstance(error, RepositoryNotFoundError):
+                raise
             return None
     if private and not info.private:
         raise HeadwaterError(

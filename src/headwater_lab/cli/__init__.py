@@ -55,18 +55,13 @@ def explain_usage(error: Any) -> str:
     if type(error).__name__ == "NoSuchOption":
         unknown, kind = error.option_name, "option"
         names = [name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("--")]
-        if any(parameter.name == "overrides" for parameter in error.ctx.command.params):
-            from headwater_lab.data.text import TextSettings
-            from headwater_lab.recipe.messages import describe_unknown_options
-            from headwater_lab.recipe.recipe import list_sections
-
-            words = [
-                word if re.search("=|^--|[.]yaml$|^$", after) or "=" in word else f"{word}={after}"
-                for word, after in pairwise([*sys.argv, ""])
-                if word.startswith("--") and word.partition("=")[0] not in names
-            ]
-            if sentence := describe_unknown_options(words, list_sections(TextSettings)):
-                return sentence
+        words = [
+            word if re.search("=|^--|[.]yaml$|^$", after) or "=" in word else f"{word}={after}"
+            for word, after in pairwise([*sys.argv, ""])
+            if word.startswith("--") and word.partition("=")[0] not in names
+        ]
+        if sentence := _explain_options(error.ctx.command, words, names):
+            return sentence
     elif match := re.match("No such command '(.*?)'", error.message):
         unknown, kind, names = match[1], "command", list(error.ctx.command.commands)
     else:
@@ -74,6 +69,18 @@ def explain_usage(error: Any) -> str:
     near = find_near(unknown, names)
     hint = f"did you mean {either(near)}?" if near else f"`{error.ctx.command_path} --help` lists all."
     return f"There is no {kind} {unknown}; {hint}"
+
+
+def _explain_options(command: Any, words: list[str], names: list[str]) -> str | None:
+    """Explain options that other programs have for fields of a recipe, or for sampling; None if none of them has."""
+    from headwater_lab.recipe import messages
+
+    if any(parameter.name == "overrides" for parameter in command.params):
+        from headwater_lab.data.text import TextSettings
+        from headwater_lab.recipe.recipe import list_sections
+
+        return messages.describe_unknown_options(words, list_sections(TextSettings))
+    return messages.describe_sampling_options(words, names) if command.name == "generate" else None
 
 
 def main() -> None:

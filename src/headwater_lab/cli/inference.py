@@ -165,13 +165,13 @@ def serve_model(
 
 def _find_text_checkpoint(checkpoint: Path) -> Path:
     """Find the newest checkpoint of a run. Raises `HeadwaterError` if it cannot answer text."""
+    from headwater.models.load import check_config
     from headwater_lab.data.tokenizer_files import has_tokenizer
     from headwater_lab.training.checkpoints import check_sums, newest_checkpoint
 
     source = newest_checkpoint(checkpoint)
     check_sums(source)
-    if not (source / "config.json").is_file():
-        raise HeadwaterError(f"{str(source)!r} is not a checkpoint: it has no config.json.")
+    check_config(source)
     if not has_tokenizer(source):
         raise HeadwaterError(f"{str(source)!r} has no tokenizer, so it cannot answer text.")
     return source
@@ -198,7 +198,8 @@ def export_model(
     private: With --push: create the repository as private.
     message: With --push: the message of the commit.
     overwrite: With --push: replace files in the repository that have other content; its history keeps them.
-    materialise: For engines with a paged cache: exact, but without the cache saving.
+    materialise: For engines with a paged cache: exact, but without the cache saving, and not for mechanisms that look
+        back.
     family: Export as one of transformers' models, if it fits: gpt2, llama, mistral, qwen2, qwen3, gpt_neox, vit, deit,
         or package.module:NAME; source is the family it was retrofitted from.
     """

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from headwater.util.errors import HeadwaterError, NotTrusted, find_misspelt, nearest, shown
 from headwater_lab.data.base import DataSettings
-from headwater_lab.recipe.synonyms import ANSWERS, SYNONYMS
+from headwater_lab.recipe.synonyms import ANSWERS, SAMPLING, SYNONYMS
 
 # The fields of each section, for names that belong to another; "" is the top level.
 Sections = Mapping[str, Collection[str]]
@@ -52,12 +52,28 @@ def describe_unknown_options(words: Sequence[str], sections: Sections) -> str | 
         section, field = SYNONYMS.get(name) or next(owners, ("", ""))
         fields = [".".join(filter(None, (section, each))) for each in re.split(", | and ", field) if each]
         hint = ANSWERS.get(name) or " ".join(f"{each}={value or '…'}" for each in fields)
-        hints |= {option: hint} if hint else {}
+        hints[option] = hint
+    return _join_hints(hints, ", since fields of a recipe are written without dashes")
+
+
+def describe_sampling_options(words: Sequence[str], names: Collection[str]) -> str | None:
+    """Write the sentence for options that other programs have for sampling, as --num_samples=5; None without any.
+
+    words: options as they stand on the command line. names: the options of `headwater generate`.
+    """
+    hints = SAMPLING | {name.removeprefix("--").replace("-", "_"): f"write {name}" for name in names}
+    options = [word.partition("=")[0] for word in words]
+    return _join_hints({option: hints.get(option.removeprefix("--").replace("-", "_"), "") for option in options})
+
+
+def _join_hints(hints: Mapping[str, str], reason: str = "") -> str | None:
+    """Join hints for options that do not exist to a sentence; None without any. "" is no hint."""
+    hints = {option: hint for option, hint in hints.items() if hint}
     if not hints:
         return None
     is_are = "There is no option" if len(hints) == 1 else "There are no options"
     pairs = "; ".join(f"for {option}: {hint}" for option, hint in hints.items())
-    return f"{is_are} {', '.join(hints)}, since fields of a recipe are written without dashes; {pairs}."
+    return f"{is_are} {', '.join(hints)}{reason}; {pairs}."
 
 
 def list_problems(error: ValidationError, section: Any, data: type[DataSettings], sections: Sections) -> Iterator[str]:

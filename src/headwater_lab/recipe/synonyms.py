@@ -1,6 +1,6 @@
 """Other programs' names for the fields of a recipe: nanoGPT, litgpt, transformers, Hugging Face's Trainer, torchtitan.
 
-They are used only in hints; a recipe has one name for each field.
+And for options of `headwater generate`. They are used only in hints; a recipe has one name for each field.
 """
 
 # Section -> field, or several fields -> names in other programs. "" is the top level.
@@ -85,4 +85,19 @@ ANSWERS = {
     "eval_iters": "every evaluation reads data.held_out_bytes of text",
     "eval_only": "`headwater evaluate` measures a run",
     "always_save_checkpoint": "reporting.save_every saves whatever the loss",
+}
+_PROMPT = "write the prompt after the checkpoint, without an option"
+_SEVERAL = "write the prompt that often, a line each, into a file for --jsonl"
+_CHECKPOINT = "write the run's folder before the prompt, without an option"
+# Names of other programs for what `headwater generate` has no option for -> a hint.
+SAMPLING = {
+    "start": _PROMPT,
+    "prompt": _PROMPT,
+    "num_samples": _SEVERAL,
+    "num_return_sequences": _SEVERAL,
+    "out_dir": _CHECKPOINT,
+    "init_from": _CHECKPOINT,
+    "checkpoint_dir": _CHECKPOINT,
+    "max_length": "--max-new-tokens counts the tokens after the prompt",
+    "do_sample": "--temperature 0 is greedy",
 }

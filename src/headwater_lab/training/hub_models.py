@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from headwater.models.load import check_layers, weight_files
+from headwater.models.load import check_config, check_layers, weight_files
 from headwater.models.weights import check_files
 from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.hub import check_reachable
@@ -17,9 +17,8 @@ def check_source(source: str) -> None:
     """Raise `HeadwaterError` unless the source is a checkpoint's folder or the name of a model on the hub."""
     if not Path(source).is_dir():
         check_reachable("model", source)
-    elif not (Path(source) / "config.json").is_file():
-        raise HeadwaterError(f"{source!r} is not a checkpoint: it has no config.json.")
     else:
+        check_config(Path(source))
         check_layers(Path(source))
 
 

@@ -15,19 +15,8 @@ from headwater.models.load import read_object
 from headwater.util.hub import is_path
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import FOLDER, newest_checkpoint
-from headwater_lab.training.records import CONVERSION, RECORD, Event, RunRecord, find_record
+from headwater_lab.training.records import CONTROL, CONVERSION, RECORD, Event, RunRecord, find_record
 from headwater_lab.training.trained_models import Trained, last_training
-
-# How each metric is measured; others are explained by their names.
-_MEASURED = {
-    "bits_per_byte": "Bits per byte: nats of a document's tokens after its start token, divided by ln 2 and by its "
-    "UTF-8 bytes.",
-    "loss": "Loss: nats per token.",
-}
-_CUT = (
-    "Each document is cut into rows of {context} tokens that do not overlap; a token is scored given those before it "
-)
-_CUT += "in its row."
 
 
 def read_card(source: Path) -> str | None:
@@ -41,11 +30,14 @@ def describe_history(trained: Trained) -> dict[str, Any]:
     record = _find_record(trained)
     sections = [("How it was made", "\n".join(f"- {line}" for line in _list_changes(trained.history)))]
     if record is not None:
-        sections += [("Training", _describe_training(record)), *_describe_results(record, trained)]
-        sections.append(("Recipe", _write_recipe(record)))
+        sections += [
+            ("Training", _describe_training(record)),
+            ("Held-out results", _describe_results(record, trained)),
+            ("Recipe", _write_recipe(record)),
+        ]
     bases = [event.details["source"] for event in trained.history if event.details.get("on_hub")]
     return {
-        "sections": [(title, text) for title, text in sections if text],
+        "sections": sections,
         "base_model": bases or None,
         "datasets": None if record is None else record.data.get("dataset"),
     }
@@ -119,34 +111,45 @@ def _describe_training(record: RunRecord) -> str:
 
 
 def _read_conversion(checkpoint: Path) -> dict[str, float]:
-    """Read what a conversion measured of its result on all held-out data; its runs measure on fewer rows."""
-    for folder in checkpoint.parents[1:4]:
-        if (folder / CONVERSION).is_file() and newest_checkpoint(folder) == checkpoint:
-            metrics: dict[str, float] = read_object(folder / CONVERSION).get("after", {})
-            return metrics
+    """Read what a conversion measured of its result or its control on all held-out data; its runs measure on fewer
+    rows."""
+    for folder in checkpoint.parents[1:5]:
+        if (folder / CONVERSION).is_file():
+            measures: dict[str, dict[str, float]] = read_object(folder / CONVERSION)
+            for name, run in (("after", folder), ("control", folder / CONTROL)):
+                if name in measures and run in checkpoint.parents and newest_checkpoint(run) == checkpoint:
+                    return measures[name]
     return {}
 
 
-def _describe_results(record: RunRecord, trained: Trained) -> Iterator[tuple[str, str]]:
-    """Yield the section with what was measured at the checkpoint's step, and how."""
+def _describe_results(record: RunRecord, trained: Trained) -> str:
+    """Write what was measured at the checkpoint's step, and how; "" if nothing was."""
     step = None if record.stages else trained.history[-1].details.get("steps")
     points = [point for point in record.held_out if step in (None, point.step)]
     if not points:
-        return
-    converted = _read_conversion(Path(trained.source))
-    metrics = converted or points[-1].metrics
+        return ""
+    at = "" if step is None else f" at step {step:,}"  # the last stage's steps are not the model's
+    if metrics := _read_conversion(Path(trained.source).resolve()):
+        line = f"Measured{at} on all data that was held out of training."
+    else:
+        metrics = points[-1].metrics
+        sizes = {name: record.data.get(f"held_out_{name}") for name in ("documents", "bytes")}
+        counts = ", ".join(f"{name}: {count:,}" for name, count in sizes.items() if count)
+        line = f"Measured{at} on data that was held out of training{counts and f' ({counts})'}."
     table = "\n".join(f"| {name.replace('_', ' ')} | {value:.4f} |" for name, value in metrics.items())
-    size = {name: record.data.get(f"held_out_{name}") for name in ("documents", "bytes")}
-    context = record.recipe.get("data", {}).get("context")
-    lines = [f"Measured at step {points[-1].step:,} on {'all ' if converted else ''}data that was held out of training"]
-    lines[0] += (
-        f" (documents: {size['documents']:,}, bytes: {size['bytes']:,})."
-        if all(size.values()) and not converted
-        else "."
-    )
-    lines += [_CUT.format(context=f"{context:,}")] if context and "loss" in metrics else []
-    lines += [text for name, text in _MEASURED.items() if name in metrics]
-    yield "Held-out results", f"| metric | value |\n| --- | --- |\n{table}\n\n{' '.join(lines)}"
+    explanation = " ".join([line, *_explain_metrics(metrics, record.recipe.get("data", {}).get("context"))])
+    return f"| metric | value |\n| --- | --- |\n{table}\n\n{explanation}"
+
+
+def _explain_metrics(metrics: dict[str, float], context: int | None) -> Iterator[str]:
+    """Yield sentences on how these metrics are measured; others are explained by their names."""
+    if "loss" in metrics and context:
+        yield f"Each document is cut into rows of {context:,} tokens that do not overlap."
+        yield "A token is scored given those before it in its row."
+    if "bits_per_byte" in metrics:
+        yield "Bits per byte: nats of a document's tokens after its start token, over ln 2 and its UTF-8 bytes."
+    if "loss" in metrics:
+        yield "Loss: nats per token."
 
 
 def _write_recipe(record: RunRecord) -> str:

@@ -81,7 +81,6 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
     _check_devices(training.device, devices)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         die_with_parent()
-    user_sets_threads = "OMP_NUM_THREADS" in os.environ
     try:
         fabric = Fabric(
             accelerator=training.device,
@@ -92,12 +91,10 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
             precision="32-true",
             loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
         )
-        with _ended_by_signals():
+        with _ended_by_signals(), _restored_environment():
             if nodes > 1:
                 _tell_waiting(fabric, training)
             fabric.launch()
-        if not user_sets_threads:  # Fabric sets them, as if a node had a machine to itself
-            os.environ.pop("OMP_NUM_THREADS", None)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise HeadwaterError(
             f"The {world} processes of this run did not connect within "
@@ -179,6 +176,21 @@ def count_processes(training: Training) -> tuple[int, int]:
         return training.devices, training.nodes
     processes = int(os.environ["LOCAL_WORLD_SIZE"])
     return processes, int(os.environ["WORLD_SIZE"]) // processes
+
+
+@contextmanager
+def _restored_environment() -> Iterator[None]:
+    """Remove the environment variables that Fabric sets while it starts processes.
+
+    If LOCAL_RANK stayed, the next run in this process would wait for others that nobody starts. Its OMP_NUM_THREADS
+    assumes that the run has the machine to itself.
+    """
+    before = set(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - before:
+            del os.environ[name]
 
 
 @contextmanager

@@ -23,6 +23,8 @@ SCHEMA_VERSION = 2
 RECORD = "record.json"
 # In the folder of a conversion: what it measured on all held-out data.
 CONVERSION = "conversion.json"
+# In the folder of a conversion, the run of its control; in its record, the metrics of that.
+CONTROL = "control"
 # Status of runs that have a result. The result of a diverged run is that it diverged.
 ENDED = ("finished", "diverged")
 # Relative tolerance of bits per byte over nats per token; rounding is a millionth of it.
