@@ -119,6 +119,6 @@ def write_report(runs: Sequence[Path], *, format: str = "csv,md,latex,pdf,svg,pn
     runs: Folders of comparisons or runs; each has a report of its own.
     format: Formats of tables (csv, md, latex) and figures (pdf, svg, png), separated by commas.
     """
-    extras.check_extra("compare")
+    extras.check_extra("report")
     for folder in runs:
         show_report(folder, format.replace(" ", "").split(","))
