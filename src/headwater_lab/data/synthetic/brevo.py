@@ -5,8 +5,6 @@ is every node from which q can be reached, each after those that lead to it. Dif
 token.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from typing import Literal
@@ -16,14 +14,13 @@ from pydantic import Field
 from torch import Tensor
 
 from headwater.util.seeding import generator
-from headwater_lab.data.base import Batch, register_kind
+from headwater_lab.data.base import Batch
 from headwater_lab.data.synthetic.task import SyntheticSettings, WrittenData, draw_chance, pack_rows, pad_length
 
 PAD, END, QUERY, ANSWER, NODE = range(5)
 Edge = tuple[int, int]
 
 
-@register_kind
 class BrevoSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: brevo`."""
 
@@ -45,10 +42,8 @@ class BrevoSettings(SyntheticSettings):
         edges = sum(min(node, self.parents) for node in range(self.nodes))
         return pad_length(2 * edges + 3 + self.nodes)
 
-    def build(self) -> BrevoData:
-        return BrevoData(self)
 
-
+@BrevoSettings.register
 class BrevoData(WrittenData[BrevoSettings]):
     """One graph per row, padded; labels only on the answer.
 
