@@ -24,14 +24,7 @@ from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.files import explain_absence
 from headwater.util.hub import check_reachable, is_path
 from headwater_lab.data.chat import content_of
-from headwater_lab.data.reading import (
-    DEFAULT,
-    MARK,
-    encode_text,
-    escape_name,
-    local_path,
-    table_kind,
-)
+from headwater_lab.data.reading import DEFAULT, MARK, encode_text, escape_name, local_path, table_kind
 
 STDLIB, TOPICS, DOCS = "python-stdlib", "python-topics", "python-docs"
 # A corpus with fewer files than this is cut into pieces, so that some can be held out.
@@ -106,11 +99,11 @@ def name_in(file: Path, root: Path) -> str:
     return escape_name(file.relative_to(root).as_posix())
 
 
-def row_document(value: Any, column: str, where: str, name: str, row: int, domain: str | None = None) -> Document:
+def row_document(value: Any, column: str, where: str, row: int, domain: str | None = None) -> Document:
     """Make a row's document, without text if the row has none. Raises `HeadwaterError` if the value is not text."""
     text, is_chat = content_of(value, column, where, row) or ("", False)
     text = text.removeprefix(MARK)
-    encode_text(text, name := f"{name}:{row}")
+    encode_text(text, name := f"{where}:{row}")
     return Document(name, text, text, is_chat, domain)
 
 
