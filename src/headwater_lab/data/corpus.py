@@ -65,10 +65,7 @@ class Document:
 
 
 def check_column_is_read(column: str, sources: Iterable[str], option: str) -> None:
-    """Raise `HeadwaterError` if a column other than the default is set and no source is a table.
-
-    option: its name.
-    """
+    """Raise `HeadwaterError` if a column other than the default is set and no source is a table. option: its name."""
     sources = list(sources)
     if column != DEFAULT and sources and not any("tables" in kinds_in(source) for source in sources):
         raise HeadwaterError(f"{option} is for tables, and {sources[0]!r} has none; leave it out.")
@@ -151,7 +148,7 @@ GENERATED = {TOPICS: read_topics, DOCS: read_docstrings}
 
 
 def local_files(source: str) -> tuple[Path, list[Path]] | None:
-    """List the folder that names are relative to, and the files; None if `source` looks like a dataset's name.
+    """List (the folder that names are relative to, its files); None if `source` looks like a dataset's name.
 
     Raises `HeadwaterError` if there are none, and for a link out of the folder that the user does not trust.
     """
@@ -242,10 +239,7 @@ def cut_documents(documents: Iterable[Document]) -> list[Document]:
 
 
 def cut_document(document: Document, size: int | None = None) -> Iterator[Document]:
-    """Cut a long document at line ends into pieces of about `size` (`PIECE`) characters, each with its own key.
-
-    Conversations stay whole.
-    """
+    """Cut a document, but no chat, at line ends into pieces of about `size` (`PIECE`) characters, each its own key."""
     if document.is_chat:
         yield document
         return

@@ -398,10 +398,7 @@ def _describe_foreign(out: Path) -> HeadwaterError:
 
 
 def _check_finished(out: Path, settings: dict[str, Any], separator: int) -> list[Path]:
-    """Return the prepared folders of a finished run, with all checksums verified.
-
-    Raises `HeadwaterError` if a folder was prepared with other settings.
-    """
+    """Return a finished run's folders, with all checksums verified. Raises `HeadwaterError` for other settings."""
     prepared = shards.open_all(out)
     for manifest in (folder.manifest for folder in prepared):
         earlier = manifest.settings

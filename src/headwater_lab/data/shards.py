@@ -193,10 +193,7 @@ def _compute_seal(values: dict[str, Any]) -> str:
 
 
 def read_sealed(file: Path) -> dict[str, Any] | None:
-    """Read the values of a sealed file, without the seal; None if there is no such file.
-
-    Raises `HeadwaterError` if the file is damaged or cannot be read.
-    """
+    """Read a sealed file, without the seal; None if there is none. Raises `HeadwaterError` if it is damaged."""
     try:
         values = json.loads(read_bytes(file))
         if values.pop(SEAL) == _compute_seal(values):
@@ -392,10 +389,7 @@ class Domains(Facts):
 
 
 def read_domains(folder: Path) -> dict[str, str]:
-    """Return folder name -> value of the column, for a corpus split by a column; empty if `folder` is not one.
-
-    Raises `HeadwaterError` if domains.json is damaged.
-    """
+    """Read folder name -> value of the column that split the corpus; empty without a domains.json."""
     values = read_sealed(folder / DOMAINS)
     return validate_file(Domains, values, folder / DOMAINS).domains if values is not None else {}
 

@@ -1,7 +1,4 @@
-"""Documents of a source: one after another in bounded memory for a corpus on disk, or all of them.
-
-Files and shards are read in order.
-"""
+"""Documents of a source, in order: one after another in bounded memory for a corpus on disk, or all of them."""
 
 import hashlib
 import itertools

@@ -1,7 +1,4 @@
-"""A table or figure of a paper as data: its figures, its recipes at each scale, and its claims.
-
-papers/tables/PAPER/TABLE.yaml, read into `PaperTable`.
-"""
+"""A paper's table or figure as data (tables/PAPER/TABLE.yaml): its figures, claims, and recipes at each scale."""
 
 from __future__ import annotations
 

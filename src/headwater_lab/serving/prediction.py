@@ -34,11 +34,7 @@ def load_for_prediction(path: Path) -> tuple[HeadwaterForImageClassification, Ba
 def predict_images(
     model: HeadwaterForImageClassification, processor: BaseImageProcessor, images: Sequence[Path]
 ) -> Iterator[dict[str, float]]:
-    """Yield each image's classes with their probabilities, the likeliest first.
-
-    Raises `HeadwaterError` for a file that is not an image.
-    """
-
+    """Yield each image's classes with their probabilities, the likeliest first. Raises `UnreadableImage`."""
     config = model.config
     for start in range(0, len(images), BATCH):
         opened = [read_image(path, shown(str(path)), config.num_channels) for path in images[start : start + BATCH]]

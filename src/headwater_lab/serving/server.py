@@ -1,7 +1,6 @@
 """A server for one checkpoint that follows OpenAI's API.
 
-Each request is checked field by field, see `requests`, and answered by `generate`, in one thread, one prompt after the
-other.
+Requests are checked by `requests`, and answered by `generate`, in one thread, one prompt after the other.
 """
 
 from __future__ import annotations
@@ -240,9 +239,8 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> l
 class Continuation(StoppingCriteria):
     """One call of `generate` with the options of a request. It reads each new token, and ends at a stop text.
 
-    pass_on: receives the text in pieces, in the thread of `generate`. new_tokens: their number so
-    far. Raises `RequestError` for a prompt that the model cannot read, and for more new tokens than it has positions
-    for.
+    pass_on: receives the text in pieces, in the thread of `generate`. new_tokens: their number so far.
+    Raises `RequestError` for a prompt that the model cannot read, and for more new tokens than it has positions for.
     """
 
     def __init__(

@@ -82,10 +82,7 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def open(self, index: int, draw: torch.Generator) -> Image:
-        """Open an image, in the settings' channels; draw: for randomly generated images.
-
-        Raises `UnreadableImage`.
-        """
+        """Open an image, in the settings' channels; draw: for randomly generated images. Raises `UnreadableImage`."""
         ...
 
 

@@ -263,10 +263,7 @@ def _list_strings(content: Any) -> Iterator[str]:
 
 
 def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any, roots: Sequence[Path]) -> ImageSplit:
-    """Read a split of a dataset. Raises `HeadwaterError` if a column is missing or of another kind.
-
-    roots: the folders that its rows may name files in.
-    """
+    """Read a split of a dataset, whose rows may name files in `roots`. Raises `HeadwaterError` for a wrong column."""
     from datasets import ClassLabel
     from datasets import Image as ImageColumn
     from datasets.features.features import require_decoding
@@ -401,10 +398,7 @@ class ImageFiles:
         return read_image(self.split.read(self.numbers[index]), name, self.channels)
 
     def divide_classes(self, share: float) -> list[ImageFiles]:
-        """Split into [to train on, held out]: `share` of each class, at least one image, chosen by the names' hash.
-
-        Raises `HeadwaterError` for a class of one image.
-        """
+        """Split into [to train on, held out]: of each class a share, at least one image, chosen by the names' hash."""
         by_class: dict[int, list[int]] = {}
         for index, label in enumerate(self.labels):
             by_class.setdefault(label, []).append(index)
