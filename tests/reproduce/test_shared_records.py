@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from conftest import forking
-from headwater_lab.papers.kept import KeptRun, read_runs
-from headwater_lab.papers.shared_records import find_missing, find_problems, open_comparisons, write_runs
+from headwater_lab.papers.kept import KeptRun, read_runs, write_runs
+from headwater_lab.papers.shared_records import find_missing, find_problems, open_comparisons
 
 ROOT = Path(__file__).parents[2]
 

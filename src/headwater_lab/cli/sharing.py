@@ -19,13 +19,14 @@ def pack_records(folder: FolderPath, *, out: FilePath, by: str) -> None:
     by: Who ran them.
     """
     extras.check_extra("compare")
-    from headwater_lab.papers import shared_records
+    from headwater_lab.papers.kept import write_runs
+    from headwater_lab.papers.shared_records import pack_records
 
     check_writable(out)
     if out.exists():
         raise HeadwaterError(f"{str(out)!r} already exists; choose another --out, or move it away.")
-    runs = shared_records.pack_records(folder, by)
-    shared_records.write_runs(out, runs)
+    runs = pack_records(folder, by)
+    write_runs(out, runs)
     say(f"{counted(len(runs), 'run')} written to {out}")
 
 

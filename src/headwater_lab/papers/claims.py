@@ -188,16 +188,6 @@ def judge_claims(claims: Sequence[Claim], runs: Runs) -> list[Judged]:
     return [_judge_claim(*judging) for judging in zip(claims, evidence, levels, strict=True)]
 
 
-def _find_gaps(claim: Claim, runs: Runs) -> str:
-    """Name the seeds that a claim's arms lack, because a failed run may be decisive; "" if none, or all."""
-    gaps = []
-    for name in dict.fromkeys(list_claimed_arms(claim)):
-        sized_arm, runs_by_seed = runs.arms[name], runs.find_seeds(name)
-        if sized_arm is not None and runs_by_seed:
-            gaps.append(describe_missing(name, sized_arm, runs_by_seed))
-    return f"not trained: {'; '.join(filter(None, gaps))}" if any(gaps) else ""
-
-
 def _judge_claim(claim: Claim, evidence: Evidence, level: float) -> Judged:
     estimate, interval = evidence.estimate, evidence.interval(level)
     verdict = verdict_of(interval, evidence.region)
@@ -256,15 +246,19 @@ def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
 
 
 def _find_evidence(claim: Claim, runs: Runs) -> Evidence:
-    """Find the evidence for a claim, if its arms have all seeds."""
-    if why := _find_gaps(claim, runs):
-        return Evidence(why)
-    for name in list_claimed_arms(claim):
-        if runs.arms[name] is None:
-            return Evidence(f"{name} is not trained at this scale")
-        if not runs.find_seeds(name):
-            return Evidence(f"there is no run of {name}")
-    return KINDS[claim.test](claim, runs)
+    """Find the evidence for a claim, if its arms have all seeds: a run that failed may be decisive."""
+    gaps, absent = [], []
+    for name in dict.fromkeys(list_claimed_arms(claim)):
+        sized_arm, runs_by_seed = runs.arms[name], runs.find_seeds(name)
+        if sized_arm is None:
+            absent.append(f"{name} is not trained at this scale")
+        elif not runs_by_seed:
+            absent.append(f"there is no run of {name}")
+        elif missing := describe_missing(name, sized_arm, runs_by_seed):
+            gaps.append(missing)
+    if gaps:
+        return Evidence(f"not trained: {'; '.join(gaps)}")
+    return Evidence(absent[0]) if absent else KINDS[claim.test](claim, runs)
 
 
 def _paired_evidence(claim: Better | Alike | NotBetter, runs: Runs) -> Evidence:

@@ -78,6 +78,12 @@ def read_runs(file: Path) -> list[KeptRun]:
     return runs
 
 
+def write_runs(file: Path, runs: Iterable[KeptRun]) -> None:
+    """Write runs, a line each, sorted by folder, without the losses of single documents."""
+    lines = sorted((run.run, run.model_dump_json(exclude={"record": {"documents"}})) for run in runs)
+    replace_text(file, "\n".join(line for _, line in lines) + "\n")
+
+
 def judge_recorded(names: Iterable[str], scale: ScaleName, runs: Sequence[KeptRun]) -> Iterator[Reproduction]:
     """Judge each of these tables that has finished runs among `runs` and needs no models, without training."""
     with TemporaryDirectory() as folder:
@@ -167,11 +173,10 @@ def keep_runs(file: Path, work: Work, tell: Tell) -> None:
                 if hashes.setdefault(_dump_settings(record), record.data_hashes) != record.data_hashes:
                     differing += 1
                     continue
-                runs[run] = KeptRun(run=run, record=record.model_copy(update={"documents": []}))
+                runs[run] = KeptRun(run=run, record=record)
                 added += 1
         if added:
-            lines = [line.model_dump_json(exclude={"record": {"documents"}}) for _, line in sorted(runs.items())]
-            replace_text(file, "\n".join(lines) + "\n")
+            write_runs(file, runs.values())
             tell(f"{counted(added, 'run')} added to {str(file)!r}")
         if differing:
             tell(

@@ -1,14 +1,13 @@
 """Records of comparisons that anybody ran: packed into a file as `papers.kept` reads, and checked before they count."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import replace_text
 from headwater_lab.papers.kept import KeptRun
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.reports.comparison import Comparison, read_comparisons
@@ -26,16 +25,10 @@ def pack_records(folder: Path, by: str) -> list[KeptRun]:
         record = read_record(path)
         if record.experiment is not None and record.status in ENDED:
             run = path.parent.relative_to(folder).as_posix()
-            runs.append(KeptRun(run=run, by=by, record=record.model_copy(update={"documents": []})))
+            runs.append(KeptRun(run=run, by=by, record=record))
     if not runs:
         raise HeadwaterError(f"There are no finished runs of a comparison under {str(folder)!r}.")
     return runs
-
-
-def write_runs(file: Path, runs: Iterable[KeptRun]) -> None:
-    """Write runs, a line each, sorted by folder."""
-    lines = sorted((run.run, run.model_dump_json(exclude={"record": {"documents"}})) for run in runs)
-    replace_text(file, "\n".join(line for _, line in lines) + "\n")
 
 
 @contextmanager

@@ -79,7 +79,8 @@ class Images(Protocol):
 
     labels: list[int]
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def open(self, index: int, draw: torch.Generator) -> Image:
         """Open an image, in the settings' channels; draw: for randomly generated images. Raises `UnreadableImage`."""

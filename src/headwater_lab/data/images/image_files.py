@@ -20,7 +20,7 @@ from headwater.models.load import read_text, reading
 from headwater.util.errors import HeadwaterError, first_line, nearest, shown
 from headwater.util.hub import check_reachable
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.images.image_data import ImageData, ImageSettings, Pixels, UnreadableImage
+from headwater_lab.data.images.image_data import ImageData, Images, ImageSettings, Pixels, UnreadableImage
 from headwater_lab.data.images.image_reading import image_suffixes, read_image
 from headwater_lab.data.reading import local_path
 
@@ -367,7 +367,7 @@ def number_classes(split: ImageSplit, classes: list[str], channels: int) -> Imag
     return ImageFiles(split, list(range(len(labels))), labels, channels)
 
 
-class ImageFiles:
+class ImageFiles(Images):
     """See `Images`. Files are read when an image is needed."""
 
     def __init__(self, split: ImageSplit, numbers: list[int], labels: list[int], channels: int) -> None:
@@ -386,9 +386,6 @@ class ImageFiles:
             for n, label in zip(self.numbers, self.labels, strict=True)
         )
         return hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
-
-    def __len__(self) -> int:
-        return len(self.numbers)
 
     def name(self, index: int) -> str:
         return self.split.names[self.numbers[index]]

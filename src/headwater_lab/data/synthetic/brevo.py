@@ -5,7 +5,6 @@ is every node from which q can be reached, each after those that lead to it. Dif
 token.
 """
 
-import functools
 import random
 from typing import Literal
 
@@ -57,13 +56,9 @@ class BrevoData(WrittenData[BrevoSettings]):
         chance = draw_chance(draw)
         return self.draw_rows(chance, [chance.randint(3, self.settings.nodes) for _ in range(count)])
 
-    @functools.cached_property
-    def held_out_rows(self) -> Batch:
+    def held_out(self) -> Batch:
         chance = draw_chance(generator(self.settings.kind, "held out"))
         return self.draw_rows(chance, [self.settings.nodes] * self.settings.held_out)
-
-    def held_out(self) -> Batch:
-        return self.held_out_rows
 
     def draw_rows(self, chance: random.Random, sizes: list[int]) -> Batch:
         """Draw a row for each number of nodes."""
