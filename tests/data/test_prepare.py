@@ -327,7 +327,7 @@ def test_a_source_that_changes_while_it_is_read_is_told(folder, tmp_path):
     def change(*_) -> None:
         (folder / "part0" / "0.txt").write_text("changed")
 
-    with pytest.raises(HeadwaterError, match="changed while they were being read"):
+    with pytest.raises(HeadwaterError, match="changed while they were read"):
         make(folder, tmp_path / "out", on_progress=change)
 
 

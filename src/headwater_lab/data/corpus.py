@@ -122,9 +122,7 @@ def read_topics() -> Iterator[Document]:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise HeadwaterError(
-            "This Python has no pydoc_data, which python-topics reads; use another Python, or another source."
-        ) from None
+        raise HeadwaterError("This Python has no pydoc_data, which python-topics reads; use another source.") from None
     for name, text in sorted(topics.items()):
         yield Document(f"{name}.rst", text, key=name)
 

@@ -205,9 +205,7 @@ class _Run:
     def write_manifests(self) -> None:
         """Close the shards, and write the manifest."""
         if self.stream.fingerprint != self.files:
-            raise HeadwaterError(
-                f"The files of {self.settings['source']!r} changed while they were being read; start again."
-            )
+            raise HeadwaterError(f"The files of {self.settings['source']!r} changed while they were read; start again.")
         for folder in self.folders.values():
             self._write_manifest(folder)
         if self.settings.get("by"):
@@ -253,8 +251,7 @@ class _Run:
             return folder
         if len(self.folders) >= MOST_DOMAINS:
             raise HeadwaterError(
-                f"Column {self.settings['by']!r} has more than {MOST_DOMAINS} values; --by is for the few domains of a "
-                "mixture."
+                f"Column {self.settings['by']!r} has more than {MOST_DOMAINS} values; --by is for a few domains."
             )
         plain = re.sub(r"[^a-z0-9]+", "-", (domain or "").lower())[:MOST_NAME].strip("-") or "other"
         paths = (self.out / (plain if n == 1 else f"{plain}-{n}") for n in range(1, MOST_DOMAINS + 2))
@@ -404,9 +401,7 @@ def _check_finished(out: Path, settings: dict[str, Any], separator: int) -> list
         earlier = manifest.settings
         name = next((name for name in {**earlier, **settings} if earlier.get(name) != settings.get(name)), None)
         if name == "tokenizer" or (name is None and separator != manifest.separator):
-            raise HeadwaterError(
-                f"{str(out)!r} was prepared with another tokenizer; use that one, or name another folder."
-            )
+            raise HeadwaterError(f"{str(out)!r} was prepared with another tokenizer; use that, or name another folder.")
         if name is not None:
             raise HeadwaterError(
                 f"{str(out)!r} was prepared with {name.replace('_', ' ')} {earlier.get(name)!r}, not "

@@ -84,11 +84,9 @@ class PreparedSettings(LanguageSettings):
 def _check_tokenizers(folders: dict[str, Prepared]) -> None:
     """Raise `HeadwaterError` if folders were prepared with different tokenizers."""
     made_by = {name: (folder.manifest.tokenizer.sha256, folder.manifest.separator) for name, folder in folders.items()}
-    for name_a, name_b in pairwise(folders):
-        if made_by[name_a] != made_by[name_b]:
-            raise HeadwaterError(
-                f"{name_a!r} and {name_b!r} were prepared with different tokenizers; prepare one of them again."
-            )
+    for a, b in pairwise(folders):
+        if made_by[a] != made_by[b]:
+            raise HeadwaterError(f"{a!r} and {b!r} were prepared with different tokenizers; prepare one of them again.")
 
 
 def _trained_on(domain: Prepared, folder: Prepared) -> bool:

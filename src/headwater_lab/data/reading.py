@@ -220,9 +220,7 @@ def open_file(file: Path) -> Iterator[IO[bytes]]:
     try:
         with open_regular(file) as stream:
             if file.suffix.lower() == ".xz":
-                raise HeadwaterError(
-                    f"{_quote_name(file)} is packed with xz, which is not supported; unpack it, or use gzip or zstd."
-                )
+                raise HeadwaterError(f"{_quote_name(file)} is packed with xz, which is not read; use gzip or zstd.")
             if (packing := PACKED.get(file.suffix.lower())) is None:
                 yield stream
                 return

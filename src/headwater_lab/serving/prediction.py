@@ -24,9 +24,7 @@ def load_for_prediction(path: Path) -> tuple[HeadwaterForImageClassification, Ba
         raise HeadwaterError(f"{str(path)!r} is a text model, which `headwater generate` runs; name an image model.")
     processor = open_image_processor(path)
     if processor is None:
-        raise HeadwaterError(
-            f"{str(path)!r} has no {PROCESSOR}, which says how images are prepared; save the image processor there."
-        )
+        raise HeadwaterError(f"{str(path)!r} has no {PROCESSOR}; save the image processor there.")
     return model.eval(), processor
 
 

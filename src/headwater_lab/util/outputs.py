@@ -61,9 +61,7 @@ def check_replaceable(file: Path) -> None:
         raise HeadwaterError(f"{str(file)!r} cannot be read: {error.strerror}; choose another name.") from error
     if _BEGINNING.match(content) or any(mark in content[:_NEAR] + content[-_NEAR:] for mark in _MARKS):
         return
-    raise HeadwaterError(
-        f"{str(file)!r} already exists, and headwater did not write it; choose another name, or move it away."
-    )
+    raise HeadwaterError(f"{str(file)!r} exists, and headwater did not write it; choose another name, or move it away.")
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -76,9 +76,7 @@ class ImageFilesSettings(ImageSettings):
             sides = sides[0].divide_classes(held_out)
         for name, side in zip(("train", "held out"), sides, strict=True):
             if not len(side):
-                raise HeadwaterError(
-                    f"{self.source!r}: no images are left for {name}; use more images or other splits."
-                )
+                raise HeadwaterError(f"{self.source!r}: no images are left for {name}; use more or other splits.")
         notices = list(chain.from_iterable(split.notices for split in chosen))
         if unused := sorted(set(range(len(classes))) - set(sides[0].labels)):
             names = ", ".join(map(classes.__getitem__, unused[:5]))
@@ -119,13 +117,9 @@ def _open_splits(settings: ImageFilesSettings) -> dict[str, Callable[[], ImageSp
     """List the splits of the source, not yet read. Raises `HeadwaterError` if it is neither a folder nor a dataset."""
     folder = local_path(settings.source)
     if not folder.is_dir() and (folder.exists() or folder.is_absolute()):
-        raise HeadwaterError(
-            f"data.source: {shown(settings.source)} is neither a folder of images nor the name of a dataset."
-        )
+        raise HeadwaterError(f"data.source: {shown(settings.source)} is neither a folder of images nor a dataset.")
     if any(chain(folder.glob("*.arrow"), folder.glob("*/*.arrow"))):
-        raise HeadwaterError(
-            f"{settings.source!r} holds arrow files; write the dataset to parquet files (`to_parquet`)."
-        )
+        raise HeadwaterError(f"{settings.source!r} holds arrow files; write the dataset to parquet (`to_parquet`).")
     if folder.is_dir() and not any(chain(folder.glob("*.parquet"), folder.glob("*/*.parquet"))):
         return _folder_splits(settings, folder)
     return _dataset_splits(settings, folder)
@@ -164,9 +158,7 @@ def _folder_split(folder: Path) -> ImageSplit:
     """Read a folder of folders, one for each class. Raises `HeadwaterError` if it has none, or one has no images."""
     classes = [path.name for path in _find_folders(folder)]
     if not classes:
-        raise HeadwaterError(
-            f"The folder {str(folder)!r} has no classes; put the images of each class into a folder of its name."
-        )
+        raise HeadwaterError(f"{str(folder)!r} has no classes; put the images of each class into a folder of its name.")
 
     endings = image_suffixes()
     files: list[Path] = []
@@ -177,9 +169,7 @@ def _folder_split(folder: Path) -> ImageSplit:
         images = [path for path in paths if path.suffix.lower() in endings]
         left_out += [path for path in paths if path.suffix.lower() not in endings]
         if not images:
-            raise HeadwaterError(
-                f"The class {name!r} in {str(folder)!r} has no images; add some, or remove its folder."
-            )
+            raise HeadwaterError(f"The class {name!r} in {str(folder)!r} has no images; add some or remove its folder.")
         files += images
         labels += [label] * len(images)
     names = [path.relative_to(folder).as_posix() for path in files]
@@ -212,9 +202,7 @@ def _dataset_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Cal
             check_card(folder)
             builder = load_dataset_builder(str(folder), settings.config)
             if not isinstance(builder, Parquet):
-                raise HeadwaterError(
-                    f"Most files in {str(folder)!r} are not parquet; move the parquet files into a separate folder."
-                )
+                raise HeadwaterError(f"Most files in {str(folder)!r} are not parquet; move the parquet ones elsewhere.")
             builder.download_and_prepare()
             splits = builder.as_dataset()
         else:

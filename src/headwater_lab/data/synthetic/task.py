@@ -57,8 +57,7 @@ class SyntheticSettings(DataSettings):
     def _held_in_memory(self) -> Self:
         if self.held_out * self.context > MOST:
             raise ValueError(
-                f"data.held_out {self.held_out:,} rows of {self.context:,} tokens are too many to keep in memory; "
-                "lower one of the two"
+                f"data.held_out {self.held_out:,} rows of {self.context:,} tokens are too many for memory; lower one"
             )
         return self
 
