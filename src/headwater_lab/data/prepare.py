@@ -139,12 +139,11 @@ def _collect_settings(source: TextSource | TokenSource, encoder: Encoder, option
 
 
 def moved_document(stream: Stream | TokenStream, share: float, encoder: Encoder) -> float | None:
-    """Return the fraction of the document to move to the other side of the split, since that side would be empty; None
-    if neither is, as in any large corpus, of which only the beginning is read, or if the source states the split.
+    """Return the fraction of the document to move to the side of the split that would be empty; None if neither is, as
+    in a large corpus, of which only the beginning is read, or if the source states the split.
 
-    Choose a document whose text occurs least often, so that no text is on both sides, and of these the one closest to
-    the border. encoder: called with the first document, for its errors.
-    Raises `HeadwaterError` if there are fewer than two texts.
+    It is the document closest to the border of those whose text occurs least often, so that no text is on both sides.
+    encoder: called with the first document, for its errors. Raises `HeadwaterError` for fewer than two texts.
     """
     counts = Counter[float]()
     example: Document | None = None

@@ -94,8 +94,7 @@ def find_tokenizer(folder: Path, vocab_size: int | None = None) -> PreTrainedTok
 def open_tokenizer(source: Path | str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder, of a tokenizer.json, or of a name on the hub, and test it on a sentence.
 
-    Raises `HeadwaterError` for a folder with irregular files, or one that takes too long. Any other problem
-    raises what the libraries raise: see `reading`.
+    Raises `HeadwaterError` for irregular files and a lack of time, and otherwise what the libraries raise.
     """
     if isinstance(source, Path) and source.is_dir():
         check_regular(source)

@@ -22,8 +22,6 @@ are counted without chance: no test is made, and the interval covers the seeds' 
 Where a run has diverged, the mean is meaningless, because only the other runs remain. "better" is then
 judged by the share of seeds in which the arm is better, among those in which either arm is: one that diverged is worse
 than one that did not. The other claims about means are inconclusive.
-
-Holm's procedure covers one table.
 """
 
 import math
@@ -65,13 +63,11 @@ SHARES = {
 
 @dataclass(frozen=True)
 class Evidence:
-    """The number that a claim is about; without an estimate, `why` is the reason.
+    """The number that a claim is about.
 
-    label: the number in words; region: where it must lie for the claim to replicate; size: its number of seeds.
-    p: the smallest level at which the interval lies on one side of the borders; None if there is none.
-    interval: of confidence 1 - level; None if unbounded. count_missing: seeds still needed to settle it.
-    why: why it is inconclusive, if that is clear before any test. counted: the number is exact, such as a number of
-    parameters.
+    why: why it is inconclusive, if that is clear before any test. label: the number in words. region: where it must lie
+    for the claim to replicate. size: its seeds. p: the smallest level at which the interval lies on one side of the
+    borders. interval: of confidence 1 - level. count_missing: seeds still needed to settle it. counted: it is exact.
     """
 
     why: str = ""
@@ -157,13 +153,11 @@ class Judged:
     """A claim and its evidence from our runs, or from computation.
 
     why: why the claim is inconclusive, or another remark; the evidence itself if nothing is estimated.
-    what, kind: what is estimated: a mean difference, a share of the seeds, or how much more of the baseline's size.
-    estimate, interval: the estimate and its interval, of confidence 1 - level, where Holm's procedure tests the claim
-        at this level within its table. p: uncorrected. seeds: the number of seeds.
+    what, kind: what is estimated. interval: of confidence 1 - level, at which Holm's procedure tests the claim within
+        its table. p: uncorrected.
     more: seeds still needed to settle it with a probability of 80 %, if mean and spread stay the same; None if it is
         settled, needs more than 10 000, or has no mean.
-    counted: an arithmetical identity, such as the FLOPs of one arm compared with another's: counted or computed, not
-    measured. arms: the arms that the claim names.
+    counted: computed, not measured, as FLOPs are. arms: the arms that the claim names.
     """
 
     says: str

@@ -1,7 +1,5 @@
-"""Files under a name that the user chose, or in the user's folder: only those that headwater wrote are replaced.
+"""Files under a name that the user chose: only those that headwater wrote are replaced, by the marks in them.
 
-Headwater marks its files: JSON by its first key, CSV by its first columns, other tables by a comment, pages by their
-generator, pictures by their metadata.
 Formats of pictures without metadata, such as JPEG, are written but never replaced.
 """
 

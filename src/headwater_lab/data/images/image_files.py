@@ -99,9 +99,8 @@ class ImageFilesSettings(ImageSettings):
 class ImageSplit(NamedTuple):
     """A part of a source.
 
-    where: for messages. read: the file, or the bytes of an image, by number. names: of the images. labels: numbers of
-    classes or their names, by image. classes: the names of the classes in order, if the source has them. notices:
-    warnings for the record. sizes: of the images in bytes, where their names are only numbers.
+    where: for messages. read: the file, or the bytes of an image, by number. labels: numbers of classes or their names.
+    classes: their names in order, if the source has them. sizes: in bytes, where images have only numbers as names.
     """
 
     where: str
