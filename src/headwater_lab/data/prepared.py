@@ -58,8 +58,7 @@ class PreparedSettings(LanguageSettings):
         _check_tokenizers(folders)
         domains = {name: open_prepared(local_path(path)) for name, path in (self.held_out_domains or {}).items()}
         for (name, domain), (path, folder) in product(domains.items(), folders.items()):
-            a, b = domain.manifest, folder.manifest
-            if a.sha256 == b.sha256 and a.settings.get("held_out", 0.0) > b.settings.get("held_out", 0.0):
+            if _trained_on(domain, folder):
                 raise HeadwaterError(
                     f"The domain {name!r} is the corpus of {path!r} with a larger held-out share, part of which "
                     f"is in the training data; name {path!r} itself."
@@ -88,3 +87,9 @@ def _check_tokenizers(folders: dict[str, Prepared]) -> None:
     for a, b in pairwise(folders):
         if made_by[a] != made_by[b]:
             raise HeadwaterError(f"{a!r} and {b!r} were prepared with different tokenizers; prepare one of them again.")
+
+
+def _trained_on(domain: Prepared, folder: Prepared) -> bool:
+    """Whether documents held out in one preparation of a corpus are training data in the other."""
+    shares = [manifest.settings.get("held_out", 0.0) for manifest in (domain.manifest, folder.manifest)]
+    return domain.manifest.sha256 == folder.manifest.sha256 and shares[0] > shares[1]
