@@ -85,10 +85,9 @@ class Rows:
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
         """Yield batches without end, of which each process gets its share."""
-        order, size = self.order_rows(seed, start), batch_size // share.world
+        order = self.order_rows(seed, start)
         while True:
-            chosen = list(itertools.islice(order, batch_size))
-            yield self.make_batch(chosen[share.rank * size : (share.rank + 1) * size])
+            yield self.make_batch(list(itertools.islice(order, batch_size))[share.part(batch_size)])
 
     @cached_property
     def has_borders(self) -> bool:

@@ -99,12 +99,11 @@ class SyntheticData(ABC, Generic[S]):
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
         """Yield batches. Raises `HeadwaterError` if nearly all possible rows are held out, and as `held_out` does."""
         self.held_out()  # fail before training if nothing can be evaluated
-        local_rows = slice(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
         while True:
             numbers = range(start // self.block, -(-(start + batch_size) // self.block))
             drawn = [self.draw_block(seed, number) for number in numbers]
             rows = slice(start % self.block, start % self.block + batch_size)
-            yield {name: torch.cat([block[name] for block in drawn])[rows][local_rows] for name in drawn[0]}
+            yield {name: torch.cat([block[name] for block in drawn])[rows][share.part(batch_size)] for name in drawn[0]}
             start += batch_size
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 - one block, in which the next batch begins
