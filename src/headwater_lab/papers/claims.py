@@ -43,7 +43,7 @@ from headwater_lab.comparison.statistics import (
 )
 from headwater_lab.papers.arms import list_claimed_arms
 from headwater_lab.papers.measures import COUNTED, HALVES, Runs, describe_missing
-from headwater_lab.papers.table import Alike, Better, Claim, Diverges, Gains, NotBetter, Ordered, Reaches
+from headwater_lab.papers.table import Claim, Diverges, Gains, Ordered, Pair, Reaches
 
 ClaimVerdict = Literal["replicates", "fails", "inconclusive"]
 EvidenceKind = Literal["mean", "share", "more"]
@@ -255,37 +255,37 @@ def _find_evidence(claim: Claim, runs: Runs) -> Evidence:
     return Evidence(absent[0]) if absent else KINDS[claim.test](claim, runs)
 
 
-def _paired_evidence(claim: Better | Alike | NotBetter, runs: Runs) -> Evidence:
+def _paired_evidence(claim: Pair, runs: Runs) -> Evidence:
     """Compare two arms, or two differences of arms, in the seeds that all of them have."""
     names = list_claimed_arms(claim)
     seeds = set.intersection(*(set(runs.find_seeds(name)) for name in names))
     if not seeds:
         return Evidence(f"no seed was run for {'both' if claim.than is None else 'all of its arms'}")
-    if claim.measure == "steps" and isinstance(claim, Better):  # a run that diverged never gets there
+    if claim.measure == "steps" and claim.test == "better":  # a run that diverged never gets there
         return _steps_evidence(claim, runs, sorted(seeds))
     if any(seeds & _diverged_seeds(runs, name) for name in names):
-        if isinstance(claim, Better) and claim.than is None:
+        if claim.test == "better" and claim.than is None:
             return _without_diverged(claim, runs, seeds)
         return Evidence(LUCKY)
-    if isinstance(claim, NotBetter) and claim.measure == "steps":
+    if claim.test == "no better" and claim.measure == "steps":
         return _steps_evidence(claim, runs, sorted(seeds))
     return _difference_evidence(claim, runs, sorted(seeds))
 
 
-def _with_margin(claim: Claim, label: str) -> tuple[Interval, str]:
+def _with_margin(claim: Pair, label: str) -> tuple[Interval, str]:
     """Find the region of a claim about a mean, and add the claim's margin, if any, to the mean's label."""
-    if not isinstance(claim, Alike | NotBetter):
+    if claim.margin is None:
         return ABOVE_ZERO, label
-    region = (-claim.margin if isinstance(claim, Alike) else -math.inf, claim.margin)
+    region = (-claim.margin if claim.test == "alike" else -math.inf, claim.margin)
     return region, f"{label} (margin {claim.margin:g})"
 
 
-def _difference_evidence(claim: Better | Alike | NotBetter, runs: Runs, seeds: Sequence[int]) -> Evidence:
+def _difference_evidence(claim: Pair, runs: Runs, seeds: Sequence[int]) -> Evidence:
     units = [_name_unit(measure, runs, arm) for arm, _, measure in claim.pairs]
     same = len(set(units)) == 1
     words, gains = [], []
     for (arm, against, measure), unit in zip(claim.pairs, units, strict=True):
-        lower = not isinstance(claim, Alike) and runs.lower_is_better(measure, arm)
+        lower = claim.test != "alike" and runs.lower_is_better(measure, arm)
         larger, smaller = (against, arm) if lower else (arm, against)
         words.append(f"{larger} minus {smaller}" + ("" if same else f", {unit}"))
         gains.append(_find_differences(runs, measure, larger, smaller))
@@ -295,7 +295,7 @@ def _difference_evidence(claim: Better | Alike | NotBetter, runs: Runs, seeds: S
     return mean_evidence(values, *_with_margin(claim, label + (f", {units[0]}" if same else "")), exact)
 
 
-def _without_diverged(claim: Better, runs: Runs, seeds: set[int]) -> Evidence:
+def _without_diverged(claim: Pair, runs: Runs, seeds: set[int]) -> Evidence:
     """Count the seeds in which the arm is better; a run that diverged is worse than one that did not."""
     arm, against = (seeds & _diverged_seeds(runs, name) for name in (claim.arm, claim.against))
     lower = runs.lower_is_better(claim.measure, claim.arm)
@@ -310,7 +310,7 @@ def _without_diverged(claim: Better, runs: Runs, seeds: set[int]) -> Evidence:
     return share_evidence(won, decided, label)
 
 
-def _steps_evidence(claim: Better | NotBetter, runs: Runs, seeds: Sequence[int]) -> Evidence:
+def _steps_evidence(claim: Pair, runs: Runs, seeds: Sequence[int]) -> Evidence:
     """Compare the steps to the threshold, counted up to the end of the shorter run."""
     steps = {name: runs.count_steps(name) for name in (claim.arm, claim.against)}
     reached = {name: [steps_by_seed[seed] is not None for seed in seeds] for name, steps_by_seed in steps.items()}
