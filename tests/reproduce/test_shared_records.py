@@ -9,7 +9,7 @@ import pytest
 
 from conftest import forking
 from headwater_lab.papers.kept import KeptRun, read_runs, write_runs
-from headwater_lab.papers.shared_records import find_missing, find_problems, open_comparisons
+from headwater_lab.papers.shared_records import compute_comparisons, find_missing, find_problems
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,8 +36,7 @@ def parse_lines(lines) -> list[KeptRun]:
 
 
 def list_missing(lines) -> list[str]:
-    with open_comparisons(parse_lines(lines)) as comparisons:
-        return [missing for comparison in comparisons for missing in find_missing(comparison)]
+    return [missing for comparison in compute_comparisons(parse_lines(lines)) for missing in find_missing(comparison)]
 
 
 def test_a_whole_comparison_passes(packed):
@@ -45,8 +44,8 @@ def test_a_whole_comparison_passes(packed):
     assert len(runs) == 6
     assert not any("documents" in line["record"] for line in packed)
     assert find_problems(runs) == list_missing(packed) == []
-    with open_comparisons(runs) as (comparison,):
-        shift = next(summary for summary in comparison.summaries if summary.arm == "1 layer + KV shift")
+    (comparison,) = compute_comparisons(runs)
+    shift = next(summary for summary in comparison.summaries if summary.arm == "1 layer + KV shift")
     results = {
         (line["record"]["experiment"]["arm"], line["record"]["seed"]): line["record"]["held_out"][-1]["metrics"][
             "accuracy"

@@ -81,7 +81,7 @@ def read_runs(file: Path) -> list[KeptRun]:
 
 
 def write_runs(file: Path, runs: Iterable[KeptRun]) -> None:
-    """Write runs, a line each, sorted by folder, without the losses of single documents."""
+    """Write runs, a line each, sorted by folder, without losses of single documents."""
     lines = sorted((run.run, run.model_dump_json(exclude={"record": {"documents"}})) for run in runs)
     replace_text(file, "\n".join(line for _, line in lines) + "\n")
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,15 +30,14 @@ def pack_records(folder: Path, by: str) -> list[KeptRun]:
     return runs
 
 
-@contextmanager
-def open_comparisons(runs: Sequence[KeptRun]) -> Iterator[list[Comparison]]:
+def compute_comparisons(runs: Sequence[KeptRun]) -> list[Comparison]:
     """Compute the comparisons of some runs anew from their records. Raises `HeadwaterError` as `read_comparisons`."""
     with TemporaryDirectory() as folder:
         for line in runs:
             target = Path(folder) / line.run
             target.mkdir(parents=True, exist_ok=True)
             write_record(line.record, target)
-        yield read_comparisons(Path(folder))
+        return read_comparisons(Path(folder))
 
 
 def find_problems(runs: Sequence[KeptRun]) -> list[str]:

@@ -12,11 +12,10 @@ import yaml
 
 from headwater.models.card import CARD
 from headwater.models.load import read_object
-from headwater.util.errors import HeadwaterError
 from headwater.util.hub import is_path
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import FOLDER, newest_checkpoint
-from headwater_lab.training.records import CONTROL, CONVERSION, RECORD, Event, RunRecord, read_record
+from headwater_lab.training.records import CONTROL, CONVERSION, RECORD, Event, RunRecord, find_record
 from headwater_lab.training.trained_models import Trained, last_training
 
 
@@ -50,9 +49,7 @@ def _find_record(trained: Trained) -> RunRecord | None:
     run = checkpoint.parent.parent if checkpoint.parent.name == FOLDER else checkpoint
     if event is None or event is not trained.history[-1] or not (run / RECORD).is_file():
         return None
-    try:
-        record = read_record(run / RECORD)
-    except HeadwaterError:  # the model does not need it
+    if (record := find_record(run / RECORD)) is None:  # the model does not need it
         return None
     is_same = record.identity == event.details.get("identity") and record.seed == event.details.get("seed")
     return record if is_same or record.stages else None
