@@ -29,7 +29,7 @@ from headwater import HeadwaterConfig
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data import corpus as corpora
 from headwater_lab.data import prepare as preparing
-from headwater_lab.data import stream as streaming
+from headwater_lab.data import reading
 from headwater_lab.data.corpus import Document, cut_document
 from headwater_lab.data.prepare import Options, prepare
 from headwater_lab.data.prepared import PreparedSettings
@@ -327,7 +327,7 @@ def test_a_source_that_changes_while_it_is_read_is_told(folder, tmp_path):
     def change(*_) -> None:
         (folder / "part0" / "0.txt").write_text("changed")
 
-    with pytest.raises(HeadwaterError, match="changed while they were being read"):
+    with pytest.raises(HeadwaterError, match="changed while they were read"):
         make(folder, tmp_path / "out", on_progress=change)
 
 
@@ -514,7 +514,7 @@ def hub(monkeypatch, folder: Path, shards: int = 3) -> TextSource:
         part = rows[200 * shard // shards : 200 * (shard + 1) // shards]
         Dataset.from_list(part).to_parquet(folder / "owner" / "name" / f"train-{shard}.parquet")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(streaming, "local_files", lambda source: None)
+    monkeypatch.setattr(corpora, "local_files", lambda source: None)
     monkeypatch.setattr(corpora, "check_reachable", lambda *_: None)
     return TextSource("owner/name")
 
@@ -543,7 +543,7 @@ def test_how_much_is_read_at_a_time_does_not_matter(kind, folder, tmp_path, monk
         source = TextSource(str(tmp_path / "a.txt"), **marks)
     streams = []
     for size in (2**22, 1000, 37, 5):
-        monkeypatch.setattr(streaming, "CHUNK", size)
+        monkeypatch.setattr(reading, "CHUNK", size)
         streams.append(list(Stream(source)))
     assert streams[0] == streams[1] == streams[2] == streams[3]
     assert len(streams[0]) >= 30

@@ -71,8 +71,8 @@ def test_a_separator_inside_a_document_is_no_border():
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_processes_share_the_rows_of_one_process(streams, world):
     made = rows(streams=streams, weights=[0.5, 0.3, 0.2][:streams])
-    whole = first(made.batches(7, 8, 16, 0, 1), 20)
-    parts = [first(made.batches(7, 8, 16, rank, world), 20) for rank in range(world)]
+    whole = first(made.batches(7, 8, 16), 20)
+    parts = [first(made.batches(7, 8, 16, Share(rank, world)), 20) for rank in range(world)]
     for step, batch in enumerate(whole):
         together = torch.cat([part[step]["input_ids"] for part in parts])
         assert torch.equal(together, batch["input_ids"])

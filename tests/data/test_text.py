@@ -18,7 +18,6 @@ from pyarrow import parquet
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data import reading
-from headwater_lab.data import stream as streaming
 from headwater_lab.data.base import shuffle_rows
 from headwater_lab.data.corpus import STDLIB, local_files
 from headwater_lab.data.stream import Stream, TextSource, read_corpus
@@ -363,7 +362,7 @@ def test_an_array_is_read_whole_and_so_has_a_limit(tmp_path, monkeypatch):
 
 
 def test_a_text_without_borders_is_refused_where_it_is_too_long_for_one_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(streaming, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(reading, "LONGEST_LINE", 1000)
     (tmp_path / "x.txt").write_text("a line\n" * 200)
     with pytest.raises(HeadwaterError, match=r"A document in 'x\.txt' is longer than"):
         list(Stream(TextSource(str(tmp_path / "x.txt"), separator="##")))

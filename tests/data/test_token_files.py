@@ -258,7 +258,7 @@ def test_the_wrong_tokenizer_is_refused(tmp_path, bpe, documents):
     """Its vocabulary is as large, so only the text shows it."""
     train_tokenizer((text[::-1] for text in texts(300)), 400).save_pretrained(tmp_path / "other")
     write_llm_c(tmp_path / "a.bin", documents, load_tokenizer(bpe).eos_token_id)
-    with pytest.raises(HeadwaterError, match="does not make the tokens"):
+    with pytest.raises(HeadwaterError, match="does not restore the tokens"):
         prepare(TokenSource(str(tmp_path / "a.bin"), "llm.c"), tmp_path / "out", str(tmp_path / "other"))
 
 

@@ -43,6 +43,10 @@ class Share:
     world: int = 1
     total: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
+    def part(self, rows: int) -> slice:
+        """Select this process's rows of a batch, in order."""
+        return slice(self.rank * rows // self.world, (self.rank + 1) * rows // self.world)
+
 
 ALONE = Share()
 

@@ -9,7 +9,6 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from headwater.util.errors import HeadwaterError, first_line
-from headwater_lab.data.reading import CONVERSATIONS
+from headwater_lab.data.reading import CONVERSATIONS, parse_list
 from headwater_lab.data.tokenizer_files import TEXT_ENDS, TURN_ENDS
 from headwater_lab.util.deadline import SECONDS, within
 
@@ -55,7 +54,7 @@ def content_of(value: Any, column: str, where: str, row: int) -> tuple[str, bool
     Raises `HeadwaterError` for anything else.
     """
     if column.rpartition(".")[2] in CONVERSATIONS:
-        value = _parse_list(value)
+        value = parse_list(value)
     if value is None:
         return None
     if isinstance(value, str):
@@ -74,14 +73,6 @@ def content_of(value: Any, column: str, where: str, row: int) -> tuple[str, bool
     if not has_answer or any(message["content"] is None for message in messages):
         return None
     return json.dumps(messages, ensure_ascii=False), True
-
-
-def _parse_list(value: Any) -> Any:
-    """Parse a text that is a list in JSON; return any other value unchanged."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        with suppress(ValueError, RecursionError):
-            return json.loads(value)
-    return value
 
 
 def _read_message(message: dict[Any, Any]) -> ChatMessage:
@@ -186,15 +177,13 @@ class ChatEncoder:
                 texts, spans = within(SECONDS, work, f"The chat template needs more than {SECONDS:g} s for {where!r}")
             if len(texts[0]) > FREE + MOST_ADDED * size:
                 raise HeadwaterError(
-                    f"The chat template writes {len(texts[0]):,} characters for {where!r}, which has {size:,}; use "
-                    f"another tokenizer."
+                    f"The chat template writes {len(texts[0]):,} characters for {where!r}, of {size:,}; use another."
                 )
         except HeadwaterError:
             raise
         except Exception as error:  # templates can raise anything
             raise HeadwaterError(
-                f"The chat template cannot write {where!r}: {first_line(error)}; correct that conversation, or use "
-                "another template."
+                f"The chat template cannot write {where!r}: {first_line(error)}; correct it, or use another."
             ) from error
         return texts[0], [(start, end) for start, end in spans[0]] if spans else []
 

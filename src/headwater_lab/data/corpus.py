@@ -24,14 +24,7 @@ from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.files import explain_absence
 from headwater.util.hub import check_reachable, is_path
 from headwater_lab.data.chat import content_of
-from headwater_lab.data.reading import (
-    DEFAULT,
-    MARK,
-    encode_text,
-    escape_name,
-    local_path,
-    table_kind,
-)
+from headwater_lab.data.reading import DEFAULT, MARK, encode_text, escape_name, local_path, table_kind
 
 STDLIB, TOPICS, DOCS = "python-stdlib", "python-topics", "python-docs"
 # A corpus with fewer files than this is cut into pieces, so that some can be held out.
@@ -72,10 +65,7 @@ class Document:
 
 
 def check_column_is_read(column: str, sources: Iterable[str], option: str) -> None:
-    """Raise `HeadwaterError` if a column other than the default is set and no source is a table.
-
-    option: its name.
-    """
+    """Raise `HeadwaterError` if a column other than the default is set and no source is a table. option: its name."""
     sources = list(sources)
     if column != DEFAULT and sources and not any("tables" in kinds_in(source) for source in sources):
         raise HeadwaterError(f"{option} is for tables, and {sources[0]!r} has none; leave it out.")
@@ -106,11 +96,11 @@ def name_in(file: Path, root: Path) -> str:
     return escape_name(file.relative_to(root).as_posix())
 
 
-def row_document(value: Any, column: str, where: str, name: str, row: int, domain: str | None = None) -> Document:
+def row_document(value: Any, column: str, where: str, row: int, domain: str | None = None) -> Document:
     """Make a row's document, without text if the row has none. Raises `HeadwaterError` if the value is not text."""
     text, is_chat = content_of(value, column, where, row) or ("", False)
     text = text.removeprefix(MARK)
-    encode_text(text, name := f"{name}:{row}")
+    encode_text(text, name := f"{where}:{row}")
     return Document(name, text, text, is_chat, domain)
 
 
@@ -132,9 +122,7 @@ def read_topics() -> Iterator[Document]:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise HeadwaterError(
-            "This Python has no pydoc_data, which python-topics reads; use another Python, or another source."
-        ) from None
+        raise HeadwaterError("This Python has no pydoc_data, which python-topics reads; use another source.") from None
     for name, text in sorted(topics.items()):
         yield Document(f"{name}.rst", text, key=name)
 
@@ -158,7 +146,7 @@ GENERATED = {TOPICS: read_topics, DOCS: read_docstrings}
 
 
 def local_files(source: str) -> tuple[Path, list[Path]] | None:
-    """List the folder that names are relative to, and the files; None if `source` looks like a dataset's name.
+    """List (the folder that names are relative to, its files); None if `source` looks like a dataset's name.
 
     Raises `HeadwaterError` if there are none, and for a link out of the folder that the user does not trust.
     """
@@ -249,10 +237,7 @@ def cut_documents(documents: Iterable[Document]) -> list[Document]:
 
 
 def cut_document(document: Document, size: int | None = None) -> Iterator[Document]:
-    """Cut a long document at line ends into pieces of about `size` (`PIECE`) characters, each with its own key.
-
-    Conversations stay whole.
-    """
+    """Cut a document, but no chat, at line ends into pieces of about `size` (`PIECE`) characters, each its own key."""
     if document.is_chat:
         yield document
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Self
 
@@ -90,6 +90,7 @@ class LanguageData:
         self.names = list(streams)
         tokens, weights = zip(*streams.values(), strict=True)
         self.train = Rows(tokens, weights, self.context, settings.row_layout)
+        self.batches = self.train.batches
         self.encoder = Encoder(tokenizer)
         if self.domains:  # sorted, so that sums are identical to the last bit however the recipe orders them
             held_out = dict(sorted(held_out.items()))
@@ -148,9 +149,6 @@ class LanguageData:
         start = int(document.hash_fraction("excerpt") * (len(content) - limit + 1))
         text = content[start : start + limit].decode(errors="ignore")
         return self.encoder.encode_documents([Document(document.id, text, document.key)])[0]
-
-    def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
-        return self.train.batches(seed, batch_size, start, share.rank, share.world)
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
         """Measure bits per byte of the held-out excerpts, in rows that do not overlap: context grows along each row."""

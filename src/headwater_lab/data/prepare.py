@@ -31,22 +31,6 @@ from headwater_lab.data import shards
 from headwater_lab.data.chat import Encoded
 from headwater_lab.data.corpus import Document, no_text, too_short
 from headwater_lab.data.reading import check_name, escape_name
-from headwater_lab.data.shards import (
-    DOMAINS,
-    EVALUATION,
-    FORMAT_VERSION,
-    MANIFEST,
-    SPLITS,
-    TOKENIZER,
-    WRITING,
-    EvaluationFacts,
-    Manifest,
-    ShardFacts,
-    Skipped,
-    SplitFacts,
-    TokenizerFacts,
-    write_sealed,
-)
 from headwater_lab.data.stream import Stream, TextSource
 from headwater_lab.data.token_files import TokenSource, TokenStream
 from headwater_lab.data.tokenizer import Encoder, load_tokenizer
@@ -116,23 +100,23 @@ def prepare(
                 raise _describe_foreign(out)
             with occupy_folder(out):
                 names = {path.name for path in out.iterdir() if not path.name.startswith(STAGING)} - {LOCK}
-                if names & {MANIFEST, DOMAINS}:
+                if names & {shards.MANIFEST, shards.DOMAINS}:
                     return _check_finished(out, settings, encoder.separator)
-                if names and not (out / WRITING).exists():
+                if names and not (out / shards.WRITING).exists():
                     raise _describe_foreign(out)
                 moved = moved_document(open_stream(source, encoder), options.held_out, encoder)
                 stream = open_stream(source, encoder)
-                shutil.rmtree(out / WRITING, ignore_errors=True)
-                (out / WRITING).mkdir()
-                run = _Run(out / WRITING, settings, stream, escape_name(tokenizer), encoder, moved)
+                shutil.rmtree(out / shards.WRITING, ignore_errors=True)
+                (out / shards.WRITING).mkdir()
+                run = _Run(out / shards.WRITING, settings, stream, escape_name(tokenizer), encoder, moved)
                 try:
                     threads = workers or min(cores(), MOST_WORKERS)
                     run.tokenize_stream(threads, batch_bytes, on_progress or (lambda *_: None))
                     run.write_manifests()
-                    _publish_folder(out / WRITING, out)
+                    _publish_folder(out / shards.WRITING, out)
                 finally:
                     run.close_files()
-                    shutil.rmtree(out / WRITING, ignore_errors=True)
+                    shutil.rmtree(out / shards.WRITING, ignore_errors=True)
                 return [prepared.folder for prepared in shards.open_all(out)]
     except KeyboardInterrupt:
         raise Interrupted("Stopped; run the same command again to start over.") from None
@@ -147,7 +131,7 @@ def _collect_settings(source: TextSource | TokenSource, encoder: Encoder, option
     """Collect everything that affects the result, for the manifest."""
     # The tokenizer as save_pretrained writes it.
     content = encoder.tokenizer.backend_tokenizer.to_str(pretty=True)
-    settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source)}
+    settings: dict[str, Any] = {"format_version": shards.FORMAT_VERSION, **asdict(source)}
     settings |= {"tokenizer": hashlib.sha256(content.encode()).hexdigest(), **asdict(options)}
     if template := encoder.tokenizer.chat_template:
         settings["chat_template"] = hashlib.sha256(json.dumps(template).encode()).hexdigest()
@@ -155,12 +139,11 @@ def _collect_settings(source: TextSource | TokenSource, encoder: Encoder, option
 
 
 def moved_document(stream: Stream | TokenStream, share: float, encoder: Encoder) -> float | None:
-    """Return the fraction of the document to move to the other side of the split, since that side would be empty; None
-    if neither is, as in any large corpus, of which only the beginning is read, or if the source states the split.
+    """Return the fraction of the document to move to the side of the split that would be empty; None if neither is, as
+    in a large corpus, of which only the beginning is read, or if the source states the split.
 
-    Choose a document whose text occurs least often, so that no text is on both sides, and of these the one closest to
-    the border. encoder: called with the first document, for its errors.
-    Raises `HeadwaterError` if there are fewer than two texts.
+    It is the document closest to the border of those whose text occurs least often, so that no text is on both sides.
+    encoder: called with the first document, for its errors. Raises `HeadwaterError` for fewer than two texts.
     """
     counts = Counter[float]()
     example: Document | None = None
@@ -221,28 +204,26 @@ class _Run:
     def write_manifests(self) -> None:
         """Close the shards, and write the manifest."""
         if self.stream.fingerprint != self.files:
-            raise HeadwaterError(
-                f"The files of {self.settings['source']!r} changed while they were being read; start again."
-            )
+            raise HeadwaterError(f"The files of {self.settings['source']!r} changed while they were read; start again.")
         for folder in self.folders.values():
             self._write_manifest(folder)
         if self.settings.get("by"):
             domains = {folder.path.name: domain for domain, folder in self.folders.items()}
-            write_sealed(self.out / DOMAINS, {"settings": self.settings, "domains": domains})
+            shards.write_sealed(self.out / shards.DOMAINS, {"settings": self.settings, "domains": domains})
 
     def _write_manifest(self, folder: _Folder) -> None:
-        tokenizer_folder = folder.path / TOKENIZER
+        tokenizer_folder = folder.path / shards.TOKENIZER
         self.encoder.tokenizer.save_pretrained(tokenizer_folder)
         files = shards.tokenizer_files(folder.path)
         for path in (*files, *{file.parent for file in files}):
             flush_path(path)
         evaluation = folder.write_evaluation()
-        manifest = Manifest(
+        manifest = shards.Manifest(
             headwater=__version__,
             source=self.settings["source"],
             domain=folder.domain,
             settings=self.settings,
-            tokenizer=TokenizerFacts(
+            tokenizer=shards.TokenizerFacts(
                 name=self.name,
                 sha256=sha256_of(tokenizer_folder / "tokenizer.json"),
                 vocab_size=self.encoder.vocab_size,
@@ -251,7 +232,7 @@ class _Run:
             separator=self.encoder.separator,
             dtype="uint16" if self.encoder.dtype.itemsize == 2 else "uint32",
             sha256=folder.content.hexdigest(),
-            skipped=Skipped(
+            skipped=shards.Skipped(
                 empty=self.stream.empty,
                 none=self.stream.none,
                 files=len(self.stream.skipped),
@@ -261,7 +242,7 @@ class _Run:
             held_out=folder.splits["held_out"].finish_split(),
             evaluation=evaluation,
         )
-        write_sealed(folder.path / MANIFEST, manifest.model_dump())
+        shards.write_sealed(folder.path / shards.MANIFEST, manifest.model_dump())
         flush_path(folder.path)
 
     def _open_folder(self, domain: str | None) -> _Folder:
@@ -269,8 +250,7 @@ class _Run:
             return folder
         if len(self.folders) >= MOST_DOMAINS:
             raise HeadwaterError(
-                f"Column {self.settings['by']!r} has more than {MOST_DOMAINS} values; --by is for the few domains of a "
-                "mixture."
+                f"Column {self.settings['by']!r} has more than {MOST_DOMAINS} values; --by is for a few domains."
             )
         plain = re.sub(r"[^a-z0-9]+", "-", (domain or "").lower())[:MOST_NAME].strip("-") or "other"
         paths = (self.out / (plain if n == 1 else f"{plain}-{n}") for n in range(1, MOST_DOMAINS + 2))
@@ -291,7 +271,7 @@ class _Folder:
 
     def __init__(self, path: Path, domain: str | None, settings: dict[str, Any], moved: float | None) -> None:
         self.path, self.domain, self.settings, self.moved = path, domain, settings, moved
-        self.splits = {name: _Split(path, name, settings["shard_tokens"]) for name in SPLITS}
+        self.splits = {name: _Split(path, name, settings["shard_tokens"]) for name in shards.SPLITS}
         # Hash of one line per document.
         self.content = hashlib.sha256()
         # (fraction, name, text): texts to evaluate on with the smallest fractions, and their bytes.
@@ -318,16 +298,17 @@ class _Folder:
                 self.chosen.pop()
                 self.chosen_bytes -= size
 
-    def write_evaluation(self) -> EvaluationFacts:
+    def write_evaluation(self) -> shards.EvaluationFacts:
         fits = self.chosen_bytes <= self.settings["evaluation_bytes"]
         documents = sorted((name, text) for _, name, text in (self.chosen if fits else self.chosen[:-1]))
         rows = [
             {"id": name} | ({"messages": json.loads(text)} if self.is_chat else {"text": text})
             for name, text in documents
         ]
-        replace_text(self.path / EVALUATION, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        file = self.path / shards.EVALUATION
+        replace_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         size = sum(len(text.encode()) for _, text in documents)
-        return EvaluationFacts(documents=len(documents), bytes=size, sha256=sha256_of(self.path / EVALUATION))
+        return shards.EvaluationFacts(documents=len(documents), bytes=size, sha256=sha256_of(file))
 
 
 class _Split:
@@ -337,7 +318,7 @@ class _Split:
         self.folder, self.name, self.most = folder, name, most
         self.documents = self.bytes = self.tokens = 0
         self.answer_tokens: int | None = None
-        self.shards: list[ShardFacts] = []
+        self.shards: list[shards.ShardFacts] = []
         # Files of the open shard, by suffix.
         self.files: dict[str, BinaryIO] = {}
         self.open_tokens = self.open_documents = 0
@@ -366,7 +347,7 @@ class _Split:
             os.fsync(file.fileno())
             file.close()
         sums = {kind: sha256_of(Path(file.name)) for kind, file in self.files.items()}
-        facts = ShardFacts(
+        facts = shards.ShardFacts(
             file=Path(self.files["tokens"].name).name,
             tokens=self.open_tokens,
             documents=self.open_documents,
@@ -378,10 +359,10 @@ class _Split:
         self.open_tokens = self.open_documents = 0
         self.files = {}
 
-    def finish_split(self) -> SplitFacts:
+    def finish_split(self) -> shards.SplitFacts:
         if self.files:
             self._close_shard()
-        return SplitFacts(**{name: getattr(self, name) for name in (*COUNTS, "answer_tokens", "shards")})
+        return shards.SplitFacts(**{name: getattr(self, name) for name in (*COUNTS, "answer_tokens", "shards")})
 
 
 def _make_batches(stream: Iterable[Document], size: int) -> Iterator[list[Document]]:
@@ -400,7 +381,7 @@ def _make_batches(stream: Iterable[Document], size: int) -> Iterator[list[Docume
 
 def _publish_folder(written: Path, out: Path) -> None:
     """Move what was written to its folder; the file that marks it as finished comes last."""
-    for path in sorted(written.iterdir(), key=lambda path: path.name in (MANIFEST, DOMAINS)):
+    for path in sorted(written.iterdir(), key=lambda path: path.name in (shards.MANIFEST, shards.DOMAINS)):
         if (target := out / path.name).is_dir():  # left by a run that was killed while moving files
             shutil.rmtree(target)
         flush_path(out)
@@ -413,18 +394,13 @@ def _describe_foreign(out: Path) -> HeadwaterError:
 
 
 def _check_finished(out: Path, settings: dict[str, Any], separator: int) -> list[Path]:
-    """Return the prepared folders of a finished run, with all checksums verified.
-
-    Raises `HeadwaterError` if a folder was prepared with other settings.
-    """
+    """Return a finished run's folders, with all checksums verified. Raises `HeadwaterError` for other settings."""
     prepared = shards.open_all(out)
     for manifest in (folder.manifest for folder in prepared):
         earlier = manifest.settings
         name = next((name for name in {**earlier, **settings} if earlier.get(name) != settings.get(name)), None)
         if name == "tokenizer" or (name is None and separator != manifest.separator):
-            raise HeadwaterError(
-                f"{str(out)!r} was prepared with another tokenizer; use that one, or name another folder."
-            )
+            raise HeadwaterError(f"{str(out)!r} was prepared with another tokenizer; use that, or name another folder.")
         if name is not None:
             raise HeadwaterError(
                 f"{str(out)!r} was prepared with {name.replace('_', ' ')} {earlier.get(name)!r}, not "

@@ -1,6 +1,6 @@
 """Tokens from `headwater data prepare`: one folder, or several mixed by weight."""
 
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from os.path import normpath
 from typing import Annotated, Literal, Self
 
@@ -83,13 +83,10 @@ class PreparedSettings(LanguageSettings):
 
 def _check_tokenizers(folders: dict[str, Prepared]) -> None:
     """Raise `HeadwaterError` if folders were prepared with different tokenizers."""
-    reference, *compared = folders
     made_by = {name: (folder.manifest.tokenizer.sha256, folder.manifest.separator) for name, folder in folders.items()}
-    for name in compared:
-        if made_by[name] != made_by[reference]:
-            raise HeadwaterError(
-                f"{name!r} and {reference!r} were prepared with different tokenizers; prepare one of them again."
-            )
+    for a, b in pairwise(folders):
+        if made_by[a] != made_by[b]:
+            raise HeadwaterError(f"{a!r} and {b!r} were prepared with different tokenizers; prepare one of them again.")
 
 
 def _trained_on(domain: Prepared, folder: Prepared) -> bool:

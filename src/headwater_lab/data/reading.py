@@ -8,7 +8,7 @@ import io
 import itertools
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, AnyStr
@@ -89,7 +89,8 @@ class Columns:
             self.check_missing(where)
         text = _read_cell(row, self.text, where)
         if text is MISSING and self.text == DEFAULT:
-            text = _read_conversation(row.get(MESSAGES, MISSING))
+            conversation = parse_list(row.get(MESSAGES, MISSING))
+            text = conversation if conversation is None or isinstance(conversation, list) else MISSING
         if text is not MISSING:
             self.missing.pop(self.text, None)
             is_chat = isinstance(text, list) or self.text.rpartition(".")[2] in CONVERSATIONS
@@ -127,14 +128,12 @@ def _tools_column(column: str) -> str:
     return outer + dot + TOOLS
 
 
-def _read_conversation(value: Any) -> Any:
-    """Read the value of a column `messages`; `MISSING` for text that is not JSON."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return MISSING
-    return value if value is None or isinstance(value, list) else MISSING
+def parse_list(value: Any) -> Any:
+    """Parse a text that is a list in JSON; return any other value unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def _read_cell(row: dict[str, Any], column: str, where: str) -> Any:
@@ -221,9 +220,7 @@ def open_file(file: Path) -> Iterator[IO[bytes]]:
     try:
         with open_regular(file) as stream:
             if file.suffix.lower() == ".xz":
-                raise HeadwaterError(
-                    f"{_quote_name(file)} is packed with xz, which is not supported; unpack it, or use gzip or zstd."
-                )
+                raise HeadwaterError(f"{_quote_name(file)} is packed with xz, which is not read; use gzip or zstd.")
             if (packing := PACKED.get(file.suffix.lower())) is None:
                 yield stream
                 return
@@ -233,8 +230,6 @@ def open_file(file: Path) -> Iterator[IO[bytes]]:
 
             with io.BufferedReader(CompressedInputStream(PythonFile(stream, mode="r"), packing), CHUNK) as unpacked:
                 yield unpacked
-    except HeadwaterError:
-        raise
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise describe_unreadable(file, error) from error
 
@@ -335,33 +330,29 @@ def csv_rows(stream: IO[bytes], file: Path, columns: Columns) -> Iterator[tuple[
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
     lines = _read_lines(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), file)
     delimiter = DELIMITERS[table_kind(file) or "csv"]
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    names: list[str] | None = None
-    number = 0
+    reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
     try:
-        for fields in reader:
-            if names is None:
-                names = [name.strip() for name in fields]
-                columns.add_names(names)
-                if twice := next((name for name in columns.find_columns(names) if names.count(name) > 1), None):
-                    raise HeadwaterError(f"{_quote_name(file)} has two columns {twice!r}; rename one of them.")
-                continue
-            if not fields:  # an empty line
-                continue
-            number += 1
-            if MARK in fields[0] and fields[-1].strip().endswith(names[-1]):
+        names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        columns.add_names(names)
+        if twice := next((name for name in columns.find_columns(names) if names.count(name) > 1), None):
+            raise HeadwaterError(f"{_quote_name(file)} has two columns {twice!r}; rename one of them.")
+        for number, cells in enumerate(reader, 1):
+            extra = cells.pop(None, [])
+            row = {name: cell for name, cell in cells.items() if cell is not None}
+            if extra:
+                raise HeadwaterError(
+                    f"Line {reader.line_num} of {_quote_name(file)} has {len(names) + len(extra)} fields, and the "
+                    f"first line names {len(names)} columns; quote text that contains {delimiter!r} or line breaks."
+                )
+            *_, last = row.values()
+            if MARK in row.get(names[0], "") and last.strip().endswith(names[-1]):
                 raise HeadwaterError(
                     f"Line {reader.line_num} of {_quote_name(file)} names the columns again; join files without their "
                     "first lines and byte order marks."
                 )
-            if len(fields) > len(names):
-                raise HeadwaterError(
-                    f"Line {reader.line_num} of {_quote_name(file)} has {len(fields)} fields, and the first line names "
-                    f"{len(names)} columns; quote text that contains {delimiter!r} or line breaks."
-                )
-            yield number, dict(zip(names, fields, strict=False))
+            yield number, row
     except csv.Error as error:
-        raise _bad_line(file, reader.line_num, error) from error
+        raise _bad_line(file, reader.reader.line_num, error) from error
 
 
 def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
@@ -370,7 +361,7 @@ def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
 
     with ParquetFile(stream, pre_buffer=False, buffer_size=2**20) as table:
         schema = table.schema_arrow
-        columns.add_names(_list_fields(schema))
+        columns.add_names(schema.empty_table().flatten().column_names)  # and the fields inside them
         names = columns.find_columns(schema.names)
         # Do not read the metadata of columns: if it is damaged, pyarrow 26 ends the process.
         groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
@@ -380,28 +371,14 @@ def parquet_tables(stream: IO[bytes], columns: Columns) -> Iterator[Any]:
         yield from table.iter_batches(batch_size=rows, columns=names or schema.names[:1])
 
 
-def _list_fields(schema: Any) -> Iterator[str]:
-    """List the names of columns, and of the fields inside them."""
-    from pyarrow import types
-
-    for field in schema:
-        if types.is_struct(field.type) and field.type.num_fields:
-            yield from (f"{field.name}.{inner.name}" for inner in field.type)
-        else:
-            yield field.name
-
-
 def rows_of_tables(tables: Iterable[Any], columns: Columns, file: Path) -> Iterator[TableRow]:
     """Yield the rows of Arrow tables."""
     where = escape_name(str(file))
     try:
         for table in tables:
-            columns.add_names(_list_fields(table.schema))
-            names = columns.find_columns(table.schema.names)
-            arrays = [table.column(name) for name in names]
-            for index in range(len(table)):
-                row = [array[index].as_py() for array in arrays]
-                yield columns.read_cells(dict(zip(names, row, strict=True)), where)
+            columns.add_names(table.schema.empty_table().flatten().column_names)
+            for row in table.select(columns.find_columns(table.schema.names)).to_pylist():
+                yield columns.read_cells(row, where)
     except HeadwaterError:
         raise
     except Exception as error:  # readers of parquet and of the network can raise anything

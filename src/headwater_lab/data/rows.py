@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from headwater.util.seeding import generator
-from headwater_lab.data.base import Batch, shuffle_rows
+from headwater_lab.data.base import ALONE, Batch, Share, shuffle_rows
 from headwater_lab.data.chat import Encoded
 from headwater_lab.data.shards import Shards
 
@@ -83,12 +83,11 @@ class Rows:
         chance = torch.rand(BLOCK, generator=generator("mixture", seed, block), dtype=torch.float64).numpy()
         return np.searchsorted(self.borders[:-1], chance, side="right")
 
-    def batches(self, seed: int, batch_size: int, start: int, rank: int, world: int) -> Iterator[Batch]:
-        """Yield batches without end, of which process `rank` of `world` gets its share."""
-        order, share = self.order_rows(seed, start), batch_size // world
+    def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
+        """Yield batches without end, of which each process gets its share."""
+        order = self.order_rows(seed, start)
         while True:
-            chosen = list(itertools.islice(order, batch_size))
-            yield self.make_batch(chosen[rank * share : (rank + 1) * share])
+            yield self.make_batch(list(itertools.islice(order, batch_size))[share.part(batch_size)])
 
     @cached_property
     def has_borders(self) -> bool:

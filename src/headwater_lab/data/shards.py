@@ -193,10 +193,7 @@ def _compute_seal(values: dict[str, Any]) -> str:
 
 
 def read_sealed(file: Path) -> dict[str, Any] | None:
-    """Read the values of a sealed file, without the seal; None if there is no such file.
-
-    Raises `HeadwaterError` if the file is damaged or cannot be read.
-    """
+    """Read a sealed file, without the seal; None if there is none. Raises `HeadwaterError` if it is damaged."""
     try:
         values = json.loads(read_bytes(file))
         if values.pop(SEAL) == _compute_seal(values):
@@ -210,9 +207,7 @@ def read_sealed(file: Path) -> dict[str, Any] | None:
 
 def describe_damage(file: Path) -> HeadwaterError:
     """Make the error for a file of a prepared folder that has changed."""
-    return HeadwaterError(
-        f"{str(file)!r} has changed since it was written; copy it again, or prepare the folder again."
-    )
+    return HeadwaterError(f"{str(file)!r} has changed since it was written; copy or prepare the folder again.")
 
 
 class Shards:
@@ -360,7 +355,7 @@ def open_prepared(folder: Path) -> Prepared:
             raise HeadwaterError(f"{str(path)!r} is missing; copy it again, or prepare the folder again.")
         if size not in (None, path.stat().st_size):
             raise HeadwaterError(
-                f"{str(path)!r} has {path.stat().st_size} bytes, not {size}; copy it again, or prepare it again."
+                f"{str(path)!r} has {path.stat().st_size} bytes, not {size}; copy or prepare it again."
             )
     for name in _changed_tokenizer(folder, manifest.tokenizer):
         raise describe_damage(folder / name)
@@ -391,10 +386,7 @@ class Domains(Facts):
 
 
 def read_domains(folder: Path) -> dict[str, str]:
-    """Return folder name -> value of the column, for a corpus split by a column; empty if `folder` is not one.
-
-    Raises `HeadwaterError` if domains.json is damaged.
-    """
+    """Read folder name -> value of the column that split the corpus; empty without a domains.json."""
     values = read_sealed(folder / DOMAINS)
     return validate_file(Domains, values, folder / DOMAINS).domains if values is not None else {}
 
@@ -423,9 +415,7 @@ def check_all(prepared: list[Prepared]) -> None:
         changed_tokenizer = _changed_tokenizer(folder.folder, folder.manifest.tokenizer)
         wrong += [str(folder.folder / file) for file in (*changed, *changed_tokenizer)]
     if wrong:
-        raise HeadwaterError(
-            f"Changed since they were written: {', '.join(wrong)}; copy them again, or prepare the folder again."
-        )
+        raise HeadwaterError(f"Changed since they were written: {', '.join(wrong)}; copy or prepare the folder again.")
 
 
 def _find_changed(folder: Path, sums: Mapping[str, str]) -> Iterator[str]:

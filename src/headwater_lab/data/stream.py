@@ -1,7 +1,4 @@
-"""Documents of a source: one after another in bounded memory for a corpus on disk, or all of them.
-
-Files and shards are read in order.
-"""
+"""Documents of a source, in order: one after another in bounded memory for a corpus on disk, or all of them."""
 
 import hashlib
 import itertools
@@ -15,34 +12,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.data.corpus import (
-    FEW_FILES,
-    GENERATED,
-    STDLIB,
-    Document,
-    cut_documents,
-    cut_text,
-    kinds_in,
-    load_hub_rows,
-    local_files,
-    name_in,
-    no_text,
-    row_document,
-)
-from headwater_lab.data.reading import (
-    CHUNK,
-    DEFAULT,
-    LONGEST_LINE,
-    ROWS,
-    Columns,
-    TableRow,
-    describe_unreadable,
-    is_text,
-    open_text,
-    rows_of_tables,
-    table_kind,
-    table_rows,
-)
+from headwater_lab.data import corpus, reading
+from headwater_lab.data.corpus import Document
 from headwater_lab.data.tokenizer import LONGEST, part_end
 
 # Maximum bytes to read to find out whether a corpus has fewer than FEW_FILES documents.
@@ -57,7 +28,7 @@ class TextSource:
     """A file, folder or glob of text, JSONL, CSV or parquet files, compressed or not; a Hugging Face dataset ("name",
     "owner/name", either with ":split"); "python-stdlib", its sources; "python-topics", the text of Python's language
     reference; "python-docs", that and the docstrings of the sources."""
-    text_column: str = DEFAULT
+    text_column: str = reading.DEFAULT
     config: str | None = None
     """The configuration of a dataset on the hub."""
     split: str | None = None
@@ -78,12 +49,12 @@ class Corpus:
     facts: dict[str, Any]
 
 
-def read_corpus(source: str, text_column: str = DEFAULT) -> Corpus:
+def read_corpus(source: str, text_column: str = reading.DEFAULT) -> Corpus:
     """Read all documents of a source, described as in `TextSource`. Raises `HeadwaterError` if there are none."""
-    stream = Stream(TextSource(source), Columns(text_column, option="data.text_column"))
+    stream = Stream(TextSource(source), reading.Columns(text_column, option="data.text_column"))
     documents = list(stream)
     if not documents:
-        raise no_text(source, stream.skipped)
+        raise corpus.no_text(source, stream.skipped)
     content = hashlib.sha256()
     for document in documents:
         content.update(f"{document.id}\0{hashlib.sha256(document.data).hexdigest()}\n".encode())
@@ -95,7 +66,7 @@ def read_corpus(source: str, text_column: str = DEFAULT) -> Corpus:
         "skipped_not_utf8": len(stream.skipped),
         "skipped_without_text": stream.empty + stream.none,
     }
-    if source == STDLIB or source in GENERATED:
+    if source == corpus.STDLIB or source in corpus.GENERATED:
         facts["python"] = platform.python_version()
     if stream.shards is not None:
         facts["dataset"] = source.partition(":")[0]  # its name on the hub
@@ -107,10 +78,10 @@ def read_documents(source: str, column: str, option: str | None) -> tuple[list[D
 
     option: that sets the column of tables, if one does. Raises `HeadwaterError` if there are none.
     """
-    stream = Stream(TextSource(source), Columns(column, option=option))
+    stream = Stream(TextSource(source), reading.Columns(column, option=option))
     documents = list(stream.iterate_documents())
     if not documents:
-        raise no_text(source, stream.skipped)
+        raise corpus.no_text(source, stream.skipped)
     return documents, stream.skipped
 
 
@@ -121,25 +92,25 @@ class Stream:
     empty: documents without text. none: rows without one. skipped: names of the files that are not text.
     """
 
-    def __init__(self, source: TextSource, columns: Columns | None = None) -> None:
+    def __init__(self, source: TextSource, columns: reading.Columns | None = None) -> None:
         if columns is None:
             _check_options(source)
         self.source, self.begins = source, re.compile(source.begins or "")
         self.empty = self.none = 0
         self.skipped: list[str] = []
-        self.generate = GENERATED.get(source.source)
-        local = (Path(), []) if self.generate else local_files(source.source)
+        self.generate = corpus.GENERATED.get(source.source)
+        local = (Path(), []) if self.generate else corpus.local_files(source.source)
         self.root, self.files = local or (Path(), [])
         self.shards: list[Any] | None = None
         if not local:
-            rows = load_hub_rows(source.source, source.config, source.split, streaming=columns is None)
+            rows = corpus.load_hub_rows(source.source, source.config, source.split, streaming=columns is None)
             count = rows.num_shards if columns is None else 1
             self.shards = [rows.shard(num_shards=count, index=index) for index in range(count)]
-        self.names = [name_in(file, self.root) for file in self.files]
-        texts = [file for file in self.files if not table_kind(file)]
+        self.names = [corpus.name_in(file, self.root) for file in self.files]
+        texts = [file for file in self.files if not reading.table_kind(file)]
         self.marked = bool(source.separator or source.begins)
-        self.few_texts = bool(texts) and len(texts) == len(self.files) < FEW_FILES
-        self.columns = columns or Columns(source.text_column, source.by)
+        self.few_texts = bool(texts) and len(texts) == len(self.files) < corpus.FEW_FILES
+        self.columns = columns or reading.Columns(source.text_column, source.by)
         self.kinds = set[bool]()
 
     @property
@@ -166,12 +137,12 @@ class Stream:
             first_documents.append(document)
             keys.add(hash(document.key))
             size += len(document.data)
-            if len(keys) >= FEW_FILES or size > FEW_BYTES:
+            if len(keys) >= corpus.FEW_FILES or size > FEW_BYTES:
                 yield from first_documents
                 del first_documents
                 yield from documents
                 return
-        yield from cut_documents(first_documents)
+        yield from corpus.cut_documents(first_documents)
 
     def iterate_documents(self, cuts_texts: bool = False) -> Iterator[Document]:
         """Yield the documents in file order, uncut. cuts_texts: cut text files into pieces."""
@@ -181,25 +152,25 @@ class Stream:
         if self.shards is not None:
             begin = 0  # rows are numbered across shards
             for shard in self.shards:
-                tables = shard.with_format("arrow").iter(batch_size=ROWS)
-                rows = rows_of_tables(tables, self.columns, Path(self.source.source))
+                tables = shard.with_format("arrow").iter(batch_size=reading.ROWS)
+                rows = reading.rows_of_tables(tables, self.columns, Path(self.source.source))
                 begin = yield from self._read_rows(rows, self.source.source, begin)
         for file, name in zip(self.files, self.names, strict=True):
-            if table_kind(file):
-                yield from self._read_rows(table_rows(file, self.columns), name)
-            elif is_text(file):
-                with open_text(file) as text:
+            if reading.table_kind(file):
+                yield from self._read_rows(reading.table_rows(file, self.columns), name)
+            elif reading.is_text(file):
+                with reading.open_text(file) as text:
                     yield from self._read_text(text, name, cuts_texts)
             else:
                 self.skipped.append(name)
         self.columns.check_missing(self.source.source)
 
-    def _read_rows(self, rows: Iterator[TableRow], name: str, begin: int = 0) -> Generator[Document, None, int]:
+    def _read_rows(self, rows: Iterator[reading.TableRow], name: str, begin: int = 0) -> Generator[Document, None, int]:
         """Yield the documents of rows numbered from `begin` on; return the number after the last."""
         gathered: list[Document] = []
         numbers = itertools.count(begin)
         for (value, domain), index in zip(rows, numbers, strict=False):
-            document = row_document(value, self.columns.text, name, name, index, domain)
+            document = corpus.row_document(value, self.columns.text, name, index, domain)
             if document.text:
                 self.kinds.add(document.is_chat)
                 if len(self.kinds) > 1:
@@ -225,12 +196,12 @@ class Stream:
     def _read_text(self, text: IO[str], name: str, in_pieces: bool) -> Iterator[Document]:
         """Yield the documents of a text file: the text between two marks, pieces of it, or the whole file."""
         contents: Iterable[str]
-        chunks = iter(partial(text.read, CHUNK), "")
+        chunks = iter(partial(text.read, reading.CHUNK), "")
         if self.marked:
             groups = itertools.groupby(self._numbered_lines(text), key=itemgetter(0))
             contents = (_gather_text((line for _, line in lines), name) for _, lines in groups)
         else:
-            contents = cut_text(chunks) if in_pieces else [_gather_text(chunks, name)]
+            contents = corpus.cut_text(chunks) if in_pieces else [_gather_text(chunks, name)]
         index, is_empty = 0, True
         for content in contents:
             is_empty = False
@@ -265,7 +236,7 @@ def fingerprint_files(names: Sequence[str], files: Sequence[Path]) -> list[Any]:
     try:
         states = [file.stat() for file in files]
     except OSError as error:
-        raise describe_unreadable(Path(error.filename), error) from error
+        raise reading.describe_unreadable(Path(error.filename), error) from error
     return [[name, state.st_size, state.st_mtime_ns] for name, state in zip(names, states, strict=True)]
 
 
@@ -282,10 +253,10 @@ def _gather_text(contents: Iterable[str], name: str) -> str:
     for content in contents:
         gathered.append(content)
         size += len(content)
-        if size > LONGEST_LINE:
+        if size > reading.LONGEST_LINE:
             raise HeadwaterError(
-                f"A document in {name!r} is longer than {LONGEST_LINE / 1e6:,.0f} MB; split that file, or mark where "
-                "its documents begin with `headwater data prepare --separator` or --begins."
+                f"A document in {name!r} is longer than {reading.LONGEST_LINE / 1e6:,.0f} MB; split that file, or "
+                "mark where its documents begin with `headwater data prepare --separator` or --begins."
             )
     return "".join(gathered)
 
@@ -298,11 +269,11 @@ def _check_options(source: TextSource) -> None:
         re.compile(source.begins or "")
     except re.error as error:
         raise HeadwaterError(f"--begins {source.begins!r} is not a valid regular expression: {error}.") from error
-    kinds = kinds_in(source.source)
+    kinds = corpus.kinds_in(source.source)
     options = {
         "--separator": (source.separator, "text files"),
         "--by": (source.by, "tables"),
-        "--text-column": (source.text_column if source.text_column != DEFAULT else None, "tables"),
+        "--text-column": (source.text_column if source.text_column != reading.DEFAULT else None, "tables"),
         "--config": (source.config, "datasets on the hub"),
         "--split": (source.split, "datasets on the hub"),
     }

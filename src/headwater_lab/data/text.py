@@ -35,9 +35,7 @@ class TextSettings(LanguageSettings):
     def build(self) -> LanguageData:
         """Read the corpus and tokenize it. Raises `HeadwaterError` if it is too small."""
         if (folder := prepared_folder(local_path(self.source))) is not None:
-            raise HeadwaterError(
-                f"{str(folder)!r} is from `headwater data prepare`; set data.kind=prepared and data.source={folder}."
-            )
+            raise HeadwaterError(f"{str(folder)!r} is prepared; set data.kind=prepared and data.source={folder}.")
         if (local_path(self.source) / "train.bin").is_file():
             raise HeadwaterError(
                 f"{self.source!r} holds token files; take them with `headwater data prepare {self.source} --tokens "

@@ -68,9 +68,7 @@ def map_olmo(file: Path, vocab_size: int) -> Mapped:
     except (ValueError, OSError, EOFError) as error:
         raise HeadwaterError(f"{str(file)!r} is damaged or has no numbers: {error}; copy it again.") from error
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
-        raise HeadwaterError(
-            f"{str(file)!r} is an array of {ids.dtype} of the shape {ids.shape}; write a flat array of token ids."
-        )
+        raise HeadwaterError(f"{str(file)!r} is an array of {ids.dtype}, {ids.shape}; write a flat array of token ids.")
     return ids, None
 
 
@@ -239,9 +237,7 @@ class TokenStream:
         """Raise `HeadwaterError` unless the tokenizer restores most documents; a few begin within a word."""
         if 2 * sum(restored) <= len(restored):
             file = self.files[0][0]
-            raise HeadwaterError(
-                f"The tokenizer does not make the tokens in {str(file)!r} of their own text; {self._advise(file)}."
-            )
+            raise HeadwaterError(f"The tokenizer does not restore the tokens in {str(file)!r}; {self._advise(file)}.")
 
     def _advise(self, file: Path) -> str:
         if (file.parent / "meta.pkl").exists():

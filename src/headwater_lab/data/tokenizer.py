@@ -47,9 +47,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train byte-level BPE with GPT-2's way of splitting text into words; token 0 is the end of text.
 
-    Decoding restores every text exactly. Raises `HeadwaterError` below 257 tokens (all bytes and the end of text) and
-    above `LARGEST_VOCABULARY`.
-    vocab_size: tokens, including the end of text; fewer if the texts have too few pairs to merge.
+    vocab_size: tokens, including the end of text; fewer if the texts have too few pairs to merge. Raises
+    `HeadwaterError` below 257 tokens (all bytes and the end of text) and above `LARGEST_VOCABULARY`.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):

@@ -94,8 +94,7 @@ def find_tokenizer(folder: Path, vocab_size: int | None = None) -> PreTrainedTok
 def open_tokenizer(source: Path | str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder, of a tokenizer.json, or of a name on the hub, and test it on a sentence.
 
-    Raises `HeadwaterError` for a folder with irregular files, or one that takes too long. Any other problem
-    raises what the libraries raise: see `reading`.
+    Raises `HeadwaterError` for irregular files and a lack of time, and otherwise what the libraries raise.
     """
     if isinstance(source, Path) and source.is_dir():
         check_regular(source)
@@ -126,10 +125,10 @@ def _check_names(file: Path) -> None:
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, where: str) -> None:
     """Raise `HeadwaterError` if a tokenizer produces tokens that a model with this vocabulary does not know."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest < 0 or (vocab_size is not None and largest >= vocab_size):
+    if largest < 0:
+        raise HeadwaterError(f"{where} knows no tokens; replace or remove its files.")
+    if vocab_size is not None and largest >= vocab_size:
         raise HeadwaterError(
             f"{where} produces tokens up to {largest}, but the model knows only {vocab_size}, from 0; use the "
-            f"tokenizer it was trained with."
-            if largest >= 0
-            else f"{where} knows no tokens; replace or remove its files."
+            "tokenizer it was trained with."
         )

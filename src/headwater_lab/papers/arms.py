@@ -164,10 +164,7 @@ def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
 
 
 def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str], tuned: bool = False) -> Path:
-    """Name the folder of a scale's runs, which tables share; runs with overrides get another.
-
-    tuned: learning rates are chosen before the comparison.
-    """
+    """Name the folder of a scale's runs, which tables share; with overrides another. tuned: rates are chosen first."""
     aside = tuple(prefix for prefix in ASIDE if not (tuned and prefix == "compare.threshold="))
     deciding = sorted(override for override in overrides if not override.startswith(aside))
     return out / scale / (f"trials-{digest_text(' '.join(deciding))}" if deciding else "trials")

@@ -22,8 +22,6 @@ are counted without chance: no test is made, and the interval covers the seeds' 
 Where a run has diverged, the mean is meaningless, because only the other runs remain. "better" is then
 judged by the share of seeds in which the arm is better, among those in which either arm is: one that diverged is worse
 than one that did not. The other claims about means are inconclusive.
-
-Holm's procedure covers one table.
 """
 
 import math
@@ -45,7 +43,7 @@ from headwater_lab.comparison.statistics import (
 )
 from headwater_lab.papers.arms import list_claimed_arms
 from headwater_lab.papers.measures import COUNTED, HALVES, Runs, describe_missing
-from headwater_lab.papers.table import Alike, Better, Claim, Diverges, Gains, NotBetter, Ordered, Reaches
+from headwater_lab.papers.table import Claim, Diverges, Gains, Ordered, Pair, Reaches
 
 ClaimVerdict = Literal["replicates", "fails", "inconclusive"]
 EvidenceKind = Literal["mean", "share", "more"]
@@ -65,13 +63,11 @@ SHARES = {
 
 @dataclass(frozen=True)
 class Evidence:
-    """The number that a claim is about; without an estimate, `why` is the reason.
+    """The number that a claim is about.
 
-    label: the number in words; region: where it must lie for the claim to replicate; size: its number of seeds.
-    p: the smallest level at which the interval lies on one side of the borders; None if there is none.
-    interval: of confidence 1 - level; None if unbounded. count_missing: seeds still needed to settle it.
-    why: why it is inconclusive, if that is clear before any test. counted: the number is exact, such as a number of
-    parameters.
+    why: why it is inconclusive, if that is clear before any test. label: the number in words. region: where it must lie
+    for the claim to replicate. size: its seeds. p: the smallest level at which the interval lies on one side of the
+    borders. interval: of confidence 1 - level. count_missing: seeds still needed to settle it. counted: it is exact.
     """
 
     why: str = ""
@@ -157,13 +153,11 @@ class Judged:
     """A claim and its evidence from our runs, or from computation.
 
     why: why the claim is inconclusive, or another remark; the evidence itself if nothing is estimated.
-    what, kind: what is estimated: a mean difference, a share of the seeds, or how much more of the baseline's size.
-    estimate, interval: the estimate and its interval, of confidence 1 - level, where Holm's procedure tests the claim
-        at this level within its table. p: uncorrected. seeds: the number of seeds.
+    what, kind: what is estimated. interval: of confidence 1 - level, at which Holm's procedure tests the claim within
+        its table. p: uncorrected.
     more: seeds still needed to settle it with a probability of 80 %, if mean and spread stay the same; None if it is
         settled, needs more than 10 000, or has no mean.
-    counted: an arithmetical identity, such as the FLOPs of one arm compared with another's: counted or computed, not
-    measured. arms: the arms that the claim names.
+    counted: computed, not measured, as FLOPs are. arms: the arms that the claim names.
     """
 
     says: str
@@ -186,16 +180,6 @@ def judge_claims(claims: Sequence[Claim], runs: Runs) -> list[Judged]:
     evidence = [_find_evidence(claim, runs) for claim in claims]
     levels = holm_levels([number.p for number in evidence])
     return [_judge_claim(*judging) for judging in zip(claims, evidence, levels, strict=True)]
-
-
-def _find_gaps(claim: Claim, runs: Runs) -> str:
-    """Name the seeds that a claim's arms lack, because a failed run may be decisive; "" if none, or all."""
-    gaps = []
-    for name in dict.fromkeys(list_claimed_arms(claim)):
-        sized_arm, runs_by_seed = runs.arms[name], runs.find_seeds(name)
-        if sized_arm is not None and runs_by_seed:
-            gaps.append(describe_missing(name, sized_arm, runs_by_seed))
-    return f"not trained: {'; '.join(filter(None, gaps))}" if any(gaps) else ""
 
 
 def _judge_claim(claim: Claim, evidence: Evidence, level: float) -> Judged:
@@ -256,48 +240,52 @@ def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
 
 
 def _find_evidence(claim: Claim, runs: Runs) -> Evidence:
-    """Find the evidence for a claim, if its arms have all seeds."""
-    if why := _find_gaps(claim, runs):
-        return Evidence(why)
-    for name in list_claimed_arms(claim):
-        if runs.arms[name] is None:
-            return Evidence(f"{name} is not trained at this scale")
-        if not runs.find_seeds(name):
-            return Evidence(f"there is no run of {name}")
-    return KINDS[claim.test](claim, runs)
+    """Find the evidence for a claim, if its arms have all seeds: a run that failed may be decisive."""
+    gaps, absent = [], []
+    for name in dict.fromkeys(list_claimed_arms(claim)):
+        sized_arm, runs_by_seed = runs.arms[name], runs.find_seeds(name)
+        if sized_arm is None:
+            absent.append(f"{name} is not trained at this scale")
+        elif not runs_by_seed:
+            absent.append(f"there is no run of {name}")
+        elif missing := describe_missing(name, sized_arm, runs_by_seed):
+            gaps.append(missing)
+    if gaps:
+        return Evidence(f"not trained: {'; '.join(gaps)}")
+    return Evidence(absent[0]) if absent else KINDS[claim.test](claim, runs)
 
 
-def _paired_evidence(claim: Better | Alike | NotBetter, runs: Runs) -> Evidence:
+def _paired_evidence(claim: Pair, runs: Runs) -> Evidence:
     """Compare two arms, or two differences of arms, in the seeds that all of them have."""
     names = list_claimed_arms(claim)
     seeds = set.intersection(*(set(runs.find_seeds(name)) for name in names))
     if not seeds:
         return Evidence(f"no seed was run for {'both' if claim.than is None else 'all of its arms'}")
-    if claim.measure == "steps" and isinstance(claim, Better):  # a run that diverged never gets there
+    if claim.measure == "steps" and claim.test == "better":  # a run that diverged never gets there
         return _steps_evidence(claim, runs, sorted(seeds))
     if any(seeds & _diverged_seeds(runs, name) for name in names):
-        if isinstance(claim, Better) and claim.than is None:
+        if claim.test == "better" and claim.than is None:
             return _without_diverged(claim, runs, seeds)
         return Evidence(LUCKY)
-    if isinstance(claim, NotBetter) and claim.measure == "steps":
+    if claim.test == "no better" and claim.measure == "steps":
         return _steps_evidence(claim, runs, sorted(seeds))
     return _difference_evidence(claim, runs, sorted(seeds))
 
 
-def _with_margin(claim: Claim, label: str) -> tuple[Interval, str]:
+def _with_margin(claim: Pair, label: str) -> tuple[Interval, str]:
     """Find the region of a claim about a mean, and add the claim's margin, if any, to the mean's label."""
-    if not isinstance(claim, Alike | NotBetter):
+    if claim.margin is None:
         return ABOVE_ZERO, label
-    region = (-claim.margin if isinstance(claim, Alike) else -math.inf, claim.margin)
+    region = (-claim.margin if claim.test == "alike" else -math.inf, claim.margin)
     return region, f"{label} (margin {claim.margin:g})"
 
 
-def _difference_evidence(claim: Better | Alike | NotBetter, runs: Runs, seeds: Sequence[int]) -> Evidence:
+def _difference_evidence(claim: Pair, runs: Runs, seeds: Sequence[int]) -> Evidence:
     units = [_name_unit(measure, runs, arm) for arm, _, measure in claim.pairs]
     same = len(set(units)) == 1
     words, gains = [], []
     for (arm, against, measure), unit in zip(claim.pairs, units, strict=True):
-        lower = not isinstance(claim, Alike) and runs.lower_is_better(measure, arm)
+        lower = claim.test != "alike" and runs.lower_is_better(measure, arm)
         larger, smaller = (against, arm) if lower else (arm, against)
         words.append(f"{larger} minus {smaller}" + ("" if same else f", {unit}"))
         gains.append(_find_differences(runs, measure, larger, smaller))
@@ -307,7 +295,7 @@ def _difference_evidence(claim: Better | Alike | NotBetter, runs: Runs, seeds: S
     return mean_evidence(values, *_with_margin(claim, label + (f", {units[0]}" if same else "")), exact)
 
 
-def _without_diverged(claim: Better, runs: Runs, seeds: set[int]) -> Evidence:
+def _without_diverged(claim: Pair, runs: Runs, seeds: set[int]) -> Evidence:
     """Count the seeds in which the arm is better; a run that diverged is worse than one that did not."""
     arm, against = (seeds & _diverged_seeds(runs, name) for name in (claim.arm, claim.against))
     lower = runs.lower_is_better(claim.measure, claim.arm)
@@ -322,7 +310,7 @@ def _without_diverged(claim: Better, runs: Runs, seeds: set[int]) -> Evidence:
     return share_evidence(won, decided, label)
 
 
-def _steps_evidence(claim: Better | NotBetter, runs: Runs, seeds: Sequence[int]) -> Evidence:
+def _steps_evidence(claim: Pair, runs: Runs, seeds: Sequence[int]) -> Evidence:
     """Compare the steps to the threshold, counted up to the end of the shorter run."""
     steps = {name: runs.count_steps(name) for name in (claim.arm, claim.against)}
     reached = {name: [steps_by_seed[seed] is not None for seed in seeds] for name, steps_by_seed in steps.items()}

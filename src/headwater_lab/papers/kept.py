@@ -57,10 +57,7 @@ class KeptRun(BaseModel):
 
 
 def read_runs(file: Path) -> list[KeptRun]:
-    """Read the runs in a file.
-
-    Raises `HeadwaterError` for a damaged file, or two lines of one run, and names the lines.
-    """
+    """Read the runs in a file. Raises `HeadwaterError` for a damaged line, or two lines of one run, with numbers."""
     if not file.is_file():
         raise HeadwaterError(f"{explain_absence(file, 'file')}; name a file of finished runs.")
     with reading(repr(str(file))):
@@ -90,10 +87,7 @@ def write_runs(file: Path, runs: Iterable[KeptRun]) -> None:
 
 
 def judge_recorded(names: Iterable[str], scale: ScaleName, runs: Sequence[KeptRun]) -> Iterator[Reproduction]:
-    """Judge each of these tables that has finished runs among `runs`, without training.
-
-    Tables that need the models themselves are left out.
-    """
+    """Judge each of these tables that has finished runs among `runs` and needs no models, without training."""
     with TemporaryDirectory() as folder:
         yield from judge_trained(names, scale, Path(folder), runs=runs)
 
@@ -140,10 +134,7 @@ def restore_runs(file: Path, work: Work, tell: Tell) -> None:
 
 
 def _write_records(runs: Sequence[KeptRun], work: Work) -> tuple[list[RunRecord], int]:
-    """Write the records that belong to a table.
-
-    Returns them, and the number of runs whose settings differ from the recipe's.
-    """
+    """Write a table's records; return them, and the number of runs whose settings differ from the recipe's."""
     recipes = {work.trials / recipe.name: recipe for recipe in _list_comparisons(work)}
     restored, outdated = [], 0
     for line in runs:

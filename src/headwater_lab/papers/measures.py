@@ -210,9 +210,7 @@ def _held_out(record: RunRecord, measure: Measure) -> float:
     if measure in (*HALVES, "hardest"):
         accuracies = [value for name, value in measures.items() if name.startswith("accuracy/")]
         if len(accuracies) < 2:
-            raise HeadwaterError(
-                f"{record.name!r} has no measures accuracy/… from easy to hard; it has {', '.join(measures)}."
-            )
+            raise HeadwaterError(f"{record.name!r} has no accuracy/… from easy to hard; it has {', '.join(measures)}.")
         middle = -(-len(accuracies) // 2)
         halves = {"easier": accuracies[:middle], "harder": accuracies[middle:]}
         return float(np.mean(halves.get(measure, accuracies[-1:])))

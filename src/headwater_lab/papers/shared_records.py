@@ -1,7 +1,4 @@
-"""Records of comparisons that anybody ran: packed into one file, and checked before they count.
-
-The file is the one of `papers.kept`. Each line also says who ran it.
-"""
+"""Records of comparisons that anybody ran: packed into a file as `papers.kept` reads, and checked before they count."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,10 +18,7 @@ MIN_SEEDS = 3
 
 
 def pack_records(folder: Path, by: str) -> list[KeptRun]:
-    """Collect the finished and diverged runs of the comparisons below `folder`.
-
-    by: who ran them. Raises `HeadwaterError` if there are none.
-    """
+    """Collect the ended runs of comparisons below `folder`. by: who ran them. Raises `HeadwaterError` for none."""
     runs = []
     for path in list_records(folder):
         record = read_record(path)

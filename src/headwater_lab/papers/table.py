@@ -1,7 +1,4 @@
-"""A table or figure of a paper as data: its figures, its recipes at each scale, and its claims.
-
-papers/tables/PAPER/TABLE.yaml, read into `PaperTable`.
-"""
+"""A paper's table or figure as data (tables/PAPER/TABLE.yaml): its figures, claims, and recipes at each scale."""
 
 from __future__ import annotations
 
@@ -74,8 +71,13 @@ class Row(Settings):
 
 
 class Pair(Settings):
-    """A claim about one arm against another, by a measure."""
+    """A claim about one arm against another, seed by seed, by a measure.
 
+    better: `arm` is better than `against`; in "steps", it reaches the recipe's threshold sooner. alike: they differ by
+    at most `margin`. no better: `arm` is not better by more than `margin`, and may be worse.
+    """
+
+    test: Literal["better", "alike", "no better"]
     says: str
     arm: ReferenceText
     against: ReferenceText
@@ -83,6 +85,7 @@ class Pair(Settings):
     than: dict[Literal["arm", "against", "measure"], str] | None = None
     """Makes it a claim about a difference of differences: `arm` and `against`, minus this pair, whose missing fields
     are the claim's."""
+    margin: float | None = Field(default=None, gt=0)
 
     @property
     def pairs(self) -> list[tuple[ReferenceText, ReferenceText, Measure]]:
@@ -92,38 +95,14 @@ class Pair(Settings):
         return [tuple(pair.get(name, getattr(self, name)) for name in names) for pair in pairs]
 
     @model_validator(mode="after")
-    def _check_than(self) -> Pair:
+    def _check_pair(self) -> Pair:
+        if (self.margin is None) != (self.test == "better"):
+            raise ValueError("`alike` and `no better` need a `margin`, and `better` has none")
         if self.than is not None and len(set(self.pairs)) == 1:
             raise ValueError("`than` must differ from the claim in arm, against or measure")
         if self.than is not None and "steps" in {measure for *_, measure in self.pairs}:
             raise ValueError("`than` does not work for steps: runs that never get there cannot be compared")
         return self
-
-
-class Better(Pair):
-    """`arm` is better than `against`: seed by seed, in `measure`. With `than`: by more than in the other pair.
-
-    In "steps": it reaches the recipe's threshold sooner.
-    """
-
-    test: Literal["better"]
-
-
-class Alike(Pair):
-    """`arm` differs from `against` by at most `margin`, or, with `than`, as the other pair does, up to `margin`."""
-
-    test: Literal["alike"]
-    margin: float = Field(gt=0)
-
-
-class NotBetter(Pair):
-    """`arm` is not better than `against` by more than `margin`, and may be worse. Also in steps to the threshold.
-
-    With `than`: its lead is not larger than the other pair's by more than `margin`.
-    """
-
-    test: Literal["no better"]
-    margin: float = Field(gt=0)
 
 
 class Reaches(Settings):
@@ -168,7 +147,7 @@ class Ordered(Settings):
     second: Measure
 
 
-Claim = Annotated[Better | Alike | NotBetter | Reaches | Diverges | Gains | Ordered, Field(discriminator="test")]
+Claim = Annotated[Pair | Reaches | Diverges | Gains | Ordered, Field(discriminator="test")]
 
 
 class Scale(Settings):

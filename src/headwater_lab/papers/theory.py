@@ -42,11 +42,9 @@ def induction_head(x: Tensor, sharpness: float = 1.0, match: Tensor | None = Non
     It looks for earlier tokens that match x_t, and reads what followed them. match: [d, d], default the identity;
     sharpness: the inverse temperature.
 
-    Borders. s = t takes part: the token before the current one may match, and the current one is what followed it.
-    s = 1 takes part with the zero key x_0, so with score 0. Where nothing matches all scores are near 0 and the machine
-    reads a mean of all tokens so far, the recent ones a little more. Those are the slots that causal attention has, and
-    with them eq. 9 is an equality. Without slots 1 and t (t ≥ 3) the output changes by at most 2·max|x_s| times the
-    weight that these two have here, which vanishes with growing sharpness where another slot matches.
+    Borders. As in causal attention s = t takes part, and s = 1 with the zero key x_0, so with score 0: with these slots
+    eq. 9 is an equality. Without them (t ≥ 3) the output changes by at most 2·max|x_s| times their weight, which
+    vanishes with growing sharpness where another slot matches.
     """
     keys = torch.nn.functional.pad(x, (0, 0, 1, 0))[..., :-1, :]
     queries = sharpness * (x if match is None else x @ match)

@@ -16,9 +16,9 @@ Comparing = Callable[[str, int], OnChange]
 
 
 def train_table(work: Work, workers: int | None, comparing: Comparing) -> list[Outcome]:
-    """Train what is missing of comparisons, if one device is enough; returns the outcomes of all trials.
+    """Train what is missing of comparisons on one device, or resume; return the outcomes of all trials.
 
-    Call it again to resume. Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C.
+    Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C.
     """
     extras.check_extra("compare")
     outcomes = []

@@ -20,16 +20,7 @@ from headwater_lab.papers.arms import (
     trials_folder,
 )
 from headwater_lab.papers.measures import tasks_of
-from headwater_lab.papers.table import (
-    Gains,
-    PaperTable,
-    ReferenceText,
-    Scale,
-    ScaleName,
-    counts_steps,
-    find_table,
-    reads_models,
-)
+from headwater_lab.papers.table import Gains, PaperTable, Scale, ScaleName, counts_steps, find_table, reads_models
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import load_recipe, recipes_folder
 
@@ -44,7 +35,7 @@ class Work:
     out: Path
     overrides: tuple[str, ...]
     recipes: list[tuple[Path, Recipe]]
-    arms: dict[ReferenceText, SizedArm | None]
+    arms: dict[str, SizedArm | None]
 
     @property
     def settings(self) -> Scale:

@@ -1,4 +1,1 @@
-"""Models in servers.
-
-`requests` and `stops` handle a client's request, and `server` answers it. `vllm` starts vLLM's server.
-"""
+"""Models that answer: at the command line and in servers."""

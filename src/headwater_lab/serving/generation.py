@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import (
-    Cache,
-    DynamicCache,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-    StopStringCriteria,
-    TextStreamer,
-)
+from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StopStringCriteria, TextStreamer
 
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -72,8 +65,7 @@ def continue_prompts(
 ) -> Continued:
     """Continue `prompts` as one left-padded batch, each as the beginning of a document.
 
-    temperature: 0 is greedy. top_k: 0 is no limit. stop: a continuation ends before the first
-        of these strings.
+    temperature: 0 is greedy. top_k: 0 is no limit. stop: a continuation ends before the first of these strings.
     stream: print a single prompt, and its continuation as it is generated.
     decoder: use its static cache instead of a growing one; the texts are the same.
     """
@@ -89,7 +81,6 @@ def continue_prompts(
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": start, "eos_token_id": start}
     started = time.perf_counter()
-    cache: Cache | None
     if decoder is not None:
         watch = _watch_tokens(tokenizer, ids, start, streamer, stop)
         generated = decoder(ids, mask, seed=seed, watch=watch, **sampling, **options)

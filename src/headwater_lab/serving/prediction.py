@@ -24,9 +24,7 @@ def load_for_prediction(path: Path) -> tuple[HeadwaterForImageClassification, Ba
         raise HeadwaterError(f"{str(path)!r} is a text model, which `headwater generate` runs; name an image model.")
     processor = open_image_processor(path)
     if processor is None:
-        raise HeadwaterError(
-            f"{str(path)!r} has no {PROCESSOR}, which says how images are prepared; save the image processor there."
-        )
+        raise HeadwaterError(f"{str(path)!r} has no {PROCESSOR}; save the image processor there.")
     return model.eval(), processor
 
 
@@ -34,11 +32,7 @@ def load_for_prediction(path: Path) -> tuple[HeadwaterForImageClassification, Ba
 def predict_images(
     model: HeadwaterForImageClassification, processor: BaseImageProcessor, images: Sequence[Path]
 ) -> Iterator[dict[str, float]]:
-    """Yield each image's classes with their probabilities, the likeliest first.
-
-    Raises `HeadwaterError` for a file that is not an image.
-    """
-
+    """Yield each image's classes with their probabilities, the likeliest first. Raises `UnreadableImage`."""
     config = model.config
     for start in range(0, len(images), BATCH):
         opened = [read_image(path, shown(str(path)), config.num_channels) for path in images[start : start + BATCH]]

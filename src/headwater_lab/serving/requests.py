@@ -5,7 +5,6 @@ that value, because it changes nothing. `null` is the same as leaving a field ou
 """
 
 import json
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -191,10 +190,3 @@ def _describe_refusal(error: ValidationError) -> RequestError:
     else:
         message = detail["msg"].replace("Input should", "should")
     return RequestError(field, f"{message}, not {shown(detail['input'])}" if kind.endswith("equal") else message)
-
-
-def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Raise `RequestError` for ids that the model does not have."""
-    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise RequestError(field, f"has the token id {shown(wrong)}; this model's ids are 0 to {vocab_size - 1}")

@@ -1,7 +1,6 @@
 """A server for one checkpoint that follows OpenAI's API.
 
-Each request is checked field by field, see `requests`, and answered by `generate`, in one thread, one prompt after the
-other.
+Requests are checked by `requests`, and answered by `generate`, in one thread, one prompt after the other.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST
-from headwater.util.errors import HeadwaterError, first_line
+from headwater.util.errors import HeadwaterError, first_line, shown
 from headwater_lab.data.tokenizer import separator_id
 from headwater_lab.data.tokenizer_files import find_tokenizer
 from headwater_lab.serving.requests import (
@@ -43,7 +42,6 @@ from headwater_lab.serving.requests import (
     Completion,
     RequestError,
     Sampling,
-    check_token_ids,
     error_body,
     read_fields,
     read_json,
@@ -240,9 +238,8 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> l
 class Continuation(StoppingCriteria):
     """One call of `generate` with the options of a request. It reads each new token, and ends at a stop text.
 
-    pass_on: receives the text in pieces, in the thread of `generate`. new_tokens: their number so
-    far. Raises `RequestError` for a prompt that the model cannot read, and for more new tokens than it has positions
-    for.
+    pass_on: receives the text in pieces, in the thread of `generate`. new_tokens: their number so far.
+    Raises `RequestError` for a prompt that the model cannot read, and for more new tokens than it has positions for.
     """
 
     def __init__(
@@ -321,7 +318,9 @@ def _choose_length(config: Any, prompt: list[int], fields: dict[str, Any]) -> in
     text = next(name for name in TEXTS if name in fields)
     if not prompt:
         raise RequestError(text, "has no tokens")
-    check_token_ids(text, prompt, config.vocab_size)
+    if unknown := [token for token in prompt if not 0 <= token < config.vocab_size]:
+        largest = config.vocab_size - 1
+        raise RequestError(text, f"has the token id {shown(unknown[0])}; this model's ids are 0 to {largest}")
     positions = config.max_position_embeddings
     most = positions if config.position == "learned" else max(LONGEST, positions)
     room = most - len(prompt)

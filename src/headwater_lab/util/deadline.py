@@ -1,8 +1,4 @@
-"""A limit of time for other people's code and patterns, which may never end.
-
-A pattern in tokenizer.json can need longer than the age of the universe for a line of text, and a chat template can be
-an endless loop.
-"""
+"""A limit of time for other people's code: a tokenizer's pattern or a chat template may never end."""
 
 import contextvars
 import threading

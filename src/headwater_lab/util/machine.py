@@ -94,9 +94,7 @@ def usable_device(name: str) -> str:
     try:
         torch.zeros(1, device=name).tolist()  # fails on the device "meta", whose tensors have no values
     except Exception as error:  # each kind of device raises errors of its own
-        raise HeadwaterError(
-            f"PyTorch cannot use the device {shown(name)} here; leave out --device to use what is available."
-        ) from error
+        raise HeadwaterError(f"PyTorch cannot use the device {shown(name)} here; leave out --device.") from error
     return name
 
 

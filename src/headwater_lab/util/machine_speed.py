@@ -30,8 +30,7 @@ def find_hardware(name: str | Hardware) -> Hardware:
 def measure_machine() -> Hardware:
     """Measure this machine, in about 3 s: its first CUDA device, or all CPU threads that PyTorch is set to.
 
-    The best of repeated square matmuls and of copies (`copy_bandwidth`). Memory is the device's, or
-    the machine's. Other work on the machine lowers the figures.
+    The best of repeated square matmuls and of copies. Other work on the machine lowers the figures.
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")

@@ -85,13 +85,10 @@ def _acquire_lock(folder: Path) -> FileLock:
             if time.monotonic() < end:
                 time.sleep(0.05)
                 continue
-            raise HeadwaterError(
-                f"Another command is writing to {str(folder)!r}; wait for it, or choose another --out."
-            ) from None
+            raise HeadwaterError(f"Another command is writing to {str(folder)!r}; wait or use another --out.") from None
         except NotImplementedError as error:
             raise HeadwaterError(
-                f"The file system of {str(folder)!r} does not support locks (flock), which keep two runs apart; "
-                f"choose another --out."
+                f"The file system of {str(folder)!r} has no locks (flock), which keep runs apart; choose another --out."
             ) from error
         except OSError as error:
             if isinstance(error, FileNotFoundError) and time.monotonic() < end + 1:

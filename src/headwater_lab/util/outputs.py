@@ -1,7 +1,5 @@
-"""Files under a name that the user chose, or in the user's folder: only those that headwater wrote are replaced.
+"""Files under a name that the user chose: only those that headwater wrote are replaced, by the marks in them.
 
-Headwater marks its files: JSON by its first key, CSV by its first columns, other tables by a comment, pages by their
-generator, pictures by their metadata.
 Formats of pictures without metadata, such as JPEG, are written but never replaced.
 """
 
@@ -61,9 +59,7 @@ def check_replaceable(file: Path) -> None:
         raise HeadwaterError(f"{str(file)!r} cannot be read: {error.strerror}; choose another name.") from error
     if _BEGINNING.match(content) or any(mark in content[:_NEAR] + content[-_NEAR:] for mark in _MARKS):
         return
-    raise HeadwaterError(
-        f"{str(file)!r} already exists, and headwater did not write it; choose another name, or move it away."
-    )
+    raise HeadwaterError(f"{str(file)!r} exists, and headwater did not write it; choose another name, or move it away.")
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -38,11 +38,9 @@ class Worker:
         on_answer: Callable[[Worker, Answer], None],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it.
+        """Start it. function: "module:name"; its arguments and its result are JSON.
 
-        function: "module:name"; its arguments and its result are JSON.
-        on_answer: called, in a thread, with all its messages.
-        environment: added to that of this process.
+        on_answer: called, in a thread, with all its messages. environment: added to that of this process.
         """
         self.process = subprocess.Popen(
             [sys.executable, "-P", __file__],

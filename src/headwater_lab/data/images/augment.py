@@ -54,13 +54,10 @@ class Augmentation(Settings):
 
     def model_post_init(self, context: Any) -> None:
         if self.crop is not None and not 0 < self.crop[0] <= self.crop[1] <= 1:
-            raise ValueError(
-                f"data.augmentation.crop must be the smallest and the largest share of the area, not {self.crop}"
-            )
+            raise ValueError(f"data.augmentation.crop must be the least and largest share of the area, not {self.crop}")
         if self.rand_augment is not None and not (0 <= self.rand_augment[0] <= LARGEST and self.rand_augment[1] >= 0):
             raise ValueError(
-                f"data.augmentation.rand_augment must be a magnitude from 0 to 10 and a standard deviation, not "
-                f"{self.rand_augment}"
+                f"data.augmentation.rand_augment must be a magnitude (0 to 10) and a deviation, not {self.rand_augment}"
             )
 
 

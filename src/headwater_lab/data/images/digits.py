@@ -11,7 +11,7 @@ from pydantic import Field
 
 from headwater.util.seeding import generator
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.images.image_data import ImageData, ImageSettings
+from headwater_lab.data.images.image_data import ImageData, Images, ImageSettings
 from headwater_lab.data.images.image_reading import convert_channels
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class DigitsSettings(ImageSettings):
         )
 
 
-class DigitImages:
+class DigitImages(Images):
     """See `Images`."""
 
     def __init__(self, pixels: np.ndarray, labels: list[int], numbers: list[int], channels: int) -> None:
@@ -63,9 +63,6 @@ class DigitImages:
 
         self.numbers, self.labels = numbers, [labels[number] for number in numbers]
         self.images = [convert_channels(fromarray(pixels[number]), "", channels) for number in numbers]
-
-    def __len__(self) -> int:
-        return len(self.numbers)
 
     def open(self, index: int, draw: torch.Generator) -> Image:
         return self.images[index]

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.images.image_data import ImageData, ImageSettings
+from headwater_lab.data.images.image_data import ImageData, Images, ImageSettings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -103,7 +103,7 @@ def files_of(family: str) -> list[Path]:
     return files
 
 
-class GlyphImages:
+class GlyphImages(Images):
     """See `Images`. Each opening gives a new image: `draw` decides size, position, rotation, colors and noise."""
 
     def __init__(self, files: Sequence[Path], characters: str, size: int, channels: int, views: int) -> None:
@@ -121,9 +121,6 @@ class GlyphImages:
         for index in range(0, len(self.outlines), len(characters)):
             content.update(self.open(index, generator("sample", index)).tobytes())
         self.digest = content.hexdigest()
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def open(self, index: int, draw: torch.Generator) -> Image:
         from PIL.Image import fromarray

@@ -79,13 +79,11 @@ class Images(Protocol):
 
     labels: list[int]
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def open(self, index: int, draw: torch.Generator) -> Image:
-        """Open an image, in the settings' channels; draw: for randomly generated images.
-
-        Raises `UnreadableImage`.
-        """
+        """Open an image, in the settings' channels; draw: for randomly generated images. Raises `UnreadableImage`."""
         ...
 
 
@@ -135,8 +133,7 @@ class ImageData:
         return ((row // len(self.train), index) for row, index in zip(itertools.count(start), images, strict=False))
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
-        local_rows = range(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
-        load = partial(self.read_batch, seed, local_rows)
+        load = partial(self.read_batch, seed, range(batch_size)[share.part(batch_size)])
         return load_batches(load, self.plan_batches(seed, batch_size, start), self.settings.workers)
 
     def plan_batches(self, seed: int, batch_size: int, start: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:

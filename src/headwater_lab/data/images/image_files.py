@@ -20,7 +20,7 @@ from headwater.models.load import read_text, reading
 from headwater.util.errors import HeadwaterError, first_line, nearest, shown
 from headwater.util.hub import check_reachable
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.images.image_data import ImageData, ImageSettings, Pixels, UnreadableImage
+from headwater_lab.data.images.image_data import ImageData, Images, ImageSettings, Pixels, UnreadableImage
 from headwater_lab.data.images.image_reading import image_suffixes, read_image
 from headwater_lab.data.reading import local_path
 
@@ -76,9 +76,7 @@ class ImageFilesSettings(ImageSettings):
             sides = sides[0].divide_classes(held_out)
         for name, side in zip(("train", "held out"), sides, strict=True):
             if not len(side):
-                raise HeadwaterError(
-                    f"{self.source!r}: no images are left for {name}; use more images or other splits."
-                )
+                raise HeadwaterError(f"{self.source!r}: no images are left for {name}; use more or other splits.")
         notices = list(chain.from_iterable(split.notices for split in chosen))
         if unused := sorted(set(range(len(classes))) - set(sides[0].labels)):
             names = ", ".join(map(classes.__getitem__, unused[:5]))
@@ -101,9 +99,8 @@ class ImageFilesSettings(ImageSettings):
 class ImageSplit(NamedTuple):
     """A part of a source.
 
-    where: for messages. read: the file, or the bytes of an image, by number. names: of the images. labels: numbers of
-    classes or their names, by image. classes: the names of the classes in order, if the source has them. notices:
-    warnings for the record. sizes: of the images in bytes, where their names are only numbers.
+    where: for messages. read: the file, or the bytes of an image, by number. labels: numbers of classes or their names.
+    classes: their names in order, if the source has them. sizes: in bytes, where images have only numbers as names.
     """
 
     where: str
@@ -119,13 +116,9 @@ def _open_splits(settings: ImageFilesSettings) -> dict[str, Callable[[], ImageSp
     """List the splits of the source, not yet read. Raises `HeadwaterError` if it is neither a folder nor a dataset."""
     folder = local_path(settings.source)
     if not folder.is_dir() and (folder.exists() or folder.is_absolute()):
-        raise HeadwaterError(
-            f"data.source: {shown(settings.source)} is neither a folder of images nor the name of a dataset."
-        )
+        raise HeadwaterError(f"data.source: {shown(settings.source)} is neither a folder of images nor a dataset.")
     if any(chain(folder.glob("*.arrow"), folder.glob("*/*.arrow"))):
-        raise HeadwaterError(
-            f"{settings.source!r} holds arrow files; write the dataset to parquet files (`to_parquet`)."
-        )
+        raise HeadwaterError(f"{settings.source!r} holds arrow files; write the dataset to parquet (`to_parquet`).")
     if folder.is_dir() and not any(chain(folder.glob("*.parquet"), folder.glob("*/*.parquet"))):
         return _folder_splits(settings, folder)
     return _dataset_splits(settings, folder)
@@ -164,9 +157,7 @@ def _folder_split(folder: Path) -> ImageSplit:
     """Read a folder of folders, one for each class. Raises `HeadwaterError` if it has none, or one has no images."""
     classes = [path.name for path in _find_folders(folder)]
     if not classes:
-        raise HeadwaterError(
-            f"The folder {str(folder)!r} has no classes; put the images of each class into a folder of its name."
-        )
+        raise HeadwaterError(f"{str(folder)!r} has no classes; put the images of each class into a folder of its name.")
 
     endings = image_suffixes()
     files: list[Path] = []
@@ -177,9 +168,7 @@ def _folder_split(folder: Path) -> ImageSplit:
         images = [path for path in paths if path.suffix.lower() in endings]
         left_out += [path for path in paths if path.suffix.lower() not in endings]
         if not images:
-            raise HeadwaterError(
-                f"The class {name!r} in {str(folder)!r} has no images; add some, or remove its folder."
-            )
+            raise HeadwaterError(f"The class {name!r} in {str(folder)!r} has no images; add some or remove its folder.")
         files += images
         labels += [label] * len(images)
     names = [path.relative_to(folder).as_posix() for path in files]
@@ -212,9 +201,7 @@ def _dataset_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Cal
             check_card(folder)
             builder = load_dataset_builder(str(folder), settings.config)
             if not isinstance(builder, Parquet):
-                raise HeadwaterError(
-                    f"Most files in {str(folder)!r} are not parquet; move the parquet files into a separate folder."
-                )
+                raise HeadwaterError(f"Most files in {str(folder)!r} are not parquet; move the parquet ones elsewhere.")
             builder.download_and_prepare()
             splits = builder.as_dataset()
         else:
@@ -263,10 +250,7 @@ def _list_strings(content: Any) -> Iterator[str]:
 
 
 def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any, roots: Sequence[Path]) -> ImageSplit:
-    """Read a split of a dataset. Raises `HeadwaterError` if a column is missing or of another kind.
-
-    roots: the folders that its rows may name files in.
-    """
+    """Read a split of a dataset, whose rows may name files in `roots`. Raises `HeadwaterError` for a wrong column."""
     from datasets import ClassLabel
     from datasets import Image as ImageColumn
     from datasets.features.features import require_decoding
@@ -370,7 +354,7 @@ def number_classes(split: ImageSplit, classes: list[str], channels: int) -> Imag
     return ImageFiles(split, list(range(len(labels))), labels, channels)
 
 
-class ImageFiles:
+class ImageFiles(Images):
     """See `Images`. Files are read when an image is needed."""
 
     def __init__(self, split: ImageSplit, numbers: list[int], labels: list[int], channels: int) -> None:
@@ -390,9 +374,6 @@ class ImageFiles:
         )
         return hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
 
-    def __len__(self) -> int:
-        return len(self.numbers)
-
     def name(self, index: int) -> str:
         return self.split.names[self.numbers[index]]
 
@@ -401,10 +382,7 @@ class ImageFiles:
         return read_image(self.split.read(self.numbers[index]), name, self.channels)
 
     def divide_classes(self, share: float) -> list[ImageFiles]:
-        """Split into [to train on, held out]: `share` of each class, at least one image, chosen by the names' hash.
-
-        Raises `HeadwaterError` for a class of one image.
-        """
+        """Split into [to train on, held out]: of each class a share, at least one image, chosen by the names' hash."""
         by_class: dict[int, list[int]] = {}
         for index, label in enumerate(self.labels):
             by_class.setdefault(label, []).append(index)

@@ -33,10 +33,7 @@ LONGEST = 100
 
 
 def read_image(source: Path | bytes, name: str, channels: int) -> Image:
-    """Read an image of `channels` (see `convert_channels`), rotated by its metadata. Raises `UnreadableImage`.
-
-    name: for messages.
-    """
+    """Read an image as `convert_channels` does, rotated by its metadata. Raises `UnreadableImage` with its `name`."""
     from PIL import Image as Pillow
     from PIL import ImageOps
 

@@ -10,8 +10,6 @@ and numbers are modulo 23. Differently: no quantity is the sum over a category, 
 statements are not English sentences.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import operator
@@ -26,7 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from headwater.util.seeding import generator
-from headwater_lab.data.base import Batch, register_kind
+from headwater_lab.data.base import Batch
 from headwater_lab.data.synthetic.task import SyntheticSettings, WrittenData, draw_chance, pack_rows, pad_length
 
 PLACES = ("Airport", "Bakery", "Castle", "Farm", "Garden", "Hotel", "Library", "Museum")
@@ -57,7 +55,6 @@ Problem = tuple[dict[QuantityName, int | Operation], QuantityName]
 """The statements about quantities, in order, and the quantity in the question."""
 
 
-@register_kind
 class ArithmeticSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: arithmetic`."""
 
@@ -85,10 +82,8 @@ class ArithmeticSettings(SyntheticSettings):
         prompt = (most + MOST_UNNEEDED) * STATEMENT_TOKENS + (most + 1) * NUMBER_TOKENS + QUESTION_TOKENS
         return pad_length(prompt + most * STEP_TOKENS + 1)
 
-    def build(self) -> ArithmeticData:
-        return ArithmeticData(self)
 
-
+@ArithmeticSettings.register
 class ArithmeticData(WrittenData[ArithmeticSettings]):
     """One problem per row, padded; labels only on the solution.
 

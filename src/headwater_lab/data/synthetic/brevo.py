@@ -5,9 +5,6 @@ is every node from which q can be reached, each after those that lead to it. Dif
 token.
 """
 
-from __future__ import annotations
-
-import functools
 import random
 from typing import Literal
 
@@ -16,14 +13,13 @@ from pydantic import Field
 from torch import Tensor
 
 from headwater.util.seeding import generator
-from headwater_lab.data.base import Batch, register_kind
+from headwater_lab.data.base import Batch
 from headwater_lab.data.synthetic.task import SyntheticSettings, WrittenData, draw_chance, pack_rows, pad_length
 
 PAD, END, QUERY, ANSWER, NODE = range(5)
 Edge = tuple[int, int]
 
 
-@register_kind
 class BrevoSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: brevo`."""
 
@@ -45,10 +41,8 @@ class BrevoSettings(SyntheticSettings):
         edges = sum(min(node, self.parents) for node in range(self.nodes))
         return pad_length(2 * edges + 3 + self.nodes)
 
-    def build(self) -> BrevoData:
-        return BrevoData(self)
 
-
+@BrevoSettings.register
 class BrevoData(WrittenData[BrevoSettings]):
     """One graph per row, padded; labels only on the answer.
 
@@ -62,13 +56,9 @@ class BrevoData(WrittenData[BrevoSettings]):
         chance = draw_chance(draw)
         return self.draw_rows(chance, [chance.randint(3, self.settings.nodes) for _ in range(count)])
 
-    @functools.cached_property
-    def held_out_rows(self) -> Batch:
+    def held_out(self) -> Batch:
         chance = draw_chance(generator(self.settings.kind, "held out"))
         return self.draw_rows(chance, [self.settings.nodes] * self.settings.held_out)
-
-    def held_out(self) -> Batch:
-        return self.held_out_rows
 
     def draw_rows(self, chance: random.Random, sizes: list[int]) -> Batch:
         """Draw a row for each number of nodes."""

@@ -4,8 +4,6 @@ A row is the biography of a synthetic person, with its facts in any order: the n
 Differently: a sentence is an attribute and a value, one token each, and names count as given, not as knowledge.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -17,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from headwater.util.seeding import generator, number
-from headwater_lab.data.base import ALONE, Batch, Evaluation, Share, register_kind
+from headwater_lab.data.base import ALONE, Batch, Evaluation, Share
 from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings, draw_distinct
 
 # The sizes of bioS in 2404.05405: first, middle and last names, and the values of each attribute.
@@ -36,7 +34,6 @@ ATTRIBUTE = sum(NAMES)
 VALUE = ATTRIBUTE + len(VALUES)
 
 
-@register_kind
 class CapoSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: capo`."""
 
@@ -55,10 +52,8 @@ class CapoSettings(SyntheticSettings):
     def context(self) -> int:
         return len(NAMES) + 2 * len(VALUES)
 
-    def build(self) -> CapoData:
-        return CapoData(self)
 
-
+@CapoSettings.register
 class CapoData(SyntheticData[CapoSettings]):
     """Biographies of `people` persons, drawn once, each row one of them; labels are the values.
 

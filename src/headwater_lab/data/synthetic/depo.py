@@ -4,19 +4,16 @@ A row lists the edges of a cycle in any order, and then asks for successors: x_1
 Differently: every row has all nodes, and the name of a node is one token.
 """
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from headwater_lab.data.base import Batch, register_kind
+from headwater_lab.data.base import Batch
 from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings, draw_distinct
 
 
-@register_kind
 class DepoSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: depo`."""
 
@@ -30,7 +27,7 @@ class DepoSettings(SyntheticSettings):
     """Questions in a row, each about another node. A row takes three tokens for each."""
 
     @model_validator(mode="after")
-    def _cycle_is_long_enough(self) -> DepoSettings:
+    def _cycle_is_long_enough(self) -> Self:
         if (least := max(2 * self.hops, self.questions)) > self.nodes:
             raise ValueError(
                 f"data.hops={self.hops} and data.questions={self.questions} need data.nodes of {least} or more, not "
@@ -47,10 +44,8 @@ class DepoSettings(SyntheticSettings):
     def context(self) -> int:
         return 2 * self.nodes + 3 * self.questions
 
-    def build(self) -> DepoData:
-        return DepoData(self)
 
-
+@DepoSettings.register
 class DepoData(SyntheticData[DepoSettings]):
     """The edges of a cycle through all nodes, and questions: the node k hops after q, for k from 1 to `hops`.
 

@@ -1,18 +1,15 @@
 """hop-k, induction of several hops: arXiv 2402.09268 (Sanford et al.), section 4; arXiv 2411.19574, appendix H."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from headwater_lab.data.base import Batch, register_kind
+from headwater_lab.data.base import Batch
 from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings
 
 
-@register_kind
 class HopSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: hop`."""
 
@@ -33,10 +30,8 @@ class HopSettings(SyntheticSettings):
     def context(self) -> int:
         return self.length + 1
 
-    def build(self) -> HopData:
-        return HopData(self)
 
-
+@HopSettings.register
 class HopData(SyntheticData[HopSettings]):
     """k X_1 … X_n, and at each position i: hop_k(X)_i.
 

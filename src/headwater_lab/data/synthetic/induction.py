@@ -1,18 +1,15 @@
 """Induction: after "… a b … a", say b. arXiv 2411.19574 (KV shifting), sections 2 and 3.2, figure 1, appendix D."""
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from headwater_lab.data.base import Batch, register_kind
+from headwater_lab.data.base import Batch
 from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings, draw_distinct
 
 
-@register_kind
 class InductionSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: induction`."""
 
@@ -31,7 +28,7 @@ class InductionSettings(SyntheticSettings):
         return {"chain": 1, "periodic": self.length // 2, "scattered": self.length + 2}[self.variant]
 
     @model_validator(mode="after")
-    def _enough_tokens(self) -> InductionSettings:
+    def _enough_tokens(self) -> Self:
         if self.vocab_size < self.distinct:
             raise ValueError(
                 f"data.variant {self.variant} with data.length={self.length} needs data.vocab_size of "
@@ -40,13 +37,11 @@ class InductionSettings(SyntheticSettings):
         return self
 
     @classmethod
-    def list_variants(cls) -> list[InductionSettings]:
+    def list_variants(cls) -> list[Self]:
         return [cls(), cls(variant="periodic"), cls(variant="scattered")]
 
-    def build(self) -> InductionData:
-        return InductionData(self)
 
-
+@InductionSettings.register
 class InductionData(SyntheticData[InductionSettings]):
     """Rows in which an earlier token predicts the next one; labels are where it does.
 

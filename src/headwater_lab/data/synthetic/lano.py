@@ -5,20 +5,18 @@ three symbols of the level below; those of the lowest level are the tokens of a 
 grammars are fixed, and it also judges sampled continuations with a parser.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from headwater.util.seeding import number
-from headwater_lab.data.base import ALONE, Batch, Evaluation, Share, register_kind
+from headwater_lab.data.base import ALONE, Batch, Evaluation, Share
 from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings, draw_chance, pack_rows
 
 PAD, END, BEGIN, TERMINAL = range(4)
@@ -26,7 +24,6 @@ PAD, END, BEGIN, TERMINAL = range(4)
 CHART = 2**22
 
 
-@register_kind
 class LanoSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: lano`."""
 
@@ -43,7 +40,7 @@ class LanoSettings(SyntheticSettings):
     """Sentences to evaluate on."""
 
     @model_validator(mode="after")
-    def _rules_differ(self) -> LanoSettings:
+    def _rules_differ(self) -> Self:
         if self.symbols * self.rules > (most := self.symbols**2 + self.symbols**3):
             raise ValueError(
                 f"data.symbols={self.symbols} with data.rules={self.rules} is more than the {most} sequences of two or "
@@ -60,10 +57,8 @@ class LanoSettings(SyntheticSettings):
     def context(self) -> int:
         return 3**self.levels + 2
 
-    def build(self) -> LanoData:
-        return LanoData(self)
 
-
+@LanoSettings.register
 class LanoData(SyntheticData[LanoSettings]):
     """One sentence per row, padded; labels on all its tokens and its end.
 

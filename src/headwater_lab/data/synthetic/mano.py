@@ -4,8 +4,6 @@ A row is the number of operations, an expression in prefix notation, and its val
 know the tables of the operations, and combine them without intermediate steps.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from typing import Literal
@@ -14,12 +12,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headwater_lab.data.base import Batch, register_kind
+from headwater_lab.data.base import Batch
 from headwater_lab.data.synthetic.arithmetic import OPERATIONS
 from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings, draw_chance, pack_rows
 
 
-@register_kind
 class ManoSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: mano`."""
 
@@ -38,10 +35,8 @@ class ManoSettings(SyntheticSettings):
     def context(self) -> int:
         return 2 * self.operations + 4
 
-    def build(self) -> ManoData:
-        return ManoData(self)
 
-
+@ManoSettings.register
 class ManoData(SyntheticData[ManoSettings]):
     """One expression per row, padded, with one label: its value. Accuracy is also measured for each length.
 

@@ -1,19 +1,16 @@
 """Memorised n-grams: arXiv 2411.19574 (KV shifting), section 3.3 and figure 3."""
 
-from __future__ import annotations
-
 import random
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 
 from headwater.util.seeding import generator, number
-from headwater_lab.data.base import Batch, register_kind
+from headwater_lab.data.base import Batch
 from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings
 
 
-@register_kind
 class NgramSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: ngram`."""
 
@@ -30,7 +27,7 @@ class NgramSettings(SyntheticSettings):
     """Tokens in a sequence."""
 
     @model_validator(mode="after")
-    def _table_fits(self) -> NgramSettings:
+    def _table_fits(self) -> Self:
         beginnings = self.vocab_size ** (self.order - 1)
         if beginnings >= 2**62:
             raise ValueError(f"data.order={self.order} with data.vocab_size={self.vocab_size} is too large; lower one.")
@@ -43,10 +40,8 @@ class NgramSettings(SyntheticSettings):
             raise ValueError(f"data.length={self.length} is shorter than an n-gram; make it {self.order - 1} or more.")
         return self
 
-    def build(self) -> NgramData:
-        return NgramData(self)
 
-
+@NgramSettings.register
 class NgramData(SyntheticData[NgramSettings]):
     """A table of n-grams, drawn once: `entries` beginnings of n - 1 tokens, and the token that follows each.
 

@@ -1,17 +1,14 @@
 """Multi-query associative recall, MQAR: arXiv 2312.04927 (Arora et al., Zoology), section 4."""
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 
-from headwater_lab.data.base import Batch, register_kind
+from headwater_lab.data.base import Batch
 from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings, draw_distinct
 
 
-@register_kind
 class RecallSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: recall`."""
 
@@ -26,7 +23,7 @@ class RecallSettings(SyntheticSettings):
     """Tokens in a sequence."""
 
     @model_validator(mode="after")
-    def _pairs_fit(self) -> RecallSettings:
+    def _pairs_fit(self) -> Self:
         if self.pairs > self.vocab_size // 2:
             raise ValueError(
                 f"data.pairs={self.pairs} needs data.vocab_size of {2 * self.pairs} or more, not {self.vocab_size}."
@@ -38,10 +35,8 @@ class RecallSettings(SyntheticSettings):
             )
         return self
 
-    def build(self) -> RecallData:
-        return RecallData(self)
 
-
+@RecallSettings.register
 class RecallData(SyntheticData[RecallSettings]):
     """Key value key value … and then, among other tokens, each key once more, with its value as the label.
 

@@ -6,7 +6,7 @@ import functools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from pydantic import Field, model_validator
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
-from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Share
+from headwater_lab.data.base import ALONE, Batch, DataSettings, Evaluation, Share, register_kind
 
 # Maximum number of logits to compute at a time for held-out rows.
 LOGITS = 2**26
@@ -29,26 +29,35 @@ TRIES = 100
 PADDING = 32
 
 
+T = TypeVar("T", bound=Callable[[Any], "SyntheticData[Any]"])
+
+
 class SyntheticSettings(DataSettings):
     """`data:` of a recipe for a synthetic task; each task has `vocab_size` and `length`, as a field or a property."""
 
     held_out: int = Field(default=1024, ge=1, le=2**20)
     """Sequences to evaluate on."""
+    task: ClassVar[Callable[[Any], SyntheticData[Any]]]
 
     @classmethod
     def list_variants(cls) -> list[Self]:
         """List the task in each of its forms, with defaults."""
         return [cls.model_validate({})]
 
+    @classmethod
+    def register(cls, task: T) -> T:
+        """Make these settings a kind of data, whose data are of the marked class."""
+        register_kind(cls).task = task
+        return task
+
     def build(self) -> SyntheticData[Any]:
-        raise NotImplementedError
+        return type(self).task(self)
 
     @model_validator(mode="after")
     def _held_in_memory(self) -> Self:
         if self.held_out * self.context > MOST:
             raise ValueError(
-                f"data.held_out {self.held_out:,} rows of {self.context:,} tokens are too many to keep in memory; "
-                "lower one of the two"
+                f"data.held_out {self.held_out:,} rows of {self.context:,} tokens are too many for memory; lower one"
             )
         return self
 
@@ -90,12 +99,11 @@ class SyntheticData(ABC, Generic[S]):
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
         """Yield batches. Raises `HeadwaterError` if nearly all possible rows are held out, and as `held_out` does."""
         self.held_out()  # fail before training if nothing can be evaluated
-        local_rows = slice(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
         while True:
             numbers = range(start // self.block, -(-(start + batch_size) // self.block))
             drawn = [self.draw_block(seed, number) for number in numbers]
             rows = slice(start % self.block, start % self.block + batch_size)
-            yield {name: torch.cat([block[name] for block in drawn])[rows][local_rows] for name in drawn[0]}
+            yield {name: torch.cat([block[name] for block in drawn])[rows][share.part(batch_size)] for name in drawn[0]}
             start += batch_size
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 - one block, in which the next batch begins
