@@ -10,7 +10,9 @@ from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, fields_re
 from headwater_lab.optimization.schedules import find_decay_start
 from headwater_lab.util.settings import Count, Fraction, ReadIf, Settings
 
-AttentionKernel = Literal["sdpa", "eager", "flash_attention_2", "flex_attention", "matmul", "varlen"]
+AttentionKernel = Literal[
+    "sdpa", "eager", "flash_attention_2", "kernels-community/flash-attn3", "flex_attention", "matmul", "varlen"
+]
 
 BY_OPTIMIZER = ReadIf(
     lambda run, name: name in fields_read(OPTIMIZERS.resolve(run.training.optimizer)),
@@ -119,6 +121,7 @@ class Training(Settings):
     attn_implementation: AttentionKernel | None = None
     """The attention kernel, as named by transformers; or matmul, which is faster in bfloat16 on some CPUs; or varlen,
     which computes packed rows document by document, and other rows as sdpa (`headwater bench train` measures both).
+    kernels-community/flash-attn3 is FlashAttention 3, which the package kernels downloads and runs on an H100 or H200.
     Default: varlen where it can run and packed rows are faster with it, else sdpa if the model allows it."""
     compile: bool | Literal["whole"] | None = None
     """Compile each block, and the output head with the loss, with torch.compile; whole: the model as one graph, for a
