@@ -52,11 +52,18 @@ def is_compiled(model: HeadwaterForCausalLM) -> bool:
 
 
 def compile_model(
-    model: HeadwaterForCausalLM, backend: str = "inductor", *, whole: bool = False, join: bool = False
+    model: HeadwaterForCausalLM,
+    backend: str = "inductor",
+    *,
+    whole: bool = False,
+    join: bool = False,
+    cuda_graphs: bool = False,
 ) -> None:
     """Compile a model for training: its blocks, and the output head with the loss, so that no logits leave a graph.
 
     whole: as one graph instead, which fuses across blocks and takes longer to compile. It allows no sharding.
+    cuda_graphs: with `whole`, replay the forward and the backward pass as CUDA graphs. What they return, gradients
+        too, is overwritten in the next forward pass.
     join: see `compile_blocks`. Sharding and recomputation may be applied before or after. Forgets what was compiled
     before in this process.
     """
@@ -64,7 +71,8 @@ def compile_model(
     if whole:
         join_products(model, join)
         expect_layers(1)
-        model.compile(fullgraph=True, dynamic=False, backend=backend)
+        mode = "reduce-overhead" if cuda_graphs else None
+        model.compile(fullgraph=True, dynamic=False, backend=backend, mode=mode)
         return
     compile_blocks(model.model.layers, backend, join)
     # One graph per chunk of tokens: of a graph of all chunks the compiler could keep the logits of several of them.

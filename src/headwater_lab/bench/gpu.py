@@ -63,6 +63,7 @@ class Sizes(NamedTuple):
 
     training: dict[str, tuple[int, int, int]] = {"124M": (12, 768, 64), "350M": (24, 1024, 32)}
     context: int = 1024
+    small: tuple[int, int, int] = (8, 512, 64)  # the host's work takes longer than the GPU's
     mechanisms: tuple[int, int, int] = (12, 768, 32)
     decoding: dict[str, tuple[int, int]] = {"1.5B": (28, 2048), "124M": (12, 768)}  # (layers, width)
     many: int = 64
@@ -79,6 +80,7 @@ ON_GPU = Sizes()
 ON_CPU = Sizes(
     training={"tiny": (2, 64, 2)},
     context=32,
+    small=(2, 64, 2),
     mechanisms=(4, 64, 2),
     decoding={"tiny": (2, 64)},
     many=2,
@@ -249,6 +251,7 @@ def correctness(phase: Phase) -> None:
     for name in extremes:
         compiled(name)
         compiled(name, join=True)
+        phase.attempt(partial(_check_replayed, phase, mechanisms_by_name[name]), replayed=name)
         phase.attempt(partial(_same_tokens, phase, mechanisms_by_name[name], True), tokens=f"{name}, compiled")
 
 
@@ -342,6 +345,28 @@ def _check_compiled(phase: Phase, mechanisms: dict[str, dict], join: bool) -> Me
     return {"gradients": error, **_count_graphs(), "outcome": "ok" if error < 1e-4 else WRONG}
 
 
+def _check_replayed(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    """Compare weights after steps that a GPU replays as CUDA graphs with those after the same compiled steps.
+
+    The learning rate changes, and one step is skipped.
+    """
+    states = []
+    for graphs in (False, phase.on_gpu):
+        model, _ = _make_small(phase, mechanisms, 64)
+        compile_model(model.train(), phase.sizes.backend, whole=True, cuda_graphs=graphs)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            ids = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(step)).to(phase.device)
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            model(ids, labels=ids, skip_logits=True, use_cache=False).loss.backward()
+            if step != 3:
+                optimizer.step()
+            optimizer.zero_grad()
+        states.append(torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()]))
+    error = float((states[1] - states[0]).norm() / states[0].norm())
+    return {"weights": error, **_count_graphs(), "outcome": "ok" if error < 1e-6 else WRONG}
+
+
 def _count_graphs() -> Measurement:
     """Count graphs and breaks since the last call."""
     row = {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
@@ -430,6 +455,10 @@ def training(phase: Phase) -> None:
     for name, shape in sizes.training.items():
         for label, settings in remedies.items():
             phase.attempt(partial(measure, shape, **settings), model=name, compiled=label)
+    for label in ("whole", "whole, CUDA graphs"):
+        graphs = phase.on_gpu and label != "whole"
+        steps = partial(measure, sizes.small, whole=True, cuda_graphs=graphs)
+        phase.attempt(steps, model="{} layers of {}".format(*sizes.small), compiled=label)
     name, shape = next(iter(sizes.training.items()))
     phase.attempt(partial(measure, shape, llama=True), model=f"{name}, transformers' Llama", compiled="blocks")
 
