@@ -256,6 +256,7 @@ def test_every_mechanism_says_what_attention_reads_through_it():
         (["hidden_size=64"], "Name at least one"),
         (["gpt2-124m", "hidden_act=nonsense"], "no activation named 'nonsense'"),
         (["."], "has no config.json"),
+        (["gpt2-124m", "compare.seeds=[1]"], "compare.seeds has no effect on an estimate"),
     ],
 )
 def test_more_that_is_refused(run, arguments, message):
@@ -321,6 +322,9 @@ def test_the_runs_of_a_comparison_are_priced_with_what_branches_save(run, tmp_pa
     code, out, _ = run("plan", path, "--vocab-size", 300)
     assert code == 0
     assert "All runs of tiny" in out
+    fewer = lab.plan(path, overrides=["compare.seeds=[1]", "data.context=16"], vocab_size=300).runs["tiny"]
+    assert [cost.runs for cost in fewer] == [4, 2, 2, 2, 10]
+    assert fewer[1].flops < costs["1x"].flops / 6
     alone = recipe(tmp_path / "cosine.yaml", compare=compare)
     assert all(cost.saving == 0 for cost in lab.plan(alone, vocab_size=300).runs["tiny"])
     assert lab.plan("gpt2-124m").runs == {}

@@ -519,6 +519,7 @@ def test_a_run_goes_over_and_finishes(written, tmp_path):
         (0, 512), (64, 512), (128, 512), (128, 256), (192, 256), (224, 256),
     ]  # fmt: skip
     assert points[2]["loss"] == pytest.approx(points[3]["loss"], rel=1e-6)
+    assert [notice.step for notice in record.notices] == [0], "the second stage tells nothing of the first's rows"
     made = AutoModelForCausalLM.from_pretrained(
         tmp_path / "run" / "stages" / "01-finish" / "checkpoints" / "step-000003"
     )
@@ -536,6 +537,15 @@ def test_a_run_goes_over_and_finishes(written, tmp_path):
     own = read_record(tmp_path / "run" / start.folder)
     assert start.flops == pytest.approx(4 / 3 * own.tokens * training_flops(llama_config(), 16), rel=1e-6)
     assert {file.name: file.read_bytes() for file in (written / "llama").iterdir()} == before
+
+
+def test_the_choice_is_told(written, tmp_path):
+    recipe = staged(written, {"mechanisms": ["kv_source"], "choose": True, "anneal": True})
+    record = train_stages(recipe, tmp_path / "run")
+    options = (
+        read_record(tmp_path / "run" / "stages" / "01-finish").origin.history[1].details["mechanisms"]["kv_source"]
+    )
+    assert f"kv_source={options}." in record.notices[0].message
 
 
 def test_a_model_in_bf16_is_turned_in_fp32():

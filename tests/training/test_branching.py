@@ -37,8 +37,8 @@ def equal_files(a, b):
 
 
 def comparable(record):
-    """Everything of a record but the clock, and where the run branched off."""
-    content = record.model_dump(exclude={"seconds", "data_wait_seconds", "recorded", "trunk", "speed"})
+    """Everything of a record but the clock, notices (of busy cores), and where the run branched off."""
+    content = record.model_dump(exclude={"seconds", "data_wait_seconds", "recorded", "trunk", "speed", "notices"})
     return content | {"speed": [point.step for point in record.speed]}
 
 

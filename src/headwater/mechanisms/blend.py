@@ -232,9 +232,10 @@ class Blend(KeepsPrecision, Mechanism):
     @classmethod
     def complete_options(cls, options: OptionValues, config: HeadwaterConfig) -> OptionValues:
         mechanisms = options["mechanisms"] or {}
-        parsed = {name: parse_options(MECHANISMS.resolve(name), fields) for name, fields in mechanisms.items()}
-        for name in parsed:
-            if isinstance(mechanism := MECHANISMS.resolve(name), CompletesOptions):
+        parsed = {}
+        for name, fields in mechanisms.items():
+            parsed[name] = parse_options(mechanism := MECHANISMS.resolve(name), fields)
+            if isinstance(mechanism, CompletesOptions):
                 parsed[name] = mechanism.complete_options(parsed[name], config)
         return options | {"mechanisms": parsed or None}
 

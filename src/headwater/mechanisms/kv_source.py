@@ -156,7 +156,7 @@ class KVSource(Mechanism):
     ) -> OptionValues:
         """Choose maps in which as many layers of each kind share as in groups of group_size."""
         group, maps = parse_options(cls, options)["group_size"], {}
-        for name in alike.keys() - options.keys():
+        for name in (name for name in alike if name not in options):
             maps[name] = [*range(config.num_hidden_layers)]
             for slides in config.kinds:
                 layers = [layer for layer in range(config.num_hidden_layers) if config.slides(layer) == slides]

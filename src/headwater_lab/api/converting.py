@@ -78,12 +78,7 @@ def convert(
     trained.original = None  # frees a second copy of the model
     if not isinstance(trained.model, HeadwaterForCausalLM):
         raise HeadwaterError(f"{source!r} is an image model, which has no cache; convert is for language models.")
-    options = {
-        "mechanisms": mechanisms or None,
-        "num_key_value_heads": num_key_value_heads,
-        "choose": choose,
-        "anneal": anneal,
-    }
+    options = dict(mechanisms=mechanisms or None, num_key_value_heads=num_key_value_heads, choose=choose, anneal=anneal)
     recipe = _make_recipe(trained, checkpoint, out.name, text, options, read_count(heal, "heal"), overrides, watch.tell)
     dtype = trained.model.dtype
     element, config = dtype.itemsize, trained.model.config
@@ -109,15 +104,15 @@ def convert(
         measures = _measure_original(out, source, price, trained.model.to(device), built, watch)
         del trained
         watch.tell("making the smaller model")
-        results, records = {}, []
-        for name, (run, folder) in zip(("after", "control"), runs, strict=False):
+        records = []
+        for name, title, (run, folder) in zip(("after", CONTROL), ("result", CONTROL), runs, strict=False):
             on_event = watch_training(run, list_stages(run, folder), watch)
             records.append(train_stages(run, folder, resume=resume, on_event=on_event))
-            results[name] = _write_start(folder, records[-1], dtype)
-            publish_model(results[name], folder)
-        for name, result in results.items():
-            title = "measuring the result" if name == "after" else "measuring the control"
-            measures[name] = measure_held_out(title, open_trained(result).model.to(device), built, watch)
+            result = _write_start(folder, records[-1], dtype)
+            publish_model(result, folder)
+            measures[name] = measure_held_out(
+                f"measuring the {title}", open_trained(result).model.to(device), built, watch
+            )
         _report_conversion(out, records[0], price, measures, source, watch)
     return records[0]
 
@@ -280,14 +275,14 @@ def _report_conversion(
     result = {"source": source, "price": asdict(priced), **measures, "curve": curve}
     replace_text(target / CONVERSION, json.dumps(result, indent=1) + "\n")
     # The control is the fairer comparison: it has seen the same tokens.
-    basis = list(measures)[-1] if "control" in measures else "before"
+    basis = CONTROL if CONTROL in measures else "before"
     table = lined("", *measures, f"after / {basis}")
-    for name in [name for name in measures["before"] if all(name in values for values in measures.values())]:
-        title = f"held-out {name.replace('_', ' ')}"
-        share = f"{measures['after'][name] / measures[basis][name]:.4f}" if measures[basis][name] else ""
-        table.add_row(title, *(f"{values[name]:.4f}" for values in measures.values()), share)
+    for name, base in measures[basis].items():
+        share = f"{measures['after'][name] / base:.4f}" if base else ""
+        cells = (f"{values[name]:.4f}" for values in measures.values())
+        table.add_row(f"held-out {name.replace('_', ' ')}", *cells, share)
     watch.say(table)
-    if "control" not in measures:
+    if CONTROL not in measures:
         watch.say(
             f"The smaller model has seen {record.tokens:,} tokens more than the original; for a fair comparison, train "
             "the original on the same tokens with --control."

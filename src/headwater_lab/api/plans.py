@@ -60,7 +60,7 @@ def plan(
     """Estimate the cost of models before training, like `headwater plan`.
 
     models: configs, recipes, presets by name, config.json files, checkpoints or runs. overrides: "field=value" for all
-    models, or "training.field=value" for how they are trained. vocab_size: vocabulary size, instead of the models'.
+    models, or "training.field=value", "data.…" and "compare.…" for recipes. vocab_size: instead of the models'.
     settings: the command's options context, batch, tokens, images, hardware, devices, mfu and precision
     (`headwater_lab.api.settings.PlanSettings` describes them). trust: as in `train`. Raises `HeadwaterError`.
     """

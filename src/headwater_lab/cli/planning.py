@@ -21,7 +21,7 @@ def plan_models(
     Of a recipe with a compare section, also what all its runs cost, and what runs that share a trunk save.
 
     configs: Presets, recipes (a column per arm), config.json files or checkpoints; field=value changes all of them,
-        training.field=value how they are trained.
+        training.field=value how they are trained, data.… and compare.… a recipe's sections.
     vocab_size: Vocabulary size, instead of the configs'.
     """
     from headwater_lab.api.plans import plan

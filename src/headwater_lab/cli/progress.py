@@ -26,8 +26,10 @@ class ProgressReport(NamedTasks):
     listens = True
 
     def __init__(self) -> None:
-        name, info = (TextColumn(f"{{{field}}}", markup=False) for field in ("task.description", "task.fields[info]"))
-        columns = (name, BarColumn(), MofNCompleteColumn(), info, TimeRemainingColumn())
+        name = TextColumn("{task.description}", markup=False)
+        info = TextColumn("{task.fields[info]}", markup=False)
+        info.get_table_column().no_wrap = False  # on a narrow terminal, it wraps, and nothing is cut
+        columns = (name, BarColumn(bar_width=10), MofNCompleteColumn(), info, TimeRemainingColumn(compact=True))
         super().__init__(*columns, console=stderr, disable=not stderr.is_terminal)
         self.printed: dict[TaskID, tuple[float, str]] = {}
         self.is_running = False

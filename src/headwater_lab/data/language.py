@@ -24,8 +24,11 @@ from headwater_lab.data.tokenizer import Encoder, vocabulary_size
 
 # Metrics of held-out text; for a domain, METRIC/NAME.
 METRICS = ("bits_per_byte", "loss")
-# Numbers in the logits of a batch of held-out rows, at most: 1 GB in fp32.
-LOGITS = 2**28
+
+
+def count_batch_rows(vocab_size: int, context: int) -> int:
+    """Count the held-out rows of a batch: of 16,384 tokens at most, and with logits of 1 GB at most in fp32."""
+    return max(1, min(16_384, 2**28 // vocab_size) // context)
 
 
 class LanguageSettings(DataSettings):
@@ -158,7 +161,7 @@ class LanguageData:
                 row = np.stack((excerpt.ids[:-1], excerpt.labels))[:, position : position + self.context]
                 rows.append(np.pad(row, ((0, 0), (0, self.context - row.shape[1])), constant_values=-100))
         nats = np.zeros(len(self.held_out))
-        size = max(1, min(16_384, LOGITS // self.vocab_size) // self.context)
+        size = count_batch_rows(self.vocab_size, self.context)
         firsts = range(0, len(rows), size)
         for turn in range(-(-len(firsts) // share.world)):
             number = turn * share.world + share.rank

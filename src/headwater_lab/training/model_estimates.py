@@ -26,7 +26,7 @@ from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater.util.files import explain_absence, is_address
 from headwater.util.precision import Precision
 from headwater_lab.data.base import DataShape
-from headwater_lab.data.language import LOGITS
+from headwater_lab.data.language import count_batch_rows
 from headwater_lab.data.tokenizer import local_size
 from headwater_lab.recipe.messages import build_refusal, describe_unknown_field
 from headwater_lab.recipe.model_section import IMAGE_FIELDS, MODEL_FIELDS
@@ -155,7 +155,7 @@ def _price_stages(
         # Distillation stores the teacher's and both distributions, and computes two gradients of the same size.
         distilling = 0 if teacher is None else 5 * logits * training.batch_size
         # Evaluation computes them and their log-softmax, while the training state stays in memory.
-        batch = min(held_out_rows, max(1, min(16_384, LOGITS // config.vocab_size) // context))
+        batch = min(held_out_rows, count_batch_rows(config.vocab_size, context))
         stages[name] = StagePrice(
             tokens,
             (step.at[0].training + taught) * tokens,
@@ -198,19 +198,20 @@ def plan_models(
     """Read models by name, for recipes one per arm and stage; a repeated name gets a number.
 
     models: configs; recipes; presets, shipped recipes, YAML files, config.json files, checkpoints and runs by name.
-    overrides: "field=value" for all of them, "training.field=value" for how they are trained. vocab_size: same as the
-    override vocab_size. Raises `HeadwaterError`, also for overrides that affect no price.
+    overrides: "field=value" for all of them, "training.field=value" for how they are trained, "data.field=value" and
+    "compare.field=value" for recipes. vocab_size: same as the override vocab_size. Raises `HeadwaterError`, also for
+    overrides that affect no price.
     """
-    of_model, of_training = _split_overrides(overrides, vocab_size)
+    of_model, of_recipe = _split_overrides(overrides, vocab_size)
     changes = _read_changes(of_model)
     planned: dict[str, PlannedModel] = {}
     for model in models:
         if is_recipe(model):
-            entries = _read_recipe_models(model, of_model, of_training, changes.get("vocab_size"))
-            _refuse_unread(of_training, _DECISIVE_IN_RECIPES)
+            entries = _read_recipe_models(model, of_model, of_recipe, changes.get("vocab_size"))
+            _refuse_unread(of_recipe, _DECISIVE_IN_RECIPES, ("compare", "data"))
         else:
-            training = read_recipe(_DEFAULTS, of_training).training
-            _refuse_unread(of_training, _DECISIVE)
+            _refuse_unread(of_recipe, _DECISIVE)
+            training = read_recipe(_DEFAULTS, of_recipe).training
             entries = {name: PlannedModel(config, training) for name, config in _read_configs(model, changes).items()}
         for name, entry in entries.items():
             planned[name if name not in planned else f"{name} ({len(planned) + 1})"] = entry
@@ -220,22 +221,24 @@ def plan_models(
 
 
 def _split_overrides(overrides: Sequence[str], vocab_size: int | None) -> tuple[list[str], list[str]]:
-    """Split overrides into those of models, with the size of the vocabulary, and those of training."""
+    """Split overrides into those of models, with the size of the vocabulary, and those of recipes' other sections."""
     overrides = [*overrides, *([] if vocab_size is None else [f"vocab_size={vocab_size}"])]
-    of_training = [text for text in overrides if text.startswith("training.")]
-    return [text.removeprefix("model.") for text in overrides if text not in of_training], of_training
+    of_recipe = [text for text in overrides if text.startswith(("training.", "compare.", "data."))]
+    return [text.removeprefix("model.") for text in overrides if text not in of_recipe], of_recipe
 
 
 def read_planned(source: Any, overrides: Sequence[str] = (), vocab_size: int | None = None) -> Recipe:
     """Read a recipe with the overrides of `plan_models`. Raises `HeadwaterError`."""
-    of_model, of_training = _split_overrides(overrides, vocab_size)
-    return read_recipe(source, [*(f"model.{override}" for override in of_model), *of_training])
+    of_model, of_recipe = _split_overrides(overrides, vocab_size)
+    return read_recipe(source, [*(f"model.{override}" for override in of_model), *of_recipe])
 
 
-def _refuse_unread(overrides: Sequence[str], fields: set[str]) -> None:
-    """Raise `HeadwaterError` for overrides of other fields of `training:` than these."""
+def _refuse_unread(overrides: Sequence[str], fields: set[str], sections: Sequence[str] = ()) -> None:
+    """Raise `HeadwaterError` for overrides of other fields of `training:`, and of other sections than these."""
     names = [text.partition("=")[0] for text in overrides]
-    unread = [name for name in names if name.removeprefix("training.") not in fields]
+    unread = [
+        name for name in names if name.removeprefix("training.") not in fields and name.split(".")[0] not in sections
+    ]
     if unread:
         raise build_refusal("plan", [f"{name} has no effect on an estimate; leave it out" for name in unread])
 
@@ -367,12 +370,12 @@ def _check_fields(changes: Mapping[str, Any], kind: type[HeadwaterConfig]) -> No
 def _read_recipe_models(
     source: Recipe | Mapping[str, Any] | str | Path,
     overrides: list[str],
-    of_training: list[str],
+    of_recipe: list[str],
     vocab_size: int | None,
 ) -> dict[str, PlannedModel]:
     """Read a recipe's models by name, one for each arm and stage. Reads no data, and only local tokenizers."""
     title = repr(str(source)) if isinstance(source, str | Path) else "the recipe"
-    recipe = read_recipe(source, [*(f"model.{override}" for override in overrides), *of_training])
+    recipe = read_recipe(source, [*(f"model.{override}" for override in overrides), *of_recipe])
     if recipe.compare is None:
         arms = {recipe.name: recipe}
     else:

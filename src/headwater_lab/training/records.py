@@ -22,7 +22,7 @@ SCHEMA_VERSION = 2
 RECORD = "record.json"
 # In the folder of a conversion: what it measured on all held-out data.
 CONVERSION = "conversion.json"
-# In the folder of a conversion: the run of its control.
+# In the folder of a conversion, the run of its control; in its record, the metrics of that.
 CONTROL = "control"
 # Status of runs that have a result. The result of a diverged run is that it diverged.
 ENDED = ("finished", "diverged")

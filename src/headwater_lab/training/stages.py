@@ -27,6 +27,7 @@ from headwater_lab.training.loop import train
 from headwater_lab.training.records import Experiment, RunRecord, StageRecord, read_record, write_record
 from headwater_lab.training.run_folder import check_ours, lock_run, mark_folder
 from headwater_lab.training.saving import publish_model
+from headwater_lab.util.terminal import counted
 
 
 def list_stages(recipe: Recipe, folder: Path) -> list[tuple[Recipe, Path]]:
@@ -203,8 +204,8 @@ def build_conversion(
     steps = int(tokens // (rows * context))
     if steps < LEAST_STEPS:
         raise HeadwaterError(
-            f"{tokens:,.0f} tokens are {steps} steps of {rows} rows of {context} tokens, and healing takes at "
-            f"least {LEAST_STEPS}; pass --heal {LEAST_STEPS * rows * context} or more, or a smaller "
+            f"{tokens:,.0f} tokens make {counted(steps, 'step')} of {rows} rows of {context} tokens, and healing "
+            f"takes at least {LEAST_STEPS}; pass --heal {LEAST_STEPS * rows * context} or more, or a smaller "
             "training.batch_size."
         )
     constant, decaying = steps - steps // 2, steps // 2

@@ -262,12 +262,19 @@ def _describe_data(recipe: Recipe, data: Data) -> dict[str, Any]:
 
 def _list_notices(recipe: Recipe, config: HeadwaterConfig, rows: int, changes: list[Event]) -> list[str]:
     notices = [describe_refit(event) for event in changes if event.kind == "refitted"]
+    assert recipe.start is not None
+    if recipe.start.convert is not None and recipe.start.convert.choose:
+        mechanisms = next(event.details["mechanisms"] for event in changes if event.kind == "converted")
+        chosen = ", ".join(f"{name}={options}" for name, options in mechanisms.items())
+        notices.append(f"The layers that share were chosen by how similar they are: {chosen}.")
+    if recipe.start.previous is not None:  # the stage before has shown the rest
+        return notices
     ignored = [
         name
         for name, value in recipe.model.items()
         if name not in (*MAY_DIFFER, "base", "mechanisms") and getattr(config, name, None) != value
     ]
-    if ignored and recipe.start is not None and recipe.start.previous is None:
+    if ignored:
         name = ignored[0]
         notices.append(
             f"The model is the checkpoint's, so the recipe's model section is ignored: {name} is "
