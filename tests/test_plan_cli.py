@@ -121,9 +121,12 @@ def test_a_recipe_is_priced_as_it_trains(prices, run, tmp_path):
     assert (code, "nonsense" in err) == (2, True)
 
 
-def test_arms_and_stages_are_priced_as_they_train(prices, tmp_path):
+def test_arms_and_stages_are_priced_as_they_train(prices, run, tmp_path):
     arms = {"plain": {}, "chunked": {"training": {"loss_chunk_tokens": 8}}}
-    made = prices(recipe(tmp_path / "r.yaml", compare={"arms": arms, "baseline": "plain"}))
+    made = prices(path := recipe(tmp_path / "r.yaml", compare={"arms": arms, "baseline": "plain"}))
+    note = " ".join(run("plan", path)[1].split())
+    assert "Trained with a mask for packed rows: chunked, plain." in note
+    assert "Trained with logits of 8 tokens at once: chunked." in note
     plain, chunked = sorted(made, key=lambda one: one["name"], reverse=True)
     assert (plain["loss_chunk_tokens"], chunked["loss_chunk_tokens"]) == (None, 8)
     assert chunked["at"][0]["activation_bytes"] < plain["at"][0]["activation_bytes"]

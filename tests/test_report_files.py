@@ -96,16 +96,23 @@ def read_markdown(text):
 
 
 def read_latex(text):
-    """The cells of a tabular, as a reader of LaTeX sees them: escapes, then braces."""
-    (body,) = re.findall(r"(?s)\\begin\{tabular\}\{[lr]+\}\n(.*)\\end\{tabular\}", text)
-    lines = [line.removesuffix(r" \\") for line in body.splitlines() if line != r"\hline"]
-    return [[_read_latex_cell(cell) for cell in re.split(r"(?<!\\) ?& ?|(?<=\\\\)&", line)] for line in lines]
+    """The cells of the tabulars, as a reader of LaTeX sees them: lines of cells, escapes, then braces."""
+    text = re.sub(r"(?s)\\begin\{tabular\}\[[bt]\]\{@\{\}[lr]@\{\}\}(.*?)\\end\{tabular\}", r"{\1}", text)
+    blocks = []
+    for body in re.findall(r"(?s)\\begin\{tabular\}\{[lr]+\}\n(.*?)\\end\{tabular\}\}", text):
+        lines = [line.removesuffix(r" \\") for line in body.splitlines() if line != r"\hline"]
+        blocks.append(
+            [[_read_latex_cell(cell) for cell in re.split(r"(?<!\\) ?& ?|(?<=\\\\)&", line)] for line in lines]
+        )
+    assert all(row[0] == rows[0][0] for rows in zip(*blocks, strict=True) for row in rows)
+    return [[rows[0][0], *(cell for row in rows for cell in row[1:])] for rows in zip(*blocks, strict=True)]
 
 
 def _read_latex_cell(cell):
     """Read a cell letter by letter."""
     text = ""
     while cell:
+        cell = cell.removeprefix(r"\\ ")  # before the next line of the cell
         sign = next((sign for sign in SIGNS if cell.startswith(sign)), None)
         if sign is not None:
             text, cell = text + SIGNS[sign], cell.removeprefix(sign)
@@ -189,13 +196,21 @@ def test_plain_numbers_of_csv_have_no_signs():
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs LaTeX")
 def test_latex_compiles(folder, tmp_path):
-    odd = PageTable("% \n \\end{x}", ["", *"abc"], [["[a]", "*", "-1", "§ é"], ["*b*", "\\", "--,,''``", "a\nb\x1b"]])
-    (tmp_path / "odd.tex").write_text(write_latex(odd, "odd"))
-    inputs = "\n\n".join(f"\\input{{{file}}}" for file in [*sorted((folder / "tables").glob("*.tex")), "odd.tex"])
-    (tmp_path / "all.tex").write_text(f"\\documentclass{{article}}\n\\begin{{document}}\n{inputs}\n\\end{{document}}\n")
+    odd = PageTable("% \n \\end{x}'", ["", *"abc"], [["[a]", "*", "-1", "§ é"], ["*b*", "\\", "--,,''``", "a\nb\x1b"]])
+    wide = PageTable("", [f"the long name of column {i}" for i in range(30)], [["W" * 40, *["W [1, 2]" * 9] * 29]])
+    for name, table in {"odd": odd, "wide": wide}.items():
+        (tmp_path / f"{name}.tex").write_text(text := write_latex(table, name))
+        assert read_latex(text) == texts_of(table) or name == "odd"
+    assert text.count("resizebox") > 10, "one would be too small to read"
+    assert "% % \\end{x}'" in (tmp_path / "odd.tex").read_text().splitlines()
+    inputs = "\n\n".join(f"\\input{{{file}}}" for file in [*sorted((folder / "tables").glob("*.tex")), "odd", "wide"])
+    (tmp_path / "all.tex").write_text(
+        f"\\documentclass{{article}}\\usepackage{{graphicx}}\n\\begin{{document}}\n{inputs}\n\\end{{document}}\n"
+    )
     command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "all.tex"]
     compiled = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert compiled.returncode == 0, compiled.stdout[-2000:]
+    assert "Overfull" not in compiled.stdout
     assert (tmp_path / "all.pdf").read_bytes().startswith(b"%PDF")
 
 

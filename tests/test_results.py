@@ -10,6 +10,7 @@ import pytest
 import yaml
 from scipy import stats
 
+from headwater_lab.papers.kept import KeptRun
 from headwater_lab.papers.table import read_tables
 
 ROOT = Path(__file__).parents[1]
@@ -33,10 +34,10 @@ def final_losses(experiment: str, arm: str, file: str = "ledger") -> dict[int, f
     return losses
 
 
-def read_experiment(file: str, experiment: str) -> list[judging.KeptRun]:
+def read_experiment(file: str, experiment: str) -> list[KeptRun]:
     """The stored runs of one comparison."""
     lines = (RESULTS / f"{file}.jsonl").read_text().splitlines()
-    return [judging.KeptRun.model_validate_json(line) for line in lines if f"/trials/{experiment}/" in line[:90]]
+    return [KeptRun.model_validate_json(line) for line in lines if f"/trials/{experiment}/" in line[:90]]
 
 
 def judge_table(name: str, file: str, experiment: str) -> judging.TableResult:
@@ -104,7 +105,7 @@ def test_a_papers_claims_have_the_differences_of_the_stored_runs():
 
 
 def test_every_arm_of_the_ledger_is_shown_with_the_mean_and_the_date_of_its_runs():
-    (comparison,) = judging.summarize_runs(read_experiment("ledger", "recommended-gpu-subwords"))[:1]
+    (comparison,) = judging.compute_comparisons(read_experiment("ledger", "recommended-gpu-subwords"))[:1]
     table = pages.tabulate_arms(comparison, "Subwords")
     lines = [json.loads(line) for line in (RESULTS / "ledger.jsonl").read_text().splitlines()]
     records = [line["record"] for line in lines if "/recommended-gpu-subwords/" in line["run"]]

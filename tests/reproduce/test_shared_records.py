@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from conftest import forking
-from headwater_lab.papers.kept import KeptRun, read_runs
-from headwater_lab.papers.shared_records import find_missing, find_problems, open_comparisons, write_runs
+from headwater_lab.papers.kept import KeptRun, read_runs, write_runs
+from headwater_lab.papers.shared_records import compute_comparisons, find_missing, find_problems
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,8 +36,7 @@ def parse_lines(lines) -> list[KeptRun]:
 
 
 def list_missing(lines) -> list[str]:
-    with open_comparisons(parse_lines(lines)) as comparisons:
-        return [missing for comparison in comparisons for missing in find_missing(comparison)]
+    return [missing for comparison in compute_comparisons(parse_lines(lines)) for missing in find_missing(comparison)]
 
 
 def test_a_whole_comparison_passes(packed):
@@ -45,8 +44,8 @@ def test_a_whole_comparison_passes(packed):
     assert len(runs) == 6
     assert not any("documents" in line["record"] for line in packed)
     assert find_problems(runs) == list_missing(packed) == []
-    with open_comparisons(runs) as (comparison,):
-        shift = next(summary for summary in comparison.summaries if summary.arm == "1 layer + KV shift")
+    (comparison,) = compute_comparisons(runs)
+    shift = next(summary for summary in comparison.summaries if summary.arm == "1 layer + KV shift")
     results = {
         (line["record"]["experiment"]["arm"], line["record"]["seed"]): line["record"]["held_out"][-1]["metrics"][
             "accuracy"
@@ -100,6 +99,16 @@ def test_a_copied_run_is_seen(packed):
     assert problem == f"{lines[1]['run']}: its curve is that of {lines[0]['run']}."
 
 
+def test_bits_per_byte_follow_from_the_loss(packed):
+    lines = deepcopy(packed)
+    for number, line in enumerate(lines):
+        for point in line["record"]["held_out"]:
+            loss = point["metrics"]["loss"]
+            point["metrics"]["bits_per_byte"] = loss / 3 - 0.01 * (number == 5 and point["step"] == 4)
+    (problem,) = find_problems(parse_lines(lines))
+    assert problem == f"{lines[5]['run']}: its bits per byte at step 4 do not follow from its loss."
+
+
 def test_an_entry_has_three_seeds_of_each_arm_and_the_same(packed):
     by_arm = {
         arm: [line for line in packed if line["record"]["experiment"]["arm"] == arm]
@@ -133,6 +142,7 @@ def test_the_commands(packed, run, tmp_path):
     assert code == 2
     assert "already exists" in err
     assert len(read_runs(file)) == 5
+    assert "There is no file" in run("records", "check", tmp_path / "new.jsonl")[2]
 
 
 def test_the_page_of_the_site(packed, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,14 @@ from typing import Any
 import yaml
 
 from headwater_lab.comparison.trials import make_slug
-from headwater_lab.papers.kept import KeptRun, judge_recorded, read_runs
+from headwater_lab.papers.kept import judge_recorded, read_runs
 from headwater_lab.papers.measures import COUNTED
 from headwater_lab.papers.result import Reproduction, compute_table, describe_evidence, describe_machine
+from headwater_lab.papers.shared_records import compute_comparisons
 from headwater_lab.papers.table import Claim as PaperClaim
 from headwater_lab.papers.table import PaperTable, ScaleName, read_tables
-from headwater_lab.reports import read_comparisons
 from headwater_lab.reports.comparison import Comparison
-from headwater_lab.training.records import RunRecord, list_recordings, write_record
+from headwater_lab.training.records import RunRecord, list_recordings
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "results"
@@ -136,22 +135,12 @@ def judge_everything() -> Verdicts:
                 tables.append(describe_table(name, scale, table, result, stored.get(name)))
             elif name in judged:
                 tables.append(describe_table(name, scale, table, judged[name]))
-    return Verdicts(sorted(tables, key=lambda item: make_sort_key(item.name)), summarize_runs(runs))
+    return Verdicts(sorted(tables, key=lambda item: make_sort_key(item.name)), compute_comparisons(runs))
 
 
 def make_sort_key(name: str) -> list[str | int]:
     """Make a key that sorts figure 2 before figure 10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
-
-def summarize_runs(runs: Sequence[KeptRun]) -> list[Comparison]:
-    """Summarize the comparisons of some runs."""
-    with tempfile.TemporaryDirectory(prefix="headwater-") as name:
-        folder = Path(name)
-        for run in runs:
-            (folder / run.run).mkdir(parents=True, exist_ok=True)
-            write_record(run.record, folder / run.run)
-        return [comparison for trials in sorted(folder.glob("*/trials")) for comparison in read_comparisons(trials)]
 
 
 def describe_table(

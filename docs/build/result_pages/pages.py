@@ -10,7 +10,7 @@ from pathlib import Path
 from headwater.util.errors import HeadwaterError
 from headwater_lab.papers.kept import read_runs
 from headwater_lab.papers.result import lay_out_cells, table_caption
-from headwater_lab.papers.shared_records import find_problems, open_comparisons
+from headwater_lab.papers.shared_records import compute_comparisons, find_problems
 from headwater_lab.reports.comparison import Comparison
 from headwater_lab.reports.words import result_rows
 
@@ -293,21 +293,20 @@ def write_shared_page(folder: Path = RESULTS / "shared") -> str:
         runs = read_runs(file)
         if problems := find_problems(runs):
             raise HeadwaterError(f"{file}: {problems[0]}")
-        with open_comparisons(runs) as comparisons:
-            for comparison in comparisons:
-                rows = result_rows(comparison)
-                source = Source(
-                    f"headwater records check results/{folder.name}/{file.name}",
-                    *describe_recordings(comparison.records),
-                    hardware=describe_hardware(comparison.records),
-                    seeds="seeds " + ", ".join(map(str, comparison.seeds)),
-                    file=f"results/{folder.name}/{file.name}",
-                    note=f"Run by {', '.join(sorted({run.by for run in runs}))}.",
-                )
-                columns = ["arm", *list(rows[0])[1:]]
-                parts.append(
-                    render_table(PageTable(comparison.heading, columns, [[*row.values()] for row in rows], source))
-                )
+        for comparison in compute_comparisons(runs):
+            rows = result_rows(comparison)
+            source = Source(
+                f"headwater records check results/{folder.name}/{file.name}",
+                *describe_recordings(comparison.records),
+                hardware=describe_hardware(comparison.records),
+                seeds="seeds " + ", ".join(map(str, comparison.seeds)),
+                file=f"results/{folder.name}/{file.name}",
+                note=f"Run by {', '.join(sorted({run.by for run in runs}))}.",
+            )
+            columns = ["arm", *list(rows[0])[1:]]
+            parts.append(
+                render_table(PageTable(comparison.heading, columns, [[*row.values()] for row in rows], source))
+            )
     return "\n".join(parts if parts[1:] else [*parts, "There is none yet.\n"])
 
 

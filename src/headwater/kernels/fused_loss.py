@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ def _iterate_log_softmax(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield rows, torch.ops.aten._log_softmax.out(wide, 1, False, out=space)
 
 
-# (hidden [n, D], weight [V, D], targets [n], divisor, weight of the z-loss, softcap, whose gradients are wanted) ->
+# (hidden [n, D], weight [V, D], targets [n], weight of the z-loss, divisor, softcap, whose gradients are wanted) ->
 # sums [2] of the loss and the z-loss, and the gradients of what is minimized.
 Differentiate = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
 
@@ -77,24 +78,22 @@ class ChunkedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        divisor: Tensor,
-        z_weight: float,
-        cap: float | None,
         size: int,
-        wanted: tuple[bool, bool],
         differentiate: Differentiate,
+        z_weight: float,
+        *settings: Any,
     ) -> tuple[Tensor, Tensor]:
         """hidden [N, D], weight [V, D], targets [N] with -100 where there is none -> loss + z_weight·z-loss, z-loss.
 
-        Both are sums divided by `divisor`. cap: of the logits. size: rows at a time. wanted: whether hidden and weight
-        learn. differentiate: `differentiate_loss`, perhaps compiled. Under autocast hidden and weight are cast once.
+        Both are sums divided by the divisor. size: rows at a time. differentiate: `differentiate_loss`, perhaps
+        compiled. settings: its further ones. Under autocast hidden and weight are cast once.
         """
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         cast, totals, grad_hidden, grad_weight = weight.to(dtype), [], [], None
         with torch.autocast(kind, enabled=False):
             for rows, chosen in zip(hidden.to(dtype).split(size), targets.split(size), strict=True):
-                sums, gx, gw = differentiate(rows, cast, chosen, divisor, z_weight, cap, wanted)
+                sums, gx, gw = differentiate(rows, cast, chosen, z_weight, *settings)
                 totals.append(sums)
                 if gx is not None:
                     grad_hidden.append(gx)
@@ -121,8 +120,8 @@ def differentiate_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    divisor: Tensor,
     z_weight: float,
+    divisor: Tensor,
     cap: float | None,
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:

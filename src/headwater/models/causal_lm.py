@@ -368,8 +368,9 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         targets = (shift_targets(labels) if shift_labels is None else shift_labels).to(hidden.device)
         divisor = torch.as_tensor(count_targets(targets, num_items_in_batch), device=hidden.device)
         wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, head.weight))
-        arguments = targets.flatten(), divisor, z_weight, self.config.logit_softcap, size, wanted
-        loss, z_loss = ChunkedLoss.apply(hidden.flatten(0, 1), head.weight, *arguments, self.differentiate_loss)
+        settings = z_weight, divisor, self.config.logit_softcap, wanted
+        inputs = hidden.flatten(0, 1), head.weight, targets.flatten()
+        loss, z_loss = ChunkedLoss.apply(*inputs, size, self.differentiate_loss, *settings)
         return loss, z_loss if z_weight else None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

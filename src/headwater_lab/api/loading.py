@@ -15,7 +15,7 @@ def load_results(folder: PathLike) -> Run | Compared:
     Returns what the function returned, without trials that failed. Raises `HeadwaterError` if the folder has neither a
     run nor a finished run of a comparison.
     """
-    extras.check_extra("compare")
+    extras.check_extra("report")
     path = local(folder, "folder")
     if (path / RECORD).is_file():
         return Run(path, read_record(path), path)

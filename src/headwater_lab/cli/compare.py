@@ -92,7 +92,7 @@ def show_report(folder: Path, formats: Sequence[str] | None = None) -> None:
     comparisons = reports.read_comparisons(folder)
     for comparison in comparisons:
         print_comparison(comparison)
-    say(f"report: {page}")
+    say(f"report: {page}, with results.csv, tables and figures beside it")
     if wrong := next((comparison.changed_data for comparison in comparisons if comparison.changed_data), ""):
         raise HeadwaterError(wrong)
 
@@ -119,6 +119,6 @@ def write_report(runs: Sequence[Path], *, format: str = "csv,md,latex,pdf,svg,pn
     runs: Folders of comparisons or runs; each has a report of its own.
     format: Formats of tables (csv, md, latex) and figures (pdf, svg, png), separated by commas.
     """
-    extras.check_extra("compare")
+    extras.check_extra("report")
     for folder in runs:
         show_report(folder, format.replace(" ", "").split(","))

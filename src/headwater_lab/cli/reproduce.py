@@ -48,7 +48,7 @@ def reproduce_table(
 
     if list:
         refuse_training("with --list", "--records", "--no-train", "--scale")
-        extras.check_extra("compare")
+        extras.check_extra("report")
         from headwater_lab.api.reproducing import list_tables
 
         stdout.print(list_tables(names, out))
@@ -116,7 +116,7 @@ def _judge_runs(
     names: Sequence[str], scale: ScaleOption, out: Path, overrides: Sequence[str], records: Path | None
 ) -> None:
     """Print the tables that have finished runs in a file, or else in the output folder, with their claims."""
-    extras.check_extra("compare")
+    extras.check_extra("report")
     from headwater_lab.api.reproducing import choose_tables
     from headwater_lab.papers.kept import judge_recorded, judge_trained, read_runs
     from headwater_lab.papers.result import terminal_tables

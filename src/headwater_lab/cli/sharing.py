@@ -18,14 +18,15 @@ def pack_records(folder: FolderPath, *, out: FilePath, by: str) -> None:
     out: The file to write, JSON Lines.
     by: Who ran them.
     """
-    extras.check_extra("compare")
-    from headwater_lab.papers import shared_records
+    extras.check_extra("report")
+    from headwater_lab.papers.kept import write_runs
+    from headwater_lab.papers.shared_records import pack_records
 
     check_writable(out)
     if out.exists():
         raise HeadwaterError(f"{str(out)!r} already exists; choose another --out, or move it away.")
-    runs = shared_records.pack_records(folder, by)
-    shared_records.write_runs(out, runs)
+    runs = pack_records(folder, by)
+    write_runs(out, runs)
     say(f"{counted(len(runs), 'run')} written to {out}")
 
 
@@ -38,17 +39,16 @@ def check_records(file: FilePath) -> None:
 
     file: A file of `headwater records pack`.
     """
-    extras.check_extra("compare")
+    extras.check_extra("report")
     from headwater_lab.papers import shared_records
     from headwater_lab.papers.kept import read_runs
     from headwater_lab.papers.result import describe_machine
 
     runs = read_runs(file)
     problems = shared_records.find_problems(runs)
-    with shared_records.open_comparisons(runs) as comparisons:
-        for comparison in comparisons:
-            print_comparison(comparison)
-            problems += [f"{comparison.heading}: {missing}" for missing in shared_records.find_missing(comparison)]
+    for comparison in shared_records.compute_comparisons(runs):
+        print_comparison(comparison)
+        problems += [f"{comparison.heading}: {missing}" for missing in shared_records.find_missing(comparison)]
     machines = sorted({describe_machine(run.record) for run in runs})
     say(f"run by {', '.join(sorted({run.by or 'nobody named' for run in runs}))} on {'; '.join(machines)}")
     if problems:

@@ -19,8 +19,8 @@ from headwater_lab.training.records import (
     Experiment,
     RunRecord,
     SeedPlan,
+    find_record,
     list_records,
-    read_record,
     write_record,
 )
 
@@ -35,9 +35,7 @@ def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared
     folders = [trial.folder for trial in trials] if shared else [path.parent for path in list_records(out)]
     runs = []
     for folder in folders:
-        try:
-            record = read_record(folder)
-        except HeadwaterError:
+        if (record := find_record(folder)) is None:
             continue
         experiment = record.experiment
         if experiment is not None and experiment.name == recipe.name and experiment.phase == "comparison":

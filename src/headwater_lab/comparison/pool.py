@@ -20,7 +20,7 @@ from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.branching import can_branch
 from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.loop import train
-from headwater_lab.training.records import ENDED, RECORD, Experiment, RunRecord, read_record, write_record
+from headwater_lab.training.records import ENDED, RECORD, Experiment, RunRecord, find_record, read_record, write_record
 from headwater_lab.training.run_folder import METRICS
 from headwater_lab.training.stages import check_later_stages, finish_stages
 from headwater_lab.util.endings import Diverged, Interrupted
@@ -212,9 +212,7 @@ def read_finished(job: Job) -> RunRecord | None:
 
     Raises `HeadwaterError` if its folder holds a run with other settings.
     """
-    try:
-        record = read_record(job.folder)
-    except HeadwaterError:
+    if (record := find_record(job.folder)) is None:
         return None
     same = record.identity == job.recipe.identity
     if not same and (record.status in ENDED or list_checkpoints(job.folder)):

@@ -11,7 +11,7 @@ from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.statistics import steps_to
 from headwater_lab.comparison.trials import Trial, list_tuning_trials
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.records import ENDED, RunRecord, read_record
+from headwater_lab.training.records import ENDED, RunRecord, find_record
 
 # The score of a diverged run.
 WORST = -1e30
@@ -22,11 +22,8 @@ def find_tuned_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
     outcomes = []
     trials = [trial for trial in list_tuning_trials(recipe, out) if trial.experiment.arm == arm]
     for trial in trials:
-        try:
-            record = read_record(trial.folder)
-        except HeadwaterError:
-            return None
-        if record.status not in ENDED or record.identity != trial.recipe.identity:
+        record = find_record(trial.folder)
+        if record is None or record.status not in ENDED or record.identity != trial.recipe.identity:
             return None
         outcomes.append(Outcome(trial.label, record))
     return choose_rates(trials, outcomes)[arm]

@@ -331,8 +331,7 @@ class Prepared:
 
 def open_all(folder: Path) -> list[Prepared]:
     """Open a prepared folder, or the folders of all domains. Raises `HeadwaterError` as `open_prepared` does."""
-    domains = {} if (folder / MANIFEST).exists() else read_domains(folder)
-    for name, domain in domains.items():
+    for name, domain in (domains := read_domains(folder)).items():
         if (manifest := read_manifest(folder / name)).domain != domain:
             raise HeadwaterError(f"{str(folder / name)!r} holds {manifest.domain!r}, not {domain!r}; copy it again.")
     return [open_prepared(folder / name) for name in domains] or [open_prepared(folder)]

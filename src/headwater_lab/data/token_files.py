@@ -164,8 +164,8 @@ class TokenStream:
         train = {file: name for file, name in files.items() if file not in held_out}
         if not train:
             raise HeadwaterError(f"{source.source!r} has only held-out files; name files to train on too.")
-        self.has_split = bool(held_out)
-        self.files = [*((*item, False) for item in train.items()), *((*item, True) for item in held_out.items())]
+        in_train = False if held_out else None
+        self.files = [*((*item, in_train) for item in train.items()), *((*item, True) for item in held_out.items())]
 
     def _list_files(self, source: str) -> dict[Path, str]:
         """List files with their names in records. Raises `HeadwaterError` if there are none."""
@@ -192,9 +192,7 @@ class TokenStream:
                         self._check_tokenizer(restored)
                 text = self._decode_ids(ids)
                 key = hashlib.sha256(ids.tobytes()).hexdigest()
-                yield Document(
-                    f"{name}#{index}", text, key, ids=ids, is_held_out=is_held_out if self.has_split else None
-                )
+                yield Document(f"{name}#{index}", text, key, ids=ids, is_held_out=is_held_out)
         self._check_tokenizer(restored)
 
     def _read_documents(self, file: Path) -> Iterator[np.ndarray]:

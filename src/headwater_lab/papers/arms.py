@@ -13,7 +13,7 @@ from headwater_lab.comparison.tuning import find_tuned_rate
 from headwater_lab.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import list_checkpoints
-from headwater_lab.training.records import ENDED, RunRecord, read_record
+from headwater_lab.training.records import ENDED, RunRecord, find_record
 from headwater_lab.training.stages import list_stages
 
 REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")
@@ -151,9 +151,7 @@ def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
         if arm.recipe.compare and not arm.folder(seed, out).is_dir():  # because computing settings takes time
             continue
         recipe, folder = arm.run(seed, out)
-        try:
-            record = read_record(folder)
-        except HeadwaterError:
+        if (record := find_record(folder)) is None:
             continue
         if tuned and arm.devices > 1:  # trained by hand, at a learning rate that somebody chose
             rate = record.recipe["training"]["learning_rate"]

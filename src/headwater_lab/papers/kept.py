@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from headwater.models.load import reading
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import replace_text
+from headwater.util.files import explain_absence, replace_text
 from headwater_lab.comparison.running import list_jobs
 from headwater_lab.comparison.trials import Trial, make_trial, make_tuning_trial, set_rate
 from headwater_lab.papers.arms import RESTORED, finished_runs
@@ -61,6 +61,8 @@ def read_runs(file: Path) -> list[KeptRun]:
 
     Raises `HeadwaterError` for a damaged file, or two lines of one run, and names the lines.
     """
+    if not file.is_file():
+        raise HeadwaterError(f"{explain_absence(file, 'file')}; name a file of finished runs.")
     with reading(repr(str(file))):
         text = file.read_text(encoding="utf-8").rstrip("\n")
     runs: list[KeptRun] = []
@@ -79,6 +81,12 @@ def read_runs(file: Path) -> list[KeptRun]:
             raise HeadwaterError(f"Lines {earlier} and {number} of {str(file)!r} are both of {run.run!r}; remove one.")
         runs.append(run)
     return runs
+
+
+def write_runs(file: Path, runs: Iterable[KeptRun]) -> None:
+    """Write runs, a line each, sorted by folder, without losses of single documents."""
+    lines = sorted((run.run, run.model_dump_json(exclude={"record": {"documents"}})) for run in runs)
+    replace_text(file, "\n".join(line for _, line in lines) + "\n")
 
 
 def judge_recorded(names: Iterable[str], scale: ScaleName, runs: Sequence[KeptRun]) -> Iterator[Reproduction]:
@@ -176,11 +184,10 @@ def keep_runs(file: Path, work: Work, tell: Tell) -> None:
                 if hashes.setdefault(_dump_settings(record), record.data_hashes) != record.data_hashes:
                     differing += 1
                     continue
-                runs[run] = KeptRun(run=run, record=record.model_copy(update={"documents": []}))
+                runs[run] = KeptRun(run=run, record=record)
                 added += 1
         if added:
-            lines = [line.model_dump_json(exclude={"record": {"documents"}}) for _, line in sorted(runs.items())]
-            replace_text(file, "\n".join(lines) + "\n")
+            write_runs(file, runs.values())
             tell(f"{counted(added, 'run')} added to {str(file)!r}")
         if differing:
             tell(

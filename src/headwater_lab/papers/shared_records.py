@@ -4,14 +4,12 @@ The file is the one of `papers.kept`. Each line also says who ran it.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import replace_text
 from headwater_lab.papers.kept import KeptRun
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.reports.comparison import Comparison, read_comparisons
@@ -23,7 +21,7 @@ MIN_SEEDS = 3
 
 
 def pack_records(folder: Path, by: str) -> list[KeptRun]:
-    """Collect the finished and diverged runs of the comparisons below `folder`, without losses of single documents.
+    """Collect the finished and diverged runs of the comparisons below `folder`.
 
     by: who ran them. Raises `HeadwaterError` if there are none.
     """
@@ -32,34 +30,35 @@ def pack_records(folder: Path, by: str) -> list[KeptRun]:
         record = read_record(path)
         if record.experiment is not None and record.status in ENDED:
             run = path.parent.relative_to(folder).as_posix()
-            runs.append(KeptRun(run=run, by=by, record=record.model_copy(update={"documents": []})))
+            runs.append(KeptRun(run=run, by=by, record=record))
     if not runs:
         raise HeadwaterError(f"There are no finished runs of a comparison under {str(folder)!r}.")
     return runs
 
 
-def write_runs(file: Path, runs: Iterable[KeptRun]) -> None:
-    """Write runs, a line each, sorted by folder."""
-    lines = sorted((run.run, run.model_dump_json(exclude={"record": {"documents"}})) for run in runs)
-    replace_text(file, "\n".join(line for _, line in lines) + "\n")
-
-
-@contextmanager
-def open_comparisons(runs: Sequence[KeptRun]) -> Iterator[list[Comparison]]:
+def compute_comparisons(runs: Sequence[KeptRun]) -> list[Comparison]:
     """Compute the comparisons of some runs anew from their records. Raises `HeadwaterError` as `read_comparisons`."""
     with TemporaryDirectory() as folder:
         for line in runs:
             target = Path(folder) / line.run
             target.mkdir(parents=True, exist_ok=True)
             write_record(line.record, target)
-        yield read_comparisons(Path(folder))
+        return read_comparisons(Path(folder))
 
 
 def find_problems(runs: Sequence[KeptRun]) -> list[str]:
     """List what is wrong with the runs of a file, in sentences: of each run, then of runs together."""
     problems = [f"{line.run}: {problem}" for line in runs for problem in _check_record(line.record, line.by)]
     curves: dict[str, str] = {}
+    ratios: dict[str, float] = {}
     for line in runs:
+        # On the same text, bits per byte are the loss times a constant.
+        for point in line.record.held_out:
+            bits, loss = (point.metrics.get(name) or math.nan for name in ("bits_per_byte", "loss"))
+            if not math.isfinite(ratio := bits / loss):
+                continue
+            if not math.isclose(ratio, ratios.setdefault(repr(line.record.recipe.get("data")), ratio), rel_tol=1e-6):
+                problems.append(f"{line.run}: its bits per byte at step {point.step} do not follow from its loss.")
         # Two seeds never give the same losses, so one was copied from the other.
         points = repr([(point.step, point.loss) for point in line.record.curve])
         if line.record.curve and (earlier := curves.setdefault(points, line.run)) != line.run:

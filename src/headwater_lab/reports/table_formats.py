@@ -5,13 +5,15 @@ import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat, starmap
 from typing import Any
 
-from headwater_lab.util.terminal import literal
+from headwater_lab.util.terminal import Prose, literal
 
 # A cell: its text, or (text, class): better, worse or soft.
 PageCell = str | tuple[str, str]
+# Letters in a line of a LaTeX cell, and in a row: an article shows a row of so many in letters of some 7 points.
+LINE, ROW = 36, 90
 _NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)?(e[+-]\d+)?")
 _LATEX = str.maketrans(
     {letter: f"\\{letter}" for letter in "#$%&_{}"}
@@ -79,30 +81,59 @@ def _escape_markdown(text: str) -> str:
 
 
 def write_latex(table: PageTable, name: str) -> str:
-    r"""Write a table as a LaTeX tabular for \input, with its caption in a comment."""
-    head, *body = [[_escape_latex(cell) for cell in row] for row in (table.columns, *table.texts)]
-    body = [[name, *(re.sub(r"(?<!\w)-(?=\d)", "$-$", cell) for cell in cells)] for name, *cells in body]
-    caption = _escape_latex(table.caption)
-    lines = [" & ".join(row) + r" \\" for row in (head, *body)]
+    r"""Write a table for \input, its caption in a comment. Columns without room are in further tabulars."""
+    columns = list(starmap(_break_column, zip(table.columns, *table.texts, strict=True)))
+    blocks = [columns[:1]]
+    for column in columns[1:]:
+        if len(blocks[-1]) > 1 and sum(map(_measure_column, [*blocks[-1], column])) > ROW:
+            blocks.append(columns[:1])
+        blocks[-1].append(column)
+    texts = [_write_tabular(block, "l" if table.text else "r") for block in blocks]
     lines = [
-        rf"% Written by headwater: {name}, for \input. It needs no package.",
-        f"% {caption}",
-        rf"\begin{{tabular}}{{l{('l' if table.text else 'r') * (len(head) - 1)}}}",
-        r"\hline",
-        lines[0],
-        r"\hline",
-        *lines[1:],
-        r"\hline",
-        r"\end{tabular}",
+        rf"% Written by headwater: {name}, for \input. It needs \usepackage{{graphicx}}.",
+        f"% {_join_lines(table.caption)}",
+        "\n\n\\medskip\n".join(texts),
     ]
-    if max(map(ord, "".join(lines))) > 0x17F:  # the letters that pdflatex's fonts have
+    if max(map(ord, "".join(texts))) > 0x17F:  # the letters that pdflatex's fonts have
         lines[0] += " Compile it with lualatex or xelatex and a font that has all its letters."
     return "\n".join([*lines, ""])
 
 
+def _break_column(head: str, *cells: str) -> list[list[str]]:
+    """Break long cells into lines, and the head into lines of their width."""
+    lines = [[*Prose(_join_lines(cell)).break_lines(LINE)] for cell in cells]
+    return [[*Prose(_join_lines(head)).break_lines(_measure_column(lines))], *lines]
+
+
+def _measure_column(cells: Sequence[Sequence[str]]) -> int:
+    return max(map(len, chain(*cells)), default=LINE)
+
+
+def _write_tabular(columns: Sequence[Sequence[Sequence[str]]], side: str) -> str:
+    """Write columns as a tabular, shrunk if it is wider than a line. side: the alignment of all but the first."""
+    sides = ["l", *side * (len(columns) - 1)]
+    head, *body = (
+        " & ".join(map(_write_latex_cell, cells, sides, repeat("t" if number else "b"))) + r" \\"
+        for number, cells in enumerate(zip(*columns, strict=True))
+    )
+    lines = [
+        r"\noindent\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
+        rf"\begin{{tabular}}{{{''.join(sides)}}}",
+        *(r"\hline", head, r"\hline", *body, r"\hline"),
+        r"\end{tabular}}%",
+    ]
+    return "\n".join(lines)
+
+
+def _write_latex_cell(lines: Sequence[str], side: str, position: str) -> str:
+    text = r" \\ ".join(map(_escape_latex, lines))
+    return text if len(lines) == 1 else rf"\begin{{tabular}}[{position}]{{@{{}}{side}@{{}}}}{text}\end{{tabular}}"
+
+
 def _escape_latex(text: str) -> str:
     # Two equal signs in a row would be joined: -- is a dash.
-    return re.sub(r"([-,])(?=\1)", r"\1{}", _join_lines(text).translate(_LATEX))
+    text = re.sub(r"([-,])(?=\1)", r"\1{}", text.translate(_LATEX))
+    return re.sub(r"(?<!\w)-(?=\d)", "$-$", text)
 
 
 def _join_lines(text: str) -> str:

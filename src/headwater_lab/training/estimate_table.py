@@ -1,6 +1,7 @@
 """The table that `headwater plan` prints."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from headwater.cost.estimate import AtContext, Limits, Price
@@ -118,7 +119,9 @@ def _write_note(prices: Sequence[Price]) -> str:
         f"{precision}; FLOPs are matmuls{attention}; × is over the first column.",
         "Activations and largest batches are estimates.",
     ]
-    sentences += [f"{price.name} trains with {', '.join(ways)}." for price in prices if (ways := _list_savings(price))]
+    for way in dict.fromkeys(chain(*map(_list_savings, prices))):
+        names = ", ".join(price.name for price in prices if way in _list_savings(price))
+        sentences.append(f"Trained with {way}: {names}.")
     if device is not None:
         sentences.append(
             f"{device.name}: {device.peak(precision) / 1e12:.4g} TFLOP/s, {device.memory / 1e9:.4g} GB, "

@@ -18,10 +18,9 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
-from lightning_fabric import Fabric
 from torch import Tensor
 
 from headwater.models.compiling import is_compiled
@@ -61,6 +60,9 @@ from headwater_lab.util.machine import choose_threads, cores, keep_freed_memory,
 from headwater_lab.util.model_kinds import is_of_images
 from headwater_lab.util.process import stop_requests
 from headwater_lab.util.terminal import counted
+
+if TYPE_CHECKING:  # reading runs does not need the trainer's packages
+    from lightning_fabric import Fabric
 
 T = TypeVar("T")
 # Threads for hashing a batch: 224 x 224 pixels take one core about a millisecond per image.

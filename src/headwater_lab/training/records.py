@@ -5,6 +5,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -437,6 +438,13 @@ def usable_record(record: RunRecord) -> RunRecord:
     """Return the record, if its recipe has what is read from it. Raises pydantic's `ValidationError`."""
     _Sections.model_validate(record.recipe)
     return record
+
+
+def find_record(path: Path) -> RunRecord | None:
+    """Read a record as `read_record`; None if there is none that is usable."""
+    with suppress(HeadwaterError):
+        return read_record(path)
+    return None
 
 
 def read_record(path: Path) -> RunRecord:

@@ -10,24 +10,30 @@ runs/NAME/
   .headwater       marks the folder as a run's
 """
 
+from __future__ import annotations
+
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
-from lightning_fabric import Fabric
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import settle_path
 from headwater_lab.training.checkpoints import FACTS, STAGES, find_newest_intact, list_checkpoints
 from headwater_lab.training.processes import run_in_first
 from headwater_lab.training.saving import remove_leftovers, withdraw_model
-from headwater_lab.training.start import CHANGED, START
 from headwater_lab.util.output_folder import LOCK, occupy_folder
 
+if TYPE_CHECKING:  # reading runs does not need the trainer's packages
+    from lightning_fabric import Fabric
+
 METRICS, MARK = "metrics.jsonl", ".headwater"
+# Folder of a changed model before the run begins, and afterwards.
+CHANGED, START = ".start", "start"
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from headwater_lab.recipe.start_section import changed_config
 from headwater_lab.training.checkpoints import STAGES, list_checkpoints, newest_checkpoint
 from headwater_lab.training.journal import OnEvent
 from headwater_lab.training.loop import train
-from headwater_lab.training.records import Experiment, RunRecord, StageRecord, read_record, write_record
+from headwater_lab.training.records import Experiment, RunRecord, StageRecord, find_record, read_record, write_record
 from headwater_lab.training.run_folder import check_ours, lock_run, mark_folder
 from headwater_lab.training.saving import publish_model
 from headwater_lab.util.terminal import counted
@@ -118,11 +118,8 @@ def uses_processes(recipe: Recipe) -> bool:
 
 def is_finished(recipe: Recipe, folder: Path) -> bool:
     """Whether `folder` holds this recipe's run, finished."""
-    try:
-        record = read_record(folder)
-    except HeadwaterError:
-        return False
-    return record.status == "finished" and record.identity == recipe.identity
+    record = find_record(folder)
+    return record is not None and record.status == "finished" and record.identity == recipe.identity
 
 
 def join_records(

@@ -8,6 +8,8 @@ Each is a mean over the tokens that have a label. The teacher is held once, in t
 gradients and without a cache.
 """
 
+from __future__ import annotations
+
 import os
 import secrets
 import shutil
@@ -15,12 +17,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from lightning_fabric import Fabric
-from lightning_fabric.wrappers import _FabricModule
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
@@ -59,13 +59,16 @@ from headwater_lab.training.model_changes import change_model, check_classes, de
 from headwater_lab.training.optimizers import Average, freeze_others, learning_rate, make_optimizers
 from headwater_lab.training.processes import fail_together, is_sharded, list_scalars, run_in_first
 from headwater_lab.training.records import Event, Origin
+from headwater_lab.training.run_folder import CHANGED
 from headwater_lab.training.saving import write_model
 from headwater_lab.training.trained_models import open_source, open_trained
 from headwater_lab.util.machine import c_compiler, check_memory
 from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, is_of_images, model_class
 
-# Folder of a changed model before the run begins, and afterwards.
-CHANGED, START = ".start", "start"
+if TYPE_CHECKING:  # reading runs does not need the trainer's packages
+    from lightning_fabric import Fabric
+    from lightning_fabric.wrappers import _FabricModule
+
 # Number of rows on which a conversion measures how similar keys and values are.
 SAMPLE = 16
 # Config fields that a recipe may change in a trained model.
