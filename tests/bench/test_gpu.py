@@ -42,8 +42,8 @@ def few(monkeypatch):
 @pytest.mark.slow  # it compiles; that a wrong result is seen, `test_a_wrong_result_is_seen` shows
 def test_correctness(few, tmp_path):
     rows = rows_of("correctness", tmp_path)
-    assert [row["outcome"] for row in rows] == ["ok"] * 7
-    assert [row["graphs"] for row in rows if "graphs" in row] == [2, 2]
+    assert [row["outcome"] for row in rows] == ["ok"] * 8
+    assert [row["graphs"] for row in rows if "graphs" in row] == [2, 2, 2]
 
 
 @pytest.mark.slow
@@ -93,10 +93,12 @@ def test_the_preset_is_measured_first(tmp_path, monkeypatch):
     gpu.correctness(phase)
     brief = [names.pop("brief", False) for names in tried]
     assert brief == sorted(brief, reverse=True)
-    assert {value for names in tried[-2:] for value in names.values()} == {
+    assert {value for names in tried[-3:] for value in names.values()} == {
         "together, joined products",
+        "together",
         "together, compiled",
     }
+    assert [names["replayed"] for names in tried if "replayed" in names] == ["none", "together"]
     assert {names["compiled"] for names in tried if "compiled" in names} == {
         *("none", "none, joined products", "together", "together, joined products"),
         *gpu.PRESETS[gpu.RECOMMENDED].fields["mechanisms"],

@@ -4,12 +4,15 @@ import pytest
 import torch
 from torch import _dynamo, distributed
 from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.nn.parallel import DistributedDataParallel
 
 from conftest import build, tokens
 from headwater import kernels
 from headwater.models import compiling
 from headwater.models.compiling import compile_blocks, compile_model
+from headwater_lab.util.machine import c_compiler
 
 PATTENTION = {"pattention": {"attention_pairs": 8, "ffn_pairs": 16}}
 # The different layers of each: the first makes what others read.
@@ -147,3 +150,25 @@ def test_a_whole_model_is_two_graphs_and_gives_the_same_gradients(mechanisms, pa
             model.eval()(ids, **inputs)
         model.train()
     assert counter.frame_count == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(c_compiler() is None, reason="needs a C++ compiler")
+def test_a_second_run_compiles_nothing_and_trains_the_same():
+    """Runs of a comparison that share shapes read what the first one has compiled, autograd functions included."""
+    ids = tokens(2, 12)
+    mechanisms = {"kv_shift": {}, "short_conv": {"sites": ["attention_input"]}}
+
+    def gradients(model):
+        model.train()(ids, labels=ids, skip_logits=True, use_cache=False).loss.backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    with fresh_cache():
+        for seed in (1, 2):
+            counters.clear()
+            model, plain = (build(mechanisms, num_hidden_layers=2, seed=seed) for _ in range(2))
+            compile_model(model, whole=True)
+            assert torch.allclose(gradients(model), gradients(plain), rtol=1e-12, atol=1e-15)
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+    assert counters["inductor"]["fxgraph_cache_hit"] == 2  # forward and backward pass
+    assert not counters["inductor"]["fxgraph_cache_miss"]

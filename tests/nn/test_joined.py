@@ -12,11 +12,13 @@ from torch.distributed.fsdp import fully_shard
 from conftest import assert_near, build, config, tokens
 from headwater import HeadwaterForCausalLM
 from headwater.config.planner import plan_layers
+from headwater.config.presets import PRESETS
 from headwater.models.compiling import compile_model
 from headwater.models.decoding import Decoder
 from headwater.nn.linear import join_linears
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
+from headwater_lab.util.machine import c_compiler
 
 NAMES = sorted(MECHANISMS.built_in)
 THREE_INPUTS = {"depth_attention": {"queries": 3, "block": 9}}
@@ -33,6 +35,7 @@ def fits(mechanisms: dict, fields: dict | None = None) -> bool:
 ALONE = [{}, THREE_INPUTS, *({name: {}} for name in NAMES)]
 BIASES = [{}, {"gpt2": True}, {"qkv_bias": True, "mlp_bias": True}]
 CELLS = [cell for cell in itertools.product(ALONE, BIASES) if fits(*cell)]
+RECOMMENDED = PRESETS["headwater-base"].fields["mechanisms"]
 PAIRS = [{a: {}, b: {}} for a, b in itertools.combinations(NAMES, 2) if fits({a: {}, b: {}})]
 
 
@@ -55,28 +58,36 @@ class Products:
         return graph.forward
 
 
-def derive(model: HeadwaterForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss and the gradients of a step."""
+def derive(
+    model: HeadwaterForCausalLM, ids: torch.Tensor, whole: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a step, or its logits, and the gradients. The loss of logits is in fp64, the model's in fp32."""
     model.train().zero_grad()
-    loss = model(ids, labels=ids, skip_logits=True).loss
+    if whole:
+        values = model(ids, use_cache=False).logits
+        loss = nn.functional.cross_entropy(values[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    else:
+        values = loss = model(ids, labels=ids, skip_logits=True).loss
     loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return values.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def compile_joined(model: HeadwaterForCausalLM) -> Products:
+def compile_joined(model: HeadwaterForCausalLM, whole: bool = False) -> Products:
     products = Products()
-    compile_model(model, products, join=True)
+    compile_model(model, products, join=True, whole=whole)
     return products
 
 
-def assert_equal_step(mechanisms: dict, change=lambda model: None, **fields) -> Products:
+def assert_equal_step(
+    mechanisms: dict, change=lambda model: None, whole: bool = False, compile=compile_joined, **fields
+) -> Products:
     """A compiled step with joined products has the results of one that runs every layer alone."""
     ids, plain, model = tokens(2, 12), build(mechanisms, **fields), build(mechanisms, **fields)
     change(plain)
     change(model)
-    products = compile_joined(model)
-    (loss, grads), (expected_loss, expected) = derive(model, ids), derive(plain, ids)
-    assert_near(loss, expected_loss, 1e-12)
+    products = compile(model, whole)
+    (values, grads), (expected_values, expected) = derive(model, ids, whole), derive(plain, ids, whole)
+    assert_near(values, expected_values, 1e-12)
     assert grads.keys() == expected.keys()
     for name, grad in expected.items():
         scale = grad.abs().max().item()
@@ -84,16 +95,35 @@ def assert_equal_step(mechanisms: dict, change=lambda model: None, **fields) -> 
     return products
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("mechanisms", "fields"), CELLS, ids=name_of)
-def test_training_is_the_same_with_each_mechanism(mechanisms, fields):
-    assert_equal_step(mechanisms, **fields)
+def test_training_is_the_same_with_each_mechanism(mechanisms, fields, whole):
+    assert_equal_step(mechanisms, whole=whole, **fields)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(60)
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("mechanisms", PAIRS, ids=name_of)
-def test_training_is_the_same_with_pairs(mechanisms):
-    assert_equal_step(mechanisms)
+def test_training_is_the_same_with_pairs(mechanisms, whole):
+    assert_equal_step(mechanisms, whole=whole)
+
+
+@pytest.mark.slow  # ten seconds each
+@pytest.mark.skipif(c_compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("mechanisms", "join"),
+    [*((cell, True) for cell in (*ALONE, *PAIRS[::40], RECOMMENDED)), ({}, False), (RECOMMENDED, False)],
+    ids=lambda value: name_of(value) if isinstance(value, dict) else "joined" if value else "plain",
+)
+def test_generated_code_of_a_whole_model_trains_the_same(mechanisms, join):
+    few = {"num_hidden_layers": 2}
+    assert_equal_step(
+        mechanisms,
+        whole=True,
+        compile=lambda model, whole: compile_model(model, whole=whole, join=join),
+        **few if fits(mechanisms, few) else {},
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Training: what a run does, and that an interrupted one ends where an undisturbed one does."""
 
+import itertools
 import json
 import os
 import signal
@@ -13,8 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from functorch.compile import make_boxed_func
 from safetensors.torch import load_file
 from torch import _dynamo
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trials import PowerCut, cut_at, same_end
@@ -347,6 +350,69 @@ def test_a_compiled_run_is_the_same(recipe, tmp_path, monkeypatch, compile):
     assert not counters["graph_break"]
     losses = [[point.loss for point in record.curve] for record in (as_it_is, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def overwrite_memory(graph, inputs, mode):
+    """A compiler whose outputs have fixed memory, as those of CUDA graphs: the next pass overwrites them all."""
+    assert mode == "reduce-overhead"
+
+    def fix_outputs(graph, inputs):
+        memory = {}
+
+        def run(*args):
+            for old in memory.values():
+                old.fill_(torch.nan) if old.is_floating_point() else old.fill_(0)
+            outputs = graph(*args)
+            for index, output in enumerate(outputs):
+                if isinstance(output, torch.Tensor):
+                    memory.setdefault(index, torch.empty_like(output)).copy_(output)
+            # New tensors, so that a gradient is this memory and no copy of it.
+            return [memory[index].view_as(x) if index in memory else x for index, x in enumerate(outputs)]
+
+        return make_boxed_func(run)
+
+    return aot_autograd(fw_compiler=fix_outputs, bw_compiler=fix_outputs)(graph, inputs)
+
+
+def test_a_run_keeps_nothing_that_cuda_graphs_overwrite(recipe, tmp_path, monkeypatch):
+    """Losses, logits and gradients, over steps that change the learning rate, are skipped, logged and evaluated."""
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "none is needed")
+    training = {"steps": 8, "max_grad_norm": 1.0, "z_loss": 1e-3, "ema_decay": 0.5, "compile": "whole"}
+    often = {"log_every": 1, "evaluate_every": 3}
+    norm, steps = loop.gradient_norm, itertools.count(1)
+    bad = torch.tensor(torch.nan)
+    monkeypatch.setattr(loop, "gradient_norm", lambda given: bad if next(steps) % 8 == 4 else norm(given))
+    monkeypatch.setattr(setup, "compile_model", partial(compile_model, backend="aot_eager"))
+    expected = train(recipe(training=training, reporting=often), tmp_path / "compiled")
+    monkeypatch.setattr(setup, "compile_model", partial(compile_model, backend=overwrite_memory))
+    monkeypatch.setattr(setup, "check_cuda_graphs", lambda *unused: None)
+    _dynamo.reset()
+    counters.clear()
+    replayed = train(recipe(training=training | {"cuda_graphs": True}, reporting=often), tmp_path / "replayed")
+    assert counters["stats"]["unique_graphs"] == 2  # training and evaluation
+    assert replayed.skipped_steps == 1
+    assert [(p.step, p.loss) for p in replayed.curve] == [(p.step, p.loss) for p in expected.curve]
+    assert [p.metrics for p in replayed.held_out] == [p.metrics for p in expected.held_out]
+    assert len({p.learning_rate for p in replayed.curve}) > 4
+
+
+def test_cuda_graphs_need_a_gpu(recipe, tmp_path):
+    with pytest.raises(HeadwaterError, match=r"training\.cuda_graphs needs a single NVIDIA GPU; leave it out"):
+        train(recipe(training={"compile": "whole", "cuda_graphs": True}), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {},
+        {"compile": True},
+        {"compile": "whole", "devices": 2},
+        {"compile": "whole", "gradient_accumulation_steps": 2},
+    ],
+)
+def test_cuda_graphs_need_one_graph_in_one_process(recipe, training):
+    with pytest.raises(HeadwaterError, match=r"training\.cuda_graphs needs training\.compile=whole, a single device"):
+        recipe(training={"cuda_graphs": True, "gradient_accumulation_steps": 1} | training)
 
 
 def test_a_compiled_model_sees_evaluation_in_one_shape(recipe, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import warnings
 
 import torch
+import torch._functorch.config
 from torch import nn
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -15,9 +16,11 @@ GRAPHS = 16
 def expect_layers(count: int) -> None:
     """Set up PyTorch's compiler for this many blocks, each a separate graph: it allows eight by default.
 
-    DDP would split each block's graph where it sends gradients; between blocks it can send them anyway.
+    DDP would split each block's graph where it sends gradients; between blocks it can send them anyway. Graphs with
+    autograd functions are cached on the disk like others: the shift's depends on nothing but its arguments.
     """
     settings = torch._dynamo.config
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     settings.recompile_limit = max(settings.recompile_limit, GRAPHS * count)
     settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, GRAPHS * count)
     settings.optimize_ddp = False
@@ -52,11 +55,18 @@ def is_compiled(model: HeadwaterForCausalLM) -> bool:
 
 
 def compile_model(
-    model: HeadwaterForCausalLM, backend: str = "inductor", *, whole: bool = False, join: bool = False
+    model: HeadwaterForCausalLM,
+    backend: str = "inductor",
+    *,
+    whole: bool = False,
+    join: bool = False,
+    cuda_graphs: bool = False,
 ) -> None:
     """Compile a model for training: its blocks, and the output head with the loss, so that no logits leave a graph.
 
     whole: as one graph instead, which fuses across blocks and takes longer to compile. It allows no sharding.
+    cuda_graphs: with `whole`, replay the forward and the backward pass as CUDA graphs. What they return, gradients
+        too, is overwritten in the next forward pass.
     join: see `compile_blocks`. Sharding and recomputation may be applied before or after. Forgets what was compiled
     before in this process.
     """
@@ -64,7 +74,8 @@ def compile_model(
     if whole:
         join_products(model, join)
         expect_layers(1)
-        model.compile(fullgraph=True, dynamic=False, backend=backend)
+        mode = "reduce-overhead" if cuda_graphs else None
+        model.compile(fullgraph=True, dynamic=False, backend=backend, mode=mode)
         return
     compile_blocks(model.model.layers, backend, join)
     # One graph per chunk of tokens: of a graph of all chunks the compiler could keep the logits of several of them.

@@ -137,16 +137,18 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         """transformers' method, which uploads files that change from then on, without the code, written before."""
         return {name: time for name, time in super()._get_files_timestamps(working_dir).items() if not is_code(name)}
 
-    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, is_init_check: bool = False, **kwargs: Any
+    ) -> str:
         """transformers' method. Raises `HeadwaterError` for a kernel that does not support the config."""
         possible, reason = supported_kernels(self.config)
-        if possible is not None and requested_attention is None:
+        if possible is not None and attn_implementation is None:
             return "sdpa" if "sdpa" in possible else possible[0]
-        if possible is not None and requested_attention not in possible:
+        if possible is not None and attn_implementation.removeprefix("paged|") not in possible:
             raise HeadwaterError(
-                f"{reason} works with attn_implementation {either(possible)} only, not {requested_attention}."
+                f"{reason} works with attn_implementation {either(possible)} only, not {attn_implementation}."
             )
-        return super().get_correct_attn_implementation(requested_attention, is_init_check)
+        return super()._check_and_adjust_attn_implementation(attn_implementation, is_init_check, **kwargs)
 
     def name_modules(self) -> None:
         """Store each module's qualified name, without the base model's prefix, so that a model and its base agree."""

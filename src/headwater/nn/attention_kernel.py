@@ -18,6 +18,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.kernels.autotune import get_choices
 from headwater.kernels.fused_attention import FEW, run_fastest_attention
 from headwater.mechanisms.contract import KV
+from headwater.nn.documents import is_flash
 from headwater.nn.head_groups import KernelInputs, join_groups, of_tokens
 from headwater.plugins.registry import resolve
 
@@ -44,6 +45,8 @@ def attend_in_groups(
     module: nn.Module, implementation: str | None, inputs: Sequence[KernelInputs], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the heads' outputs [B, T, H, d], and the tokens' attention weights if the kernel returns them."""
+    if is_flash(implementation):  # transformers would look for documents in them, and wait for the device
+        options = options | {"position_ids": None}
     results = [attend_in_group(module, implementation, group, options) for group in inputs]
     out = join_groups([heads for heads, _ in results], dim=2)
     weights = [of_keys for _, of_keys in results if of_keys is not None]

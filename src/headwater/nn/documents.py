@@ -11,15 +11,21 @@ from torch import Tensor
 from headwater.kernels.varlen import VARLEN
 from headwater.nn.checks import require_all
 
-# Attention kernels that take the borders of documents instead of a mask.
-BY_DOCUMENTS = VARLEN, "flash_attention"
+# FlashAttention 3 of the hub, with a backward pass and as operations that compile; that of the name flash_attention_3,
+# where no package is installed, has neither.
+FLASH3 = "kernels-community/flash-attn3"
 # `make_cu_seq_lens` leaves room for one document per this many tokens, and for at least this many documents.
 TOKENS, DOCUMENTS = 256, 64
 
 
+def is_flash(implementation: str | None) -> bool:
+    """Whether this is the name of FlashAttention in some version, from a package or from the hub."""
+    return implementation is not None and "flash" in implementation  # transformers' own rule
+
+
 def takes_documents(implementation: str | None) -> bool:
     """Whether attention of this name takes `cu_seq_lens_q` instead of a mask."""
-    return implementation is not None and implementation.startswith(BY_DOCUMENTS)
+    return implementation == VARLEN or is_flash(implementation)
 
 
 def make_cu_seq_lens(position_ids: Tensor) -> Tensor | None:

@@ -22,7 +22,7 @@ from headwater.kernels.fused_attention import MATMUL
 from headwater.kernels.varlen import VARLEN
 from headwater.nn.cache_name import CACHE
 from headwater.nn.checks import is_replayed, must_wait
-from headwater.nn.documents import select_columns
+from headwater.nn.documents import is_flash, select_columns
 from headwater.nn.position import alibi_slopes
 from headwater.util.errors import HeadwaterError
 
@@ -65,7 +65,7 @@ def make_mask(kind: LayerKind, tokens: NewTokens, attention_mask: Any, position_
     """Make the mask of one kind of layer in the form that its kernel takes; None where causal attention needs none.
 
     attention_mask: [B, S] of zeros and ones, None, or a kernel's own mask. Raises `HeadwaterError` for another shape, a
-        mask that the kernel does not take, and a kernel's own mask under ALiBi.
+        mask that the kernel does not take (also between documents), and a kernel's own mask under ALiBi.
     position_ids: [B or 1, T] if the caller gave them (they may restart for documents), else None.
     """
     config = kind.config
@@ -73,6 +73,12 @@ def make_mask(kind: LayerKind, tokens: NewTokens, attention_mask: Any, position_
         check_kernel_mask(config, attention_mask)
         return convert_kernel_mask(config._attn_implementation or "eager", attention_mask, tokens.inputs_embeds.dtype)
     same_document = None if position_ids is None else separate_documents(tokens, attention_mask, position_ids)
+    if same_document is not None and is_flash(config._attn_implementation):
+        raise HeadwaterError(
+            f"attn_implementation {config._attn_implementation} takes no mask between documents; pass cu_seq_lens_q, "
+            "made by headwater.nn.documents.make_cu_seq_lens(position_ids), without a mask or cache. Leave out "
+            "position_ids that never restart."
+        )
     # transformers would run the function under vmap, which takes many times as long for short rows.
     at_once = same_document is not None and config._attn_implementation in TAKE_BOOLEANS
     make = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
@@ -110,7 +116,7 @@ def check_kernel_mask(config: HeadwaterConfig, attention_mask: Any) -> None:
 def convert_kernel_mask(implementation: str, attention_mask: Any, dtype: torch.dtype) -> Any:
     """Convert a kernel's own mask to what this kernel takes: eager attention would add a boolean mask to the scores."""
     is_tensor = isinstance(attention_mask, Tensor)
-    if implementation.startswith("flash") or not (is_tensor or "flex" in implementation):
+    if is_flash(implementation) or not (is_tensor or "flex" in implementation):
         raise HeadwaterError(
             f"attn_implementation {implementation} does not take such an attention mask; load the model with "
             "attn_implementation='sdpa' and give [batch, 1, new tokens, tokens], or give [batch, tokens]."

@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.utils import is_kernels_available
 
 from headwater.config.capabilities import LimitsKernels
 from headwater.config.planner import plan_layers
@@ -30,7 +31,7 @@ from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_blocks, compile_model
 from headwater.models.decoding import Decoder
-from headwater.nn.documents import make_cu_seq_lens
+from headwater.nn.documents import FLASH3, make_cu_seq_lens
 from headwater.plugins.registry import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
@@ -62,6 +63,7 @@ class Sizes(NamedTuple):
 
     training: dict[str, tuple[int, int, int]] = {"124M": (12, 768, 64), "350M": (24, 1024, 32)}
     context: int = 1024
+    small: tuple[int, int, int] = (8, 512, 64)  # the host's work takes longer than the GPU's
     mechanisms: tuple[int, int, int] = (12, 768, 32)
     decoding: dict[str, tuple[int, int]] = {"1.5B": (28, 2048), "124M": (12, 768)}  # (layers, width)
     many: int = 64
@@ -78,6 +80,7 @@ ON_GPU = Sizes()
 ON_CPU = Sizes(
     training={"tiny": (2, 64, 2)},
     context=32,
+    small=(2, 64, 2),
     mechanisms=(4, 64, 2),
     decoding={"tiny": (2, 64)},
     many=2,
@@ -154,9 +157,9 @@ class Phase:
         return random_ids(self.sizes.vocab_size, *shape).to(self.device)
 
 
-def make_model(phase: Phase, layers: int, width: int, context: int) -> HeadwaterForCausalLM:
-    """Make a model with random weights, drawn on the device; weights do not affect speed."""
-    config = HeadwaterConfig(**ModelShape(layers, width, phase.sizes.vocab_size).config(context))
+def make_model(phase: Phase, layers: int, width: int, context: int, **changes: Any) -> HeadwaterForCausalLM:
+    """Make a model with random weights, drawn on the device; weights do not affect speed. changes: of the config."""
+    config = HeadwaterConfig(**ModelShape(layers, width, phase.sizes.vocab_size).config(context) | changes)
     with torch.device("meta"):
         model = HeadwaterForCausalLM(config)
     return draw_weights(model, phase.device)
@@ -230,7 +233,10 @@ def correctness(phase: Phase) -> None:
         phase.attempt(partial(_same_tokens, phase, options, False), brief=True, tokens=name)
     extremes = [name for name in ("none", "together") if name in mechanisms_by_name]
     for name in extremes:
-        phase.attempt(partial(_check_varlen, phase, mechanisms_by_name[name]), brief=True, packed=name)
+        phase.attempt(partial(_check_packed, phase, mechanisms_by_name[name], VARLEN), brief=True, packed=name)
+        if has_flash3(phase):
+            flash = partial(_check_packed, phase, mechanisms_by_name[name], FLASH3)
+            phase.attempt(flash, brief=True, packed=f"{name}, FlashAttention 3")
         decode = partial(_same_tokens, phase, mechanisms_by_name[name], False, join=True)
         phase.attempt(decode, brief=True, tokens=f"{name}, joined products")
 
@@ -245,6 +251,7 @@ def correctness(phase: Phase) -> None:
     for name in extremes:
         compiled(name)
         compiled(name, join=True)
+        phase.attempt(partial(_check_replayed, phase, mechanisms_by_name[name]), replayed=name)
         phase.attempt(partial(_same_tokens, phase, mechanisms_by_name[name], True), tokens=f"{name}, compiled")
 
 
@@ -287,8 +294,8 @@ def _check_model(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
 
 
 @torch.no_grad()
-def _check_varlen(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    """Compare the hidden states of packed rows in bf16, document by document (varlen), with those under a mask."""
+def _check_packed(phase: Phase, mechanisms: dict[str, dict], kernel: str) -> Measurement:
+    """Compare the hidden states of packed rows in bf16 by a kernel that takes borders with those under a mask."""
     fitting = {name: options for name, options in mechanisms.items() if not isinstance(resolve(name), LimitsKernels)}
     model, ids = _make_small(phase, fitting, 48)
     positions = (torch.arange(48) % 17).expand(2, -1)
@@ -296,7 +303,7 @@ def _check_varlen(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     documents = {"position_ids": positions.to(phase.device), "cu_seq_lens_q": borders.to(phase.device)}
     states = []
     with Precision.BF16_MIXED.autocast(phase.device.type):
-        for attention in ("sdpa", VARLEN):
+        for attention in ("sdpa", kernel):
             model.set_attn_implementation(attention)
             states.append(model.model(ids, use_cache=False, **documents).last_hidden_state.double())
     apart = float((states[1] - states[0]).square().mean().sqrt() / states[0].square().mean().sqrt())
@@ -315,6 +322,11 @@ def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool, join
     return {"outcome": "ok" if torch.equal(static, plain) else WRONG}
 
 
+def has_flash3(phase: Phase) -> bool:
+    """Whether FlashAttention 3 can be measured."""
+    return phase.on_gpu and is_kernels_available() and torch.cuda.get_device_capability(phase.device)[0] == 9
+
+
 def _check_compiled(phase: Phase, mechanisms: dict[str, dict], join: bool) -> Measurement:
     model, ids = _make_small(phase, mechanisms, 64)
     model.train()
@@ -331,6 +343,28 @@ def _check_compiled(phase: Phase, mechanisms: dict[str, dict], join: bool) -> Me
         compiled_gradients = gradients()
     error = float((compiled_gradients - eager).norm() / eager.norm())
     return {"gradients": error, **_count_graphs(), "outcome": "ok" if error < 1e-4 else WRONG}
+
+
+def _check_replayed(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    """Compare weights after steps that a GPU replays as CUDA graphs with those after the same compiled steps.
+
+    The learning rate changes, and one step is skipped.
+    """
+    states = []
+    for graphs in (False, phase.on_gpu):
+        model, _ = _make_small(phase, mechanisms, 64)
+        compile_model(model.train(), phase.sizes.backend, whole=True, cuda_graphs=graphs)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            ids = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(step)).to(phase.device)
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            model(ids, labels=ids, skip_logits=True, use_cache=False).loss.backward()
+            if step != 3:
+                optimizer.step()
+            optimizer.zero_grad()
+        states.append(torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()]))
+    error = float((states[1] - states[0]).norm() / states[0].norm())
+    return {"weights": error, **_count_graphs(), "outcome": "ok" if error < 1e-6 else WRONG}
 
 
 def _count_graphs() -> Measurement:
@@ -389,12 +423,20 @@ def training(phase: Phase) -> None:
     """Time training steps at commonly published sizes, with each remedy, and Llama's for comparison."""
     sizes, context = phase.sizes, phase.sizes.context
 
-    def measure(shape: tuple[int, int, int], llama: bool = False, **settings: Any) -> Measurement:
+    def measure(
+        shape: tuple[int, int, int], llama: bool = False, head_dim: int = 64, attention: str = "sdpa", **settings: Any
+    ) -> Measurement:
         layers, width, rows = shape
         config = ModelShape(layers, width, sizes.vocab_size).config(context)
+        heads = dict(num_attention_heads=max(1, width // head_dim))
         ids = phase.draw(rows, context)
         with torch.device(phase.device):
-            model = LlamaForCausalLM(LlamaConfig(**config)) if llama else make_model(phase, layers, width, context)
+            model: PreTrainedModel
+            if llama:
+                model = LlamaForCausalLM(LlamaConfig(**config))
+            else:
+                model = make_model(phase, layers, width, context, **heads)
+        model.set_attn_implementation(attention)
         steps = _make_steps(phase, model, ids, **settings)
         return _timed_steps(phase, steps, HeadwaterConfig(**config), ids.numel())
 
@@ -406,10 +448,17 @@ def training(phase: Phase) -> None:
         "whole, bf16-stream": dict(whole=True, **stream),
         "blocks, joined products": dict(join=True),
         "whole, joined products, bf16-stream": dict(whole=True, join=True, **stream),
+        "blocks, heads of 128": dict(head_dim=128),
     }
+    if has_flash3(phase):
+        remedies["blocks, heads of 128, FlashAttention 3"] = dict(head_dim=128, attention=FLASH3)
     for name, shape in sizes.training.items():
         for label, settings in remedies.items():
             phase.attempt(partial(measure, shape, **settings), model=name, compiled=label)
+    for label in ("whole", "whole, CUDA graphs"):
+        graphs = phase.on_gpu and label != "whole"
+        steps = partial(measure, sizes.small, whole=True, cuda_graphs=graphs)
+        phase.attempt(steps, model="{} layers of {}".format(*sizes.small), compiled=label)
     name, shape = next(iter(sizes.training.items()))
     phase.attempt(partial(measure, shape, llama=True), model=f"{name}, transformers' Llama", compiled="blocks")
 

@@ -10,7 +10,9 @@ from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, fields_re
 from headwater_lab.optimization.schedules import find_decay_start
 from headwater_lab.util.settings import Count, Fraction, ReadIf, Settings
 
-AttentionKernel = Literal["sdpa", "eager", "flash_attention_2", "flex_attention", "matmul", "varlen"]
+AttentionKernel = Literal[
+    "sdpa", "eager", "flash_attention_2", "kernels-community/flash-attn3", "flex_attention", "matmul", "varlen"
+]
 
 BY_OPTIMIZER = ReadIf(
     lambda run, name: name in fields_read(OPTIMIZERS.resolve(run.training.optimizer)),
@@ -119,10 +121,14 @@ class Training(Settings):
     attn_implementation: AttentionKernel | None = None
     """The attention kernel, as named by transformers; or matmul, which is faster in bfloat16 on some CPUs; or varlen,
     which computes packed rows document by document, and other rows as sdpa (`headwater bench train` measures both).
+    kernels-community/flash-attn3 is FlashAttention 3, which the package kernels downloads and runs on an H100 or H200.
     Default: varlen where it can run and packed rows are faster with it, else sdpa if the model allows it."""
     compile: bool | Literal["whole"] | None = None
     """Compile each block, and the output head with the loss, with torch.compile; whole: the model as one graph, for a
     single device. On a GPU it needs a C compiler, on a CPU one for C++. Default: true on a GPU that has one."""
+    cuda_graphs: bool = False
+    """With compile=whole on one GPU, replay forward and backward pass as CUDA graphs: faster for small models, whose
+    kernels run in less time than it takes to start them."""
     gradient_checkpointing: bool = False
     """Recompute each block's activations in the backward pass, to save memory."""
     loss_chunk_tokens: Annotated[Count | None, OF_TEXT] = None
@@ -160,6 +166,13 @@ class Training(Settings):
         if self.compile == "whole" and (self.strategy == "fsdp" or self.loss_chunk_tokens is not None):
             field = "strategy=fsdp" if self.strategy == "fsdp" else "loss_chunk_tokens"
             raise ValueError(f"training.compile=whole does not fit training.{field}; use training.compile=true")
+        if self.cuda_graphs and (
+            self.compile != "whole" or self.devices * self.nodes * self.gradient_accumulation_steps > 1
+        ):
+            raise ValueError(
+                "training.cuda_graphs needs training.compile=whole, a single device, and "
+                "training.gradient_accumulation_steps=1; set them, or leave it out"
+            )
         if self.ema_decay is not None and self.precision is Precision.BF16:
             raise ValueError(
                 "training.ema_decay adds changes too small for bf16 weights; use training.precision=bf16-mixed"

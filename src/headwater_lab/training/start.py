@@ -83,6 +83,7 @@ MAY_CHANGE = {
     "training.threads",
     "training.attn_implementation",
     "training.compile",
+    "training.cuda_graphs",
     "training.gradient_checkpointing",
     "training.loss_chunk_tokens",
     "training.max_skipped_steps",
@@ -522,8 +523,10 @@ def build_model(
         if training.gradient_checkpointing:
             older: Any = model.gradient_checkpointing_enable  # transformers 5.17 has no other name
             getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
+        if training.cuda_graphs:
+            check_cuda_graphs(fabric)
         if is_compiling(training, fabric.device):
-            compile_model(model, whole=training.compile == "whole")
+            compile_model(model, whole=training.compile == "whole", cuda_graphs=training.cuda_graphs)
     wrapped = fabric.setup_module(training.precision.cast_activations(model.to(training.precision.weights)))
     wrapped.train()
     return model, wrapped
@@ -536,6 +539,12 @@ def is_compiling(training: Training, device: torch.device) -> bool:
     if training.compile and (missing := find_missing_compiler(device)) is not None:
         raise HeadwaterError(f"training.compile needs {missing}, or leave training.compile=false.")
     return bool(training.compile)
+
+
+def check_cuda_graphs(fabric: Fabric) -> None:
+    """Raise `HeadwaterError` if steps cannot be replayed as CUDA graphs."""
+    if fabric.device.type != "cuda" or fabric.world_size > 1:
+        raise HeadwaterError("training.cuda_graphs needs a single NVIDIA GPU; leave it out.")
 
 
 def find_missing_compiler(device: torch.device) -> str | None:
