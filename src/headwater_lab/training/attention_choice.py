@@ -17,7 +17,7 @@ def choose_attention(config: HeadwaterConfig, training: Training, device: torch.
     """Choose the recipe's kernel, else varlen if packed rows of `context` tokens are faster with it, else None.
 
     It is not chosen by timing, because a run's bits depend on it. A GPU that this machine lacks can run varlen. Raises
-    `HeadwaterError` if varlen or FlashAttention 3 is reason and cannot run.
+    `HeadwaterError` if varlen or FlashAttention 3 is named and cannot run.
     """
     kernel, refusal = training.attn_implementation, _refuse_varlen(config, training, device)
     reason = {VARLEN: refusal, FLASH3: _refuse_flash3(config, training, device)}.get(kernel or "")
