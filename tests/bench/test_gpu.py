@@ -91,7 +91,7 @@ def test_the_preset_is_measured_first(tmp_path, monkeypatch):
     assert len({tuple(names.values()) for names in tried}) == len(tried) == 18
     tried.clear()
     gpu.correctness(phase)
-    brief = [names.pop("brief", False) for names in tried]
+    brief = [names.pop("least", None) == 0 for names in tried]
     assert brief == sorted(brief, reverse=True)
     assert {value for names in tried[-3:] for value in names.values()} == {
         "together, joined products",
@@ -113,7 +113,7 @@ def test_what_fails_leaves_the_rest(tmp_path):
     make_phase(tmp_path, seconds=-1).attempt(lambda: {"seconds": 1.0}, part="late")
     scarce = make_phase(tmp_path, seconds=gpu.ON_GPU.least - 1)
     scarce.sizes = gpu.ON_GPU
-    scarce.attempt(lambda: {"seconds": 1.0}, brief=True, part="brief")
+    scarce.attempt(lambda: {"seconds": 1.0}, least=0, part="brief")
     scarce.attempt(lambda: {"seconds": 1.0}, part="scarce")
     rows = {row["part"]: row for row in read_rows(tmp_path / "gpu.jsonl")}
     assert "ZeroDivisionError" in rows["fails"]["outcome"]

@@ -1,8 +1,10 @@
 """The measurements of `headwater bench gpu`, a function for each phase of its queue.
 
-They need only torch and transformers. On a CPU they run at tiny sizes, which checks them but says nothing about speed.
+They need only torch and transformers, unlike those of `gpu_quality`. On a CPU they run at tiny sizes, which checks them
+but says nothing about speed.
 """
 
+import json
 import platform
 import sys
 import time
@@ -40,6 +42,7 @@ from headwater_lab.bench.gpu_queue import (
     CUT,
     FAILED,
     LATE,
+    NEEDS,
     RECOMMENDED,
     WRONG,
     append_line,
@@ -113,23 +116,24 @@ class Phase:
         """Write a row at once. row: what is measured; result: the figures."""
         append_line(self.report, {"phase": self.name, "row": row, "result": result})
 
-    def attempt(self, measure: Callable[[], Measurement], *, brief: bool = False, **row: Any) -> None:
+    def attempt(self, measure: Callable[[], Measurement], *, least: float | None = None, **row: Any) -> None:
         """Measure one row, unless the report has it. If that fails, or there is no time, the row says so.
 
-        brief: it compiles nothing, so it may begin as long as there is any time.
+        least: seconds that must be left, 0 for what compiles nothing; default `Sizes.least`.
         """
         if row in self.measured:
             return
         if self.cuts.count(row) >= 2:
             self.put(row, {"outcome": "skipped: twice it had not ended at the deadline"})
             return
-        if time.monotonic() > self.deadline - (0 if brief else self.sizes.least):
+        if time.monotonic() > self.deadline - (self.sizes.least if least is None else least):
             self.put(row, {"outcome": LATE})
             return
         self.put(row, {"outcome": CUT})  # until the result replaces it
         torch._dynamo.reset()
         try:
             self.put(row, measure())
+            self.measured.append(row)
         except torch.OutOfMemoryError:
             self.put(row, {"outcome": "skipped: not enough memory"})
         except Exception as error:
@@ -211,7 +215,7 @@ def environment(phase: Phase) -> None:
     if sheet is not None:
         figures = {"bf16, TFLOP/s": sheet.flops / 1e12, "bandwidth, GB/s": sheet.bandwidth / 1e9}
         phase.put({"sheet": sheet.source}, figures)
-    attempt = partial(phase.attempt, brief=True)
+    attempt = partial(phase.attempt, least=0)
     attempt(lambda: {"GB/s": copy_bandwidth(device) / 1e9}, measured="copy, bytes read and written")
 
     def matmul(dtype: torch.dtype, rounded: bool) -> Measurement:
@@ -228,17 +232,17 @@ def correctness(phase: Phase) -> None:
     """Check the contract on this device: cached = uncached, packed = separate, bf16 near fp64, compiled = eager."""
     mechanisms_by_name = combine_mechanisms()
     for name, options in mechanisms_by_name.items():
-        phase.attempt(partial(_check_model, phase, options), brief=True, mechanisms=name)
+        phase.attempt(partial(_check_model, phase, options), least=0, mechanisms=name)
     for name, options in mechanisms_by_name.items():
-        phase.attempt(partial(_same_tokens, phase, options, False), brief=True, tokens=name)
+        phase.attempt(partial(_same_tokens, phase, options, False), least=0, tokens=name)
     extremes = [name for name in ("none", "together") if name in mechanisms_by_name]
     for name in extremes:
-        phase.attempt(partial(_check_packed, phase, mechanisms_by_name[name], VARLEN), brief=True, packed=name)
+        phase.attempt(partial(_check_packed, phase, mechanisms_by_name[name], VARLEN), least=0, packed=name)
         if has_flash3(phase):
             flash = partial(_check_packed, phase, mechanisms_by_name[name], FLASH3)
-            phase.attempt(flash, brief=True, packed=f"{name}, FlashAttention 3")
+            phase.attempt(flash, least=0, packed=f"{name}, FlashAttention 3")
         decode = partial(_same_tokens, phase, mechanisms_by_name[name], False, join=True)
-        phase.attempt(decode, brief=True, tokens=f"{name}, joined products")
+        phase.attempt(decode, least=0, tokens=f"{name}, joined products")
 
     # Compilation takes most of the time, a minute or more for as many mechanisms as fit into one model.
     def compiled(name: str, join: bool = False) -> None:
@@ -557,15 +561,21 @@ def decoding(phase: Phase) -> None:
 MEASUREMENTS = {phase.__name__: phase for phase in (environment, correctness, training, mechanisms, decoding)}
 
 
-def run_main(name: str, report: str, device: str, deadline: str) -> None:
-    """Run a phase in the process that `gpu_queue.bench_gpu` starts for it. deadline: by `time.time`."""
+def run_main(name: str, report: str, device: str, deadline: str, inputs: str) -> None:
+    """Run a phase in the process that `gpu_queue.bench_gpu` starts for it. deadline: by `time.time`; inputs: JSON."""
     die_with_parent()
     transformers.logging.set_verbosity_error()
     if torch.device(device).index is not None:
         torch.cuda.set_device(device)  # events, synchronization and peak memory refer to the current device
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    MEASUREMENTS[name](Phase(name, Path(report), device, float(deadline) - time.time()))
+    phase = Phase(name, Path(report), device, float(deadline) - time.time())
+    if name in NEEDS:
+        from headwater_lab.bench import gpu_quality
+
+        gpu_quality.MEASUREMENTS[name](phase, json.loads(inputs))
+    else:
+        MEASUREMENTS[name](phase)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import torch
 
 from headwater import __version__
 from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.files import explain_absence
 from headwater.util.processor import describe_cpu
 from headwater_lab.util.clone import find_commit, today
 from headwater_lab.util.outputs import check_replaceable
@@ -29,7 +30,9 @@ REPORT = "gpu.jsonl"
 # The preset of the recommended mechanisms.
 RECOMMENDED = "headwater-base"
 # The queue: what later phases rely on comes first.
-PHASES = ("environment", "correctness", "training", "decoding", "mechanisms")
+PHASES = ("environment", "correctness", "training", "decoding", "mechanisms", "prose", "conversion")
+# The paths that a phase needs.
+NEEDS = {"prose": ("prose", "tokenizer"), "conversion": ("prose", "model")}
 WRONG, FAILED = "WRONG", "failed"
 # Outcomes of rows that the next call measures again.
 LATE, CUT = "skipped: no time left", "cut"
@@ -98,18 +101,24 @@ def bench_gpu(
     device: str = "cuda",
     deadline: float = 540.0,
     only: Sequence[str] = (),
+    inputs: Mapping[str, Path | None] = {},
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Line]:
     """Measure what `out`/gpu.jsonl lacks of the phases, or of `only` some, until `deadline` seconds have passed.
 
-    tell: called with progress lines. Returns the rows of all calls (`list_rows`). Raises `HeadwaterError` for an
-    unknown phase, and for rows of another device.
+    inputs: paths by name; phases whose `NEEDS` are not there are left out. tell: called with progress lines. Returns
+    the rows of all calls (`list_rows`). Raises `HeadwaterError` for an unknown phase, an input that does not exist, and
+    rows of another device.
     """
     end = time.monotonic() + deadline
     for name in only:
         if name not in PHASES:
             raise HeadwaterError(f"There is no phase named {name!r}; {nearest(name, PHASES)}")
-    report = out / REPORT
+    paths = {name: str(path.absolute()) for name, path in inputs.items() if path is not None}
+    for path in paths.values():
+        if not Path(path).exists():
+            raise HeadwaterError(f"{explain_absence(path)}.")
+    report = out.absolute() / REPORT
     check_replaceable(report)
     device_name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else describe_cpu()
     for line in read_lines(report):
@@ -120,12 +129,14 @@ def bench_gpu(
     for name in PHASES:
         if only and name not in only:
             continue
-        if is_finished(read_lines(report), name):
+        if missing := [f"--{need}" for need in NEEDS.get(name, ()) if need not in paths]:
+            tell(f"{name}: skipped; give {' and '.join(missing)}")
+        elif is_finished(read_lines(report), name):
             tell(f"{name}: measured before")
         elif end - time.monotonic() < RESERVE + LEAST:
             tell(f"{name}: no time left; run the command again to continue")
         else:
-            _run_phase(name, report, device, end - RESERVE, tell)
+            _run_phase(name, report, device, end - RESERVE, tell, paths)
     return list_rows(read_lines(report))
 
 
@@ -167,12 +178,14 @@ def is_finished(lines: Sequence[Line], phase: str) -> bool:
     return ends[-1:] == ["done"] and not any(map(is_open, rows))
 
 
-def _run_phase(name: str, report: Path, device: str, end: float, tell: Callable[[str], None]) -> None:
+def _run_phase(
+    name: str, report: Path, device: str, end: float, tell: Callable[[str], None], paths: Mapping[str, str]
+) -> None:
     """Run a phase in a separate process until `end`, by `time.monotonic`."""
     started = time.monotonic()
     tell(f"{name}: at most {end - started:.0f} s")
     # The deadline is an absolute time, so that the process's imports count too.
-    command = [sys.executable, *RUN, name, str(report), device, str(time.time() + end - started)]
+    command = [sys.executable, *RUN, name, str(report), device, str(time.time() + end - started), json.dumps(paths)]
     shown = len(read_lines(report))
     with TemporaryFile() as log:
         # In its own session, so that the phase's child processes, such as compilers, are stopped with it.

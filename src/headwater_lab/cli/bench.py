@@ -114,16 +114,24 @@ def bench_gpu(
     out: Path,
     deadline: Annotated[float, Values(min=1)] = 540,
     only: Sequence[str] = (),
+    prose: Path | None = None,
+    tokenizer: FolderPath | None = None,
+    model: FolderPath | None = None,
+    task_files: FolderPath | None = None,
     device: DeviceName = "auto",
 ) -> None:
-    """Measure headwater on a GPU: correctness, training speed, decoding, mechanisms.
+    """Measure headwater on a GPU: correctness, speed, the recommended recipe on prose, smaller caches of a model.
 
     Appends each row to gpu.jsonl as soon as it is measured. The same command continues there, on another day too, and
     measures only what is missing. Without a GPU the sizes are tiny, which checks the command but measures nothing.
 
-    out: Folder for gpu.jsonl.
+    out: Folder for gpu.jsonl, and for the records of the phase prose.
     deadline: Seconds for this call.
     only: Run only this phase; repeatable. Default: all, in order.
+    prose: For the phases prose and conversion: text, such as JSON Lines with a column "text".
+    tokenizer: For the phase prose: a tokenizer's folder.
+    model: For the phase conversion: the folder of a pretrained model.
+    task_files: For the phase conversion: a folder with CORE's piqa, arc_easy and lambada_openai; optional.
     """
     from headwater_lab.bench import gpu_queue
 
@@ -131,7 +139,8 @@ def bench_gpu(
     device = device_of(device)
     if device == "cpu":
         stderr.print("No GPU found: the sizes are tiny, and the figures say nothing about a GPU.")
-    rows = gpu_queue.bench_gpu(out, device=device, deadline=deadline, only=only, tell=tell)
+    inputs = {"prose": prose, "tokenizer": tokenizer, "model": model, "task_files": task_files}
+    rows = gpu_queue.bench_gpu(out, device=device, deadline=deadline, only=only, inputs=inputs, tell=tell)
     lines = gpu_queue.read_lines(out / gpu_queue.REPORT)
     for row in rows:
         columns = row["row"] | row["result"]
