@@ -210,7 +210,18 @@ def test_other_families_stand_beside(config, folder, tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
     byte_tokenizer().save_pretrained(tmp_path / "other")
     models = [str(folder / "twin"), str(tmp_path / "other")]
-    result = evaluate(models, ["closing", "copying"], task_files=TASKS, text=[str(folder / "texts")], limit=3)
+    told = []
+    result = evaluate(
+        models,
+        ["closing", "copying"],
+        task_files=TASKS,
+        text=[str(folder / "texts")],
+        limit=3,
+        on_progress=lambda *progress: told.append(progress),
+    )
+    batches = [done for name, done, total in told if name == "twin: tasks" and total is None]
+    assert batches == [*range(1, len(batches) + 1)] != []
+    assert [name for name, done, total in told if done == total] == ["twin: texts", "other: texts"]
     for row in result.rows:
         assert set(row.figures) == {"twin", "other"}
         assert all(math.isfinite(figure.value) for figure in row.figures.values())

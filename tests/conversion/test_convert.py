@@ -634,6 +634,7 @@ def test_the_command(written, tmp_path, run, dtype):
         card = (tmp_path / f"card-{source.name}" / "README.md").read_text()
         assert f"| loss | {loss:.4f} |" in card
         assert ("on all data" in card) == (source is out)
+        assert f"cache bytes per token {sizes[0]:,} → {sizes[1]:,};" in card
         assert "True" not in card.partition("## How it was made")[2].partition("##")[0]
     assert "has seen 384 tokens more than the original" in " ".join(printed.split())
     assert "--family" not in printed

@@ -100,6 +100,16 @@ def test_a_copied_run_is_seen(packed):
     assert problem == f"{lines[1]['run']}: its curve is that of {lines[0]['run']}."
 
 
+def test_bits_per_byte_follow_from_the_loss(packed):
+    lines = deepcopy(packed)
+    for number, line in enumerate(lines):
+        for point in line["record"]["held_out"]:
+            loss = point["metrics"]["loss"]
+            point["metrics"]["bits_per_byte"] = loss / 3 - 0.01 * (number == 5 and point["step"] == 4)
+    (problem,) = find_problems(parse_lines(lines))
+    assert problem == f"{lines[5]['run']}: its bits per byte at step 4 do not follow from its loss."
+
+
 def test_an_entry_has_three_seeds_of_each_arm_and_the_same(packed):
     by_arm = {
         arm: [line for line in packed if line["record"]["experiment"]["arm"] == arm]
@@ -133,6 +143,7 @@ def test_the_commands(packed, run, tmp_path):
     assert code == 2
     assert "already exists" in err
     assert len(read_runs(file)) == 5
+    assert "There is no file" in run("records", "check", tmp_path / "new.jsonl")[2]
 
 
 def test_the_page_of_the_site(packed, tmp_path):

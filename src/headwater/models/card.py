@@ -79,7 +79,7 @@ def _list_facts(model: PreTrainedModel, mechanisms: dict[str, Any]) -> Iterator[
     yield f"{model.num_parameters():,} parameters, {dtype}"
     if not isinstance(config, HeadwaterConfig):
         return
-    heads = f"{config.num_attention_heads} query heads and {config.num_key_value_heads} key/value heads"
+    heads = f"{config.num_attention_heads} query and {config.num_key_value_heads} key/value heads"
     yield f"{config.num_hidden_layers} layers of width {config.hidden_size}, {heads}"
     for mechanism, options in mechanisms.items():
         yield _describe_mechanism(mechanism, options)

@@ -60,10 +60,14 @@ def find_repository(name: str, private: bool = False) -> ModelInfo | None:
     """
     try:
         validate_repo_id(name)
-    except HFValidationError as error:
-        raise HeadwaterError(f"{name!r} is not a repository's name: {first_line(error)}") from error
-    if name.count("/") != 1:
-        raise HeadwaterError(f"{name!r} is not a repository's name; write USER/NAME.")
+        valid = name.count("/") == 1
+    except HFValidationError:
+        valid = False
+    if not valid:
+        raise HeadwaterError(
+            f"{name!r} is not a repository's name; write USER/NAME, in letters, digits, '-', '_' and '.', which do not "
+            "follow each other."
+        )
     if constants.HF_HUB_OFFLINE:
         raise HeadwaterError("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it.")
     if get_token() is None:

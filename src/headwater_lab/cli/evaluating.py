@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.util import extras
-from headwater_lab.cli.arguments import check_writable, device_of, say, stderr, stdout
+from headwater_lab.cli.arguments import check_writable, device_of, say, stdout
 from headwater_lab.cli.options import USE, DeviceName, NaturalInt, PositiveInt, TrustRemoteCode, command, need
 from headwater_lab.cli.progress import ProgressReport
 
@@ -76,8 +76,7 @@ def evaluate_models(
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             seed=seed,
-            progress=stderr.is_terminal,
-            on_windows=lambda label, done, total: progress.show(label, done, total, unit="window"),
+            on_progress=lambda name, done, total: progress.show(name, done, total, unit="window" if total else "batch"),
         )
     for table in evaluation.build_tables(result):
         stdout.print(table)

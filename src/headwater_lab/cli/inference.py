@@ -200,8 +200,9 @@ def export_model(
     overwrite: With --push: replace files in the repository that have other content; its history keeps them.
     materialise: For engines with a paged cache: exact, but without the cache saving, and not for mechanisms that look
         back.
-    family: Export as one of transformers' models, if it fits: gpt2, llama, mistral, qwen2, qwen3, gpt_neox, vit, deit,
-        or package.module:NAME; source is the family it was retrofitted from.
+    family: Export as one of transformers' models, if it fits: deit, gemma, gemma2, gemma3_text, gpt2, gpt_neox,
+        llama, mistral, nanochat, qwen2, qwen3, vit, or package.module:NAME; source is the family it was retrofitted
+        from.
     """
     from headwater_lab.api.exporting import export_checkpoint, push_to_hub
 

@@ -145,7 +145,7 @@ class LoadedTask:
                 for prompt in write_prompts(self.items, index, self.shots, self.task.delimiter, options.seed)
             ]
             cut += sum(len(context) + len(answer) > lm.max_length + 1 for _, context, answer in requests)
-            likelihoods = lm._loglikelihood_tokens(requests, disable_tqdm=not options.progress)
+            likelihoods = lm._loglikelihood_tokens(requests, disable_tqdm=True)
             results += [(*pair, len(answer)) for pair, (_, _, answer) in zip(likelihoods, requests, strict=True)]
         scores: dict[str, list[tuple[float, float]]] = {}  # by category: most tasks have one
         choices = iter(results)
@@ -207,7 +207,7 @@ class CoreSuite:
         lm = wrap_model(candidate, model, options, softmax_dtype=torch.promote_types(model.dtype, torch.float32))
         averaged: dict[str, list[Items]] = {}
         for name, loaded in self.loaded.items():
-            with explain_failure(loaded.label, candidate, lm), silence_output(options.progress):
+            with explain_failure(loaded.label, candidate, lm), silence_output():
                 right, bits, cut = loaded.score_items(lm, options)
             facts = loaded.facts | ({"cut_prompts": {candidate.name: cut}} if cut else {})
             figures = {

@@ -1,15 +1,18 @@
 """Several models on the same tasks and texts: figures, paired differences, tables, JSON."""
 
-import functools
 import importlib.metadata
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic_core import to_json as to_json_bytes
+from torch import nn
 from transformers import PreTrainedModel
 
 import headwater
@@ -95,8 +98,7 @@ def evaluate(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     seed: int = SEED,
-    progress: bool = False,
-    on_windows: Callable[[str, int, int], None] = lambda text, done, total: None,
+    on_progress: Callable[[str, int, int | None], None] = lambda name, done, total: None,
 ) -> EvaluationResult:
     """Measure models, one at a time, on tasks of lm-evaluation-harness and on texts; the first is the baseline.
 
@@ -108,7 +110,8 @@ def evaluate(
     text: files, folders, globs of text, JSONL, CSV or parquet, or datasets of the hub. text_column: the column of
     tables. context: tokens that a model sees at a time; default for texts the most that all take, up to 2048, and for
     tasks each model's own. stride: tokens that each window adds, default context // 2.
-    on_windows: called with (text, windows done, of how many) after each batch of a text.
+    on_progress: called after each batch with (name, done, of how many): windows of a text, or batches of tasks, whose
+    number is not known.
     Raises `HeadwaterError` for anything that is missing or inconsistent, before any model runs.
     """
     if not models:
@@ -124,8 +127,8 @@ def evaluate(
     measures = choose_measures(candidates) if text else []
     window, stride = _choose_window(candidates, context, stride)
     contents = [texts.read_text(source, limit, text_column) for source in text]
-    on_texts = _TextScorer(contents, measures, window, stride, batch_size, on_windows)
-    options = RunOptions(batch_size, limit, context, seed, progress)
+    on_texts = _TextScorer(contents, measures, window, stride, batch_size, on_progress)
+    options = RunOptions(batch_size, limit, context, seed)
     suites = load_suites(tasks, task_files, shots) if has_tasks else []
 
     settings = {
@@ -147,12 +150,24 @@ def evaluate(
         model = candidate.load_model(device, dtype)
         facts = result.models[candidate.name] = _model_facts(candidate, model)
         with forbid_autotuning():  # all models use the same linear kernel, not the one timed to be fastest here
-            for suite in suites:
-                result.add_scores(candidate.name, suite.run_tasks(candidate, model, options))
+            with _count_batches(model, partial(on_progress, f"{candidate.name}: tasks")):
+                for suite in suites:
+                    result.add_scores(candidate.name, suite.run_tasks(candidate, model, options))
             result.add_scores(candidate.name, on_texts.score_model(candidate, model, facts))
         del model
     result.compare_models()
     return result
+
+
+@contextmanager
+def _count_batches(model: nn.Module, on_batch: Callable[[int, None], None]) -> Iterator[None]:
+    """Call on_batch with the number of batches that the model has computed, after each."""
+    done = itertools.count(1)
+    hook = model.register_forward_hook(lambda *_: on_batch(next(done), None))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _read_versions(of_tasks: bool) -> dict[str, str]:
@@ -184,7 +199,7 @@ class _TextScorer:
     window: int
     stride: int
     batch_size: int
-    on_windows: Callable[[str, int, int], None]
+    on_progress: Callable[[str, int, int | None], None]
 
     def score_model(self, candidate: Candidate, model: PreTrainedModel, facts: dict[str, Any]) -> Iterator[Score]:
         """Yield a model's scores by text and measure. Adds its token counts for each text to its facts."""
@@ -197,7 +212,7 @@ class _TextScorer:
                 context=self.window,
                 stride=self.stride,
                 batch_size=self.batch_size,
-                on_batch=functools.partial(self.on_windows, f"{candidate.name}: {content.name}"),
+                on_batch=partial(self.on_progress, f"{candidate.name}: {content.name}"),
             )
             tokens = np.array([len(row) for row in ids], dtype=float)
             unknown = candidate.tokenizer.unk_token_id

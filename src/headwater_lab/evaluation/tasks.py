@@ -5,7 +5,6 @@ import io
 import logging
 import os
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +86,6 @@ class RunOptions:
     limit: int | None
     context: int | None
     seed: int
-    progress: bool
 
 
 def parse_tasks(name: str, shots: int | None = None) -> list[TaskRequest]:
@@ -160,7 +158,7 @@ class Tasks:
             torch.manual_seed(options.seed)
             for task in loaded["tasks"].values():
                 task.set_fewshot_seed(seed=options.seed)
-            with explain_failure(request.name, candidate, lm), silence_output(options.progress):
+            with explain_failure(request.name, candidate, lm), silence_output():
                 results = evaluate(lm, loaded, limit=options.limit, bootstrap_iters=DRAWS, log_samples=True)
             is_group = request.name in results.get("groups", {})
             for name in [request.name] if is_group else list(loaded["tasks"]):
@@ -303,10 +301,7 @@ def prepare_lm_eval() -> None:
 
 
 @contextlib.contextmanager
-def silence_output(progress: bool = False) -> Iterator[None]:
-    """Silence lm-eval's output; `progress` shows its bars if stderr is a terminal."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        if not (progress and sys.stderr.isatty()):
-            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+def silence_output() -> Iterator[None]:
+    """Silence what lm-eval prints: it would break the command's own progress."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

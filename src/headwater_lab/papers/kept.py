@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from headwater.models.load import reading
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import replace_text
+from headwater.util.files import explain_absence, replace_text
 from headwater_lab.comparison.running import list_jobs
 from headwater_lab.comparison.trials import Trial, make_trial, make_tuning_trial, set_rate
 from headwater_lab.papers.arms import RESTORED, finished_runs
@@ -61,6 +61,8 @@ def read_runs(file: Path) -> list[KeptRun]:
 
     Raises `HeadwaterError` for a damaged file, or two lines of one run, and names the lines.
     """
+    if not file.is_file():
+        raise HeadwaterError(f"{explain_absence(file, 'file')}; name a file of finished runs.")
     with reading(repr(str(file))):
         text = file.read_text(encoding="utf-8").rstrip("\n")
     runs: list[KeptRun] = []

@@ -59,7 +59,15 @@ def find_problems(runs: Sequence[KeptRun]) -> list[str]:
     """List what is wrong with the runs of a file, in sentences: of each run, then of runs together."""
     problems = [f"{line.run}: {problem}" for line in runs for problem in _check_record(line.record, line.by)]
     curves: dict[str, str] = {}
+    ratios: dict[str, float] = {}
     for line in runs:
+        # On the same text, bits per byte are the loss times a constant.
+        for point in line.record.held_out:
+            bits, loss = (point.metrics.get(name) or math.nan for name in ("bits_per_byte", "loss"))
+            if not math.isfinite(ratio := bits / loss):
+                continue
+            if not math.isclose(ratio, ratios.setdefault(repr(line.record.recipe.get("data")), ratio), rel_tol=1e-6):
+                problems.append(f"{line.run}: its bits per byte at step {point.step} do not follow from its loss.")
         # Two seeds never give the same losses, so one was copied from the other.
         points = repr([(point.step, point.loss) for point in line.record.curve])
         if line.record.curve and (earlier := curves.setdefault(points, line.run)) != line.run:

@@ -32,7 +32,7 @@ def describe_history(trained: Trained) -> dict[str, Any]:
     sections = [("How it was made", "\n".join(f"- {line}" for line in _list_changes(trained.history)))]
     if record is not None:
         sections += [
-            ("Training", _describe_training(record)),
+            ("Training", _describe_training(record, trained)),
             ("Held-out results", _describe_results(record, trained)),
             ("Recipe", _write_recipe(record)),
         ]
@@ -62,6 +62,8 @@ def _list_changes(history: list[Event]) -> Iterator[str]:
     """Yield a line for each event of a model's history."""
     for event in history:
         details = {name: _hide_paths(value) for name, value in event.details.items() if name != "on_hub"}
+        if mechanisms := details.get("mechanisms"):  # the card lists their options
+            details["mechanisms"] = [f"`{name}`" for name in mechanisms]
         if event.kind == "trained":
             yield _describe_data(event, details)
         else:
@@ -84,7 +86,7 @@ def _describe_data(event: Event, details: dict[str, Any]) -> str:
     return f"Trained on {names}: {event.tokens:,} {unit}{steps}, {event.flops:.3g} FLOPs."
 
 
-def _describe_training(record: RunRecord) -> str:
+def _describe_training(record: RunRecord, trained: Trained) -> str:
     """Write the optimization, the data and the hardware of a run."""
     training, environment = record.recipe.get("training", {}), record.environment
     rows = training.get("batch_size", 0) * training.get("gradient_accumulation_steps", 1)
@@ -102,15 +104,21 @@ def _describe_training(record: RunRecord) -> str:
     ]
     device = environment.device_name or environment.device
     count = f"{environment.world_size} × " if environment.world_size > 1 else ""
+    since = " after its source's own training, which is not recorded" if _is_retrofitted(trained) else ""
     lines = [
         f"Recipe: {', '.join(optimizer)}, seed {record.seed}.",
         f"Data: {', '.join(data)}." if data else "",
-        f"In all: {record.total_tokens:,} {record.unit}, {record.total_flops:.3g} FLOPs.",
+        f"In all{since}: {record.total_tokens:,} {record.unit}, {record.total_flops:.3g} FLOPs.",
         f"Hardware: {count}{device}, {record.seconds:,.3g} s in training steps.",
         f"Software: headwater {environment.headwater}, PyTorch {environment.torch}, transformers "
         f"{environment.transformers}.",
     ]
     return "\n".join(f"- {line}" for line in lines if line)
+
+
+def _is_retrofitted(trained: Trained) -> bool:
+    """Whether the model was trained elsewhere first, on data that nothing here tells."""
+    return trained.history[0].kind == "retrofitted"
 
 
 def _read_conversion(checkpoint: Path) -> dict[str, float]:
@@ -140,6 +148,8 @@ def _describe_results(record: RunRecord, trained: Trained) -> str:
         counts = ", ".join(f"{name}: {count:,}" for name, count in sizes.items() if count)
         line = f"Measured{at} on data that was held out of training{counts and f' ({counts})'}."
     table = "\n".join(f"| {name.replace('_', ' ')} | {value:.4f} |" for name, value in metrics.items())
+    if _is_retrofitted(trained):
+        line += " The source may have been trained on it."
     explanation = " ".join([line, *_explain_metrics(metrics, record.recipe.get("data", {}).get("context"))])
     return f"| metric | value |\n| --- | --- |\n{table}\n\n{explanation}"
 
@@ -182,8 +192,10 @@ def _hide_paths(value: Any) -> Any:
 
 
 def _write(value: Any) -> str:
+    if isinstance(value, dict) and value.keys() == {"from", "to"}:
+        return f"{_write(value['from'])} → {_write(value['to'])}"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_write(entry)}" for name, entry in value.items())
+        return ", ".join(f"{name.replace('_', ' ')} {_write(entry)}" for name, entry in value.items())
     if isinstance(value, list):
         return ", ".join(map(_write, value))
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
