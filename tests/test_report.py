@@ -392,7 +392,11 @@ class TestImages:
         comparisons = read_comparisons(saved(tmp_path, sizes))
         part = scaling_part(comparisons, "scaling")
         (axes,) = part.picture.figure.axes
-        (table,) = part.tables
+        table, predictions = part.tables
+        assert [predictions.columns[1:], predictions.rows[0][1]] == [
+            ["largest size", "largest size, E fitted"],
+            "2.105",
+        ]
         assert (table.columns[-1], len(table.rows[0])) == ("error", 5)
         assert "Error: root mean square" in table.caption
         # A law passes through as many points as it has constants, which is no merit.

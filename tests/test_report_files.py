@@ -228,7 +228,8 @@ def test_other_letters_are_said_to_need_another_latex():
 
 
 def test_figures_are_of_every_format(folder):
-    names = [f"tiny_1-{size}-{kind}" for size in "SML" for kind in ("curves", "differences")] + ["tiny_1-scaling"]
+    names = [f"tiny_1-{size}-{kind}" for size in "SML" for kind in ("curves", "differences")]
+    names += ["tiny_1-scaling", "tiny_1-speedup"]
     figures = folder / "figures"
     assert {path.name for path in figures.iterdir()} == {
         f"{n}.{suffix}" for n in names for suffix in ("pdf", "svg", "png")

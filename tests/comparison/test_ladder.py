@@ -1,7 +1,9 @@
 """Ladders: sizes and budgets by rule, with one multiplier of the law's rate for each arm."""
 
+import csv
 import math
 
+import numpy as np
 import pytest
 from saved import SHIFT, Here, changed_times, record
 
@@ -14,7 +16,8 @@ from headwater_lab.comparison.trials import list_trials, list_tuning_trials
 from headwater_lab.comparison.tuning import find_score, find_tuned_rate
 from headwater_lab.optimization.laws import LAWS, Hyperparameters
 from headwater_lab.recipe.recipe import parse
-from headwater_lab.training.records import read_record
+from headwater_lab.reports.page import write_report
+from headwater_lab.training.records import list_records, read_record
 
 LADDER = {"law": "olmo", "depths": [2, 1], "width_per_layer": 8, "head_dim": 4, "tokens_per_parameter": [4, 2]}
 
@@ -141,6 +144,42 @@ def test_a_ladder_is_tuned_once_branched_and_resumed(tmp_path, monkeypatch):
     assert {path: after[path] for path in before} == before
     assert len(after) == len(before) + 4
     assert read_record(tmp_path / "ladder" / "d1-8" / "base-0").trunk.folder == "../../d1-4/base-0"
+
+
+def test_the_report_of_a_ladder_has_laws_projections_and_speedups(tmp_path, monkeypatch):
+    monkeypatch.setattr("headwater_lab.comparison.running.run_trials", Here())
+    three = {"depths": [1, 2, 3], "tokens_per_parameter": [2, 4], "projections": [1e12]}
+    run_comparison(ladder(three, seeds=[0, 1]), tmp_path)
+    before = [read_record(path.parent).curve for path in list_records(tmp_path)]
+    run_comparison(ladder(three | {"projections": [1e13, 1e14]}, seeds=[0, 1]), tmp_path)  # only the report changes
+    assert [read_record(path.parent).curve for path in list_records(tmp_path)] == before
+    for _ in range(2):  # it replaces its files
+        write_report(tmp_path, ["csv", "png"])
+    page, tables = (tmp_path / "report.html").read_text(), tmp_path / "tables"
+    assert "no law, which needs 3 sizes or budgets; there are 2" in page
+    for name in ("ladder-scaling-2-tokens-per-parameter", "ladder-scaling-4-tokens-per-parameter", "ladder-speedup"):
+        assert (tmp_path / "figures" / f"{name}.png").exists()
+    with (tables / "ladder-scaling-4-tokens-per-parameter-predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {float(row["flops"]) for row in rows if not row["measured"]} == {1e13, 1e14}
+    records = [read_record(path.parent) for path in list_records(tmp_path)]
+    with (tables / "ladder-speedup-pinned.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    rows = [row for row in lines if row["measure"] == "effective"]
+    assert rows
+    assert {row["missing"] for row in lines if not row["measure"]} <= {"loss below 1.6"}
+    assert len({row["size"] for row in lines}) == 6
+
+    def average(arm, size):
+        runs = [run for run in records if (run.experiment.arm, run.experiment.size) == (arm, size)]
+        numbers = [(run.held_out[-1].metrics["loss"], run.flops, run.tokens / run.seconds) for run in runs]
+        return np.mean(numbers, 0)
+
+    for row in rows:
+        base, base_flops, base_speed = average("base", row["size"])
+        loss, flops, speed = average("shift", row["size"])
+        needed = base_flops * ((base - 1.6) / (loss - 1.6)) ** (1 / 0.0941)
+        assert float(row["speedup"]) == pytest.approx((needed / base_speed) / (flops / speed))
 
 
 def test_no_law_in_parameters_is_fitted_to_several_budgets():

@@ -1,17 +1,17 @@
-"""Loss against size: scaling laws fitted to saved trials, and the size of the baseline that equals an arm.
+"""Loss against size: scaling laws fitted to saved trials, what they predict, and the baseline that equals an arm.
 
     L(N) = E + A / N^a        (Hoffmann et al., arXiv 2203.15556, eq. 2, one of its two terms)
 
-N: parameters without embeddings, or training tokens, whichever differ between the sizes.
+N: parameters without embeddings, or training tokens, whichever differ between the sizes; training FLOPs where both do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy import optimize, special
@@ -20,10 +20,15 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.statistics import INCONCLUSIVE, arm_of, is_too_wide
 from headwater_lab.training.records import RunRecord, same_tokens
 
-Axis = Literal["parameters", "tokens"]
+Axis = Literal["parameters", "tokens", "flops"]
 CONFIDENCE = 0.95
 # At least as many sizes as the law has constants: E, log A and a.
 LEAST_SIZES = 3
+# marin's E, in nats per token, which its laws over FLOPs share, so that only A and a are fitted.
+PINNED_E = 1.6
+# Budgets whose tokens per parameter differ by less are the same, since steps are whole numbers. Others differ in two
+# digits.
+SAME_BUDGET = 1.1
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,20 @@ class Law:
     a: float
     exponent: float
     error: float | None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The loss of an arm at N, by its law; pinned: by the law whose E is `PINNED_E`.
+
+    measured: the mean loss there, which is not in the fit, or None. Its own spread is then in the interval.
+    """
+
+    arm: str
+    n: float
+    pinned: bool
+    loss: Estimate
+    measured: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,10 +97,15 @@ class Scaling:
     unit: str = "tokens"
     """What the models were trained on, tokens or images."""
     sizes: Sequence[str] = ()
+    pinned_laws: Sequence[Law] = ()
+    """Laws over FLOPs with E = `PINNED_E`; none if any loss is not above it."""
+    predictions: Sequence[Prediction] = ()
+    """Of each law the largest size, which is left out of the fit if enough others remain, then the `projections`."""
 
     def sentences(self) -> list[str]:
         """Describe the size of the baseline that equals each arm: "equals a baseline with x % more parameters"."""
-        unit = "parameters (embeddings aside)" if self.axis == "parameters" else f"training {self.unit}"
+        units = {"parameters": "parameters (embeddings aside)", "flops": "training FLOPs"}
+        unit = units.get(self.axis, f"training {self.unit}")
         return [f"{equal.arm}, {equal.size}: {self._describe(equal, unit)}." for equal in self.equals]
 
     def _describe(self, equal: Equal, unit: str) -> str:
@@ -98,13 +122,57 @@ class Scaling:
         return f"equals a {self.baseline} with {percent} {unit}{interval}{extrapolated}"
 
 
-def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
+class LawSizes(NamedTuple):
+    """Sizes to which one law can be fitted. label: what they share, if it is not all sizes."""
+
+    label: str
+    sizes: list[str]
+
+
+def group_sizes(records: Sequence[RunRecord]) -> list[LawSizes]:
+    """Group the sizes of a ladder by tokens per parameter of the baseline, then by its parameters.
+
+    All sizes are one group if they do not differ in both. A group may have too few sizes for a law.
+    """
+    runs = _choose_baseline_runs([run for run in records if run.status == "finished" and size_of(run)])
+    points = {size_of(run): (count_n(run, "parameters"), count_n(run, "tokens")) for run in runs}
+    points = dict(sorted(points.items(), key=lambda item: item[1]))
+    if any(len(set(column)) < 2 for column in zip(*points.values(), strict=True)):
+        return [LawSizes("", list(points))]
+    ratios = {size: tokens / max(n, 1.0) for size, (n, tokens) in points.items()}
+    by_ratio = [sorted(sizes, key=[*points].index) for sizes in _split_by_ratio(ratios)]
+    groups = [LawSizes(f"{float(f'{ratios[sizes[-1]]:.2g}'):g} tokens per parameter", sizes) for sizes in by_ratio]
+    for n in sorted({n for n, _ in points.values()}):
+        groups.append(LawSizes(f"{int(n):,} parameters", [size for size in points if points[size][0] == n]))
+    return groups
+
+
+def _choose_baseline_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Choose the runs of the baseline, at all sizes."""
+    baseline = runs[0].experiment.baseline if runs and runs[0].experiment else ""
+    return [run for run in runs if arm_of(run) == baseline]
+
+
+def _split_by_ratio(ratios: Mapping[str, float]) -> list[list[str]]:
+    """Split sizes where the next larger tokens per parameter are another budget."""
+    clusters: list[list[str]] = []
+    for size in sorted(ratios, key=lambda size: ratios[size]):
+        if clusters and ratios[size] <= SAME_BUDGET * ratios[clusters[-1][-1]]:
+            clusters[-1].append(size)
+        else:
+            clusters.append([size])
+    return clusters
+
+
+def fit_scaling(records: Sequence[RunRecord], projections: Sequence[float] = ()) -> Scaling | None:
     """Fit every arm's losses against its size, from finished trials.
 
     The law is fitted to the mean over seeds at each size (least squares; each size counts alike). Intervals of equal
     sizes: each seed is left out in turn, at all sizes and in all arms, and everything is fitted again (the jackknife of
     the logarithm), with Student's t for that number of seeds. They cover the seeds, not the law's form: with as many
     sizes as constants it passes through all points.
+
+    projections: FLOPs at which laws over FLOPs predict the losses.
 
     Sizes are the baseline's; arms that lack one are left out, and so are seeds that are missing for any arm or
     size. None if there are fewer sizes than constants, or no seed is left.
@@ -113,23 +181,25 @@ def fit_scaling(records: Sequence[RunRecord]) -> Scaling | None:
 
     Raises `HeadwaterError` where too few sizes differ in parameters or tokens, or runs have no loss.
     """
-    runs = [run for run in records if run.status == "finished" and run.held_out and _size_of(run)]
-    baseline = runs[0].experiment.baseline if runs and runs[0].experiment else ""
-    of_baseline = [run for run in runs if arm_of(run) == baseline]
-    sizes = list(dict.fromkeys(map(_size_of, of_baseline)))
+    runs = [run for run in records if run.status == "finished" and run.held_out and size_of(run)]
+    of_baseline = _choose_baseline_runs(runs)
+    sizes = list(dict.fromkeys(map(size_of, of_baseline)))
     if len(sizes) < LEAST_SIZES:
         return None
-    axis, metric = _find_axis(of_baseline), _choose_metric(runs)
+    axis, metric = find_axis(of_baseline), choose_metric(runs)
     arms, n, losses = _stack_losses(runs, sizes, axis, metric)
+    baseline = arm_of(of_baseline[0])
     if baseline not in arms or not losses.size:
         return None
     base = arms.index(baseline)
     _check_sizes(n.mean(2)[base], axis)
-    fits = _fit_samples(base, n, n if axis == "parameters" else np.broadcast_to(n[base], n.shape), losses)
-    laws = fits[0].describe_laws(arms)
+    fits = _fit_samples(base, n, np.broadcast_to(n[base], n.shape) if axis == "tokens" else n, losses)
+    laws = describe_laws(arms, fits[0].n, fits[0].losses)
     sizes_and_losses = zip(fits[0].n.tolist(), fits[0].losses.tolist(), strict=True)
     points = {arm: list(zip(*row, strict=True)) for arm, row in zip(arms, sizes_and_losses, strict=True)}
-    return Scaling(axis, metric, baseline, points, laws, _estimate_equals(arms, sizes, base, fits), runs[0].unit, sizes)
+    equals = _estimate_equals(arms, sizes, base, fits)
+    scaling = Scaling(axis, metric, baseline, points, laws, equals, runs[0].unit, sizes)
+    return _add_predictions(scaling, arms, fits, projections)
 
 
 def _check_sizes(n: np.ndarray, axis: Axis) -> None:
@@ -151,8 +221,7 @@ def _stack_losses(
     """Stack N and finite losses, [arms, sizes, seeds] each: arms with all sizes, and the seeds that all have."""
     finite = [run for run in runs if math.isfinite(run.held_out[-1].metrics[metric])]
     points = {
-        (arm_of(run), _size_of(run), run.seed): (_count_n(run, axis), run.held_out[-1].metrics[metric])
-        for run in finite
+        (arm_of(run), size_of(run), run.seed): (count_n(run, axis), run.held_out[-1].metrics[metric]) for run in finite
     }
     pairs = {(arm, size): None for arm, size, _ in points}
     arms = [arm for arm in dict.fromkeys(map(arm_of, finite)) if all((arm, size) in pairs for size in sizes)]
@@ -184,14 +253,64 @@ class _FittedLaws:
         self.laws = [fit_law(*row) for row in zip(n, losses, strict=True)]
         self.ratios = np.array([[invert_law(self.laws[base], loss) for loss in row] for row in losses]) / over
 
-    def describe_laws(self, arms: Sequence[str]) -> list[Law]:
-        """Describe the law of each arm."""
-        laws = []
-        for arm, law, n, losses in zip(arms, self.laws, self.n, self.losses, strict=True):
-            residuals = evaluate_law(law, n) - losses
-            error = float(np.sqrt(np.mean(residuals**2))) if len(n) > LEAST_SIZES else None
-            laws.append(Law(arm, float(law[0]), math.exp(law[1]), float(law[2]), error))
-        return laws
+
+def describe_laws(arms: Sequence[str], n: np.ndarray, losses: np.ndarray, pinned_e: float | None = None) -> list[Law]:
+    """Fit and describe the law of each arm. n, losses: [arms, sizes]. pinned_e: E, if it is not fitted."""
+    laws = []
+    for arm, arm_n, arm_losses in zip(arms, n, losses, strict=True):
+        law = fit_law(arm_n, arm_losses, pinned_e)
+        residuals = evaluate_law(law, arm_n) - arm_losses
+        error = float(np.sqrt(np.mean(residuals**2))) if len(arm_n) > _count_constants(pinned_e) else None
+        laws.append(Law(arm, float(law[0]), math.exp(law[1]), float(law[2]), error))
+    return laws
+
+
+def _count_constants(pinned_e: float | None) -> int:
+    return LEAST_SIZES - (pinned_e is not None)
+
+
+def _add_predictions(
+    scaling: Scaling, arms: Sequence[str], fits: Sequence[_FittedLaws], projections: Sequence[float]
+) -> Scaling:
+    """Add what the laws predict, and over FLOPs the laws with a pinned E."""
+    of_flops = scaling.axis == "flops"
+    projections = projections if of_flops else ()
+    predictions = _predict_losses(arms, fits, projections, pinned=False)
+    if not (of_flops and is_in_nats(scaling.metric, scaling.unit)) or fits[0].losses.min() <= PINNED_E:
+        return replace(scaling, predictions=predictions)
+    predictions += _predict_losses(arms, fits, projections, pinned=True)
+    pinned_laws = describe_laws(arms, fits[0].n, fits[0].losses, PINNED_E)
+    return replace(scaling, pinned_laws=pinned_laws, predictions=predictions)
+
+
+def is_in_nats(metric: str, unit: str) -> bool:
+    """Whether a metric is in nats per token."""
+    return metric.startswith("loss") and unit == "tokens"
+
+
+def _predict_losses(
+    arms: Sequence[str], fits: Sequence[_FittedLaws], projections: Sequence[float], *, pinned: bool
+) -> list[Prediction]:
+    """Predict each arm's loss at its largest size from the others, if they are enough, and at each projection."""
+    pinned_e = PINNED_E if pinned else None
+    predictions = []
+    for row, arm in enumerate(arms):
+        n, measured = fits[0].n[row], fits[0].losses[row]
+        if len(n) > _count_constants(pinned_e):
+            *smaller, largest = np.argsort(n)
+            laws = [fit_law(fit.n[row, smaller], fit.losses[row, smaller], pinned_e) for fit in fits]
+            values = [evaluate_law(law, fit.n[row, largest]) for law, fit in zip(laws, fits, strict=True)]
+            # The interval of the ratio to the measured loss, which has its own spread, placed around the prediction.
+            ratio = estimate_ratio(np.array(values) / [fit.losses[row, largest] for fit in fits])
+            scale = float(measured[largest])
+            interval = ratio.interval and (ratio.interval[0] * scale, ratio.interval[1] * scale)
+            loss = Estimate(ratio.value * scale, interval, ratio.error, ratio.freedom)
+            predictions.append(Prediction(arm, float(n[largest]), pinned, loss, scale))
+        for flops in projections:
+            laws = [fit_law(fit.n[row], fit.losses[row], pinned_e) for fit in fits]
+            loss = estimate_ratio(np.array([evaluate_law(law, flops) for law in laws]))
+            predictions.append(Prediction(arm, flops, pinned, loss))
+    return predictions
 
 
 def _estimate_equals(arms: Sequence[str], sizes: Sequence[str], base: int, fits: Sequence[_FittedLaws]) -> list[Equal]:
@@ -200,7 +319,7 @@ def _estimate_equals(arms: Sequence[str], sizes: Sequence[str], base: int, fits:
     for row, column in product(range(len(arms)), range(len(sizes))):
         if row == base:
             continue
-        ratio = _jackknife(np.array([fit.ratios[row, column] for fit in fits]))
+        ratio = estimate_ratio(np.array([fit.ratios[row, column] for fit in fits]))
         interval = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
         needed, trained = ratio.value * fits[0].over[row, column], fits[0].n[base]
         more = Estimate(ratio.value - 1, interval, ratio.error, ratio.freedom)
@@ -208,8 +327,11 @@ def _estimate_equals(arms: Sequence[str], sizes: Sequence[str], base: int, fits:
     return equals
 
 
-def _jackknife(values: np.ndarray) -> Estimate:
-    """Estimate a positive number, by its logarithm. values: from all seeds, then with each seed left out."""
+def estimate_ratio(values: np.ndarray) -> Estimate:
+    """Estimate a positive number by the jackknife of its logarithm.
+
+    values: from all seeds, then with each seed left out.
+    """
     with np.errstate(divide="ignore", over="ignore"):
         center, *again = np.log(values)
         result = float(np.exp(center))
@@ -222,23 +344,24 @@ def _jackknife(values: np.ndarray) -> Estimate:
     return Estimate(result, (float(low), float(high)), error, count - 1)
 
 
-def fit_law(n: np.ndarray, loss: np.ndarray) -> np.ndarray:
-    """Fit E, log A and a by least squares.
+def fit_law(n: np.ndarray, loss: np.ndarray, pinned_e: float | None = None) -> np.ndarray:
+    """Fit E, log A and a by least squares. pinned_e: E, if it is not fitted.
 
     n, loss: [sizes]. For a given exponent the law is linear in E and A, so only the exponent is searched. If
     losses do not fall with N, A is 0.
     """
     scale = float(np.exp(np.log(n).mean()))
+    lowest = 0.0 if pinned_e is None else pinned_e
 
     def solve(exponent: np.ndarray | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Solve for exponents [...]: sums of squares, E and A·scale^-a, [...] each."""
         x = (n / scale) ** -np.asarray(exponent)[..., None]
-        without = (x @ loss) / (x * x).sum(-1)
+        without = (x @ (loss - lowest)) / (x * x).sum(-1)
         centered = x - x.mean(-1, keepdims=True)
         slope = (centered @ loss) / np.maximum((centered * centered).sum(-1), 1e-300)
         e = loss.mean() - slope * x.mean(-1)
-        alone = e < 0  # a loss below 0 is impossible
-        e, amount = np.where(alone, 0.0, e), np.where(alone, without, slope)
+        alone = (e < 0) | (pinned_e is not None)  # a loss below 0 is impossible
+        e, amount = np.where(alone, lowest, e), np.where(alone, without, slope)
         e, amount = np.where(amount > 0, e, loss.mean()), np.maximum(amount, 0.0)
         return ((e[..., None] + amount[..., None] * x - loss) ** 2).sum(-1), e, amount
 
@@ -252,7 +375,7 @@ def fit_law(n: np.ndarray, loss: np.ndarray) -> np.ndarray:
         return np.array([float(e), float(np.log(amount)) + exponent * math.log(scale), exponent])
 
 
-def evaluate_law(law: np.ndarray, n: np.ndarray) -> np.ndarray:
+def evaluate_law(law: np.ndarray, n: np.ndarray | float) -> np.ndarray:
     """Evaluate a law's loss at N."""
     return law[0] + np.exp(law[1] - law[2] * np.log(n))
 
@@ -264,7 +387,7 @@ def invert_law(law: np.ndarray, loss: float) -> float:
     return math.exp(min(700.0, (law[1] - math.log(loss - law[0])) / law[2])) if loss > law[0] else math.inf
 
 
-def _choose_metric(records: Sequence[RunRecord]) -> str:
+def choose_metric(records: Sequence[RunRecord]) -> str:
     """Choose nats per token if all have the same tokens, otherwise their metric. Accuracy has no scaling laws."""
     record = records[0]
     loss = "".join(["loss", *record.metric.partition("/")[1:]])  # the loss of the deciding domain, if there is one
@@ -275,17 +398,21 @@ def _choose_metric(records: Sequence[RunRecord]) -> str:
     return record.metric
 
 
-def _count_n(record: RunRecord, axis: Axis) -> float:
+def count_n(record: RunRecord, axis: Axis) -> float:
+    """Count a run's N."""
+    if axis == "flops":
+        return record.total_flops
     return float(record.parameters - record.embedding_parameters if axis == "parameters" else record.tokens)
 
 
-def _find_axis(runs: Sequence[RunRecord]) -> Axis:
+def find_axis(runs: Sequence[RunRecord]) -> Axis:
     axes: tuple[Axis, Axis] = ("parameters", "tokens")
-    for axis in axes:
-        if len({_count_n(run, axis) for run in runs}) > 1:
-            return axis
-    raise HeadwaterError("The sizes differ neither in parameters nor in tokens, so no law can be fitted.")
+    differing = [axis for axis in axes if len({count_n(run, axis) for run in runs}) > 1]
+    if not differing:
+        raise HeadwaterError("The sizes differ neither in parameters nor in tokens, so no law can be fitted.")
+    return differing[0] if len(differing) == 1 else "flops"
 
 
-def _size_of(record: RunRecord) -> str:
+def size_of(record: RunRecord) -> str:
+    """The size of a run; "" for one that has none."""
     return (record.experiment.size or "") if record.experiment else ""

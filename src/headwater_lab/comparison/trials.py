@@ -122,6 +122,7 @@ def make_trial(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None 
         baseline=recipe.compare.baseline,
         threshold=recipe.compare.threshold,
         budget_arms=recipe.compare.budget_arms,
+        projections=recipe.compare.ladder.projections if recipe.compare.ladder is not None else [],
         size=size,
         seed_plan=make_plan(recipe.compare),
     )

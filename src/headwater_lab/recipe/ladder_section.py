@@ -30,10 +30,12 @@ class Ladder(Settings):
     multipliers: list[Positive] = []
     """Try each arm at these multiples of the law's rate, at the smallest size and budget, on `tuning_seeds`; the arm
     gets the best at all sizes."""
+    projections: list[Annotated[float, Field(gt=0)]] = []
+    """FLOPs for which the report predicts each arm's loss, by laws that need three `depths`."""
 
     @model_validator(mode="after")
     def _check_rungs(self) -> Self:
-        for name in ("depths", "tokens_per_parameter", "multipliers"):
+        for name in ("depths", "tokens_per_parameter", "multipliers", "projections"):
             if len({f"{value:g}" for value in getattr(self, name)}) < len(getattr(self, name)):
                 raise ValueError(f"compare.ladder.{name} has an entry twice; list each once")
         if odd := [depth for depth in self.depths if depth * self.width_per_layer % self.head_dim]:

@@ -24,7 +24,7 @@ class Comparison:
         arms', the best last, except for those without a mean.
     tuning: the trials of learning rates, of all sizes; failed: runs that need attention; unfinished: runs that are
         running or were interrupted. beyond: the number of runs that finished after their arm was
-    decided. folders: of finished runs, by (arm, seed).
+    decided. folders: of finished runs, by (arm, seed). projections: FLOPs for which laws predict the losses.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Comparison:
     unfinished: list[RunRecord] = field(default_factory=list)
     folders: dict[tuple[str, int], Path] = field(default_factory=dict)
     beyond: int = 0
+    projections: list[float] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"Comparison(name={self.name!r}, size={self.size!r}, arms={self.arms}, seeds={self.seeds})"
@@ -184,6 +185,7 @@ def _make_comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRec
         unfinished=[record for record in records if record.status != "failed" and _find_key(record) not in measured],
         folders={_find_key(record): folder for record, folder in runs if _is_finished(record)},
         beyond=len(ended) - len(decided),
+        projections=experiment.projections,
     )
 
 

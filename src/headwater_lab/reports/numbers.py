@@ -1,8 +1,10 @@
 """Comparisons as rows of numbers, for data frames and files: None where there is no number."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from headwater_lab.comparison.scaling import CONFIDENCE, Scaling
+from headwater_lab.comparison.scaling import CONFIDENCE, PINNED_E, Scaling
+from headwater_lab.comparison.speedup import Speedup
 from headwater_lab.comparison.statistics import arm_of
 from headwater_lab.reports.comparison import Comparison
 from headwater_lab.training.records import RunRecord
@@ -87,6 +89,38 @@ def list_laws(scaling: Scaling, comparison: Comparison) -> list[dict[str, Any]]:
                 | {"e": law.e, "a": law.a, "exponent": law.exponent, "error": law.error}
                 | {"more": equal and equal.more.value, "low": low, "high": high, "level": equal and CONFIDENCE}
             )
+    return rows
+
+
+def list_predictions(scaling: Scaling, comparison: Comparison) -> list[dict[str, Any]]:
+    """List what laws predict: a row for each arm and N, which is the largest size where a loss was measured.
+
+    e: "fitted" or its pinned value. loss: the prediction, from low to high with the confidence `level`.
+    """
+    rows: list[dict[str, Any]] = []
+    for prediction in scaling.predictions:
+        low, high = prediction.loss.interval or (None, None)
+        rows.append(
+            {"comparison": comparison.name, "size": "" if prediction.measured is None else "largest"}
+            | {"metric": scaling.metric, "arm": prediction.arm}
+            | {scaling.axis: prediction.n, "e": PINNED_E if prediction.pinned else "fitted"}
+            | {"loss": prediction.loss.value, "low": low, "high": high, "level": CONFIDENCE}
+            | {"measured": prediction.measured}
+        )
+    return rows
+
+
+def list_speedups(speedups: Sequence[Speedup], comparison: Comparison) -> list[dict[str, Any]]:
+    """List speedups: a row for each arm, size, kind of constants and measure, or the reason why there is none."""
+    rows: list[dict[str, Any]] = []
+    for speedup in speedups:
+        row: dict[str, Any] = {"comparison": comparison.name, "size": speedup.size, "arm": speedup.arm}
+        row |= {"constants": speedup.constants, "seeds": speedup.seeds}
+        for measure, estimate in speedup.values.items():
+            low, high = estimate.interval or (None, None)
+            rows.append(row | {"measure": measure, "speedup": estimate.value, "low": low, "high": high})
+        if speedup.missing:
+            rows.append(row | {"missing": speedup.missing})
     return rows
 
 

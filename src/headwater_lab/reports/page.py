@@ -1,6 +1,7 @@
 """The page: one file that needs no network, with everything about the comparisons under a folder."""
 
 import base64
+import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,25 @@ from jinja2 import Environment, PackageLoader
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import explain_disk_errors
 from headwater.util.layout import top_package
-from headwater_lab.comparison.scaling import fit_scaling
+from headwater_lab.comparison.scaling import LEAST_SIZES, PINNED_E, Estimate, Scaling, fit_scaling, group_sizes
+from headwater_lab.comparison.speedup import CONSTANTS, measure_speedups
 from headwater_lab.reports import words
-from headwater_lab.reports.comparison import Comparison, arm_of, group_by_experiment, read_comparisons
-from headwater_lab.reports.numbers import list_arms, list_evaluations, list_laws, list_runs
-from headwater_lab.reports.pictures import Picture, curves_picture, differences_picture, scaling_picture
+from headwater_lab.reports.comparison import Comparison, arm_of, group_by_experiment, name_unit, read_comparisons
+from headwater_lab.reports.numbers import (
+    list_arms,
+    list_evaluations,
+    list_laws,
+    list_predictions,
+    list_runs,
+    list_speedups,
+)
+from headwater_lab.reports.pictures import (
+    Picture,
+    curves_picture,
+    differences_picture,
+    scaling_picture,
+    speedup_picture,
+)
 from headwater_lab.reports.price_tables import find_prices, prices_table, where_measured
 from headwater_lab.reports.recipes import find_changes, flatten_settings
 from headwater_lab.reports.table_formats import TABLE_FORMATS, PageCell, PageTable, write_csv
@@ -172,8 +187,9 @@ def tell_story(sizes: Sequence[Comparison]) -> Story:
     if comparison.tuning:
         rates, edges = rates_table(sizes)
         sections.append(Section(f"{name}-rates", "Learning rates", paragraphs=edges, tables=[rates]))
-    if (scaling := scaling_part(sizes, f"{name}-scaling")) is not None:
-        sections.append(scaling)
+    sections += scaling_parts(sizes, f"{name}-scaling")
+    if (speedup := speedup_part(sizes, f"{name}-speedup")) is not None:
+        sections.append(speedup)
     sections.append(commands_part(sizes, f"{name}-commands"))
     sections.append(changes_part(sizes, f"{name}-changes"))
     environment = [data_table(comparison), machines_table(sizes)]
@@ -248,15 +264,31 @@ def prices_part(comparison: Comparison, name: str, title: str) -> Section | None
     return Section(name, title, tables=[table])
 
 
-def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
-    """Make the part on loss against size, if there are three or more sizes."""
-    if len(sizes) < 3:
+def scaling_parts(sizes: Sequence[Comparison], name: str) -> list[Section]:
+    """Make the parts on loss against size: one for each law, and one that says which have too few sizes."""
+    sections, short = [], []
+    for group in group_sizes([record for size in sizes for record in size.records]):
+        members = [size for size in sizes if size.size in group.sizes]
+        file = f"{name}-{_make_id(group.label)}" if group.label else name
+        if (part := scaling_part(members, file, group.label)) is not None:
+            sections.append(part)
+        elif group.label and 1 < len(members) < LEAST_SIZES:
+            short.append(
+                f"{group.label}: no law, which needs {LEAST_SIZES} sizes or budgets; there are {len(members)}."
+            )
+    return sections + ([Section(f"{name}-missing", "Scaling: too few sizes", items=short)] if short else [])
+
+
+def scaling_part(sizes: Sequence[Comparison], name: str, label: str = "") -> Section | None:
+    """Make the part on loss against size, if there are three or more sizes. label: what they share."""
+    if len(sizes) < LEAST_SIZES:
         return None
     records = [record for size in sizes for record in size.records]
+    title = f"Scaling, {label}" if label else "Scaling"
     try:
-        scaling = fit_scaling(records)
+        scaling = fit_scaling(records, sizes[0].projections)
     except HeadwaterError as error:
-        return Section(name, "Scaling", paragraphs=[str(error)])
+        return Section(name, title, paragraphs=[str(error)])
     if scaling is None:
         return None
     columns = ["", "E", "A", "a", "error"]
@@ -270,12 +302,72 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
             "the law's form."
         )
     caption = (
-        f"Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556). {quality} Intervals of the sizes below: "
-        "95 %, by the jackknife over the seeds."
+        f"Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556), of arms with all sizes. {quality} Intervals "
+        "of the sizes below: 95 %, by the jackknife over the seeds."
     )
     picture = scaling_picture(scaling, sizes[0].title, sizes[0].arms)
     table = PageTable(caption, columns[: len(rows[0])], rows, numbers=list_laws(scaling, sizes[0]))
-    return Section(name, "Scaling", picture=picture, tables=[table], items=scaling.sentences())
+    tables = [table, *_pinned_tables(scaling), *_predictions_tables(scaling, sizes[0])]
+    return Section(name, title, picture=picture, tables=tables, items=scaling.sentences())
+
+
+def _pinned_tables(scaling: Scaling) -> list[PageTable]:
+    """Make the table of laws with a pinned E, if any."""
+    if not scaling.pinned_laws:
+        return []
+    rows = [[law.arm, f"{law.a:.4g}", f"{law.exponent:.4g}", f"{law.error or 0:.2g}"] for law in scaling.pinned_laws]
+    return [PageTable(f"Laws with E = {PINNED_E}, as marin's.", ["", "A", "a", "error"], rows, name="pinned")]
+
+
+def _predictions_tables(scaling: Scaling, comparison: Comparison) -> list[PageTable]:
+    """Make the table of what the laws predict, if anything."""
+    names, rows = words.predictions_columns(scaling)
+    caption = (
+        f"Predicted {name_unit(scaling.metric, scaling.unit)}. For the largest size, laws are fitted to the others; "
+        "missed: the measured loss is outside the interval. Intervals: 95 %, by the jackknife over the seeds. They do "
+        "not cover the law's form."
+    )
+    numbers = list_predictions(scaling, comparison)
+    return [PageTable(caption, names, rows, name="predictions", numbers=numbers)] if rows else []
+
+
+def speedup_part(sizes: Sequence[Comparison], name: str) -> Section | None:
+    """Make the part on effective speedups, if there is a size with a number."""
+    comparison = sizes[0]
+    if comparison.size is None:
+        return None
+    records, times = [run for size in sizes for run in size.records], _read_times(sizes)
+    try:
+        speedups = measure_speedups(records, comparison.baseline, times)
+    except HeadwaterError:  # no loss was measured
+        return None
+    if not any(speedup.values for speedup in speedups):
+        return None
+    names = list(dict.fromkeys(size for group in group_sizes(records) for size in group.sizes))
+    tables = []
+    for constants in CONSTANTS:
+        chosen = [speedup for speedup in speedups if speedup.constants == constants]
+        rows = [[(text, _judge_speedup(number)) for text, number in row] for row in words.speedup_rows(chosen, names)]
+        caption = words.describe_speedups(constants, comparison.baseline, are_priced=len(times) == len(sizes))
+        numbers = list_speedups(chosen, comparison)
+        tables.append(PageTable(caption, ["", "", *names], rows, name=constants, numbers=numbers))
+    return Section(name, "Speedup", picture=speedup_picture(speedups, names, comparison), tables=tables)
+
+
+def _read_times(sizes: Sequence[Comparison]) -> dict[str, dict[str, float]]:
+    """Read the measured times per token over the baseline's, by size and arm."""
+    prices = {str(size.size): find_prices(size) for size in sizes}
+    return {
+        size: {arm: price.training.ratio for arm, price in measured.arms.items()}
+        for size, measured in prices.items()
+        if not isinstance(measured, str)
+    }
+
+
+def _judge_speedup(estimate: Estimate | None) -> str:
+    """Choose the class of a cell by whether the interval excludes 1."""
+    low, high = (estimate and estimate.interval) or (0.0, math.inf)
+    return "better" if low > 1 else "worse" if high < 1 else ""
 
 
 def commands_part(sizes: Sequence[Comparison], name: str) -> Section:

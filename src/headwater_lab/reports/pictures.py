@@ -1,16 +1,18 @@
 """Pictures for the page, papers and READMEs: the same records always give the same picture."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from headwater_lab.comparison.scaling import Law, Scaling, evaluate_law
+from headwater_lab.comparison.scaling import Estimate, Law, Scaling, evaluate_law
+from headwater_lab.comparison.speedup import MEASURES, Speedup
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
 from headwater_lab.reports.curves import Curve, Curves, choose_y_limits, make_arm_curves, make_run_curve
-from headwater_lab.reports.styles import GREY, choose_styles
+from headwater_lab.reports.styles import GREY, Style, choose_styles
 from headwater_lab.reports.words import write_interval, write_verdict
 from headwater_lab.training.records import RunRecord
 from headwater_lab.util.figures import Figure, ShownFigure, draw_png
@@ -165,10 +167,11 @@ def scaling_picture(scaling: Scaling, title: str, arms: Sequence[str]) -> Pictur
         axes.plot(grid, evaluate_law(law_constants(law), grid), color=style.color, lw=1.5, ls=style.line)
         axes.plot(sizes, losses, style.marker, color=style.color, ms=7, label=literal(law.arm))
     axes.set(xscale="log", yscale="log", ylabel=name_unit(scaling.metric, scaling.unit))
-    axes.set_xlabel("parameters without embeddings" if scaling.axis == "parameters" else f"training {scaling.unit}")
+    labels = {"parameters": "parameters without embeddings", "flops": "training FLOPs"}
+    axes.set_xlabel(labels.get(scaling.axis, f"training {scaling.unit}"))
     axes.minorticks_off()
     axes.set_xticks([n for n, _ in scaling.points[scaling.baseline]])
-    axes.xaxis.set_major_formatter(_write_count)
+    axes.xaxis.set_major_formatter("{x:.2g}" if scaling.axis == "flops" else _write_count)
     axes.yaxis.set_major_locator(MaxNLocator(6))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.25)
@@ -179,6 +182,53 @@ def scaling_picture(scaling: Scaling, title: str, arms: Sequence[str]) -> Pictur
         f"Loss of {title} against size, with fitted laws: {' '.join(scaling.sentences())}",
         "Points: means over seeds. Lines: the fitted laws.",
     )
+
+
+@default_style()
+def speedup_picture(speedups: Sequence[Speedup], sizes: Sequence[str], comparison: Comparison) -> Picture:
+    """Draw effective speedups against size, with a panel for each kind of constants that has any."""
+    look = choose_styles(comparison.arms, comparison.baseline)
+    drawn = [speedup for speedup in speedups if speedup.values]
+    panels = list(dict.fromkeys(speedup.constants for speedup in drawn))
+    figure = ShownFigure(figsize=(WIDTH, 3.4 * len(panels)), layout="constrained")
+    for axes, constants in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
+        chosen = [speedup for speedup in drawn if speedup.constants == constants]
+        arms = list(dict.fromkeys(speedup.arm for speedup in chosen))
+        for arm, shift in zip(arms, 0.6 * ((np.arange(len(arms)) + 0.5) / len(arms) - 0.5), strict=True):
+            points = {sizes.index(s.size) + shift: _choose_estimate(s) for s in chosen if s.arm == arm}
+            _draw_speedups(axes, points, arm, look[arm])
+        _set_speedup_axes(axes, [_choose_estimate(speedup).value for speedup in chosen], sizes)
+        axes.set_ylabel(f"effective speedup, {constants}")
+    described = "; ".join(f"{s.arm}, {s.size}, {s.constants}: ×{_choose_estimate(s).value:.2f}" for s in drawn)
+    return Picture(
+        figure,
+        f"Effective speedups of {comparison.title} over {comparison.baseline} against size: {described}.",
+        "Bars: intervals, 95 % each, which may end outside the picture. Without comparable times: at equal FLOPs.",
+    )
+
+
+def _draw_speedups(axes: Any, points: Mapping[float, Estimate], arm: str, style: Style) -> None:
+    """Draw an arm's estimates, by their positions."""
+    low, high = zip(*(estimate.interval or [estimate.value] * 2 for estimate in points.values()), strict=True)
+    axes.vlines([*points], low, high, color=style.color, lw=1.8, alpha=0.8)
+    values = [estimate.value for estimate in points.values()]
+    axes.plot([*points], values, style.marker, color=style.color, ms=6, label=literal(arm))
+
+
+def _set_speedup_axes(axes: Any, values: Sequence[float], sizes: Sequence[str]) -> None:
+    axes.axhline(1, color=GREY, lw=1, zorder=0)
+    axes.set(yscale="log", xlim=(-0.5, len(sizes) - 0.5), ylim=(min(*values, 1) / 1.3, max(*values, 1) * 1.4))
+    axes.set_xticks(range(len(sizes)), map(literal, sizes))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 5, 7, 8.5)))
+    axes.yaxis.set_major_formatter("×{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(axis="y", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=3, fontsize=9)
+
+
+def _choose_estimate(speedup: Speedup) -> Estimate:
+    return speedup.values.get(MEASURES[-1], speedup.values[MEASURES[1]])
 
 
 def law_constants(law: Law) -> np.ndarray:

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from headwater_lab.comparison.scaling import LEAST_SIZES, PINNED_E, Estimate, Prediction, Scaling
 from headwater_lab.comparison.sequential import skewed_error
+from headwater_lab.comparison.speedup import MEASURES, PINNED_EXPONENT, Constants, Speedup
 from headwater_lab.comparison.statistics import INCONCLUSIVE, Paired, Summary, compare_all_pairs, is_too_wide
 from headwater_lab.comparison.worth import Worth
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
@@ -113,6 +115,76 @@ def write_factor(cheaper: Paired | None) -> str:
     if ends and is_too_wide((ends[0], ends[1])):
         return INCONCLUSIVE
     return f"×{mean:.2f}" + (" [{:.2f}, {:.2f}]".format(*ends) if ends else "")
+
+
+def write_speedup(speedup: Speedup, measure: str) -> str:
+    """Write a cell of a speedup, or why there is none."""
+    if speedup.missing:
+        return speedup.missing
+    estimate = speedup.values.get(measure)
+    if estimate is None:
+        return "runs on different machines"
+    if estimate.interval is None:
+        return f"×{estimate.value:.2f}, {'one seed' if speedup.seeds == 1 else 'unbounded'}"
+    if is_too_wide(estimate.interval):
+        return f"inconclusive with {counted(speedup.seeds)}"
+    return f"×{estimate.value:.2f} [{estimate.interval[0]:.2f}, {estimate.interval[1]:.2f}]"
+
+
+def speedup_rows(speedups: Sequence[Speedup], sizes: Sequence[str]) -> list[list[tuple[str, Estimate | None]]]:
+    """Lay out speedups of one kind of constants: a row for each arm and measure, with a cell and its number by size.
+
+    An arm without any number has one row.
+    """
+    by_arm: dict[str, dict[str, Speedup]] = {}
+    for speedup in speedups:
+        by_arm.setdefault(speedup.arm, {})[speedup.size] = speedup
+    rows = []
+    for arm, by_size in by_arm.items():
+        for measure in reversed(MEASURES):
+            cells = [by_size.get(size, Speedup(arm, size, "pinned", missing="not trained")) for size in sizes]
+            if measure == MEASURES[-1] or any(cell.values for cell in cells):
+                row = [(write_speedup(cell, measure), cell.values.get(measure)) for cell in cells]
+                rows.append([(arm, None), (measure, None), *row])
+    return rows
+
+
+def describe_speedups(constants: Constants, baseline: str, *, are_priced: bool) -> str:
+    """Describe the table of speedups with one kind of constants."""
+    law = {
+        "pinned": f"pinned to marin's E = {PINNED_E} and exponent {PINNED_EXPONENT}",
+        "fitted": f"fitted to {baseline} at the sizes with as many tokens per parameter, or else parameters",
+    }[constants]
+    clock = "timed in alternation, as under Prices" if are_priced else "of the runs, which other work slows down"
+    return (
+        f"What {baseline} needs for each arm's loss, over what the arm needed; constants {law}. Effective: FLOPs "
+        f"divided by tokens/s, as marin defines it. Times: {clock}. Intervals: 95 % each, jackknife over the seeds."
+    )
+
+
+def predictions_columns(scaling: Scaling) -> tuple[list[str], list[list[str]]]:
+    """Lay out what each arm's laws predict: column names and rows; no rows without predictions."""
+    fitted, pinned = "E fitted", f"E = {PINNED_E}"
+    empty = {"largest size": "", f"largest size, {fitted}": f"needs {LEAST_SIZES + 1} sizes"}
+    if scaling.axis == "flops":
+        empty[f"largest size, {pinned}"] = f"no loss in nats above {PINNED_E}"
+    rows: dict[str, dict[str, str]] = {}
+    for prediction in scaling.predictions:
+        row = rows.setdefault(prediction.arm, dict(empty))
+        if prediction.measured is not None:
+            row["largest size"] = f"{prediction.measured:.3f}"
+        n = f"{prediction.n:.3g} FLOPs" if prediction.measured is None else "largest size"
+        row[f"{n}, {pinned if prediction.pinned else fitted}"] = _write_prediction(prediction)
+    return _split_rows([{"": arm} | row for arm, row in rows.items()])
+
+
+def _write_prediction(prediction: Prediction) -> str:
+    interval, measured = prediction.loss.interval, prediction.measured
+    if interval is None:
+        return f"{prediction.loss.value:.3f}, one seed"
+    outside = measured is not None and not interval[0] <= measured <= interval[1]
+    low, high = interval
+    return f"{prediction.loss.value:.3f} [{low:.3f}, {high:.3f}]" + (", missed" if outside else "")
 
 
 COST_NOTE = (

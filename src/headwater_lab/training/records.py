@@ -156,6 +156,8 @@ class Experiment(_Section):
     """The value of the deciding metric; the first step that reaches it is reported."""
     budget_arms: list[str] = []
     """Arms that are the baseline with other budgets."""
+    projections: list[float] = []
+    """FLOPs for which the fitted laws predict the losses."""
     size: str | None = None
     """Which of the compared sizes this run has."""
     phase: Literal["comparison", "tuning"] = "comparison"

@@ -1,0 +1,172 @@
+"""Effective speedup: the compute and time that the baseline needs for an arm's loss, over the arm's.
+
+    f = ((L_base - E) / (L_arm - E))^(1/a)
+
+f is how many times the baseline's compute at a size reaches the arm's loss, by a law L = E + A / C^a through the
+baseline's point. E and a are fitted to the baseline's sizes, or pinned to marin's. With tokens D, FLOPs C, tokens/s v:
+
+    equal tokens     f·D_base / D_arm                      equal time   (f·D_base / v_base) / (D_arm / v_arm)
+    equal FLOPs      f·C_base / C_arm                      effective    (f·C_base / v_base) / (C_arm / v_arm)
+
+The last is marin's, whose arms have equal FLOPs. It differs from equal time where FLOPs per token do.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from headwater_lab.comparison.scaling import (
+    LEAST_SIZES,
+    PINNED_E,
+    Estimate,
+    choose_metric,
+    estimate_ratio,
+    fit_law,
+    group_sizes,
+    is_in_nats,
+    size_of,
+)
+from headwater_lab.comparison.statistics import finished_runs
+from headwater_lab.training.records import RunRecord
+
+# marin's exponent of FLOPs: its law is L = 1.6 + A / C^0.0941.
+PINNED_EXPONENT = 0.0941
+
+Constants = Literal["pinned", "fitted"]
+CONSTANTS: tuple[Constants, ...] = ("pinned", "fitted")
+MEASURES = ("equal tokens", "equal FLOPs", "equal time", "effective")
+# By seed: loss, tokens, FLOPs and tokens/s of a run.
+Points = Mapping[int, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """The speedup of an arm at a size, from `seeds` seeds, with E and the exponent of `constants`.
+
+    values: by measure, of `MEASURES`; above 1 the arm is faster. No times of runs on different machines. missing: why
+    there are none.
+    """
+
+    arm: str
+    size: str
+    constants: Constants
+    seeds: int = 0
+    values: Mapping[str, Estimate] = field(default_factory=dict)
+    missing: str = ""
+
+
+def measure_speedups(
+    records: Sequence[RunRecord], baseline: str, times: Mapping[str, Mapping[str, float]] | None = None
+) -> list[Speedup]:
+    """Measure the speedup of every arm at every size, with both kinds of constants.
+
+    The fitted constants are of the sizes with as many tokens per parameter, or else with as many parameters.
+    Seeds are those that the arm and the baseline share, the latter at all of these sizes. Intervals (95 %, each alone)
+    leave out each in turn, as in `fit_scaling`. times: by size and arm, the time per token over the baseline's; without
+    it, from the runs.
+    """
+    metric = choose_metric(records)
+    by_size = {size: [run for run in records if size_of(run) == size] for size in map(size_of, records)}
+    runs = {(arm, size): arms for size in by_size for arm, arms in finished_runs(by_size[size]).items()}
+    points = {key: _list_points(arms.values(), metric) for key, arms in runs.items()}
+    ladders = _find_ladders(records, points, baseline)
+    in_nats = is_in_nats(metric, records[0].unit)
+    speedups = []
+    for arm, size in points:
+        if arm == baseline or (baseline, size) not in points:
+            continue
+        pair = points[arm, size], points[baseline, size]
+        time = (times or {}).get(size, {}).get(arm) or _check_machines([runs[arm, size], runs[baseline, size]])
+        missing = _explain_unpinned(pair) if in_nats else "not in nats per token"
+        speedups.append(_fill_in(Speedup(arm, size, "pinned", missing=missing), *pair, [], time))
+        ladder = ladders.get(size, [])
+        missing = _explain_unfitted(ladder)
+        speedups.append(_fill_in(Speedup(arm, size, "fitted", missing=missing), *pair, ladder, time))
+    return speedups
+
+
+def _list_points(runs: Iterable[RunRecord], metric: str) -> Points:
+    ends = [(run, run.held_out[-1].metrics[metric]) for run in runs]
+    return {
+        run.seed: np.array([loss, run.tokens, run.total_flops, run.tokens_per_second])
+        for run, loss in ends
+        if math.isfinite(loss)
+    }
+
+
+def _find_ladders(
+    records: Sequence[RunRecord], points: Mapping[tuple[str, str], Points], baseline: str
+) -> dict[str, list[Points]]:
+    """List by size the baseline's points at all sizes that share a law with it."""
+    ladders: dict[str, list[Points]] = {}
+    for _, sizes in group_sizes(records):
+        if len(sizes) >= LEAST_SIZES:
+            ladders = {key: [points.get((baseline, size), {}) for size in sizes] for key in sizes} | ladders
+    return ladders
+
+
+def _check_machines(runs: Sequence[Mapping[int, RunRecord]]) -> float | None:
+    """Return nan, for a time that is unknown, if runs were on several machines."""
+    machines = {_find_machine(run) for by_seed in runs for run in by_seed.values()}
+    return math.nan if len(machines) > 1 else None
+
+
+def _find_machine(run: RunRecord) -> tuple[object, ...]:
+    machine = run.environment
+    return machine.device_name, machine.threads, machine.world_size, machine.compiled
+
+
+def _explain_unfitted(ladder: Sequence[Points]) -> str:
+    """Explain why no law over FLOPs can be fitted to these sizes of the baseline; "" if it can."""
+    sizes = np.array([next(iter(points.values())) for points in ladder if points]).reshape(-1, 4)
+    distinct = min(len({*sizes[:, column]}) for column in (1, 2))
+    return "" if distinct >= LEAST_SIZES else f"needs {LEAST_SIZES} budgets"
+
+
+def _explain_unpinned(pair: Sequence[Points]) -> str:
+    lowest = min((point[0] for points in pair for point in points.values()), default=math.inf)
+    return "" if lowest > PINNED_E else f"loss below {PINNED_E}"
+
+
+def _fill_in(speedup: Speedup, arm: Points, base: Points, ladder: Sequence[Points], time: float | None) -> Speedup:
+    """Fill in the values, or why there are none. time: nan if unknown, None for that of the runs."""
+    seeds = sorted(set(arm).intersection(base, *ladder))
+    if speedup.missing or not seeds:
+        return replace(speedup, missing=speedup.missing or "no seed in common")
+    runs = np.array([[points[seed] for seed in seeds] for points in (arm, base, *ladder)])
+    samples = [runs, *(np.delete(runs, left_out, 1) for left_out in range(len(seeds)) if len(seeds) > 1)]
+    rows = np.array([_compare(*sample.mean(1), time=time) for sample in samples])
+    if math.isnan(rows[0][0]):
+        return replace(speedup, missing="the baseline's losses do not fall")
+    if math.isinf(rows[0][0]):
+        return replace(speedup, missing="no baseline reaches its loss")
+    columns = dict(zip(MEASURES, rows.T, strict=True))
+    values = {name: estimate_ratio(column) for name, column in columns.items() if not np.isnan(column[0])}
+    return replace(speedup, seeds=len(seeds), values=values)
+
+
+def _compare(arm: np.ndarray, base: np.ndarray, *sizes: np.ndarray, time: float | None) -> np.ndarray:
+    """Compute the speedup by each of `MEASURES` from means over seeds."""
+    factor = _find_factor(arm[0], base[0], np.array(sizes))
+    with np.errstate(invalid="ignore"):  # runs without times
+        _, tokens, flops, speed = base / arm
+    faster = 1 / (speed if time is None else time)
+    return factor * np.array([tokens, flops, tokens * faster, flops * faster])
+
+
+def _find_factor(loss: float, base_loss: float, sizes: np.ndarray) -> float:
+    """Find how many times the baseline's compute reaches the arm's loss: infinite if none does, nan without a law.
+
+    sizes: [sizes, point], means of the baseline, whose law is fitted; none for pinned constants.
+    """
+    e, exponent = PINNED_E, PINNED_EXPONENT
+    if len(sizes):
+        e, log_a, exponent = fit_law(sizes[:, 2], sizes[:, 0])
+        if math.isinf(log_a):
+            return math.nan
+    if min(loss, base_loss) <= e:
+        return math.inf
+    return math.exp(min(700.0, math.log((base_loss - e) / (loss - e)) / exponent))
