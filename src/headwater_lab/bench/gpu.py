@@ -4,9 +4,7 @@ They need only torch and transformers, unlike those of `gpu_quality`. On a CPU t
 but says nothing about speed.
 """
 
-import json
 import platform
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -42,7 +40,6 @@ from headwater_lab.bench.gpu_queue import (
     CUT,
     FAILED,
     LATE,
-    NEEDS,
     RECOMMENDED,
     WRONG,
     append_line,
@@ -55,7 +52,6 @@ from headwater_lab.bench.shapes import ModelShape, StepShape
 from headwater_lab.bench.training_speed import make_twins, training_step
 from headwater_lab.util.machine import c_compiler
 from headwater_lab.util.machine_speed import copy_bandwidth, matmul_flops, peak_of, tf32
-from headwater_lab.util.workers import die_with_parent
 
 Measurement = dict[str, Any]
 M = TypeVar("M", bound=PreTrainedModel)
@@ -559,24 +555,3 @@ def decoding(phase: Phase) -> None:
 
 
 MEASUREMENTS = {phase.__name__: phase for phase in (environment, correctness, training, mechanisms, decoding)}
-
-
-def run_main(name: str, report: str, device: str, deadline: str, inputs: str) -> None:
-    """Run a phase in the process that `gpu_queue.bench_gpu` starts for it. deadline: by `time.time`; inputs: JSON."""
-    die_with_parent()
-    transformers.logging.set_verbosity_error()
-    if torch.device(device).index is not None:
-        torch.cuda.set_device(device)  # events, synchronization and peak memory refer to the current device
-    torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
-    phase = Phase(name, Path(report), device, float(deadline) - time.time())
-    if name in NEEDS:
-        from headwater_lab.bench import gpu_quality
-
-        gpu_quality.MEASUREMENTS[name](phase, json.loads(inputs))
-    else:
-        MEASUREMENTS[name](phase)
-
-
-if __name__ == "__main__":
-    run_main(*sys.argv[1:])

@@ -39,7 +39,7 @@ LATE, CUT = "skipped: no time left", "cut"
 # Seconds reserved before the deadline to stop a phase and exit, and the minimum for which a phase is started.
 RESERVE, LEAST = 3.0, 2.0
 # How Python starts a phase.
-RUN = ["-P", "-m", f"{__package__}.gpu"]
+RUN = ["-P", "-m", "headwater_lab.api.gpu_worker"]
 
 Line = dict[str, Any]
 
@@ -115,17 +115,9 @@ def bench_gpu(
         if name not in PHASES:
             raise HeadwaterError(f"There is no phase named {name!r}; {nearest(name, PHASES)}")
     paths = {name: str(path.absolute()) for name, path in inputs.items() if path is not None}
-    for path in paths.values():
-        if not Path(path).exists():
-            raise HeadwaterError(f"{explain_absence(path)}.")
-    report = out.absolute() / REPORT
-    check_replaceable(report)
-    device_name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else describe_cpu()
-    for line in read_lines(report):
-        if line.get("device", device_name) != device_name:
-            raise HeadwaterError(f"{str(report)!r} has rows of another device, {line['device']}; choose another --out.")
-    out.mkdir(parents=True, exist_ok=True)
-    append_line(report, {"headwater": __version__, "device": device_name, "date": today(), "commit": find_commit()})
+    if missing := [path for path in paths.values() if not Path(path).exists()]:
+        raise HeadwaterError(f"{explain_absence(missing[0])}.")
+    report = _begin_report(out, device)
     for name in PHASES:
         if only and name not in only:
             continue
@@ -138,6 +130,19 @@ def bench_gpu(
         else:
             _run_phase(name, report, device, end - RESERVE, tell, paths)
     return list_rows(read_lines(report))
+
+
+def _begin_report(out: Path, device: str) -> Path:
+    """Begin a call's rows. Raises `HeadwaterError` if the report has rows of another device."""
+    report = out.absolute() / REPORT
+    check_replaceable(report)
+    device_name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else describe_cpu()
+    for line in read_lines(report):
+        if line.get("device", device_name) != device_name:
+            raise HeadwaterError(f"{str(report)!r} has rows of another device, {line['device']}; choose another --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    append_line(report, {"headwater": __version__, "device": device_name, "date": today(), "commit": find_commit()})
+    return report
 
 
 def append_line(report: Path, line: Line) -> None:

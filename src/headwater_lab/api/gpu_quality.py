@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from headwater.mechanisms.capabilities import ChoosesSources
 from headwater.models.load import read_object
+from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater_lab.api.converting import convert
 from headwater_lab.bench.gpu import Measurement, Phase
@@ -48,12 +50,14 @@ TINY_PROSE = (
 # Figures of an arm, see `list_arms`.
 FIGURES = ("metric", "mean", "seeds", "difference", "low", "high", "p", "verdict", "learning_rate", "tokens", "seconds")
 
+# The mechanism whose layers share the keys and values of others.
+SHARING = next(name for name in MECHANISMS.built_in if isinstance(MECHANISMS.resolve(name), ChoosesSources))
 ORIGINAL, TRAINED_ON = "original", "original, trained on"
 CACHES: dict[str, dict[str, Any]] = {
-    "pairs of layers": {"mechanisms": {"kv_source": {}}},
+    "pairs of layers": {"mechanisms": {SHARING: {}}},
     "one head": {"mechanisms": {}, "num_key_value_heads": 1},
-    "threes of layers": {"mechanisms": {"kv_source": {"group_size": 3}}},
-    "one head, pairs of layers": {"mechanisms": {"kv_source": {}}, "num_key_value_heads": 1},
+    "threes of layers": {"mechanisms": {SHARING: {"group_size": 3}}},
+    "one head, pairs of layers": {"mechanisms": {SHARING: {}}, "num_key_value_heads": 1},
 }
 HEALING = ("data.context=512", "data.held_out_bytes=1000000", "training.batch_size=32", "training.precision=bf16-mixed")
 TINY_HEALING = ("data.context=16", "data.held_out_bytes=2000", "training.batch_size=2")
