@@ -593,7 +593,7 @@ def test_a_report_beside_a_file_of_the_users_writes_nothing(name, tmp_path):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     there = sorted(tmp_path.rglob("*"))
-    with pytest.raises(HeadwaterError, match=f"{name}' already exists"):
+    with pytest.raises(HeadwaterError, match=f"{name}' exists, and headwater did not write it"):
         write_report(tmp_path)
     assert sorted(tmp_path.rglob("*")) == there
     assert (tmp_path / name).read_text() == "mine"
