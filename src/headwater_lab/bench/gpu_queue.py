@@ -111,16 +111,9 @@ def bench_gpu(
     rows of another device.
     """
     end = time.monotonic() + deadline
-    for name in only:
-        if name not in PHASES:
-            raise HeadwaterError(f"There is no phase named {name!r}; {nearest(name, PHASES)}")
-    paths = {name: str(path.absolute()) for name, path in inputs.items() if path is not None}
-    if missing := [path for path in paths.values() if not Path(path).exists()]:
-        raise HeadwaterError(f"{explain_absence(missing[0])}.")
+    paths = _check_inputs(only, inputs)
     report = _begin_report(out, device)
-    for name in PHASES:
-        if only and name not in only:
-            continue
+    for name in (name for name in PHASES if name in (only or PHASES)):
         if missing := [f"--{need}" for need in NEEDS.get(name, ()) if need not in paths]:
             tell(f"{name}: skipped; give {' and '.join(missing)}")
         elif is_finished(read_lines(report), name):
@@ -130,6 +123,16 @@ def bench_gpu(
         else:
             _run_phase(name, report, device, end - RESERVE, tell, paths)
     return list_rows(read_lines(report))
+
+
+def _check_inputs(only: Sequence[str], inputs: Mapping[str, Path | None]) -> dict[str, str]:
+    """Find the paths of the inputs. Raises `HeadwaterError` for an unknown phase, and a file that does not exist."""
+    if unknown := [name for name in only if name not in PHASES]:
+        raise HeadwaterError(f"There is no phase named {unknown[0]!r}; {nearest(unknown[0], PHASES)}")
+    paths = {name: str(path.absolute()) for name, path in inputs.items() if path is not None}
+    if missing := [path for path in paths.values() if not Path(path).exists()]:
+        raise HeadwaterError(f"{explain_absence(missing[0])}.")
+    return paths
 
 
 def _begin_report(out: Path, device: str) -> Path:
