@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import yaml
 
 from headwater.models.load import read_object
 from headwater.util.errors import HeadwaterError
@@ -49,12 +49,7 @@ TINY_PROSE = (
 FIGURES = ("metric", "mean", "seeds", "difference", "low", "high", "p", "verdict", "learning_rate", "tokens", "seconds")
 
 ORIGINAL, TRAINED_ON = "original", "original, trained on"
-CACHES: dict[str, dict[str, Any]] = {
-    "pairs of layers": {"mechanisms": {"kv_source": {}}},
-    "one head": {"mechanisms": {}, "num_key_value_heads": 1},
-    "threes of layers": {"mechanisms": {"kv_source": {"group_size": 3}}},
-    "one head, pairs of layers": {"mechanisms": {"kv_source": {}}, "num_key_value_heads": 1},
-}
+CACHES = Path(__file__).with_name("gpu_caches.yaml")
 HEALING = ("data.context=512", "data.held_out_bytes=1000000", "training.batch_size=32", "training.precision=bf16-mixed")
 TINY_HEALING = ("data.context=16", "data.held_out_bytes=2000", "training.batch_size=2")
 # Items of a task, and documents.
@@ -128,6 +123,7 @@ def conversion(phase: Phase, inputs: Mapping[str, str]) -> None:
     name, budgets = Path(model).name, ("4M", "16M") if phase.on_gpu else ("256",)
     overrides = [*(HEALING if phase.on_gpu else TINY_HEALING), "data.source=data", "reporting.save_every=null"]
     overrides.append(f"training.device={phase.device.type}")
+    caches = yaml.safe_load(CACHES.read_text())
 
     def score_model(path: str, tokens: str, cache: str) -> Measurement:
         tasks, files = (TASKS, Path(task_files)) if task_files else ((), None)
@@ -162,7 +158,7 @@ def conversion(phase: Phase, inputs: Mapping[str, str]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         labels = {"model": name, "tokens": tokens, "cache": TRAINED_ON}
         control = labels not in phase.measured
-        convert(model, folder, **CACHES[cache], heal=tokens, text=text, control=control, overrides=overrides)
+        convert(model, folder, **caches[cache], heal=tokens, text=text, control=control, overrides=overrides)
         seconds = time.monotonic() - started
         phase.attempt(partial(score_model, str(folder / CONTROL), tokens, TRAINED_ON), least=0, **labels)
         price = read_object(folder / CONVERSION)["price"]
@@ -171,7 +167,7 @@ def conversion(phase: Phase, inputs: Mapping[str, str]) -> None:
 
     with _prepare_text(phase, text, model):
         phase.attempt(partial(score_model, model, "0", ORIGINAL), model=name, tokens="0", cache=ORIGINAL)
-        for tokens, cache in product(budgets, CACHES):
+        for tokens, cache in product(budgets, caches):
             least = 150 if phase.on_gpu else 0
             phase.attempt(partial(convert_model, tokens, cache), least=least, model=name, tokens=tokens, cache=cache)
 

@@ -111,13 +111,7 @@ def bench_gpu(
     rows of another device.
     """
     end = time.monotonic() + deadline
-    for name in only:
-        if name not in PHASES:
-            raise HeadwaterError(f"There is no phase named {name!r}; {nearest(name, PHASES)}")
-    paths = {name: str(path.absolute()) for name, path in inputs.items() if path is not None}
-    for path in paths.values():
-        if not Path(path).exists():
-            raise HeadwaterError(f"{explain_absence(path)}.")
+    paths = _check_request(only, inputs)
     report = out.absolute() / REPORT
     check_replaceable(report)
     device_name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else describe_cpu()
@@ -138,6 +132,18 @@ def bench_gpu(
         else:
             _run_phase(name, report, device, end - RESERVE, tell, paths)
     return list_rows(read_lines(report))
+
+
+def _check_request(only: Sequence[str], inputs: Mapping[str, Path | None]) -> dict[str, str]:
+    """Return the absolute paths of the inputs. Raises `HeadwaterError` for a phase or path that does not exist."""
+    for name in only:
+        if name not in PHASES:
+            raise HeadwaterError(f"There is no phase named {name!r}; {nearest(name, PHASES)}")
+    paths = {name: str(path.absolute()) for name, path in inputs.items() if path is not None}
+    for path in paths.values():
+        if not Path(path).exists():
+            raise HeadwaterError(f"{explain_absence(path)}.")
+    return paths
 
 
 def append_line(report: Path, line: Line) -> None:
