@@ -1,6 +1,8 @@
 """`headwater bench gpu` on a CPU, at tiny sizes: it is alive, loses nothing, continues, and says what is wrong."""
 
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -9,11 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from headwater.config.planner import plan_layers
 from headwater.cost.hardware import KNOWN, sheet_of
 from headwater.util.errors import HeadwaterError
+from headwater_lab.api import gpu_quality
 from headwater_lab.bench import gpu, gpu_queue
+from headwater_lab.data.tokenizer import train_tokenizer
 
 
 def read_rows(report) -> list[dict]:
@@ -248,19 +253,106 @@ def test_every_phase_runs_and_a_second_call_measures_only_what_is_missing(tmp_pa
     told = []
     rows = gpu_queue.bench_gpu(tmp_path, device="cpu", deadline=3600, tell=told.append)
     lines = gpu_queue.read_lines(tmp_path / "gpu.jsonl")
-    assert all(gpu_queue.is_finished(lines, name) for name in gpu_queue.PHASES)
+    ended = [name for name in gpu_queue.PHASES if gpu_queue.is_finished(lines, name)]
+    assert ended == [name for name in gpu_queue.PHASES if name not in gpu_queue.NEEDS]
     assert gpu_queue.find_problems(lines) == []
     size = (tmp_path / "gpu.jsonl").stat().st_size
     told.clear()
     assert gpu_queue.bench_gpu(tmp_path, device="cpu", tell=told.append) == rows
-    assert told == [f"{name}: measured before" for name in gpu_queue.PHASES]
+    assert told == [f"{name}: measured before" for name in ended] + [
+        "prose: skipped; give --prose and --tokenizer",
+        "conversion: skipped; give --prose and --model",
+    ]
     assert (tmp_path / "gpu.jsonl").stat().st_size < size + 300  # the line of the call
-    kept = [line for line in lines if line.get("phase") != "decoding" or "row" in line][:-3]
-    (tmp_path / "gpu.jsonl").unlink()
-    for line in kept:
-        gpu_queue.append_line(tmp_path / "gpu.jsonl", line)
-    again = gpu_queue.bench_gpu(tmp_path, device="cpu", deadline=3600)
-    assert {str(row["row"]) for row in again} == {str(row["row"]) for row in rows}
+
+
+FEW = """
+import sys
+from types import SimpleNamespace
+from headwater_lab.bench import gpu
+gpu.combine_mechanisms = lambda: {"together": {"kv_shift": {}, "value_residual": {}}}
+gpu.MECHANISMS = SimpleNamespace(built_in=["kv_shift"])
+gpu.run_main(*sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    """A text, its tokenizer, and a pretrained model with it."""
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(("north", "south", "river", "stone", "cloud"), k=60)) for _ in range(80)]
+    (tmp_path / "prose.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=300, num_hidden_layers=6, max_position_embeddings=64, pad_token_id=0, **sizes)
+    )
+    model.save_pretrained(tmp_path / "model")
+    for name in ("model", "tokenizer"):
+        train_tokenizer(texts, 300).save_pretrained(tmp_path / name)
+    return {"prose": tmp_path / "prose.jsonl", **{name: tmp_path / name for name in ("model", "tokenizer")}}
+
+
+@pytest.mark.slow
+def test_a_queue_killed_after_every_step_has_the_rows_of_an_undisturbed_one(inputs, tmp_path, monkeypatch):
+    (tmp_path / "few.py").write_text(FEW)
+    monkeypatch.setattr(gpu_queue, "RUN", [str(tmp_path / "few.py")])
+    rows = gpu_queue.bench_gpu(tmp_path / "undisturbed", device="cpu", deadline=3600, inputs=inputs)
+    assert gpu_queue.find_problems(gpu_queue.read_lines(tmp_path / "undisturbed" / "gpu.jsonl")) == []
+    report = tmp_path / "killed" / "gpu.jsonl"
+
+    def count_steps() -> int:
+        """Phases that ended, and rows of the longest."""
+        lines = gpu_queue.read_lines(report)
+        steps = [row for row in gpu_queue.list_rows(lines) if {"size", "cache"} & row["row"].keys()]
+        return sum("status" in line for line in lines) + sum(not gpu_queue.is_open(row) for row in steps)
+
+    code = (
+        "from headwater_lab.bench import gpu_queue; from pathlib import Path; import sys; "
+        f"gpu_queue.RUN = [{str(tmp_path / 'few.py')!r}]; paths = { ({k: str(v) for k, v in inputs.items()})!r}; "
+        f"gpu_queue.bench_gpu(Path({str(report.parent)!r}), device='cpu', deadline=3600, "
+        "inputs={name: Path(path) for name, path in paths.items()})"
+    )
+    kills = 0
+    while True:
+        done = count_steps()
+        process = subprocess.Popen([sys.executable, "-c", code])
+        while process.poll() is None and count_steps() == done:
+            time.sleep(0.05)
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+    assert process.returncode == 0
+    assert kills >= len(gpu_queue.PHASES) + 3 + 6 - 2  # sizes and caches; a row may follow another too fast
+    again = gpu_queue.list_rows(gpu_queue.read_lines(report))
+    quality = [{**row["row"], **row["result"]} for row in rows if row["phase"] in gpu_queue.NEEDS]
+    assert len(quality) == 2 + (2 + 3 * 4) + 3 * 2 + 6  # texts, runs, arms of sizes, caches
+    assert list_results(again) == list_results(rows)
+    assert {path.name for path in report.parent.iterdir()} == {"gpu.jsonl", "runs"}
+    assert all(path.stat().st_size < 2**20 for path in report.parent.rglob("*"))
+
+
+def list_results(rows) -> list[str]:
+    """Rows, with the results that do not depend on the machine's speed."""
+    results = []
+    for row in rows:
+        figures = row["result"] if row["phase"] in gpu_queue.NEEDS else {}
+        results.append(str((row["row"], {key: figures[key] for key in figures if key not in ("s", "seconds")})))
+    return sorted(results)
+
+
+def test_an_input_that_does_not_exist(tmp_path):
+    with pytest.raises(HeadwaterError, match=r"There is no file or folder '.*nowhere'"):
+        gpu_queue.bench_gpu(tmp_path, device="cpu", inputs={"prose": tmp_path / "nowhere"})
+
+
+def test_rows_of_another_text_are_not_continued(inputs, tmp_path):
+    phase = make_phase(tmp_path, "prose")
+    phase.measured = [{"text": "abc", "tokenizer": "def"}]
+    with pytest.raises(HeadwaterError, match="rows of another text or tokenizer; choose another --out"):
+        gpu_quality.prose(phase, {name: str(path) for name, path in inputs.items()})
+    assert not (tmp_path / "scratch").exists()
 
 
 @pytest.mark.slow

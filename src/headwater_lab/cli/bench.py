@@ -131,7 +131,7 @@ def bench_gpu(
     prose: For the phases prose and conversion: text, such as JSON Lines with a column "text".
     tokenizer: For the phase prose: a tokenizer's folder.
     model: For the phase conversion: the folder of a pretrained model.
-    task_files: For the phase conversion: a folder with CORE's piqa, arc_easy and lambada_openai; optional.
+    task_files: For the phase conversion: a folder with CORE's piqa, arc_easy and lambada_openai, to measure these too.
     """
     from headwater_lab.bench import gpu_queue
 
