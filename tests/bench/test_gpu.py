@@ -269,10 +269,11 @@ def test_every_phase_runs_and_a_second_call_measures_only_what_is_missing(tmp_pa
 FEW = """
 import sys
 from types import SimpleNamespace
+from headwater_lab.api import gpu_worker
 from headwater_lab.bench import gpu
 gpu.combine_mechanisms = lambda: {"together": {"kv_shift": {}, "value_residual": {}}}
 gpu.MECHANISMS = SimpleNamespace(built_in=["kv_shift"])
-gpu.run_main(*sys.argv[1:])
+gpu_worker.run_phase(*sys.argv[1:])
 """
 
 

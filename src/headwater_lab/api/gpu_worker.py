@@ -16,9 +16,9 @@ from headwater_lab.bench.gpu_queue import NEEDS
 from headwater_lab.util.workers import die_with_parent
 
 
-def run_phase(name: str, report: str, device: str, deadline: str, inputs: str) -> None:
-    """Run a phase. deadline: by `time.time`; inputs: JSON."""
-    die_with_parent()
+def run_phase(name: str, report: str, device: str, deadline: str, inputs: str, parent: str) -> None:
+    """Run a phase. deadline: by `time.time`; inputs: JSON; parent: the caller's process id."""
+    die_with_parent(int(parent))  # it may have been killed during the imports
     transformers.logging.set_verbosity_error()
     if torch.device(device).index is not None:
         torch.cuda.set_device(device)  # events, synchronization and peak memory refer to the current device

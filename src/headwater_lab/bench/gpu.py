@@ -106,7 +106,14 @@ class Phase:
         self.on_gpu = self.device.type == "cuda"
         lines = [line for line in read_lines(report) if line.get("phase") == name and "row" in line]
         self.measured = [line["row"] for line in list_rows(lines) if not is_open(line)]
-        self.cuts = [line["row"] for line in lines if line["result"].get("outcome") == CUT]
+        self.cuts: list[Measurement] = []  # since the last new result: a row may contain the work of others
+        results: list[Measurement] = []
+        for line in lines:
+            if line["result"].get("outcome") == CUT:
+                self.cuts.append(line["row"])
+            elif not is_open(line) and line["row"] not in results:
+                results.append(line["row"])
+                self.cuts.clear()
 
     def put(self, row: Measurement, result: Measurement) -> None:
         """Write a row at once. row: what is measured; result: the figures."""

@@ -193,7 +193,8 @@ def _run_phase(
     started = time.monotonic()
     tell(f"{name}: at most {end - started:.0f} s")
     # The deadline is an absolute time, so that the process's imports count too.
-    command = [sys.executable, *RUN, name, str(report), device, str(time.time() + end - started), json.dumps(paths)]
+    arguments = [name, str(report), device, str(time.time() + end - started), json.dumps(paths), str(os.getpid())]
+    command = [sys.executable, *RUN, *arguments]
     shown = len(read_lines(report))
     with TemporaryFile() as log:
         # In its own session, so that the phase's child processes, such as compilers, are stopped with it.

@@ -110,11 +110,16 @@ class Worker:
             self.process.wait()
 
 
-def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends (Linux only)."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Make the kernel kill this process when its parent ends (Linux only).
+
+    parent: its process id; ends this process if that parent has ended already, of which the kernel sends no signal.
+    """
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if parent not in (None, os.getppid()):
+            os._exit(1)
 
 
 class _Calls:
