@@ -269,6 +269,13 @@ def test_more_that_is_refused(run, arguments, message):
     assert err.count("\n") == 1
 
 
+def test_an_override_that_another_replaces_is_told_once(run, tmp_path):
+    path = recipe(tmp_path / "r.yaml")  # its text does not exist, so nothing is trained
+    twice = ("training.batch_size=3", "training.batch_size=2")
+    for command in (("plan", path, *twice, "--vocab-size", 300), ("train", path, *twice, "--out", tmp_path / "run")):
+        assert run(*command)[2].count("batch_size=3 has no effect, since") == 1
+
+
 def test_fields_can_be_changed(prices):
     (one,) = prices("gpt2-124m-sla", "max_position_embeddings=16384", "mechanisms={skip_layer: {heads: 6}}")
     made = preset("gpt2-124m-sla", max_position_embeddings=16384, mechanisms={"skip_layer": {"heads": 6}})

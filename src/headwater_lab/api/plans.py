@@ -12,7 +12,7 @@ from headwater.plugins import outside
 from headwater_lab.api.common import PathLike, Result
 from headwater_lab.api.settings import PlanSettings
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.model_estimates import is_recipe, plan_models, price_models, read_planned
+from headwater_lab.training.model_estimates import plan_models, price_models
 from headwater_lab.util.terminal import counted, si
 
 if TYPE_CHECKING:
@@ -65,9 +65,10 @@ def plan(
     (`headwater_lab.api.settings.PlanSettings` describes them). trust: as in `train`. Raises `HeadwaterError`.
     """
     outside.trust_names(trust)
-    prices = price_models(plan_models(models, overrides, vocab_size), **settings)
-    recipes = [read_planned(model, overrides, vocab_size) for model in models if is_recipe(model)]
-    compared = [recipe for recipe in recipes if recipe.compare is not None]
+    planned = plan_models(models, overrides, vocab_size)
+    prices = price_models(planned, **settings)
+    recipes = {id(model.recipe): model.recipe for model in planned.values() if model.recipe is not None}
+    compared = [recipe for recipe in recipes.values() if recipe.compare is not None]
     return Plan(prices, _price_comparisons(compared, vocab_size, prices[0]) if compared else {})
 
 

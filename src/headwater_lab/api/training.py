@@ -93,6 +93,7 @@ def train(
     outside.trust_names(trust)
     watch = choose_observer(watch)
     loaded = read_recipe(recipe, overrides)
+    loaded.data.check_extras()  # first, because their extra may include the trainer's
     folder, experiment = Path("runs") / loaded.name, None
     if arm is not None:
         loaded, folder, experiment = _find_trial(loaded, arm, size, overrides, watch)

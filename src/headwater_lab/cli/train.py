@@ -41,14 +41,10 @@ def train_recipe(
     stage: Train only this stage of the recipe.
     trunk: Begin where the decay of this shorter run with training.schedule=wsd begins.
     """
-    from headwater_lab.recipe.recipe_files import read_recipe
-
-    need("--arm", "--size")
-    # Before the import of what the extra `train` installs: the extra of these data may include it.
-    read_recipe(recipe, overrides).data.check_extras()
     from headwater_lab.api.training import train
     from headwater_lab.training.processes import is_first
 
+    need("--arm", "--size")
     with ProgressReport() as report:
         run = train(
             recipe,

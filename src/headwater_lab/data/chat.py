@@ -177,13 +177,13 @@ class ChatEncoder:
                 texts, spans = within(SECONDS, work, f"The chat template needs more than {SECONDS:g} s for {where!r}")
             if len(texts[0]) > FREE + MOST_ADDED * size:
                 raise HeadwaterError(
-                    f"The chat template writes {len(texts[0]):,} characters for {where!r}, of {size:,}; use another."
+                    f"The chat template writes {len(texts[0]):,} characters for {where!r}, of {size:,}; change it."
                 )
         except HeadwaterError:
             raise
         except Exception as error:  # templates can raise anything
             raise HeadwaterError(
-                f"The chat template cannot write {where!r}: {first_line(error)}; correct it, or use another."
+                f"The chat template cannot write {where!r}: {first_line(error)}; correct it, or use another template."
             ) from error
         return texts[0], [(start, end) for start, end in spans[0]] if spans else []
 

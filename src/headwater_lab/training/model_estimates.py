@@ -166,11 +166,12 @@ def _price_stages(
 
 
 class PlannedModel(NamedTuple):
-    """A model to price, and its training. run: its recipe, if there is one."""
+    """A model to price, and its training. run: its recipe, if there is one; recipe: that of all arms."""
 
     config: HeadwaterConfig
     training: Training
     run: Recipe | None = None
+    recipe: Recipe | None = None
 
     def list_settings(self, context: int, precision: Precision) -> dict[str, Any]:
         """List the settings of this column that a step's memory depends on, except rows."""
@@ -206,7 +207,7 @@ def plan_models(
     changes = _read_changes(of_model)
     planned: dict[str, PlannedModel] = {}
     for model in models:
-        if is_recipe(model):
+        if _is_recipe(model):
             entries = _read_recipe_models(model, of_model, of_recipe, changes.get("vocab_size"))
             _refuse_unread(of_recipe, _DECISIVE_IN_RECIPES, ("compare", "data"))
         else:
@@ -225,12 +226,6 @@ def _split_overrides(overrides: Sequence[str], vocab_size: int | None) -> tuple[
     overrides = [*overrides, *([] if vocab_size is None else [f"vocab_size={vocab_size}"])]
     of_recipe = [text for text in overrides if text.startswith(("training.", "compare.", "data."))]
     return [text.removeprefix("model.") for text in overrides if text not in of_recipe], of_recipe
-
-
-def read_planned(source: Any, overrides: Sequence[str] = (), vocab_size: int | None = None) -> Recipe:
-    """Read a recipe with the overrides of `plan_models`. Raises `HeadwaterError`."""
-    of_model, of_recipe = _split_overrides(overrides, vocab_size)
-    return read_recipe(source, [*(f"model.{override}" for override in of_model), *of_recipe])
 
 
 def _refuse_unread(overrides: Sequence[str], fields: set[str], sections: Sequence[str] = ()) -> None:
@@ -289,7 +284,7 @@ def _choose_context(configs: Sequence[HeadwaterConfig]) -> int | None:
     return None if unit_of(configs[0]) == "images" else min([configs[0].max_position_embeddings, *lengths])
 
 
-def is_recipe(model: Any) -> bool:
+def _is_recipe(model: Any) -> bool:
     """Whether it is a recipe, or names one."""
     if isinstance(model, HeadwaterConfig):
         return False
@@ -392,7 +387,7 @@ def _read_recipe_models(
                 raise HeadwaterError(
                     f"An arm of {title} and a stage of another one would both be called {label!r}; rename one."
                 )
-            planned[label] = PlannedModel(stage_config, run.training, run)
+            planned[label] = PlannedModel(stage_config, run.training, run, recipe)
     return planned
 
 
