@@ -108,6 +108,7 @@ def test_laws_over_compute_are_found_and_projected():
     assert by_arm["arm"].loss.value == pytest.approx(2.0 + 400.0 * (1e19 / 0.7) ** -0.17, rel=1e-4)
     checks = [p for p in scaling.predictions if not p.pinned and p.measured is not None]
     assert [p.loss.value for p in checks] == pytest.approx([p.measured for p in checks], rel=1e-4)
+    assert [p.n for p in checks] == [max(n for n, _ in scaling.points[p.arm]) for p in checks]
     # A law of another form, which passes through fewer sizes, misses the largest.
     missed = [p for p in scaling.predictions if p.pinned and p.measured is not None]
     assert all(abs(p.loss.value - p.measured) > 0.005 for p in missed)
