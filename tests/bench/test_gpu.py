@@ -208,6 +208,22 @@ def test_a_phase_that_is_cut_keeps_its_rows(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["gpu.jsonl"]
 
 
+def test_cuts_count_since_the_last_new_result(tmp_path):
+    """A row that measures others on its way makes progress, so it is not skipped for being cut twice."""
+    row, inner, report = {"cache": "pairs"}, {"cache": "control"}, tmp_path / "gpu.jsonl"
+    for each, result in (
+        (row, gpu_queue.CUT),
+        (inner, "ok"),
+        (row, gpu_queue.CUT),
+        (inner, "ok"),
+        (row, gpu_queue.CUT),
+    ):
+        gpu_queue.append_line(report, {"phase": "environment", "row": each, "result": {"outcome": result}})
+    phase = gpu.Phase("environment", report, "cpu", 60.0)
+    assert phase.cuts == [row] * 2
+    assert phase.measured == [inner]
+
+
 def test_a_killed_command_loses_no_row_and_leaves_no_process(tmp_path):
     """The rows of a phase were in a temporary folder until its end: a machine that was taken away had none of them."""
     (tmp_path / "slow.py").write_text(
