@@ -1,4 +1,4 @@
-"""How many GPU kernels each mechanism adds to a compiled layer.
+"""How many GPU kernels each mechanism adds to a compiled layer, and how many bytes these read and write.
 
 PyTorch's compiler writes Triton code for any device; it is captured here and never run. Attention itself is one opaque
 operation, as a fused kernel is on a GPU.
@@ -6,9 +6,11 @@ operation, as a fused kernel is on a GPU.
 
 import re
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, _dynamo
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -17,13 +19,27 @@ from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.scheduler import ExternKernelSchedulerNode
 from torch._inductor.virtualized import V
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from conftest import build, tokens
+from conftest import build
+from headwater.models.compiling import expect_layers
 from headwater.plugins.registry import MECHANISMS
 
 COUNTED = "counted"
+ROWS, LENGTH, WIDTH, HEADS = 8, 1024, 768, 12
+SIZES = {
+    "num_hidden_layers": 3,
+    "hidden_size": WIDTH,
+    "intermediate_size": 3072,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "max_position_embeddings": LENGTH,
+}
+STREAM = ROWS * LENGTH * WIDTH * 2  # bytes of one tensor in bf16; the queries, keys and values have the same size
+H100 = DeviceProperties("cpu", None, 132, 90, 9, 65536, 2048, 1024, 32)
 
 
 @torch.library.custom_op("headwater_tests::attention", mutates_args=(), tags=[torch.Tag.flexible_layout])
@@ -51,20 +67,40 @@ def counted_attention(monkeypatch):
     AttentionInterface.register(COUNTED, lambda module, q, k, v, mask, **kwargs: (attention(q, k, v), None))
     AttentionMaskInterface.register(COUNTED, lambda *args, **kwargs: None)
     monkeypatch.setattr("torch.utils._triton.triton_hash_with_backend", lambda: "")
+    monkeypatch.setattr(DeviceProperties, "create", lambda device: H100)  # they decide how sums are split
     yield
     AttentionInterface._global_mapping.pop(COUNTED)
     AttentionMaskInterface._global_mapping.pop(COUNTED)
 
 
-def kernels(mechanisms: dict, packed: bool) -> list[tuple[int, int]]:
-    """For each different layer: the Triton kernels of its forward and its backward pass."""
+class Passes(NamedTuple):
+    """What the compiler's own kernels do in a graph's forward and backward pass.
+
+    kernels: how many there are. tensors: what they read and write, in tensors of the stream's size.
+    """
+
+    kernels: tuple[int, int]
+    tensors: tuple[float, float]
+
+    def minus(self, plain: "Passes") -> "Passes":
+        return Passes(*(tuple(x - y for x, y in zip(ours, theirs)) for ours, theirs in zip(self, plain)))
+
+
+def empty_like(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+
+
+def count_passes(mechanisms: dict, packed: bool = False, whole: bool = False) -> list[Passes]:
+    """Count for each different layer of a model with three, or for the model compiled as a whole. Nothing runs."""
     _dynamo.reset()
-    model = build(mechanisms, num_hidden_layers=3).to(torch.bfloat16).train()
+    expect_layers(3)
+    model = build(mechanisms, **SIZES).to(torch.bfloat16).train()
     model.config._attn_implementation = COUNTED  # not by name: some mechanisms take the kernels that they know only
     forward, backward = [], []
 
-    def compiler(counts: list[int]):
+    def compiler(counts: list[tuple[int, float]]):
         def compile(graph, inputs):
+            results = [getattr(node, "meta", {}).get("val") for node in graph.graph.output_node().args[0]]
             with ExitStack() as stack:
                 for context in (V.set_fake_mode(torch._guards.detect_fake_mode(inputs)), DebugContext()):
                     stack.enter_context(context)
@@ -73,8 +109,10 @@ def kernels(mechanisms: dict, packed: bool) -> list[tuple[int, int]]:
                 stack.enter_context(V.set_graph_handler(lowered))
                 lowered.run(*inputs)
                 code = lowered.codegen()[0].value
-            counts.append(len(re.findall(r"\btriton_\w+\.run\(", code)))
-            return graph.forward
+                nodes = [node for node in lowered.scheduler.nodes if not isinstance(node, ExternKernelSchedulerNode)]
+                size = sum(node.get_read_write_buffers_sizes() for node in nodes)
+            counts.append((len(re.findall(r"\btriton_\w+\.run\(", code)), size / STREAM))
+            return make_boxed_func(lambda *args: [x if x is None else empty_like(x) for x in results])
 
         return compile
 
@@ -84,13 +122,13 @@ def kernels(mechanisms: dict, packed: bool) -> list[tuple[int, int]]:
         decompositions=select_decomp_table(),
         partition_fn=min_cut_rematerialization_partition,
     )
-    for block in model.model.layers:
-        block.compile(backend=backend, fullgraph=True)
-    ids = tokens(2, 12)
-    positions = (torch.arange(12) % 6)[None].expand(2, -1) if packed else None
+    for module in [model] if whole else model.model.layers:
+        module.compile(backend=backend, fullgraph=True, dynamic=False)
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    positions = (torch.arange(LENGTH) % (LENGTH // 2))[None].expand(ROWS, -1) if packed else None
     with inductor.patch(cpu_backend="triton", compile_threads=1):
-        model(ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
-    return list(zip(forward, reversed(backward), strict=True))
+        model(ids, position_ids=positions, labels=ids, use_cache=False, skip_logits=True).loss.backward()
+    return [Passes(*zip(*graph, strict=True)) for graph in zip(forward, reversed(backward), strict=True)]
 
 
 PLAIN = (6, 6)  # two norms, RoPE of q and k, SiLU, the residual sum
