@@ -7,7 +7,7 @@ from torch import Tensor
 def weighted_sum(weights: Tensor, *tensors: Tensor) -> Tensor:
     """Sum n tensors of one shape and dtype, weighted by weights [n], in that dtype."""
     if torch.compiler.is_compiling():
-        # Of a weight for each row, the gradient is summed by row first, in the kernel that writes the tensors' gradients.
+        # A weight's gradient is summed by row first, in the kernel that writes the gradients of the tensors.
         by_row = weights.view(-1, *[1] * tensors[0].ndim).expand(-1, *tensors[0].shape[:-1], 1)
         return sum(weight * x for weight, x in zip(by_row.unbind(), tensors, strict=True)).to(tensors[0].dtype)
     # 0-d factors do not promote the dtype of the other factor.
