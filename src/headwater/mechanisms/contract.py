@@ -67,6 +67,7 @@ class Tail(Protocol):
         """Return the `length` raw tokens before x [B, heads, T, d], zeros before the first; store the last ones of x.
 
         name: which tail. everything: return all tokens kept, which are more while a cache records its past.
+        `headwater.mechanisms.shift.read_tail` is faster with a static cache that is compiled.
         """
         ...
 
