@@ -52,6 +52,8 @@ def run_comparison(
     with occupy_folder(out / recipe.name if shared else out, nested=True):
         recipe = match_arms(recipe)
         trials = _choose_trials(list_trials(recipe, out), only)
+        for model in {(trial.experiment.arm, trial.experiment.size): trial.recipe for trial in trials}.values():
+            model.check_model()
         section = recipe.compare
         assert section is not None
         workers = workers or section.workers
