@@ -269,10 +269,11 @@ def test_frames_have_numbers(shown):
     assert shift["mean"] - base["mean"] == pytest.approx(shift["difference"])
     assert shift["low"] < shift["difference"] < shift["high"]
     assert shift["level"] == pytest.approx(0.95)
+    assert shift["verdict"] == "better"
     assert names["compared"].text_table()[1]["arm"] == "shift"
     runs, looks = (names["compared"].to_pandas(by) for by in ("run", "evaluation"))
     assert set(zip(runs["arm"], runs["seed"], strict=True)) == {
-        (arm, n) for arm in ("vanilla", "shift") for n in (0, 1)
+        (arm, n) for arm in ("vanilla", "shift") for n in (0, 1, 2)
     }
     assert runs.groupby("arm")["accuracy"].mean().to_dict() == pytest.approx(names["compared"].means())
     assert (
