@@ -97,6 +97,7 @@ def test_plan_takes_what_the_command_takes(tmp_path, monkeypatch):
     [
         (["gpt2-124"], {}, "did you mean 'gpt2-124m'"),
         (["nowhere.yaml"], {}, "no recipe"),
+        (["nowhere"], {}, r"'nowhere'; `headwater list presets` and `headwater list recipes` list those shipped\.$"),
         ([3], {}, "not 3"),
         ([TINY | {"modle": {}}], {}, "did you mean 'model'"),
         (["gpt2-124m"], {"tokens": "many"}, "tokens="),

@@ -22,7 +22,7 @@ from headwater.cost.estimate import read_precision
 from headwater.cost.hardware import Hardware
 from headwater.models.load import check_names, read_json, reading
 from headwater.nn.documents import takes_documents
-from headwater.util.errors import HeadwaterError, nearest, sentence, shown
+from headwater.util.errors import HeadwaterError, find_near, nearest, sentence, shown
 from headwater.util.files import explain_absence, is_address
 from headwater.util.precision import Precision
 from headwater_lab.data.base import DataShape
@@ -346,7 +346,9 @@ def _check_exists(path: Path) -> None:
         raise HeadwaterError(f"{explain_absence(path)}.")
     if len(path.parts) > 1 or path.suffix:
         raise HeadwaterError(f"There is no file {str(path)!r}; {_HINT}.")
-    guess = nearest(str(path), [*PRESETS, *shipped_recipes()])
+    names = [*PRESETS, *shipped_recipes()]  # too many to list here
+    lists = "`headwater list presets` and `headwater list recipes` list those shipped."
+    guess = nearest(str(path), names) if find_near(str(path), names) else lists
     raise HeadwaterError(f"There is no preset, recipe or file {str(path)!r}; {guess}")
 
 
