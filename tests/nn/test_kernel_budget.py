@@ -1,4 +1,5 @@
-"""How many GPU kernels each mechanism adds to a compiled layer, and how many bytes these read and write.
+"""How many GPU kernels each mechanism adds to a compiled layer, in training and in a step of decoding, and
+how many bytes those of training read and write.
 
 PyTorch's compiler writes Triton code for any device; it is captured here and never run. Attention itself is one opaque
 operation, as a fused kernel is on a GPU.
@@ -24,8 +25,9 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode
 from torch._inductor.virtualized import V
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from conftest import build
+from conftest import build, tokens
 from headwater.models.compiling import expect_layers
+from headwater.models.decoding import Decoder
 from headwater.plugins.registry import MECHANISMS
 
 COUNTED = "counted"
@@ -87,6 +89,29 @@ def empty_like(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
 
 
+def counting_compiler(counts: list[tuple[int, float]], is_inference: bool = False):
+    """Append each graph's `Passes` to counts. Only graphs of inference run; others return memory that nobody wrote."""
+
+    def compile(graph, inputs):
+        results = [getattr(node, "meta", {}).get("val") for node in graph.graph.output_node().args[0]]
+        with ExitStack() as stack:
+            for context in (V.set_fake_mode(torch._guards.detect_fake_mode(inputs)), DebugContext()):
+                stack.enter_context(context)
+            post_grad_passes(graph, is_inference=is_inference)
+            lowered = GraphLowering(graph, example_inputs=inputs, is_inference=is_inference)
+            stack.enter_context(V.set_graph_handler(lowered))
+            lowered.run(*inputs)
+            code = lowered.codegen()[0].value
+            nodes = [node for node in lowered.scheduler.nodes if not isinstance(node, ExternKernelSchedulerNode)]
+            size = sum(node.get_read_write_buffers_sizes() for node in nodes)
+        counts.append((len(re.findall(r"\btriton_\w+\.run\(", code)), size / STREAM))
+        if is_inference:
+            return graph.forward
+        return make_boxed_func(lambda *args: [x if x is None else empty_like(x) for x in results])
+
+    return compile
+
+
 def count_passes(mechanisms: dict, packed: bool = False, whole: bool = False) -> list[Passes]:
     """Count for each different layer of a model with three, or for the model compiled as a whole. Nothing runs."""
     _dynamo.reset()
@@ -95,27 +120,9 @@ def count_passes(mechanisms: dict, packed: bool = False, whole: bool = False) ->
     model.config._attn_implementation = COUNTED  # not by name: some mechanisms take the kernels that they know only
     forward, backward = [], []
 
-    def compiler(counts: list[tuple[int, float]]):
-        def compile(graph, inputs):
-            results = [getattr(node, "meta", {}).get("val") for node in graph.graph.output_node().args[0]]
-            with ExitStack() as stack:
-                for context in (V.set_fake_mode(torch._guards.detect_fake_mode(inputs)), DebugContext()):
-                    stack.enter_context(context)
-                post_grad_passes(graph, is_inference=False)
-                lowered = GraphLowering(graph, example_inputs=inputs)
-                stack.enter_context(V.set_graph_handler(lowered))
-                lowered.run(*inputs)
-                code = lowered.codegen()[0].value
-                nodes = [node for node in lowered.scheduler.nodes if not isinstance(node, ExternKernelSchedulerNode)]
-                size = sum(node.get_read_write_buffers_sizes() for node in nodes)
-            counts.append((len(re.findall(r"\btriton_\w+\.run\(", code)), size / STREAM))
-            return make_boxed_func(lambda *args: [x if x is None else empty_like(x) for x in results])
-
-        return compile
-
     backend = aot_autograd(
-        fw_compiler=compiler(forward),
-        bw_compiler=compiler(backward),
+        fw_compiler=counting_compiler(forward),
+        bw_compiler=counting_compiler(backward),
         decompositions=select_decomp_table(),
         partition_fn=min_cut_rematerialization_partition,
     )
@@ -214,3 +221,43 @@ def test_a_whole_model_needs_no_more():
     for name, extra in NEEDED_AT_ONCE.items():
         (model,) = count_passes(BUDGETS[name][0], whole=True)
         assert is_within(model.tensors, add(plain.tensors, extra, (3 * SMALL, 3 * SMALL))), (name, model, plain)
+
+
+def decoding_kernels(mechanisms: dict, layers: int) -> int:
+    """The Triton kernels of one step of the static cache."""
+    _dynamo.reset()
+    model = build(mechanisms, num_hidden_layers=layers).to(torch.bfloat16).eval()
+    model.config._attn_implementation = COUNTED
+    counts = []
+    backend = aot_autograd(
+        fw_compiler=counting_compiler(counts, is_inference=True),
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+    with inductor.patch(cpu_backend="triton", compile_threads=1):
+        Decoder(model, compiled=True, backend=backend, join=True)(tokens(1, 12), max_new_tokens=3)
+    ((count, _),) = counts
+    return count
+
+
+CONVOLUTIONS = {"short_conv": {"sites": ["attention_input", "feed_forward_input"]}}
+# Two norms, RoPE of q, RoPE of k with its write to the cache, the write of v, and SiLU. Mechanisms that look back shift
+# their raw tokens in place as they read them.
+PLAIN_STEP = 6
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "budget"),
+    [
+        ({}, PLAIN_STEP),
+        ({"kv_shift": {}}, PLAIN_STEP),
+        ({"value_residual": {}}, PLAIN_STEP),
+        ({"skip_layer": {}}, PLAIN_STEP),
+        (CONVOLUTIONS, PLAIN_STEP),
+        ({**CONVOLUTIONS, "svformer": {}}, PLAIN_STEP - 1),  # stores no values
+    ],
+    ids=lambda case: "+".join(case) or "vanilla" if isinstance(case, dict) else None,
+)
+@pytest.mark.slow
+def test_a_layer_needs_no_more_kernels_than_this_to_decode_a_token(mechanisms, budget):
+    assert decoding_kernels(mechanisms, layers=4) - decoding_kernels(mechanisms, layers=3) <= budget
