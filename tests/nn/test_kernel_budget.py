@@ -119,7 +119,6 @@ def count_passes(mechanisms: dict, packed: bool = False, whole: bool = False) ->
     model = build(mechanisms, **SIZES).to(torch.bfloat16).train()
     model.config._attn_implementation = COUNTED  # not by name: some mechanisms take the kernels that they know only
     forward, backward = [], []
-
     backend = aot_autograd(
         fw_compiler=counting_compiler(forward),
         bw_compiler=counting_compiler(backward),
@@ -135,10 +134,8 @@ def count_passes(mechanisms: dict, packed: bool = False, whole: bool = False) ->
     return [Passes(*zip(*graph, strict=True)) for graph in zip(forward, reversed(backward), strict=True)]
 
 
-PLAIN = (
-    5,
-    7,
-)  # two norms, RoPE of q and k, SiLU, the residual sum; their gradients, those of norm weights in two steps
+# Two norms, RoPE of q and k, SiLU, the residual sum; backward, the gradients of the norms' weights take two steps.
+PLAIN = (5, 7)
 PLAIN_TENSORS = (25.1, 43.1)
 PATTENTION = {"pattention": {"attention_pairs": 64, "ffn_pairs": 128}}
 # For each different layer of a model: the kernels of its forward and its backward pass. The budget is for the plain
