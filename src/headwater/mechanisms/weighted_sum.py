@@ -9,8 +9,8 @@ def weighted_sum(weights: Tensor, *tensors: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         # A weight's gradient is summed by row first, in the kernel that writes the gradients of the tensors.
         by_row = weights.view(-1, *[1] * tensors[0].ndim).expand(-1, *tensors[0].shape[:-1], 1)
-        first, *terms = (weight * x for weight, x in zip(by_row.unbind(), tensors, strict=True))
-        return sum(terms, start=first).to(tensors[0].dtype)
+        first, *others = (weight * x for weight, x in zip(by_row.unbind(), tensors, strict=True))
+        return sum(others, start=first).to(tensors[0].dtype)
     # 0-d factors do not promote the dtype of the other factor.
     (weight, x), *terms = zip(weights.unbind(), tensors, strict=True)
     y = weight * x
