@@ -41,6 +41,7 @@ from headwater.conversion.convert import (
     blend_model,
     choose_sources,
     compare_layers,
+    find_maps,
     find_rotations,
     finish_model,
     pool_tensors,
@@ -295,6 +296,55 @@ def test_what_was_turned_is_turned_back(spun):
         if spun < 8:
             secret[head, spun:, spun:] = torch.linalg.qr(torch.randn(8 - spun, 8 - spun, dtype=torch.float64))[0]
     assert_near(find_rotations(x, turn_samples(x, secret), spun), secret, 1e-6)
+
+
+@pytest.mark.parametrize("spun", [0, 4, 8])
+def test_maps_are_least_squares(spun):
+    """Each head and, of what RoPE rotates, each pair against a solver of its own; pairs as z·c = (a + ib)·(u + iw)."""
+    torch.manual_seed(0)
+    x, target = torch.randn(2, 60, 3, 8, dtype=torch.float64)
+    inverse, half = torch.linalg.inv(find_maps(x, target, spun)), spun // 2
+    for head in range(3):
+        expected = torch.zeros(8, 8, dtype=torch.float64)
+        for i, j in zip(range(half), range(half, spun), strict=True):
+            a, b = target[:, head, i], target[:, head, j]
+            design = torch.stack((torch.cat((a, b)), torch.cat((-b, a))), dim=1)
+            u, w = torch.linalg.lstsq(design, torch.cat((x[:, head, i], x[:, head, j]))[:, None]).solution[:, 0]
+            expected[i, i], expected[j, j], expected[i, j], expected[j, i] = u, u, w, -w
+        expected[spun:, spun:] = torch.linalg.lstsq(target[:, head, spun:], x[:, head, spun:]).solution
+        lengths = torch.linalg.svdvals(expected)
+        assert lengths[-1] > 0.02 * lengths[0]  # far enough from singular
+        assert_near(inverse[head], expected, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "partial RoPE, biases", "GPT-2"])
+def test_a_layer_whose_keys_and_values_are_images_of_anothers_shares_without_loss(name):
+    model, rows = build(num_hidden_layers=2, **SOURCES[name]), tokens(4, 16)
+    below, layer = model.model.layers
+    for linear in (below.self_attn.o_proj, below.mlp.down_proj):  # so that both layers see the same stream
+        for parameter in linear.parameters():
+            parameter.data.zero_()
+    layer.input_layernorm.load_state_dict(below.input_layernorm.state_dict())
+    heads, d = model.config.num_key_value_heads, model.config.head_dim
+    spun = model.config.rotary_dim if model.config.position == "rope" else 0
+    torch.manual_seed(0)
+    for kind, turned in (("k", spun), ("v", 0)):
+        maps = torch.eye(d).repeat(heads, 1, 1) + 0.3 * torch.randn(heads, d, d)
+        even, odd = torch.arange(turned // 2), torch.arange(turned // 2, turned)
+        maps[:, :turned], maps[:, :, :turned] = 0, 0
+        maps[:, even, even] = maps[:, odd, odd] = torch.rand(heads, turned // 2) + 0.5
+        maps[:, even, odd] = torch.randn(heads, turned // 2)
+        maps[:, odd, even] = -maps[:, even, odd]
+        theirs, ours = (getattr(block.self_attn, f"{kind}_proj") for block in (below, layer))
+        for old, new in zip(theirs.parameters(), ours.parameters(), strict=True):
+            split = old.data.unflatten(0, (heads, d))
+            new.data = torch.einsum("hi...,hij->hj...", split, maps.to(split)).flatten(0, 1)
+    logits = model(rows, use_cache=False).logits
+    losses = []
+    for source in (model, aligned(model, rows, mechanisms={"kv_source": {}})):
+        made = finish_model(blend_model(source, {"kv_source": {}}, weight=1.0))
+        losses.append(float((made(rows, use_cache=False).logits - logits).abs().max().detach()))
+    assert losses[1] < 1e-4 < 1e-2 < losses[0]
 
 
 # Choosing the layers that share
