@@ -44,6 +44,7 @@ from headwater.conversion.convert import (
     find_maps,
     find_rotations,
     finish_model,
+    fit_outputs,
     pool_tensors,
     turn_samples,
 )
@@ -347,6 +348,59 @@ def test_a_layer_whose_keys_and_values_are_images_of_anothers_shares_without_los
     assert losses[1] < 1e-4 < 1e-2 < losses[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "goal"),
+    [("llama", {"mechanisms": {"kv_source": {}}}), ("partial RoPE, biases", {"num_key_value_heads": 1})],
+)
+def test_output_projections_are_fitted_from_the_first_layer_to_the_last(name, goal):
+    """Against a pass of the whole model for each layer, and least squares with λ as further rows."""
+    original, rows = build(num_hidden_layers=4, **SOURCES[name]), tokens(3, 14)
+    fitted = finish_model(blend_model(original, **goal, weight=1.0))
+    expected = copy.deepcopy(fitted)
+
+    def read_output_projection(model, layer):
+        seen = []
+        hook = model.model.layers[layer].self_attn.o_proj.register_forward_hook(
+            lambda module, inputs, output: seen.append(
+                (inputs[0].flatten(0, 1).detach(), output.flatten(0, 1).detach())
+            )
+        )
+        model(rows, use_cache=False)
+        hook.remove()
+        return seen[0]
+
+    before = [p.clone() for p in expected.parameters()]
+    for layer in (1, 3) if "mechanisms" in goal else range(4):
+        target = read_output_projection(original, layer)[1]
+        x, y = read_output_projection(expected, layer)
+        penalty = (0.03 * x.square().sum(0).mean()).sqrt() * torch.eye(x.shape[1], dtype=x.dtype)
+        change = torch.linalg.lstsq(
+            torch.cat((x, penalty)), torch.cat((target - y, torch.zeros_like(penalty[:, : y.shape[1]])))
+        )
+        expected.model.layers[layer].self_attn.o_proj.weight.data += change.solution.T
+    fit_outputs(fitted, original, rows)
+    for new, old, ours in zip(expected.parameters(), before, fitted.parameters(), strict=True):
+        assert_near(ours, new, 1e-9)
+        assert torch.equal(new, old) == torch.equal(ours, old)
+    layer = original.config.num_hidden_layers - 1
+    target = read_output_projection(original, layer)[1]
+    plain = finish_model(blend_model(original, **goal, weight=1.0))
+    errors = [(read_output_projection(model, layer)[1] - target).norm() for model in (fitted, plain)]
+    assert errors[0] < 0.9 * errors[1]
+
+
+def test_a_conversion_without_annealing_fits_output_projections():
+    """The function is nearer to the original's than that of the aligned model alone, and the history says so."""
+    model, rows = build(num_hidden_layers=4), tokens(4, 16)
+    logits = model(rows, use_cache=False).logits
+    change = Change(convert=CacheConversion(mechanisms={"kv_source": {}}))
+    made = convert_model(Trained("", copy.deepcopy(model), None, [], {}), change, rows)
+    assert made.history[-1].details["aligned_tokens"] == 64
+    alone = finish_model(blend_model(aligned(model, rows, mechanisms={"kv_source": {}}), {"kv_source": {}}, weight=1.0))
+    errors = [float((m(rows, use_cache=False).logits - logits).detach().norm()) for m in (made.model, alone)]
+    assert errors[0] < errors[1]
+
+
 # Choosing the layers that share
 
 
@@ -607,7 +661,7 @@ def test_a_model_in_bf16_is_turned_in_fp32():
     assert made.history[-1].details["cache_bytes_per_token"] == {"from": 3 * 2 * 2 * 8 * 2, "to": 3 * 2 * 8 * 2}
     assert made.model.dtype == torch.float32
     assert_near(made.model(rows, use_cache=False).logits, expected, 1e-5)
-    assert made.history[-1].details["aligned"] is True
+    assert made.history[-1].details["aligned_tokens"] == 24
 
 
 def test_turned_weights_do_not_keep_the_optimizers_state():
@@ -626,7 +680,7 @@ def test_the_history_says_whether_anything_was_turned():
     model, rows = build(**GOALS["shifted"][0]), tokens(2, 12)
     change = Change(convert=CacheConversion(mechanisms={"svformer": {}}, anneal=True))
     made = convert_model(Trained("", model, None, [], {}), change, rows)
-    assert made.history[-1].details["aligned"] is False
+    assert made.history[-1].details["aligned_tokens"] == 0
 
 
 @pytest.mark.slow

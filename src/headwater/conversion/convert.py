@@ -5,6 +5,7 @@
     finished    the goal itself, once the weight is 1: the same function without keys and values that no head attends to
     aligned     before either, the same function in other coordinates, in which what is to be shared or pooled is as
                 similar as possible
+    fitted      a goal whose output projections are changed so that its attention's output is nearest to the model's
     chosen      before that, the layers that share, by how similar their keys and values are once aligned
 
 A head's values may be multiplied by any invertible matrix R if the output projection is multiplied by its inverse, and
@@ -326,6 +327,47 @@ def _turn_rows(linear: nn.Linear, matrices: Tensor) -> None:
         if parameter is not None:
             heads = parameter.double().unflatten(0, (len(matrices), -1))
             parameter.copy_(torch.einsum("hi...,hij->hj...", heads, matrices.to(parameter.device)).flatten(0, 1))
+
+
+# Fit of the output projections
+
+# Weight of the present projection in the fit, in units of the inputs' mean square.
+RIDGE = 3e-2
+
+
+@torch.no_grad()
+def fit_outputs(model: HeadwaterForCausalLM, original: HeadwaterForCausalLM, rows: Tensor) -> None:
+    """Fit output projections of attention, in place: where layers share or have fewer heads than `original`, bring
+    their outputs on `rows` of tokens [B, T] as close as possible to the original's, by ridge regression.
+
+    One pass fits from the first layer to the last, so that each corrects what the layers below it have changed.
+    """
+    pooled = model.config.num_key_value_heads != original.config.num_key_value_heads
+    with ExitStack() as stack:
+        for plan, attention, source in zip(
+            plan_layers(model.config), _list_attentions(model), _list_attentions(original), strict=True
+        ):
+            shares = any({attends.k, attends.v} != {plan.index} for attends in plan.attends)
+            if (pooled or shares) and isinstance(attention.o_proj, nn.Linear):
+                target: list[Tensor] = []
+                stack.enter_context(source.o_proj.register_forward_hook(functools.partial(_keep_output, target)))
+                stack.enter_context(attention.o_proj.register_forward_pre_hook(functools.partial(_fit_linear, target)))
+        for network in (original, model):
+            stack.callback(network.train, network.training)
+            network.eval().model(rows.to(network.device), use_cache=False)
+
+
+def _keep_output(outputs: list[Tensor], module: nn.Module, inputs: Any, output: Tensor) -> None:
+    outputs.append(output)
+
+
+def _fit_linear(target: list[Tensor], linear: nn.Linear, inputs: tuple[Tensor]) -> None:
+    """Forward pre-hook: add to the weight the W that minimizes Σ‖y - linear(x) - W·x‖² + λ‖W‖², y from `target`."""
+    x = inputs[0].flatten(0, -2).double()
+    rest = target.pop().flatten(0, -2) - nn.functional.linear(inputs[0], linear.weight, linear.bias).flatten(0, -2)
+    gram = x.T @ x
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    linear.weight += torch.linalg.solve(gram, x.T @ rest.double()).T.to(linear.weight.dtype)
 
 
 # Choice of the layers that share

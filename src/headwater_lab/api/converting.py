@@ -291,5 +291,8 @@ def _report_conversion(
     rows = [(f"{p['tokens']:,}", f"{p['cache_bytes_per_token']:,}", f"{p[record.metric]:.4f}") for p in curve]
     watch.say(lined(*columns, rows=rows))
     checkpoint = newest_checkpoint(target)
-    lines = explain_plain(target, read_config(checkpoint), read_history(checkpoint))
+    history = read_history(checkpoint)
+    if tokens := sum(event.details.get("aligned_tokens", 0) for event in history if event.kind == "converted"):
+        watch.say(f"Shared or pooled keys and values were aligned on {tokens:,} tokens.")
+    lines = explain_plain(target, read_config(checkpoint), history)
     watch.say("\n".join([f"written to {target}", how_to_load(target), *lines]))

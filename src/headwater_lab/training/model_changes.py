@@ -21,6 +21,7 @@ from headwater.conversion.convert import (
     compare_layers,
     finish_config,
     finish_model,
+    fit_outputs,
     narrow_config,
     pool_tensors,
 )
@@ -89,20 +90,23 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
         elif goal.choose:
             mechanisms = choose_sources(original.config, mechanisms, compare_layers(original, rows))
         turned = goal.align and align_layers(original, cast(Tensor, rows), mechanisms, heads)
-        if turned and trained.state and change.optimizer_state == "keep":
+        aligned = turned or (goal.align and not goal.anneal)
+        if aligned and trained.state and change.optimizer_state == "keep":
             raise HeadwaterError(
-                "Aligning keys and values rotates their weights, so that the optimizer's state no longer fits; set "
+                "Aligning keys and values changes their weights, so that the optimizer's state no longer fits; set "
                 "convert.align=false, or leave out optimizer_state: keep."
             )
         trained.model = model = blend_model(original, mechanisms, heads, 0.0 if goal.anneal else 1.0)
-        del original
         new_bytes = cache_bytes_per_token(finish_config(model.config), element)  # in the precision of the source
         details["cache_bytes_per_token"] = {"from": old_bytes, "to": new_bytes}
-        details |= {"mechanisms": mechanisms, "num_key_value_heads": heads, "annealed": goal.anneal, "aligned": turned}
-        state = {} if turned else trained.state
+        details |= {"mechanisms": mechanisms, "num_key_value_heads": heads, "annealed": goal.anneal}
+        details["aligned_tokens"] = cast(Tensor, rows).numel() if aligned else 0
+        state = {} if aligned else trained.state
         if not goal.anneal:
             blend, model = model, finish_model(model)
             state = finish_state(state, blend, model)
+            if goal.align:
+                fit_outputs(model, original, cast(Tensor, rows))
     return trained.after("converted", details, model=model, state=state)
 
 

@@ -23,6 +23,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
+from torch.utils.checkpoint import checkpoint
 
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
@@ -69,8 +70,8 @@ if TYPE_CHECKING:  # reading runs does not need the trainer's packages
     from lightning_fabric import Fabric
     from lightning_fabric.wrappers import _FabricModule
 
-# Number of rows on which a conversion measures how similar keys and values are.
-SAMPLE = 16
+# Most tokens, and rows, on which a conversion measures and aligns keys and values.
+SAMPLE, SAMPLE_ROWS = 16_384, 32
 # Config fields that a recipe may change in a trained model.
 MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout", "drop_path")
 # Fields that may change when a run resumes: its length and the hardware, but not the model or the data.
@@ -188,7 +189,8 @@ def prepare_start(start: Start, folder: Path, data: Data, device: torch.device) 
         if device.type == "cuda":
             trained.model.to(device)
         # Use the same rows every time.
-        rows = next(iter(data.batches(seed=0, batch_size=SAMPLE, start=0))).get("input_ids")
+        count = max(1, min(SAMPLE_ROWS, SAMPLE // data.context))
+        rows = next(iter(data.batches(seed=0, batch_size=count, start=0))).get("input_ids")
     changed = refit_model(change_model(trained, start, rows), data, start)
     return write_model(target, changed.model, changed.tokenizer, changed.history, changed.state)
 
@@ -270,6 +272,9 @@ def _list_notices(recipe: Recipe, config: HeadwaterConfig, rows: int, changes: l
         mechanisms = next(event.details["mechanisms"] for event in changes if event.kind == "converted")
         chosen = ", ".join(f"{name}={options}" for name, options in mechanisms.items())
         notices.append(f"The layers that share were chosen by how similar they are: {chosen}.")
+    tokens = sum(event.details.get("aligned_tokens", 0) for event in changes if event.kind == "converted")
+    if tokens:
+        notices.append(f"Keys and values that are shared or pooled were aligned on {tokens:,} tokens.")
     if recipe.start.previous is not None:  # the stage before has shown the rest
         return notices
     ignored = [
@@ -391,8 +396,15 @@ class Teacher:
 def compute_divergence(logits: Tensor, targets: Tensor, selected: Tensor, temperature: float = 1.0) -> Tensor:
     """T²·Σ KL(softmax(targets / T) ‖ softmax(logits / T)) over the tokens `selected` [B, T]; logits [B, T, V].
 
-    The other tokens are made equal instead of being left out, since only the device knows how many there are.
+    Computes one row at a time, and again in the backward pass: copies of all logits in fp32 would be most of a step's
+    memory. The other tokens are made equal instead of being left out, since only the device knows how many there are.
     """
+    rows = zip(logits.unbind(), targets.unbind(), selected.unbind(), strict=True)
+    sums = [checkpoint(_diverge_row, *row, temperature, use_reentrant=False, preserve_rng_state=False) for row in rows]
+    return temperature**2 * torch.stack(sums).sum()
+
+
+def _diverge_row(logits: Tensor, targets: Tensor, selected: Tensor, temperature: float) -> Tensor:
     log_q, log_p = (
         x.masked_fill(~selected[..., None], 0.0)
         .to(torch.promote_types(x.dtype, torch.float32))
@@ -400,8 +412,7 @@ def compute_divergence(logits: Tensor, targets: Tensor, selected: Tensor, temper
         .log_softmax(-1)
         for x in (logits, targets)
     )
-    kl = torch.nn.functional.kl_div(log_q, log_p.to(log_q.dtype), log_target=True, reduction="sum")
-    return temperature**2 * kl
+    return torch.nn.functional.kl_div(log_q, log_p.to(log_q.dtype), log_target=True, reduction="sum")
 
 
 @contextmanager
