@@ -18,11 +18,14 @@ from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.data.tokenizer import encode_plainly, separator_id, warn_of_unknown
 from headwater_lab.data.tokenizer_files import find_tokenizer
 from headwater_lab.serving.stops import UntilStop, before_stop
-from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint
+from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint, read_history
 
 
-def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase]:
-    """Load the model and tokenizer of a checkpoint folder, or of a run's newest checkpoint. Raises `HeadwaterError`."""
+def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase, bool]:
+    """Load the model and tokenizer of a checkpoint folder, or of a run's newest checkpoint. Raises `HeadwaterError`.
+
+    Also returns whether the model began here, and so knows the token that `continue_prompts` begins documents with.
+    """
     path = newest_checkpoint(path)
     check_sums(path)
     model = load_model(path)
@@ -35,7 +38,8 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
             f"with; add its tokenizer_config.json, or use the tokenizer the model was trained with."
         )
     model.generation_config = GenerationConfig()  # `continue_prompts` reports what is needed
-    return model.eval(), tokenizer
+    history = read_history(path)
+    return model.eval(), tokenizer, not history or history[0].kind != "retrofitted"
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ def continue_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
     *,
+    begin: bool = True,
     max_new_tokens: int = 200,
     temperature: float = 0.8,
     top_p: float = 0.95,
@@ -63,8 +68,10 @@ def continue_prompts(
     stream: bool = False,
     decoder: Decoder | None = None,
 ) -> Continued:
-    """Continue `prompts` as one left-padded batch, each as the beginning of a document.
+    """Continue `prompts` as one left-padded batch.
 
+    begin: put the token before each that training here puts before a document; otherwise only what the tokenizer adds,
+    as transformers and engines do.
     temperature: 0 is greedy. top_k: 0 is no limit. stop: a continuation ends before the first of these strings.
     stream: print a single prompt, and its continuation as it is generated.
     decoder: use its static cache instead of a growing one; the texts are the same.
@@ -72,7 +79,10 @@ def continue_prompts(
     _check_texts(prompts, stop)
     start = cast(int, separator_id(tokenizer))  # `load_for_generation` has checked that there is one
     warn_of_unknown(tokenizer, prompts)
-    rows = [[start, *ids] for ids in encode_plainly(tokenizer, prompts)]
+    if begin:
+        rows = [[start, *ids] for ids in encode_plainly(tokenizer, prompts)]
+    else:
+        rows = [tokenizer(prompt).input_ids or [start] for prompt in prompts]
     longest = max(map(len, rows))
     _check_length(model, longest, max_new_tokens)
     ids = torch.tensor([[start] * (longest - len(row)) + row for row in rows], device=model.device)
