@@ -127,7 +127,7 @@ def serve_model(
 ) -> None:
     """Answer OpenAI-style requests over HTTP.
 
-    Requests use the model name given here. With --engine vllm, vLLM's server receives all options that are not listed
+    In requests, the model is named CHECKPOINT, as given here. With --engine vllm, vLLM's server receives all options that are not listed
     here; `vllm serve --help` lists them.
 
     engine: Program that generates the text: transformers' generate, or vLLM with the smaller cache (docs/serving.md).
