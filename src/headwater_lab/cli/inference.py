@@ -127,8 +127,8 @@ def serve_model(
 ) -> None:
     """Answer OpenAI-style requests over HTTP.
 
-    In requests, the model is named CHECKPOINT, as given here. With --engine vllm, vLLM's server receives all options that are not listed
-    here; `vllm serve --help` lists them.
+    In requests, the model is named CHECKPOINT, as given here. With --engine vllm, vLLM's server receives all options
+    that are not listed here; `vllm serve --help` lists them.
 
     engine: Program that generates the text: transformers' generate, or vLLM with the smaller cache (docs/serving.md).
     host: The address to listen on; 127.0.0.1 is for this machine only.
