@@ -15,7 +15,7 @@ from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST, Decoder
 from headwater.util.errors import HeadwaterError, shown
-from headwater_lab.data.tokenizer import encode_plainly, separator_id, warn_of_unknown
+from headwater_lab.data.tokenizer import encode_plainly, frame_text, separator_id, warn_of_unknown
 from headwater_lab.data.tokenizer_files import find_tokenizer
 from headwater_lab.serving.stops import UntilStop, before_stop
 from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint, read_history
@@ -77,22 +77,22 @@ def continue_prompts(
     decoder: use its static cache instead of a growing one; the texts are the same.
     """
     _check_texts(prompts, stop)
-    start = cast(int, separator_id(tokenizer))  # `load_for_generation` has checked that there is one
+    end = cast(int, separator_id(tokenizer))  # `load_for_generation` has checked that there is one
     warn_of_unknown(tokenizer, prompts)
     if begin:
-        rows = [[start, *ids] for ids in encode_plainly(tokenizer, prompts)]
+        rows = [frame_text(tokenizer)[0] + ids for ids in encode_plainly(tokenizer, prompts)]
     else:
-        rows = [tokenizer(prompt).input_ids or [start] for prompt in prompts]
+        rows = [tokenizer(prompt).input_ids or [end] for prompt in prompts]
     longest = max(map(len, rows))
     _check_length(model, longest, max_new_tokens)
-    ids = torch.tensor([[start] * (longest - len(row)) + row for row in rows], device=model.device)
+    ids = torch.tensor([[end] * (longest - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
     streamer = _Stream(tokenizer, stop) if stream else None
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": start, "eos_token_id": start}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": end, "eos_token_id": end}
     started = time.perf_counter()
     if decoder is not None:
-        watch = _watch_tokens(tokenizer, ids, start, streamer, stop)
+        watch = _watch_tokens(tokenizer, ids, end, streamer, stop)
         generated = decoder(ids, mask, seed=seed, watch=watch, **sampling, **options)
         cache = decoder.cache
         if streamer is not None:
@@ -107,7 +107,7 @@ def continue_prompts(
     seconds = time.perf_counter() - started
     new = generated[:, longest:]
     texts = [before_stop(tokenizer.decode(row, skip_special_tokens=True), stop) for row in new]
-    return Continued(texts, int(new.ne(start).sum()), seconds, cache_bytes(cache), cache_bytes(cache, reserved=True))
+    return Continued(texts, int(new.ne(end).sum()), seconds, cache_bytes(cache), cache_bytes(cache, reserved=True))
 
 
 def _check_texts(prompts: Sequence[str], stop: Sequence[str]) -> None:
