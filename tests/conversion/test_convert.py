@@ -633,6 +633,7 @@ def test_the_command(written, tmp_path, run, dtype):
         assert code == 0, said
         card = (tmp_path / f"card-{source.name}" / "README.md").read_text()
         assert f"| loss | {loss:.4f} |" in card
+        assert (f"| {result['before']['loss']:.4f} |" in card) == (source is out)
         assert ("on all data" in card) == (source is out)
         assert f"cache bytes per token {sizes[0]:,} → {sizes[1]:,};" in card
         assert "True" not in card.partition("## How it was made")[2].partition("##")[0]
