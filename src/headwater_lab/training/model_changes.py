@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -81,15 +81,8 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
         model = finish_model(original)
         state = finish_state(trained.state, original, model)
     else:
-        mechanisms, heads = goal.mechanisms, goal.num_key_value_heads
-        blend_config(original.config, mechanisms, heads)  # raises before the model runs
-        # Convert in fp32 or wider: rounding rotated or mixed weights to bf16 would change the function.
-        original.to(torch.promote_types(original.dtype, torch.float32))
-        if rows is None:
-            _check_unmeasured(goal)
-        elif goal.choose:
-            mechanisms = choose_sources(original.config, mechanisms, compare_layers(original, rows))
-        turned = goal.align and align_layers(original, cast(Tensor, rows), mechanisms, heads)
+        heads = goal.num_key_value_heads
+        mechanisms, turned = _prepare_layers(original, goal, rows)
         aligned = turned or (goal.align and not goal.anneal)
         if aligned and trained.state and change.optimizer_state == "keep":
             raise HeadwaterError(
@@ -110,13 +103,30 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
     return trained.after("converted", details, model=model, state=state)
 
 
-def _check_unmeasured(goal: CacheConversion) -> None:
-    """Raise `HeadwaterError` for a conversion that needs rows of tokens to measure on."""
-    if goal.align or goal.choose:
-        raise HeadwaterError(
-            "A conversion measures keys and values on rows of the recipe's text; use data of text, or set "
-            "convert.align and convert.choose to false."
-        )
+def _prepare_layers(
+    original: HeadwaterForCausalLM, goal: CacheConversion, rows: Tensor | None
+) -> tuple[dict[str, Any] | None, bool]:
+    """Choose the layers that share, and align their keys and values in place. Returns the mechanisms, and whether
+    weights changed. Raises `HeadwaterError` for a conversion that needs rows of tokens to measure on."""
+    mechanisms, heads = goal.mechanisms, goal.num_key_value_heads
+    blend_config(original.config, mechanisms, heads)  # raises before the model runs
+    # Convert in fp32 or wider: rounding multiplied or mixed weights to bf16 would change the function.
+    original.to(torch.promote_types(original.dtype, torch.float32))
+    if rows is None:
+        if goal.align or goal.choose:
+            raise HeadwaterError(
+                "A conversion measures keys and values on rows of the recipe's text; use data of text, or set "
+                "convert.align and convert.choose to false."
+            )
+        return mechanisms, False
+    if goal.choose:
+        mechanisms = choose_sources(original.config, mechanisms, compare_layers(original, rows))
+    return mechanisms, goal.align and align_layers(original, rows, mechanisms, heads)
+
+
+def count_aligned(events: Iterable[Event]) -> int:
+    """Count the tokens on which a model's conversions aligned keys and values."""
+    return sum(event.details.get("aligned_tokens", 0) for event in events)
 
 
 def list_refits(

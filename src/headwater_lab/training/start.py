@@ -56,7 +56,14 @@ from headwater_lab.training.checkpoints import (
     restore_run,
 )
 from headwater_lab.training.initialization import measure_initialization, warn_drowning
-from headwater_lab.training.model_changes import change_model, check_classes, describe_refit, list_refits, refit_model
+from headwater_lab.training.model_changes import (
+    change_model,
+    check_classes,
+    count_aligned,
+    describe_refit,
+    list_refits,
+    refit_model,
+)
 from headwater_lab.training.optimizers import Average, freeze_others, learning_rate, make_optimizers
 from headwater_lab.training.processes import fail_together, is_sharded, list_scalars, run_in_first
 from headwater_lab.training.records import Event, Origin
@@ -94,8 +101,8 @@ MAY_CHANGE = {
 }
 
 
-def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progress:
-    """Read a run's progress, if this recipe may resume it. Raises `HeadwaterError` if not.
+def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> tuple[Progress, list[str]]:
+    """Read a run's progress, if this recipe may resume it, and warnings for its record. Raises `HeadwaterError` if not.
 
     data: the current facts about the data.
     """
@@ -118,8 +125,9 @@ def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> P
                 f"The data have changed since this run was started ({fact} {progress.data.get(fact)!r}, now "
                 f"{data.get(fact)!r}); restore them, or start a new run with another --out."
             )
+    warning = _warn_rescheduled(progress, recipe.training)
     progress.recipe = values
-    return progress
+    return progress, [] if warning is None else [warning]
 
 
 def list_changes(
@@ -147,6 +155,19 @@ def _check_decay(progress: Progress, recipe: Recipe) -> None:
             f"The run is at step {progress.step}, and by training.steps={steps} or {end} its rate decays after step "
             f"{start}; begin a new run at an earlier step of it with --trunk (trunk=)."
         )
+
+
+def _warn_rescheduled(progress: Progress, training: Training) -> str | None:
+    """Warn that the steps so far had other learning rates than those of a run with the recipe's number of steps."""
+    steps, last = progress.recipe["training"]["steps"], max(0, progress.step - 1)
+    earlier = training.model_copy(update={"steps": steps})
+    old, new = learning_rate(last, earlier), learning_rate(last, training)
+    if old == new:
+        return None
+    return (
+        f"training.steps was {steps} until here and is now {training.steps}: the last learning rate was {old:.3g}, and "
+        f"by the new schedule would have been {new:.3g}. A new run of this recipe gives another model."
+    )
 
 
 class Beginning(NamedTuple):
@@ -266,15 +287,8 @@ def _describe_data(recipe: Recipe, data: Data) -> dict[str, Any]:
 
 
 def _list_notices(recipe: Recipe, config: HeadwaterConfig, rows: int, changes: list[Event]) -> list[str]:
-    notices = [describe_refit(event) for event in changes if event.kind == "refitted"]
     assert recipe.start is not None
-    if recipe.start.convert is not None and recipe.start.convert.choose:
-        mechanisms = next(event.details["mechanisms"] for event in changes if event.kind == "converted")
-        chosen = ", ".join(f"{name}={options}" for name, options in mechanisms.items())
-        notices.append(f"The layers that share were chosen by how similar they are: {chosen}.")
-    tokens = sum(event.details.get("aligned_tokens", 0) for event in changes if event.kind == "converted")
-    if tokens:
-        notices.append(f"Keys and values that are shared or pooled were aligned on {tokens:,} tokens.")
+    notices = _describe_changes(recipe.start, changes)
     if recipe.start.previous is not None:  # the stage before has shown the rest
         return notices
     ignored = [
@@ -292,6 +306,18 @@ def _list_notices(recipe: Recipe, config: HeadwaterConfig, rows: int, changes: l
         notices.append(
             f"The model was trained on the first {rows:,} rows of these data; training continues after them."
         )
+    return notices
+
+
+def _describe_changes(start: Start, changes: list[Event]) -> list[str]:
+    """Describe in sentences what was done to the model before the run."""
+    notices = [describe_refit(event) for event in changes if event.kind == "refitted"]
+    if start.convert is not None and start.convert.choose:
+        mechanisms = next(event.details["mechanisms"] for event in changes if event.kind == "converted")
+        chosen = ", ".join(f"{name}={options}" for name, options in mechanisms.items())
+        notices.append(f"The layers that share were chosen by how similar they are: {chosen}.")
+    if tokens := count_aligned(changes):
+        notices.append(f"Keys and values that are shared or pooled were aligned on {tokens:,} tokens.")
     return notices
 
 
@@ -480,13 +506,15 @@ class Setup:
             self.average = self.load_weights(checkpoint)
         self.hooks = Hooks(self.model, recipe, self.beginning, None if checkpoint is None else self.progress.kept)
         self.progress.kept = self.hooks.state
-        self.warnings = self.list_warnings() if checkpoint is None else []
+        if checkpoint is None:
+            self.warnings = self.list_warnings()
 
     def begin_progress(self, checkpoint: Path | None) -> Progress:
         """Read the progress of a resumed run, or begin a new one."""
         description = self.data.description
         if checkpoint is not None:
-            return run_in_first(self.fabric, resume_progress, checkpoint, self.recipe, description)
+            progress, self.warnings = run_in_first(self.fabric, resume_progress, checkpoint, self.recipe, description)
+            return progress
         rows = 0 if self.beginning is None else self.beginning.rows
         values = self.recipe.model_dump(mode="json")
         return Progress(rows=rows, recipe=values, data=description, run_id=secrets.token_hex(4))
