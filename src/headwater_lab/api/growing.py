@@ -214,6 +214,8 @@ def _tell_converted(
     else:
         ids = sample_rows(trained, text, rows)
         where = f"{ids.numel():,} tokens of {text.name}"
+    if (dtype := trained.model.dtype).itemsize < 4:
+        where += f", in {str(dtype).removeprefix('torch.')}, whose rounding counts as a difference"
     if trained.original is not None and watch.listens:
         moved = measure_change(trained.original, trained.model, ids)
         watch.say(f"{trained.original.config.model_type} → headwater: {_describe_change(moved)}, on {where}")
