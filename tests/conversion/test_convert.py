@@ -633,6 +633,7 @@ def test_the_command(written, tmp_path, run, dtype):
         assert code == 0, said
         card = (tmp_path / f"card-{source.name}" / "README.md").read_text()
         assert f"| loss | {loss:.4f} |" in card
+        assert (f"| {result['before']['loss']:.4f} |" in card) == (source is out)
         assert ("on all data" in card) == (source is out)
         assert f"cache bytes per token {sizes[0]:,} → {sizes[1]:,};" in card
         assert "True" not in card.partition("## How it was made")[2].partition("##")[0]
@@ -664,9 +665,35 @@ def test_what_is_plain_says_how_it_is_exported(written, tmp_path, run):
     assert type(theirs) is LlamaForCausalLM
     ours = open_trained(tmp_path / "same").model.double()
     assert_near(theirs(tokens(2, 9)).logits, ours(tokens(2, 9)).logits, 5e-6)  # their RoPE is in fp32
+    card = (tmp_path / "plain-llama" / "README.md").read_text()
+    assert f"{ours.config.num_hidden_layers} layers of width {ours.config.hidden_size}, " in card
+    assert "- Cache: " in card
     code, printed, _ = run("retrofit", written / "llama", "--mechanism", "kv_shift", "--out", tmp_path / "shifted")
     assert code == 0
     assert "--family" not in printed
+
+
+def test_a_change_in_half_precision_names_its_dtype(written, tmp_path, run):
+    llama().bfloat16().save_pretrained(tmp_path / "half")
+    assert "in bfloat16, whose rounding" in " ".join(run("retrofit", tmp_path / "half")[1].split())
+    assert "rounding" not in run("retrofit", written / "llama", "--out", tmp_path / "full")[1]
+
+
+def test_a_converted_model_reads_a_prompt_as_transformers_does(tmp_path, run):
+    """Its tokenizer adds no token before a text, and one of ours knows the token between documents."""
+    theirs = llama().eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter *= 5  # else the latest token alone decides
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    assert run("retrofit", tmp_path / "theirs", "--out", tmp_path / "ours")[0] == 0
+    prompt = "The 3rd text says"
+    code, shown, said = run("generate", tmp_path / "ours", prompt, "--temperature", 0, "--max-new-tokens", 6)
+    assert code == 0, said
+    ids = theirs.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=6, do_sample=False)
+    assert shown.strip() == tokenizer.decode(ids[0]).strip()
 
 
 def test_the_control_is_the_original_trained_on_the_same_rows(written, tmp_path, run):

@@ -191,6 +191,10 @@ class Mechanism(nn.Module):
 
     # Parameters
 
+    def extra_repr(self) -> str:
+        """torch's method: the shapes of the parameters."""
+        return ", ".join(f"{name}={list(x.shape)}" for name, x in self._parameters.items() if x is not None)
+
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         """Return the initial value of a parameter. Draw random numbers on the CPU, from `generator`.
 

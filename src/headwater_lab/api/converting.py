@@ -287,7 +287,8 @@ def _report_conversion(
             f"The smaller model has seen {record.tokens:,} tokens more than the original; for a fair comparison, train "
             "the original on the same tokens with --control."
         )
-    columns = ("tokens of healing", "cache, bytes a token (fp32)", record.metric.replace("_", " "))
+    metric = f"{record.metric.replace('_', ' ')} on {priced.rows:,} held-out rows"
+    columns = ("tokens of healing", "cache, bytes a token (fp32)", metric)
     rows = [(f"{p['tokens']:,}", f"{p['cache_bytes_per_token']:,}", f"{p[record.metric]:.4f}") for p in curve]
     watch.say(lined(*columns, rows=rows))
     checkpoint = newest_checkpoint(target)

@@ -1,6 +1,6 @@
 """Train a recipe's comparison: tuning, trials and prices."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +52,7 @@ def run_comparison(
     with occupy_folder(out / recipe.name if shared else out, nested=True):
         recipe = match_arms(recipe)
         trials = _choose_trials(list_trials(recipe, out), only)
+        _check_models(trials)
         section = recipe.compare
         assert section is not None
         workers = workers or section.workers
@@ -92,6 +93,12 @@ def list_jobs(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None)
 
 def _choose_trials(trials: list[Trial], only: Collection[ArmKey] | None) -> list[Trial]:
     return [trial for trial in trials if only is None or (trial.experiment.arm, trial.experiment.size) in only]
+
+
+def _check_models(trials: Iterable[Trial]) -> None:
+    """Raise `HeadwaterError` for an arm whose model cannot be built, before other arms are trained."""
+    for model in {(trial.experiment.arm, trial.experiment.size): trial.recipe for trial in trials}.values():
+        model.check_model()
 
 
 def _choose_tuning_trials(recipe: Recipe, out: Path, only: Collection[ArmKey] | None) -> list[Trial]:

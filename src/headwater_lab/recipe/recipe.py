@@ -194,7 +194,12 @@ class Recipe(Settings):
             stage.check_state(previous.training.optimizer, run.training.optimizer, frozen)
             frozen = frozen if stage.grow is None else stage.grow.freeze
         _check_one_metric(runs, "Stages are compared")
-        if self.start is None and self.stages:  # otherwise the checkpoint determines the model
+        if self.stages:
+            self.check_model()
+
+    def check_model(self) -> None:
+        """Raise `HeadwaterError` for a model, of any stage, that no data would fit."""
+        if self.start is None:  # otherwise the checkpoint determines the model
             # Needs no data: the size of the vocabulary does not matter here.
             self.configs(self.config_for(DataShape(self.known_size or 1, self.row_length)))
 
