@@ -1,5 +1,6 @@
 """What a command may write: a folder that no other command writes, and files that are headwater's or new."""
 
+import errno
 import json
 import os
 import subprocess
@@ -169,6 +170,17 @@ class TestFolders:
             thread.join()
             (out / "mine").touch()
         assert os.listdir(out) == ["mine"]
+
+    def test_a_folder_that_cannot_be_written_is_named(self, tmp_path, monkeypatch):
+        def refuse(lock, timeout):
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        monkeypatch.setattr(output_folder.FileLock, "acquire", refuse)
+        with (
+            pytest.raises(HeadwaterError, match=r"run' cannot be written: Read-only file system; choose another --out"),
+            occupy_folder(tmp_path / "run"),
+        ):
+            pass
 
     def test_a_locked_folder_is_locked_in_the_same_thread_too(self, tmp_path, monkeypatch):
         monkeypatch.setattr(output_folder, "PATIENCE", 0)

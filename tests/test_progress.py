@@ -56,6 +56,15 @@ def test_a_line_is_as_long_as_it_is_and_literal(lines, monkeypatch):
     assert printed() == [r"[b]name\x1b  loss 1.0  " + "long " * 20]
 
 
+def test_a_terminal_that_cannot_redraw_has_lines(lines, monkeypatch):
+    _, printed = lines
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(progress, "stderr", Terminal(stderr=True, force_terminal=True))
+    with ProgressReport() as report:
+        report.show("run", 0, 2)
+        assert printed() == ["run  0/2"]
+
+
 def test_a_trial_that_ends_has_a_line(lines):
     _, printed = lines
     with ProgressReport() as report:

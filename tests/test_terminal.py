@@ -192,11 +192,16 @@ def test_commands_keep_to_the_terminal(walk, width, term):
     assert ("\x1b" in walk(width, term)) == (term != "dumb")
 
 
-def test_help_cuts_no_option_on_a_narrow_terminal(run, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    code, out, _ = run("convert", "--help")
-    names = "".join(line[2:17].strip() for line in out.splitlines())
-    assert code == 0
-    assert {"--mechanism", "--num-key-value-heads", "--no-anneal", "overrides..."} <= set(
-        re.findall(r"--(?:mechanism|num-key-value-heads|no-anneal)|overrides\.\.\.", names)
-    )
+@pytest.mark.parametrize("width", ["40", "72"])
+@pytest.mark.parametrize("command", [("convert",), ("bench", "gpu"), ("data", "tokenizer"), ()], ids=" ".join)
+def test_help_cuts_nothing_on_a_narrow_terminal(run, monkeypatch, command, width):
+    texts = []
+    for columns in ("200", width):
+        monkeypatch.setenv("COLUMNS", columns)
+        code, out, _ = run(*command, "--help")
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= int(columns)
+        texts.append("".join(re.findall(r"[^\s│─╭╮╰╯]", out)))
+    for name in re.findall(r"--[a-z-]+|\[default:.*?\]", texts[0]):
+        assert texts[0].count(name) == texts[1].count(name), name
+    assert "<bool>" not in texts[0]  # a flag takes no value

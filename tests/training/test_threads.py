@@ -1,5 +1,6 @@
 """How many CPU threads a run uses beside other processes."""
 
+import math
 import os
 import time
 
@@ -80,6 +81,18 @@ def test_a_run_that_others_slow_down_is_warned_once(recipe, tmp_path, monkeypatc
     assert text.endswith("It has 1 thread: stop the other processes.")  # it cannot have fewer
     monkeypatch.setattr(journal, "read_cpu_wait", lambda: 0.0)  # as slow, but nothing waits for a core
     assert not messages(train(recipe(training={"steps": 5}, reporting={"log_every": 1}), tmp_path / "alone"))
+
+
+@pytest.mark.parametrize(("pause", "warnings"), [(600.0, 1), (0.0, 2)])
+def test_a_run_whose_speed_varies_is_not_warned_at_each_change(recipe, tmp_path, monkeypatch, pause, warnings):
+    rates, moments, warn = iter([9.0, 9.0, 1.0, 9.0, 1.0]), iter(range(99)), journal.Journal.warn_of_busy_cores
+    monkeypatch.setattr(journal.Journal, "warn_of_busy_cores", lambda self, rate, step: warn(self, next(rates), step))
+    monkeypatch.setattr(journal, "read_cpu_wait", lambda: 100.0 * next(moments))
+    monkeypatch.setattr(journal, "LONG_ENOUGH", 0.0)
+    monkeypatch.setattr(journal, "START_SECONDS", math.inf)
+    monkeypatch.setattr(journal, "PAUSE", pause)
+    record = train(recipe(training={"steps": 5}, reporting={"log_every": 1}), tmp_path / "run")
+    assert sum("9 times slower" in text for text in messages(record)) == warnings
 
 
 def test_a_run_that_is_slow_from_its_start_is_warned_once(recipe, tmp_path, monkeypatch):

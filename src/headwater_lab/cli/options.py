@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from rich.padding import Padding
 from rich.text import Text
 from typer import rich_utils
 from typer.core import TyperGroup
@@ -53,6 +55,10 @@ TRUST = inspect.Parameter(
         ),
     ],
 )
+# Columns of a terminal on which the names, types and texts of options do not fit beside each other.
+NARROW = 72
+# A command's row in --help has its name, its text, and whether it is deprecated; an option's has more.
+MOST_CELLS_OF_A_COMMAND = 3
 # Headings that group the commands in --help.
 HEADINGS = TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Change a trained model", "Plan and inspect"
 # Options that count a corpus's bytes or tokens and so allow larger numbers.
@@ -69,7 +75,20 @@ class _FoldingHighlighter(rich_utils.OptionHighlighter):
         super().highlight(text)
 
 
+class _HelpTable(rich_utils.Table):
+    """Omits the type of flags. On a narrow terminal the text of an option is below its name, not beside it."""
+
+    def add_row(self, *cells: Any, **settings: Any) -> None:
+        cells = tuple("" if str(cell) == "<bool>" else cell for cell in cells)
+        if len(cells) > MOST_CELLS_OF_A_COMMAND and shutil.get_terminal_size().columns < NARROW:
+            *names, text = cells
+            super().add_row(Text(" ").join(Text.assemble(name) for name in names if name))
+            cells = (Padding(text, (0, 0, 0, 4)),)
+        super().add_row(*cells, **settings)
+
+
 rich_utils.highlighter = _FoldingHighlighter()
+vars(rich_utils)["Table"] = _HelpTable
 
 
 class _Group(TyperGroup):

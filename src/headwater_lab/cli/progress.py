@@ -20,7 +20,7 @@ class ProgressReport(NamedTasks):
     """Printer of results on stdout, and of notices and progress on stderr: bars on a terminal, else plain lines.
 
     A line has the task's name, the work done and in total, `info` (for example the loss) and the time left. It is never
-    cut to the width of a terminal.
+    cut to the width of a terminal. A dumb terminal, which cannot redraw, has lines.
     """
 
     listens = True
@@ -30,7 +30,7 @@ class ProgressReport(NamedTasks):
         info = TextColumn("{task.fields[info]}", markup=False)
         info.get_table_column().no_wrap = False  # on a narrow terminal, it wraps, and nothing is cut
         columns = (name, BarColumn(bar_width=10), MofNCompleteColumn(), info, TimeRemainingColumn(compact=True))
-        super().__init__(*columns, console=stderr, disable=not stderr.is_terminal)
+        super().__init__(*columns, console=stderr, disable=not stderr.is_terminal or stderr.is_dumb_terminal)
         self.printed: dict[TaskID, tuple[float, str]] = {}
         self.is_running = False
         self.stream = sys.stderr  # still works while other libraries' output is silenced

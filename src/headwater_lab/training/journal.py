@@ -48,6 +48,8 @@ Point = CurvePoint | HeldOutPoint | SpeedPoint | Notice
 # time, over at least so many seconds. At its start there is no speed to compare with, so the bounds are higher.
 SLOWED, WAITED, LONG_ENOUGH = 3.0, 0.25, 0.5
 WAITED_AT_START, START_SECONDS = 0.5, 5.0
+# At least so many seconds lie between two such warnings.
+PAUSE = 600.0
 
 
 class Metrics:
@@ -215,6 +217,7 @@ class Journal:
         self.peak = peak_of(fabric.device, recipe.training.precision) if on_gpu else None
         self.previous = replace(run.progress)  # progress at the previous point of the curve
         self.fastest, self.cpu_wait = 0.0, (time.perf_counter(), read_cpu_wait())  # tokens/s; moment and seconds
+        self.warned_at = -PAUSE
         if recipe.reporting.wandb is not None:
             run_in_first(fabric, start_wandb, recipe, self.folder, run.progress.run_id)
         with explain_disk_errors(self.describe_failure):
@@ -293,6 +296,9 @@ class Journal:
         if not is_slow or waited < share * seconds or seconds < least or self.run.fabric.device.type != "cpu":
             return
         self.fastest = rate  # the next warning is of the next change
+        if self.cpu_wait[0] - self.warned_at < PAUSE:
+            return
+        self.warned_at = self.cpu_wait[0]
         threads = torch.get_num_threads()
         fewer = "" if threads == 1 else ", or stop it, and continue with --resume and a lower training.threads"
         self.warn(

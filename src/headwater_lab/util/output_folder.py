@@ -30,7 +30,7 @@ def occupy_folder(folder: Path, *, empty: bool = False, nested: bool = False) ->
     created here.
 
     empty: the folder must hold nothing. nested: do nothing if a caller in this thread has locked it.
-    Raises `HeadwaterError` if another process has locked the folder, or if it cannot be created.
+    Raises `HeadwaterError` if another process has locked the folder, or if it cannot be written.
     """
     folder = settle_path(folder)
     key = Path(os.path.realpath(folder)), threading.get_ident()
@@ -93,7 +93,9 @@ def _acquire_lock(folder: Path) -> FileLock:
         except OSError as error:
             if isinstance(error, FileNotFoundError) and time.monotonic() < end + 1:
                 continue  # another command created it and removed it again when it was refused
-            raise HeadwaterError(f"The folder {str(folder)!r} cannot be created: {error.strerror}.") from error
+            raise HeadwaterError(
+                f"The folder {str(folder)!r} cannot be written: {error.strerror}; choose another --out."
+            ) from error
 
 
 def _is_file_of(lock: FileLock) -> bool:
