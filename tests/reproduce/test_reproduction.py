@@ -22,6 +22,7 @@ from headwater_lab.papers.arms import (
 from headwater_lab.papers.claims import Judged
 from headwater_lab.papers.measures import Runs, tasks_of
 from headwater_lab.papers.result import (
+    add_names,
     describe_evidence,
     measure_cell,
     reproduce_command,
@@ -479,6 +480,15 @@ def test_cells_of_runs_that_diverged_and_of_steps(tmp_path):
 def test_the_papers_figures_keep_their_digits():
     for value, text in ((40.6, "40.6"), (5, "5"), ("3.40", "3.40"), (None, None), ("60B", "60B")):
         assert TableCell(paper=value).paper == text
+
+
+@pytest.mark.parametrize(
+    ("label", "shown"),
+    [("30B at 1.5B", "30B at 1.5B (ours: 2.5M, 0.43M)"), ("11.5B", "11.5B"), ("(ours)", "(ours)")],
+)
+def test_labels_say_which_sizes_are_ours(label, shown):
+    assert add_names(label, {"1.5B": "0.43M", "30B": "2.5M"}) == shown
+    assert add_names(label, {}) == label
 
 
 def test_evidence_in_words():
