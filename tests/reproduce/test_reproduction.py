@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,10 @@ def test_a_second_call_trains_nothing_and_seeds_share_the_runs(out):
     assert (single.list_missing(), trained(single)) == ([], [])
     assert times() == before
     assert single.folder != prepare_work("paper/tiny", "cpu", out).folder  # it is another result
+    renamed = single.table.model_copy(
+        update={"scales": {"cpu": single.settings.model_copy(update={"words": {"is": "was"}})}}
+    )
+    assert reproduce_table(replace(single, table=renamed)).rows[0] == "as it is (ours: was)"
     cell = reproduce_table(single).cells[2][0][1]
     assert (cell.text, cell.seeds) == ("2", 1)
     assert reproduce_command(reproduce_table(single)).endswith("'compare.seeds=[1]' compare.threshold=0.001")
