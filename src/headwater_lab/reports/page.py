@@ -302,8 +302,8 @@ def scaling_part(sizes: Sequence[Comparison], name: str, label: str = "") -> Sec
             "the law's form."
         )
     caption = (
-        f"Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556), of arms with all sizes. N: {scaling.size_unit}. "
-        f"{quality} Intervals of the sizes below: 95 %, by the jackknife over the seeds."
+        f"Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556), of arms with all sizes. N: "
+        f"{scaling.size_unit}. {quality} Intervals of the sizes below: 95 %, by the jackknife over the seeds."
     )
     picture = scaling_picture(scaling, sizes[0].title, sizes[0].arms)
     table = PageTable(caption, columns[: len(rows[0])], rows, numbers=list_laws(scaling, sizes[0]))
