@@ -43,6 +43,25 @@ def test_half_precision_stays_half(dtype):
         assert torch.equal(a, e.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_form_for_the_compiler_equals_the_plain_form(dtype):
+    weights = torch.randn(3, dtype=torch.promote_types(dtype, torch.float32), requires_grad=True)
+    xs = [x.detach().to(dtype).requires_grad_() for x in tensors(3, 5, 2, 4, 6)]
+    y, expected = (
+        torch.compile(weighted_sum, backend="aot_eager", fullgraph=True)(weights, *xs),
+        weighted_sum(weights, *xs),
+    )
+    g, tolerance = torch.randn(y.shape).to(dtype), 1e-12 if dtype == torch.float64 else 0.05
+    pairs = zip(
+        (y, *torch.autograd.grad(y, (weights, *xs), g)),
+        (expected, *torch.autograd.grad(expected, (weights, *xs), g)),
+        strict=True,
+    )
+    for actual, wanted in pairs:
+        assert actual.dtype == wanted.dtype
+        assert_near(actual.double(), wanted.double(), tolerance)
+
+
 def test_inputs_without_gradient_get_none():
     weights, (a, b) = torch.randn(2, dtype=torch.float64, requires_grad=True), tensors(2, 3, 2, 4, 2)
     weighted_sum(weights, a.detach(), b).sum().backward()

@@ -83,8 +83,7 @@ class TracedShift(torch.autograd.Function):
         # Work in the memory layout of projections, which read the result: [B, T, K, d].
         g, x = (t.transpose(1, 2).to(torch.promote_types(x.dtype, weight.dtype)) for t in (grads[0], x))
         current, *taps = weight.view(len(weight), x.shape[2], -1).unbind()
-        over = (0, 1) if weight.ndim == 3 else (0, 1, 3)
-        gx, gw = current * g, [(g * x).sum(over)]
+        gx, products = current * g, [g * x]
         # Count anew and not with the forward pass's numbers, which the compiler would then save.
         count = torch.arange(1, x.shape[1] + 1, device=x.device)[None]
         for steps, tap in enumerate(taps, 1):
@@ -93,8 +92,12 @@ class TracedShift(torch.autograd.Function):
                 is_visible = is_visible & (reach.roll(-steps, 1) >= steps)
             ahead = torch.where(is_visible[:, :, None, None], g.roll(-steps, 1), 0)
             gx = gx + tap * ahead
-            gw.append((ahead * x).sum(over))
-        return gx.to(grads[0].dtype).transpose(1, 2), torch.stack(gw).to(weight.dtype), None
+            products.append(ahead * x)
+        if weight.ndim == 2:  # sum each head's channels first, in the kernel that writes gx
+            gw = torch.stack([product.sum(3) for product in products]).sum((1, 2))
+        else:
+            gw = torch.stack([product.sum((0, 1)) for product in products])
+        return gx.to(grads[0].dtype).transpose(1, 2), gw.to(weight.dtype), None
 
 
 def _expand_taps(weight: Tensor, width: int) -> tuple[Tensor, ...]:

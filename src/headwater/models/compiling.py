@@ -4,6 +4,7 @@ import warnings
 
 import torch
 import torch._functorch.config
+import torch._inductor.config
 from torch import nn
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -17,13 +18,15 @@ def expect_layers(count: int) -> None:
     """Set up PyTorch's compiler for this many blocks, each a separate graph: it allows eight by default.
 
     DDP would split each block's graph where it sends gradients; between blocks it can send them anyway. Graphs with
-    autograd functions are cached on the disk like others: the shift's depends on nothing but its arguments.
+    autograd functions are cached on the disk like others: the shift's depends on nothing but its arguments. What reads
+    five tensors and is used twice is computed twice, not stored: so the shift of packed rows is part of RoPE's kernel.
     """
     settings = torch._dynamo.config
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     settings.recompile_limit = max(settings.recompile_limit, GRAPHS * count)
     settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, GRAPHS * count)
     settings.optimize_ddp = False
+    torch._inductor.config.realize_reads_threshold = 5
     silence_tf32_advice()
 
 

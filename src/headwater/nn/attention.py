@@ -21,7 +21,7 @@ from headwater.mechanisms.named import Named, Staged
 from headwater.nn.attention_kernel import attend_in_groups, eager_attention, read_groups, weigh_keys
 from headwater.nn.cache_name import is_paged
 from headwater.nn.engine import Engine
-from headwater.nn.head_groups import GroupSlots, KernelInputs, divide_pairs, join_groups, of_tokens
+from headwater.nn.head_groups import GroupSlots, KernelInputs, branch_heads, divide_pairs, join_groups, of_tokens
 from headwater.nn.linear import JoinsLinears, apply_linear, make_map
 from headwater.nn.lookback import find_tail
 from headwater.nn.norm import make_norm
@@ -58,6 +58,7 @@ class Attention(Staged, JoinsLinears):
         self.mechanisms = Named.build(config, plan, ATTENTION_STAGES)
         self.stages = self.mechanisms.stages
         self.exports = tuple(plan.slot(source) for source in plan.exports if source.kind != "stream")
+        self.exported_v = {source.kind for source in plan.exports if source.part == "v"}
         has_weights = any(source.kind == "probabilities" for source in plan.exports)
         self.shows_weights = has_weights or bool(self.mechanisms.stages[Stage.ATTENTION_WEIGHTS.value])
         self.groups = tuple(GroupSlots.from_plan(plan, group, self.num_key_value_groups) for group in plan.groups)
@@ -88,7 +89,8 @@ class Attention(Staged, JoinsLinears):
             q, (k, v) = mechanism.transform_projections(q, KV(k, v), context)
         q = q if self.q_norm is None else self.q_norm(q.transpose(1, 2)).transpose(1, 2)
         k = k if self.k_norm is None else self.k_norm(k.transpose(1, 2)).transpose(1, 2)
-        tensors += q, k, v  # the raw tensors
+        raw_v, v = branch_heads(v, "raw" in self.exported_v)
+        tensors += q, k, raw_v  # the raw tensors
         for mechanism in self.list_acting(Stage.QKV):
             q, (k, v) = mechanism.transform_qkv(q, KV(k, v), context)
         tensors.append(v)  # the local value
@@ -118,8 +120,10 @@ class Attention(Staged, JoinsLinears):
         if self.materialise:
             inputs = [KernelInputs(q, k, v, attention_mask)]
         else:
+            bank_v, v = branch_heads(v, "bank" in self.exported_v)
             tensors += k, v  # the banks, cached tokens included
             inputs = self.select_inputs(q, attention_mask, context)
+            tensors[-1] = bank_v
         inputs = self.add_pairs(inputs, context)
         out, weights = self.attend(inputs, context, scaling=self.scaling, **options)
         return self.collect_results(out, weights, context)

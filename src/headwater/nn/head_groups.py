@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from headwater.config.plan import HeadGroup, Heads, LayerPlan, Source
+from headwater.kernels import can_fuse_traced
 from headwater.mechanisms.contract import KV
 
 
@@ -73,6 +74,18 @@ def of_tokens(weights: Tensor, inputs: Sequence[KernelInputs]) -> Tensor:
 def select_heads(x: Tensor, heads: Heads) -> Tensor:
     """Select some heads of x [B, heads, …]."""
     return x if heads is None else x[:, heads]
+
+
+def branch_heads(x: Tensor, is_exported: bool) -> tuple[Tensor, Tensor]:
+    """Return x [B, heads, T, d] for later layers and for its own.
+
+    In compiled training both are views of one tensor in the layout of projections, [B, T, heads, d]: there the compiler
+    adds the two gradients, and need not copy the sum.
+    """
+    if not is_exported or not can_fuse_traced():
+        return x, x
+    x_BTHd = x.transpose(1, 2)
+    return x_BTHd.transpose(1, 2), x_BTHd.transpose(1, 2)
 
 
 def join_groups(tensors: Sequence[Tensor], dim: int) -> Tensor:

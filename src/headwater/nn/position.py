@@ -104,7 +104,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     r = cos.shape[-1]
     rotated = x if r == x.shape[-1] else x[..., :r]
     if torch.compiler.is_compiling():
-        rotated = rotated * cos + rotated.roll(r // 2, -1) * sin
+        # In the layout of projections, of which some heads are a view to the compiler.
+        rotated, cos, sin = (y.transpose(1, 2) for y in (rotated, cos, sin))
+        rotated = (rotated * cos + rotated.roll(r // 2, -1) * sin).transpose(1, 2)
     else:  # not addcmul, which rounds differently: models converted from other families must agree bit for bit
         rotated = (rotated * cos).add_(rotated.roll(r // 2, -1).mul_(sin))
     return rotated if r == x.shape[-1] else torch.cat((rotated, x[..., r:]), dim=-1)
