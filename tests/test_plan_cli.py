@@ -229,7 +229,7 @@ def test_presets_are_listed(run):
     assert listed[0]["parameters"] == sum(parameters(preset(listed[0]["name"])).values())
     origins = {one["name"]: one["reads"] for one in listed}
     assert origins["gpt2-124m"] == []
-    assert origins["resformer-82m-query"] == ["the first layer's values (or what `target` names), mixed in"]
+    assert origins["resformer-82m-query"] == ["a tensor of the first layer (by default its values), mixed in"]
 
 
 def test_everything_is_listed(run):

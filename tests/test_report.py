@@ -328,8 +328,9 @@ class TestPage:
 
     @pytest.mark.slow
     def test_facts_about_several_folders_are_text(self):
-        facts = {"train_tokens": 1003, "sha256": {"data/a": "5f", "data/b": "60"}}
+        facts = {"train_tokens": 1003, "sha256": {"data/a": "5f", "data/b": "60"}, "held_out_sha256": "0a" * 32}
         table = data_table(SimpleNamespace(records=[record("base", 0, 3.0, data=facts)]))
+        assert ["held out sha256", "0a" * 6] in table.rows  # 64 letters are too wide for an article
         assert ["train tokens", "1,003"] in table.rows
         assert ["sha256", "data/a: 5f, data/b: 60"] in table.rows
 
@@ -406,7 +407,7 @@ class TestImages:
             "2.105",
         ]
         assert (table.columns[-1], len(table.rows[0])) == ("error", 5)
-        assert "Error: root mean square" in table.caption
+        assert "N: training images. Error: root mean square" in table.caption
         # A law passes through as many points as it has constants, which is no merit.
         (table,) = scaling_part(comparisons[:3], "scaling").tables
         assert (table.columns[-1], len(table.rows[0])) == ("a", 4)

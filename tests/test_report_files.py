@@ -32,7 +32,7 @@ SIGNS = {
     r"\textbackslash{}": "\\", r"\textasciicircum{}": "^", r"\textasciitilde{}": "~", r"\textbar{}": "|",
     r"\textless{}": "<", r"\textgreater{}": ">", r"\textquotesingle{}": "'", r"\textasciigrave{}": "`",
     r"\char34{}": '"', r"$\pm$": "±", r"$\times$": "×", r"\ldots{}": "…", r"$\tau$": "τ", "$-$": "-",
-    r"\textendash{}": "–",
+    r"\textendash{}": "–", r"$\lambda$": "λ", r"$\Omega$": "Ω",
 }  # fmt: skip
 
 
@@ -224,7 +224,8 @@ def test_markup_and_lines_in_cells_are_text():
 
 def test_other_letters_are_said_to_need_another_latex():
     assert "lualatex" in write_latex(PageTable("", ["", "量"], [["a", "1"]]), "t").partition("\n")[0]
-    assert "lualatex" not in write_latex(PageTable("", ["", "é ± τ"], [["a", "1"]]), "t")
+    assert "lualatex" not in write_latex(PageTable("", ["", "é ± τ"], [["λ of Ω", "1"]]), "t")
+    assert read_latex(write_latex(PageTable("", ["", "τ"], [["λ of Ω", "1"]]), "t"))[1] == ["λ of Ω", "1"]
 
 
 def test_figures_are_of_every_format(folder):

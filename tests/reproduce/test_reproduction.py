@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from headwater_lab.papers.arms import (
 from headwater_lab.papers.claims import Judged
 from headwater_lab.papers.measures import Runs, tasks_of
 from headwater_lab.papers.result import (
+    add_names,
     describe_evidence,
     measure_cell,
     reproduce_command,
@@ -212,6 +214,10 @@ def test_a_second_call_trains_nothing_and_seeds_share_the_runs(out):
     assert (single.list_missing(), trained(single)) == ([], [])
     assert times() == before
     assert single.folder != prepare_work("paper/tiny", "cpu", out).folder  # it is another result
+    renamed = single.table.model_copy(
+        update={"scales": {"cpu": single.settings.model_copy(update={"words": {"is": "was"}})}}
+    )
+    assert reproduce_table(replace(single, table=renamed)).rows[0] == "as it is (ours: was)"
     cell = reproduce_table(single).cells[2][0][1]
     assert (cell.text, cell.seeds) == ("2", 1)
     assert reproduce_command(reproduce_table(single)).endswith("'compare.seeds=[1]' compare.threshold=0.001")
@@ -479,6 +485,15 @@ def test_cells_of_runs_that_diverged_and_of_steps(tmp_path):
 def test_the_papers_figures_keep_their_digits():
     for value, text in ((40.6, "40.6"), (5, "5"), ("3.40", "3.40"), (None, None), ("60B", "60B")):
         assert TableCell(paper=value).paper == text
+
+
+@pytest.mark.parametrize(
+    ("label", "shown"),
+    [("30B at 1.5B", "30B at 1.5B (ours: 2.5M, 0.43M)"), ("11.5B", "11.5B"), ("(ours)", "(ours)")],
+)
+def test_labels_say_which_sizes_are_ours(label, shown):
+    assert add_names(label, {"1.5B": "0.43M", "30B": "2.5M"}) == shown
+    assert add_names(label, {}) == label
 
 
 def test_evidence_in_words():

@@ -143,6 +143,13 @@ def test_the_commands(packed, run, tmp_path):
     assert "already exists" in err
     assert len(read_runs(file)) == 5
     assert "There is no file" in run("records", "check", tmp_path / "new.jsonl")[2]
+    for line in packed:
+        folder = tmp_path / "runs" / line["run"]
+        folder.mkdir(parents=True)
+        (folder / "record.json").write_text(json.dumps(line["record"]))
+    code, out, _ = run("records", "check", tmp_path / "runs")  # before packing
+    assert code == 0
+    assert "6 runs: nothing is missing" in out
 
 
 def test_the_page_of_the_site(packed, tmp_path):

@@ -66,7 +66,8 @@ class Tail(Protocol):
     def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         """Return the `length` raw tokens before x [B, heads, T, d], zeros before the first; store the last ones of x.
 
-        name: which tail. everything: return all tokens kept, which are more while a cache records its past.
+        name: which tail; two mechanisms that use one name get each other's tokens. everything: return all tokens kept,
+            which are more while a cache records its past.
         `headwater.mechanisms.shift.read_tail` is faster with a static cache that is compiled.
         """
         ...

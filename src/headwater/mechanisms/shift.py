@@ -81,7 +81,10 @@ def read_tail(tail: Tail | None, name: str, x: Tensor, length: int, reach: Reach
 
 
 def previous_token(x: Tensor, reach: Reach, tail: Tail | None, name: str) -> Tensor:
-    """x_{t-1} of x [B, K, T, d], or 0 at a document's first token. tail: has the token before x under `name`."""
+    """x_{t-1} of x [B, K, T, d], or 0 at a document's first token.
+
+    tail: has the token before x under `name`, which no other mechanism of the layer may use.
+    """
     return earlier(x, 1, reach, read_tail(tail, name, x, 1, reach))
 
 

@@ -66,7 +66,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         True
     """
 
-    source = "the first layer's values (or what `target` names), mixed in"
+    source = "a tensor of the first layer (by default its values), mixed in"
     order = 40
 
     class Options:

@@ -1,5 +1,7 @@
 """`headwater records`: comparisons as files that others can check."""
 
+from pathlib import Path
+
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.arguments import check_writable, say
@@ -31,20 +33,20 @@ def pack_records(folder: FolderPath, *, out: FilePath, by: str) -> None:
 
 
 @command(records, "records check mine.jsonl")
-def check_records(file: FilePath) -> None:
-    """Check a file of records, and compute its verdicts anew.
+def check_records(path: Path) -> None:
+    """Check records, and compute their verdicts anew.
 
     Each run needs a recipe with its identity, hardware, versions, a commit, a curve and a last evaluation. A comparison
     needs at least three seeds an arm, the same for all arms, on the same data.
 
-    file: A file of `headwater records pack`.
+    path: A file of `headwater records pack`, or the output folder of `headwater compare`, to check before packing.
     """
     extras.check_extra("report")
     from headwater_lab.papers import shared_records
     from headwater_lab.papers.kept import read_runs
     from headwater_lab.papers.result import describe_machine
 
-    runs = read_runs(file)
+    runs = shared_records.pack_records(path, "whoever packs them") if path.is_dir() else read_runs(path)
     problems = shared_records.find_problems(runs)
     for comparison in shared_records.compute_comparisons(runs):
         print_comparison(comparison)

@@ -102,11 +102,15 @@ class Scaling:
     predictions: Sequence[Prediction] = ()
     """Of each law the largest size, which is left out of the fit if enough others remain, then the `projections`."""
 
+    @property
+    def size_unit(self) -> str:
+        """What N counts."""
+        units = {"parameters": "parameters (embeddings aside)", "flops": "training FLOPs"}
+        return units.get(self.axis, f"training {self.unit}")
+
     def sentences(self) -> list[str]:
         """Describe the size of the baseline that equals each arm: "equals a baseline with x % more parameters"."""
-        units = {"parameters": "parameters (embeddings aside)", "flops": "training FLOPs"}
-        unit = units.get(self.axis, f"training {self.unit}")
-        return [f"{equal.arm}, {equal.size}: {self._describe(equal, unit)}." for equal in self.equals]
+        return [f"{equal.arm}, {equal.size}: {self._describe(equal, self.size_unit)}." for equal in self.equals]
 
     def _describe(self, equal: Equal, unit: str) -> str:
         estimate = equal.more

@@ -97,10 +97,12 @@ def reproduce_table(work: Work, task_files: Path | None = None, device: str = "c
         ]
         for row in table.rows
     ]
-    columns, rows = [column.name for column in table.columns], [row.label for row in table.rows]
-    claims = [claim.model_copy(update={"says": use_names(claim.says, work.settings.words)}) for claim in table.claims]
+    words = work.settings.words
+    columns = [add_names(column.name, words) for column in table.columns]
+    rows = [add_names(row.label, words) if any(cell.arm for cell in row.cells) else row.label for row in table.rows]
+    claims = [claim.model_copy(update={"says": use_names(claim.says, words)}) for claim in table.claims]
     judged = judge_claims([] if work.cannot_show else claims, runs)
-    judged = [replace(claim, what=use_names(claim.what, work.settings.words)) for claim in judged]
+    judged = [replace(claim, what=use_names(claim.what, words)) for claim in judged]
     records = [run.record for by_seed in runs.by_arm.values() for run in by_seed.values()]
     return Reproduction(work.name, table, columns, rows, cells, judged, work, records=records)
 
@@ -112,10 +114,18 @@ def describe_machine(record: RunRecord) -> str:
 
 def use_names(says: str, words: Mapping[str, str]) -> str:
     """Rewrite a claim with the names of the scale."""
-    if not words:
-        return says
+    return _match_names(words).sub(lambda match: words[match[0]], says) if words else says
+
+
+def add_names(label: str, words: Mapping[str, str]) -> str:
+    """Add the scale's names to a row's or column's label, whose paper's names are of other sizes than our figures."""
+    names = [words[name] for name in _match_names(words).findall(label)] if words else []
+    return f"{label} (ours: {', '.join(names)})" if names else label
+
+
+def _match_names(words: Mapping[str, str]) -> re.Pattern[str]:
     pattern = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
-    return re.sub(rf"(?<!\w)({pattern})(?!\w)", lambda match: words[match[0]], says)
+    return re.compile(rf"(?<!\w)(?:{pattern})(?!\w)")
 
 
 def measure_cell(cell: TableCell, column: Column, runs: Runs) -> Ours:

@@ -302,8 +302,8 @@ def scaling_part(sizes: Sequence[Comparison], name: str, label: str = "") -> Sec
             "the law's form."
         )
     caption = (
-        f"Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556), of arms with all sizes. {quality} Intervals "
-        "of the sizes below: 95 %, by the jackknife over the seeds."
+        f"Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556), of arms with all sizes. N: "
+        f"{scaling.size_unit}. {quality} Intervals of the sizes below: 95 %, by the jackknife over the seeds."
     )
     picture = scaling_picture(scaling, sizes[0].title, sizes[0].arms)
     table = PageTable(caption, columns[: len(rows[0])], rows, numbers=list_laws(scaling, sizes[0]))
@@ -425,7 +425,8 @@ def data_table(comparison: Comparison) -> PageTable:
 def _write_fact(value: Any) -> str:
     if isinstance(value, dict):  # of several folders, by name
         return ", ".join(f"{name}: {_write_fact(fact)}" for name, fact in value.items())
-    return f"{value:,}" if type(value) is int else str(value)
+    text = f"{value:,}" if type(value) is int else str(value)
+    return text[:12] if re.fullmatch("[0-9a-f]{64}", text) else text  # as commits; the record has all of a hash
 
 
 def machines_table(sizes: Sequence[Comparison]) -> PageTable:

@@ -167,8 +167,7 @@ def scaling_picture(scaling: Scaling, title: str, arms: Sequence[str]) -> Pictur
         axes.plot(grid, evaluate_law(law_constants(law), grid), color=style.color, lw=1.5, ls=style.line)
         axes.plot(sizes, losses, style.marker, color=style.color, ms=7, label=literal(law.arm))
     axes.set(xscale="log", yscale="log", ylabel=name_unit(scaling.metric, scaling.unit))
-    labels = {"parameters": "parameters without embeddings", "flops": "training FLOPs"}
-    axes.set_xlabel(labels.get(scaling.axis, f"training {scaling.unit}"))
+    axes.set_xlabel(scaling.size_unit)
     axes.minorticks_off()
     axes.set_xticks([n for n, _ in scaling.points[scaling.baseline]])
     axes.xaxis.set_major_formatter("{x:.2g}" if scaling.axis == "flops" else _write_count)

@@ -15,12 +15,18 @@ PageCell = str | tuple[str, str]
 # Letters in a line of a LaTeX cell, and in a row: an article shows a row of so many in letters of some 7 points.
 LINE, ROW = 36, 90
 _NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)?(e[+-]\d+)?")
+_GREEK = "αβγδεζηθικλμνξπρςστυφχψωΓΔΘΛΞΠΣΥΦΨΩ"
+_GREEK_NAMES = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho varsigma sigma tau upsilon phi "
+    "chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega"
+)
 _LATEX = str.maketrans(
     {letter: f"\\{letter}" for letter in "#$%&_{}"}
     | {letter: f"{{{letter}}}" for letter in "[]*"}  # after a line's end, these would be its arguments
     | {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "|": r"\textbar{}"}
     | {"<": r"\textless{}", ">": r"\textgreater{}", "'": r"\textquotesingle{}", "`": r"\textasciigrave{}"}
-    | {'"': r"\char34{}", "±": r"$\pm$", "×": r"$\times$", "–": r"\textendash{}", "…": r"\ldots{}", "τ": r"$\tau$"}
+    | {'"': r"\char34{}", "±": r"$\pm$", "×": r"$\times$", "–": r"\textendash{}", "…": r"\ldots{}"}
+    | {letter: rf"$\{name}$" for letter, name in zip(_GREEK, _GREEK_NAMES.split(), strict=True)}
 )
 
 
