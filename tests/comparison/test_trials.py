@@ -11,9 +11,10 @@ import processes
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison import pool
 from headwater_lab.comparison.pool import read_finished, run_trials
-from headwater_lab.comparison.running import list_jobs
+from headwater_lab.comparison.running import list_jobs, run_comparison
 from headwater_lab.comparison.statistics import summarize_arms
 from headwater_lab.comparison.trials import list_trials, make_trial
+from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.checkpoints import STAGES
 from headwater_lab.training.records import read_record, write_record
 
@@ -201,6 +202,46 @@ def test_workers_that_cannot_start_are_one_sentence(tmp_path, monkeypatch, forke
     monkeypatch.setattr(pool, "__name__", "headwater.no_such_module")
     with pytest.raises(HeadwaterError, match=r"worker processes.*exit code 1"):
         run_trials(list_trials(tiny({}), tmp_path), workers=1)
+
+
+SHARED = {"model": {"mechanisms": {"svformer": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arms": {"base": {}, "one": SHARED}}, "Arm 'one': model: Mechanism 'svformer': no layer comes after"),
+        ({"arms": {"base": {}, "one": SHARED}, "learning_rates": [1e-3, 1e-2]}, "Arm 'one': model: Mechanism"),
+        (
+            {"arms": {"base": {}, "deep": SHARED}, "sizes": {"2": {"model": {"num_hidden_layers": 2}}, "1": {}}},
+            "Arm 'deep' of size '1': model: Mechanism 'svformer'",
+        ),
+        (
+            {"arms": {"base": {}, "frozen": {"training": {"trainable_mechanisms": ["svformer"]}}}},
+            "Arm 'frozen': training.trainable_mechanisms: the model has no parameters of 'svformer'",
+        ),
+        (
+            {"arms": {"base": {}, "begun": {"start": {"checkpoint": "nowhere"}}}},
+            "Arm 'begun': .*nowhere",
+        ),
+    ],
+)
+def test_an_arm_that_cannot_be_built_is_refused_before_any_is_trained(tmp_path, monkeypatch, change, message):
+    """The others were trained, for hours, before the last one failed."""
+    monkeypatch.setattr(pool, "_run_pool", lambda *_: pytest.fail("a trial is trained"))
+    made = tiny(change, model={"num_hidden_layers": 1})
+    with pytest.raises(HeadwaterError, match=message):
+        run_comparison(made, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_token_id_is_no_mistake_while_the_vocabulary_is_unknown():
+    """Stages were checked with a vocabulary of one token."""
+    memory = {"ngram_memory": {"end_of_text": 7, "layers": [0]}}
+    values = tiny({}).model_dump(mode="json", exclude={"compare"})
+    values["data"] = {"kind": "text", "source": "nowhere.txt", "tokenizer": "nowhere", "context": 16}
+    values |= {"model": values["model"] | {"mechanisms": memory}, "stages": [{"name": "more"}]}
+    assert parse(values, "test").stage_names == ["start", "more"]
 
 
 def test_workers_by_default(monkeypatch, tmp_path):

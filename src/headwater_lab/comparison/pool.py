@@ -22,7 +22,7 @@ from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import ENDED, RECORD, Experiment, RunRecord, find_record, read_record, write_record
 from headwater_lab.training.run_folder import METRICS
-from headwater_lab.training.stages import check_later_stages, finish_stages
+from headwater_lab.training.stages import finish_stages
 from headwater_lab.util.endings import Diverged, Interrupted
 from headwater_lab.util.machine import cores
 from headwater_lab.util.output_folder import keep_contents
@@ -48,12 +48,9 @@ def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnCha
 
     Finished trials are not repeated, and unfinished ones resume from their checkpoint. Stages that
     several trials share are run once. A worker that dies is reported in its outcome; the others continue. Raises
-    `HeadwaterError` for a stage that cannot follow from the trial's checkpoint, and `Interrupted` after Ctrl-C.
+    `Interrupted` after Ctrl-C.
     on_change: called with (job, steps done, "running" | "finished" | "failed"), a few times a second.
     """
-    for trial in {(trial.experiment.arm, trial.experiment.size): trial for trial in trials}.values():
-        if read_finished(trial.jobs[0]) is None:  # otherwise the checkpoint may have changed since
-            check_later_stages(trial.recipe)
     report = on_change or (lambda job, step, status: None)
     outcomes: dict[Path, Outcome] = {}
     for level in order_jobs(trials):
