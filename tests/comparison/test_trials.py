@@ -7,7 +7,9 @@ import pytest
 import torch
 from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny
 
+import headwater_lab as lab
 import processes
+from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison import pool
 from headwater_lab.comparison.pool import read_finished, run_trials
@@ -232,6 +234,23 @@ def test_an_arm_that_cannot_be_built_is_refused_before_any_is_trained(tmp_path, 
     made = tiny(change, model={"num_hidden_layers": 1})
     with pytest.raises(HeadwaterError, match=message):
         run_comparison(made, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_package_of_the_data_is_named_before_any_is_trained(tmp_path, monkeypatch):
+    """Each trial failed for it."""
+    monkeypatch.setattr(pool, "_run_pool", lambda *_: pytest.fail("a trial is trained"))
+    find = extras.find_spec
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "sklearn" else find(name))
+    images = {"data": {"kind": "digits", "augmentation": {"crop": None, "flip": 0.0}}}
+    made = {"compare": {"baseline": "base", "arms": {"base": {}}, "seeds": [0]}, **images}
+    for call in (
+        lambda: lab.compare(made, tmp_path / "out"),
+        lambda: lab.train(made, tmp_path / "out"),
+        lambda: lab.train(made, tmp_path / "out", arm="base"),
+    ):
+        with pytest.raises(extras.MissingExtra, match=r"This needs sklearn, .*vision\]"):
+            call()
     assert not (tmp_path / "out").exists()
 
 

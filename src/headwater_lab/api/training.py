@@ -93,7 +93,6 @@ def train(
     outside.trust_names(trust)
     watch = choose_observer(watch)
     loaded = read_recipe(recipe, overrides)
-    loaded.data.check_extras()  # first, because their extra may include the trainer's
     folder, experiment = Path("runs") / loaded.name, None
     if arm is not None:
         loaded, folder, experiment = _find_trial(loaded, arm, size, overrides, watch)
@@ -102,6 +101,8 @@ def train(
     if loaded.start is not None and not resume:
         check_outside(folder, loaded.start.checkpoint, around=True)
     runs = list_stages(loaded, folder)
+    for run, _ in runs:  # first, because their extra may include the trainer's
+        run.data.check_extras()
     on_event = on_event or watch_training(loaded, runs, watch)
     record = train_stages(
         loaded,

@@ -96,6 +96,8 @@ def _check_models(trials: Sequence[Trial]) -> None:
         record = find_record(trial.jobs[0].folder)
         if record is not None and record.status in ENDED:  # the checkpoint that it began with may have changed
             continue
+        for job in trial.jobs:
+            job.recipe.data.check_extras()
         with naming_arm(trial.experiment.arm, trial.experiment.size), torch.device("meta"):
             for config, job in zip(list_configs(trial.recipe), trial.jobs, strict=True):
                 make_model(job.recipe.training, config, choose_device(job.recipe), job.recipe.row_length)
