@@ -106,7 +106,8 @@ def convert(
         watch.tell("making the smaller model")
         records = []
         for name, title, (run, folder) in zip(("after", CONTROL), ("result", CONTROL), runs, strict=False):
-            on_event = watch_training(run, list_stages(run, folder), watch)
+            told = [notice.message for record in records for notice in record.notices]
+            on_event = watch_training(run, list_stages(run, folder), watch, told)
             records.append(train_stages(run, folder, resume=resume, on_event=on_event))
             result = _write_start(folder, records[-1], dtype)
             publish_model(result, folder)

@@ -132,8 +132,10 @@ def _find_trial(
     return trial.recipe, trial.folder, trial.experiment
 
 
-def watch_training(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer) -> OnEvent:
-    """Report the progress of a recipe's runs in turn: steps, loss, speed, MFU; and warnings."""
+def watch_training(
+    recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer, told: Collection[str] = ()
+) -> OnEvent:
+    """Report the progress of a recipe's runs in turn: steps, loss, speed, MFU; and warnings, except those in `told`."""
     steps = sum(run.training.steps for run, _ in runs)
     fields = {"loss": "", "held-out": "", "speed": ""}
 
@@ -141,7 +143,8 @@ def watch_training(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: O
         activity = None
         match point:
             case Notice():
-                watch.tell(f"step {point.step}: {point.message}")
+                if point.message not in told:
+                    watch.tell(f"step {point.step}: {point.message}")
                 return
             case CurvePoint():
                 fields["loss"] = f"loss {point.loss:.4f}"
