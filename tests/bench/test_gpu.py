@@ -255,6 +255,22 @@ def _is_running(script) -> bool:
     return any(int(line) != os.getpid() for line in done.stdout.split())
 
 
+@pytest.mark.parametrize(("device", "seen"), [("cuda", "5,7"), ("cuda:1", "7")])
+def test_a_phase_sees_only_the_gpu_that_is_named(device, seen, tmp_path, monkeypatch):
+    """Fabric takes the first one that it sees, and a comparison all."""
+    (tmp_path / "look.py").write_text(
+        "import os, sys\nfrom pathlib import Path\nfrom headwater_lab.bench.gpu_queue import append_line\n"
+        "result = {'device': sys.argv[3], 'seen': os.environ['CUDA_VISIBLE_DEVICES']}\n"
+        "append_line(Path(sys.argv[2]), {'phase': sys.argv[1], 'row': {}, 'result': result})\n"
+    )
+    monkeypatch.setattr(gpu_queue, "RUN", [str(tmp_path / "look.py")])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda name: f"the GPU {name}")
+    (row,) = gpu_queue.bench_gpu(tmp_path / "out", device=device, only=["environment"])
+    assert row["result"] == {"device": "cuda", "seen": seen}
+
+
 def test_an_unknown_phase(tmp_path):
     with pytest.raises(HeadwaterError, match=r"'decode'.*decoding"):
         gpu_queue.bench_gpu(tmp_path, only=["decode"])

@@ -19,6 +19,7 @@ from headwater_lab.comparison.trials import list_trials, make_trial
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.checkpoints import STAGES
 from headwater_lab.training.records import read_record, write_record
+from headwater_lab.util.workers import show_one_gpu
 
 
 def test_trials_come_seed_by_seed_each_with_its_folder(tmp_path):
@@ -174,7 +175,7 @@ def test_each_worker_sees_a_gpu(monkeypatch, number, gpus, visible, seen):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert pool._make_environment(number, gpus).get("CUDA_VISIBLE_DEVICES") == seen
+    assert show_one_gpu(number, gpus).get("CUDA_VISIBLE_DEVICES") == seen
 
 
 def test_who_follows_a_worker_that_died_has_the_same_gpu(monkeypatch):

@@ -1,6 +1,5 @@
 """Trials in parallel worker processes: finished ones are not repeated, interrupted ones resume."""
 
-import os
 import queue
 import time
 from collections import deque
@@ -26,7 +25,7 @@ from headwater_lab.training.stages import finish_stages
 from headwater_lab.util.endings import Diverged, Interrupted
 from headwater_lab.util.machine import cores
 from headwater_lab.util.output_folder import keep_contents
-from headwater_lab.util.workers import Answer, Worker
+from headwater_lab.util.workers import Answer, Worker, show_one_gpu
 
 OnChange = Callable[[Job, int, str], None]
 
@@ -171,7 +170,7 @@ class _Pool:
         starting = len(self.workers) - len(self.jobs)
         free = [number for number in range(self.count) if number not in self.workers]
         for number in free[: max(0, waiting - starting)]:
-            environment = _make_environment(number, self.gpus)
+            environment = show_one_gpu(number, self.gpus)
             job = f"{__name__}:train_job"
             self.workers[number] = Worker(job, lambda *answer: self.answers.put(answer), environment)
 
@@ -217,15 +216,6 @@ def read_finished(job: Job) -> RunRecord | None:
             f"{str(job.folder)!r} holds a run with other settings; choose another --out, or remove it."
         )
     return record if same and record.status in ENDED else None
-
-
-def _make_environment(number: int, gpus: int) -> dict[str, str]:
-    """Make a worker's environment: it sees only one GPU, if there are any."""
-    if not gpus:
-        return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(gpu) for gpu in range(gpus)]
-    return {"CUDA_VISIBLE_DEVICES": names[number % gpus]}
 
 
 def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | None, trunk: str | None = None) -> None:
