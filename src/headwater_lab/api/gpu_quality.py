@@ -125,7 +125,8 @@ def _compare_size(phase: Phase, recipe: Recipe, size: str) -> None:
         raise HeadwaterError(f"{failed[0].label}: {failed[0].error}")
     (comparison,) = (comparison for comparison in read_comparisons(runs) if comparison.size == size)
     for arm in list_arms(comparison):
-        phase.put({"size": size, "arm": arm["arm"]}, {name: arm[name] for name in FIGURES})
+        figures = {name: arm[name] for name in FIGURES} | {"rate tuned at": next(iter(recipe.compare.sizes))}
+        phase.put({"size": size, "arm": arm["arm"]}, figures)
 
 
 def conversion(phase: Phase, inputs: Mapping[str, str]) -> None:
