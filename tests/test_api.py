@@ -97,6 +97,7 @@ def test_plan_takes_what_the_command_takes(tmp_path, monkeypatch):
     [
         (["gpt2-124"], {}, "did you mean 'gpt2-124m'"),
         (["nowhere.yaml"], {}, "no recipe"),
+        (["nowhere"], {}, r"'nowhere'; `headwater list presets` and `headwater list recipes` list those shipped\.$"),
         ([3], {}, "not 3"),
         ([TINY | {"modle": {}}], {}, "did you mean 'model'"),
         (["gpt2-124m"], {"tokens": "many"}, "tokens="),
@@ -106,11 +107,34 @@ def test_plan_takes_what_the_command_takes(tmp_path, monkeypatch):
         (["gpt2-124m"], {"mfu": "high"}, "mfu must be a number"),
         (["gpt2-124m"], {"hardware": 100}, "such as 'H100'"),
         (["gpt2-124m"], {"overrides": ["hiden_size=3"]}, "did you mean 'hidden_size'"),
+        (["gpt2-124m"], {"overrides": "hidden_size=3"}, "takes a list of texts"),
+        (["gpt2-124m"], {"contxt": 64}, "did you mean 'context'"),
     ],
 )
 def test_mistakes_in_plan_get_one_sentence(models, options, said):
     with pytest.raises(HeadwaterError, match=said):
         lab.plan(*models, **options)
+
+
+def test_a_single_text_is_no_list_of_overrides(tmp_path):
+    with pytest.raises(HeadwaterError, match=r"write overrides=\['training.steps=3'\]"):
+        lab.train(TINY, tmp_path, overrides="training.steps=3")
+
+
+def test_grow_suggests_the_field_for_a_wrong_name(tmp_path):
+    with pytest.raises(HeadwaterError, match="grow has no field 'n_layer'; did you mean 'num_hidden_layers'"):
+        lab.grow(tmp_path, n_layer=4)
+
+
+def test_plan_reads_the_vocabulary_of_prepared_folders(tmp_path):
+    from headwater_lab.data.prepare import Options, prepare
+    from headwater_lab.data.stream import TextSource
+
+    (tmp_path / "notes.txt").write_text("".join(f"{i}: a line\n" for i in range(3000)))
+    prepare(TextSource(str(tmp_path / "notes.txt")), tmp_path / "tokens", "bytes", Options(held_out=0.2))
+    for source in (str(tmp_path / "tokens"), {str(tmp_path / "tokens"): 1.0}):
+        (price,) = lab.plan(TINY | {"data": {"kind": "prepared", "source": source, "context": 8}}).prices
+        assert price.shape["vocab_size"] == 257
 
 
 def test_a_stage_of_a_mapping_is_overridden_by_name():
@@ -246,10 +270,11 @@ def test_frames_have_numbers(shown):
     assert shift["mean"] - base["mean"] == pytest.approx(shift["difference"])
     assert shift["low"] < shift["difference"] < shift["high"]
     assert shift["level"] == pytest.approx(0.95)
+    assert shift["verdict"] == "better"
     assert names["compared"].text_table()[1]["arm"] == "shift"
     runs, looks = (names["compared"].to_pandas(by) for by in ("run", "evaluation"))
     assert set(zip(runs["arm"], runs["seed"], strict=True)) == {
-        (arm, n) for arm in ("vanilla", "shift") for n in (0, 1)
+        (arm, n) for arm in ("vanilla", "shift") for n in (0, 1, 2)
     }
     assert runs.groupby("arm")["accuracy"].mean().to_dict() == pytest.approx(names["compared"].means())
     assert (

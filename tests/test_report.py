@@ -10,6 +10,7 @@ import subprocess
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from headwater_lab.reports.curves import make_arm_curves
 from headwater_lab.reports.page import (
     Section,
     Story,
+    data_table,
     list_warnings,
     rates_table,
     render_page,
@@ -325,6 +327,12 @@ class TestPage:
         assert "interval: paired Student's t" in text
 
     @pytest.mark.slow
+    def test_facts_about_several_folders_are_text(self):
+        facts = {"train_tokens": 1003, "sha256": {"data/a": "5f", "data/b": "60"}}
+        table = data_table(SimpleNamespace(records=[record("base", 0, 3.0, data=facts)]))
+        assert ["train tokens", "1,003"] in table.rows
+        assert ["sha256", "data/a: 5f, data/b: 60"] in table.rows
+
     def test_numbers_on_the_page_are_those_of_the_statistics(self, tmp_path):
         found = read_comparisons(saved(tmp_path, three("base", BASE) + three("good", GOOD)))[0]
         text = text_of(write_report(tmp_path).read_text())

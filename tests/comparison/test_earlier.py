@@ -83,6 +83,21 @@ def test_runs_of_another_comparison_are_refused_whatever_their_seeds_and_stay_as
     assert changed_times(tmp_path) == times
 
 
+def test_a_plain_run_of_the_same_name_is_refused_before_anything_is_trained(tmp_path, here):
+    made = tiny({"arms": ARMS})
+    place(list_trials(made, tmp_path)[0], tmp_path, experiment=None, name="tiny")
+    with pytest.raises(HeadwaterError, match="holds a run 'tiny' of no comparison"):
+        run_comparison(made, tmp_path)
+    assert here.trained == []
+
+
+def test_a_model_that_cannot_be_built_is_refused_before_anything_is_trained(tmp_path, here):
+    made = tiny({"arms": ARMS | {"shift": {"model": {"mechanisms": {"kv_shif": {}}}}}})
+    with pytest.raises(HeadwaterError, match="did you mean 'kv_shift'"):
+        run_comparison(made, tmp_path)
+    assert here.trained == []
+
+
 def test_a_refused_plan_is_not_written_into_the_runs(tmp_path):
     """Else the comparison that they belong to could not go on."""
     made = ended(tiny({"arms": ARMS}), tmp_path)

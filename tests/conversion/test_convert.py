@@ -665,6 +665,9 @@ def test_what_is_plain_says_how_it_is_exported(written, tmp_path, run):
     assert type(theirs) is LlamaForCausalLM
     ours = open_trained(tmp_path / "same").model.double()
     assert_near(theirs(tokens(2, 9)).logits, ours(tokens(2, 9)).logits, 5e-6)  # their RoPE is in fp32
+    card = (tmp_path / "plain-llama" / "README.md").read_text()
+    assert f"{ours.config.num_hidden_layers} layers of width {ours.config.hidden_size}, " in card
+    assert "- Cache: " in card
     code, printed, _ = run("retrofit", written / "llama", "--mechanism", "kv_shift", "--out", tmp_path / "shifted")
     assert code == 0
     assert "--family" not in printed
@@ -685,6 +688,29 @@ def test_a_notice_of_both_the_result_and_the_control_is_shown_once(tmp_path, run
     notices = [notice.message for folder in (out, out / "control") for notice in read_record(folder).notices]
     assert len(set(notices)) < len(notices)
     assert {said.count(message) for message in notices} == {1}
+
+
+def test_a_change_in_half_precision_names_its_dtype(written, tmp_path, run):
+    llama().bfloat16().save_pretrained(tmp_path / "half")
+    assert "in bfloat16, whose rounding" in " ".join(run("retrofit", tmp_path / "half")[1].split())
+    assert "rounding" not in run("retrofit", written / "llama", "--out", tmp_path / "full")[1]
+
+
+def test_a_converted_model_reads_a_prompt_as_transformers_does(tmp_path, run):
+    """Its tokenizer adds no token before a text, and one of ours knows the token between documents."""
+    theirs = llama().eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter *= 5  # else the latest token alone decides
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    assert run("retrofit", tmp_path / "theirs", "--out", tmp_path / "ours")[0] == 0
+    prompt = "The 3rd text says"
+    code, shown, said = run("generate", tmp_path / "ours", prompt, "--temperature", 0, "--max-new-tokens", 6)
+    assert code == 0, said
+    ids = theirs.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=6, do_sample=False)
+    assert shown.strip() == tokenizer.decode(ids[0]).strip()
 
 
 def test_the_control_is_the_original_trained_on_the_same_rows(written, tmp_path, run):

@@ -15,14 +15,15 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
+from tokenizers.processors import TemplateProcessing
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data import reading
 from headwater_lab.data.base import shuffle_rows
-from headwater_lab.data.corpus import STDLIB, local_files
+from headwater_lab.data.corpus import STDLIB, Document, local_files
 from headwater_lab.data.stream import Stream, TextSource, read_corpus
 from headwater_lab.data.text import TextSettings
-from headwater_lab.data.tokenizer import byte_tokenizer
+from headwater_lab.data.tokenizer import Encoder, byte_tokenizer
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon"]
 
@@ -63,6 +64,17 @@ def test_byte_tokenizer_survives_saving(tmp_path):
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded("naïve").input_ids == list("naïve".encode())
     assert loaded.eos_token_id == 256
+
+
+@pytest.mark.parametrize(("begin", "expected"), [("", [256, 104, 105]), ("<s>", [257, 104, 105, 256])])
+def test_documents_begin_as_the_tokenizer_begins_a_text(begin, expected):
+    """One that puts BOS before a text, as Llama's and Gemma's do, gets it before each document and EOS after it."""
+    tokenizer = byte_tokenizer()
+    if begin:
+        tokenizer.add_special_tokens({"bos_token": begin})
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{begin} $A", special_tokens=[(begin, 257)])
+    (encoded,) = Encoder(tokenizer).encode_documents([Document("a", "hi", "a")])
+    assert encoded.ids.tolist() == expected
 
 
 def test_split_depends_on_the_path_alone(folder):

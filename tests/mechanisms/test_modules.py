@@ -24,6 +24,10 @@ def test_examples_in_docstrings_run(name):
         assert runner.run(test).failed == 0, test.name
 
 
+def test_a_printed_module_shows_the_shapes_of_its_parameters():
+    assert repr(resolve("kv_shift")(4, window=3)) == "KVShift(alpha=[3, 4], beta=[3, 4])"
+
+
 @pytest.mark.parametrize("name", MECHANISMS.built_in)
 def test_docstrings_say_where_it_comes_from(name):
     module = importlib.import_module(MECHANISMS.built_in[name].partition(":")[0])

@@ -53,6 +53,11 @@ def tensors(layer) -> dict[str, Tensor]:
     return {"keys": layer.keys, "values": layer.values, **layer.tails}
 
 
+def tail_of(layer, name: str) -> Tensor:
+    """The raw tokens stored under a name; a static layer has a buffer for each."""
+    return torch.cat([tail for key, tail in layer.tails.items() if key.split(".")[0] == name], dim=2)
+
+
 def contents(layer) -> dict[str, Tensor]:
     return copy.deepcopy(tensors(layer))
 
@@ -78,15 +83,15 @@ def test_tail_stands_in_front_of_each_call(make, length, chunks):
         assert torch.equal(extended.k, expected.k)
         assert torch.equal(extended.v, expected.v)
         start += chunk
-    assert torch.equal(layer.tails["k"], kv.k[:, :, -length:])
-    assert torch.equal(layer.tails["v"], kv.v[:, :, -length:])
+    assert torch.equal(tail_of(layer, "k"), kv.k[:, :, -length:])
+    assert torch.equal(tail_of(layer, "v"), kv.v[:, :, -length:])
 
 
 @every_layer
 def test_tail_is_raw_whatever_is_cached(make):
     layer, kv = make(), random_kv(3)
     feed(layer, kv)
-    assert torch.equal(layer.tails["k"], kv.k[:, :, -1:])
+    assert torch.equal(tail_of(layer, "k"), kv.k[:, :, -1:])
     assert torch.equal(layer.keys[:, :, 2], -kv.k[:, :, 2])
 
 
@@ -94,7 +99,7 @@ def test_tail_is_raw_whatever_is_cached(make):
 def test_tail_does_not_keep_the_prefill_alive(make):
     layer = make()
     feed(layer, random_kv(12))
-    for tail in (layer.tails["k"], layer.tails["v"]):
+    for tail in layer.tails.values():
         assert tail.untyped_storage().nbytes() == tail.numel() * tail.element_size()
 
 
@@ -128,7 +133,7 @@ def test_recording_keeps_the_whole_tail():
     for start in (2, 4):
         extended, _ = feed(layer, cut(kv, start, start + 2))
         assert torch.equal(extended.k, kv.k[:, :, start - 1 : start + 2])
-    assert torch.equal(layer.tails["k"], kv.k[:, :, 1:])
+    assert torch.equal(tail_of(layer, "k"), kv.k[:, :, 1:])
 
 
 # The history
@@ -201,8 +206,8 @@ def test_batch_operations_without_values(make):
     layer.batch_repeat_interleave(2)
     layer.reorder_cache(torch.tensor([5, 4, 3, 2, 1, 0]))
     layer.batch_select_indices(torch.tensor([0, 5]))
-    assert torch.equal(layer.tails["k"], kv.k[[2, 0], :, -1:])
-    assert layer.values.shape[:2] == layer.tails["v"].shape[:2] == (2, 0)
+    assert torch.equal(tail_of(layer, "k"), kv.k[[2, 0], :, -1:])
+    assert layer.values.shape[:2] == tail_of(layer, "v").shape[:2] == (2, 0)
 
 
 # Taking back
@@ -236,7 +241,7 @@ def test_crop_to_the_first_token(make):
     feed(layer, kv)
     layer.crop(-5)
     assert torch.equal(layer.keys, -kv.k[:, :, :1])
-    assert torch.equal(layer.tails["k"], kv.k[:, :, :1])
+    assert torch.equal(tail_of(layer, "k"), kv.k[:, :, :1])
 
 
 @every_growing_layer
@@ -290,8 +295,8 @@ def test_crop_of_nothing_ends_the_recording(make):
     layer.activate_past_recording()
     feed(layer, kv)
     layer.crop(0)
-    assert torch.equal(layer.tails["k"], kv.k[:, :, -1:])
-    assert torch.equal(layer.tails["v"], kv.v[:, :, -1:])
+    assert torch.equal(tail_of(layer, "k"), kv.k[:, :, -1:])
+    assert torch.equal(tail_of(layer, "v"), kv.v[:, :, -1:])
 
 
 def test_crop_before_the_first_token():

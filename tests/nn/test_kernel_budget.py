@@ -1,4 +1,4 @@
-"""How many GPU kernels each mechanism adds to a compiled layer.
+"""How many GPU kernels each mechanism adds to a compiled layer, in training and in a step of decoding.
 
 PyTorch's compiler writes Triton code for any device; it is captured here and never run. Attention itself is one opaque
 operation, as a fused kernel is on a GPU.
@@ -21,6 +21,7 @@ from torch._inductor.virtualized import V
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from conftest import build, tokens
+from headwater.models.decoding import Decoder
 from headwater.plugins.registry import MECHANISMS
 
 COUNTED = "counted"
@@ -56,31 +57,33 @@ def counted_attention(monkeypatch):
     AttentionMaskInterface._global_mapping.pop(COUNTED)
 
 
+def counting_compiler(counts: list[int], is_inference: bool = False):
+    """Append the number of Triton kernels of each graph to counts."""
+
+    def compile(graph, inputs):
+        with ExitStack() as stack:
+            for context in (V.set_fake_mode(torch._guards.detect_fake_mode(inputs)), DebugContext()):
+                stack.enter_context(context)
+            post_grad_passes(graph, is_inference=is_inference)
+            lowered = GraphLowering(graph, example_inputs=inputs, is_inference=is_inference)
+            stack.enter_context(V.set_graph_handler(lowered))
+            lowered.run(*inputs)
+            code = lowered.codegen()[0].value
+        counts.append(len(re.findall(r"\btriton_\w+\.run\(", code)))
+        return graph.forward
+
+    return compile
+
+
 def kernels(mechanisms: dict, packed: bool) -> list[tuple[int, int]]:
     """For each different layer: the Triton kernels of its forward and its backward pass."""
     _dynamo.reset()
     model = build(mechanisms, num_hidden_layers=3).to(torch.bfloat16).train()
     model.config._attn_implementation = COUNTED  # not by name: some mechanisms take the kernels that they know only
     forward, backward = [], []
-
-    def compiler(counts: list[int]):
-        def compile(graph, inputs):
-            with ExitStack() as stack:
-                for context in (V.set_fake_mode(torch._guards.detect_fake_mode(inputs)), DebugContext()):
-                    stack.enter_context(context)
-                post_grad_passes(graph, is_inference=False)
-                lowered = GraphLowering(graph, example_inputs=inputs)
-                stack.enter_context(V.set_graph_handler(lowered))
-                lowered.run(*inputs)
-                code = lowered.codegen()[0].value
-            counts.append(len(re.findall(r"\btriton_\w+\.run\(", code)))
-            return graph.forward
-
-        return compile
-
     backend = aot_autograd(
-        fw_compiler=compiler(forward),
-        bw_compiler=compiler(backward),
+        fw_compiler=counting_compiler(forward),
+        bw_compiler=counting_compiler(backward),
         decompositions=select_decomp_table(),
         partition_fn=min_cut_rematerialization_partition,
     )
@@ -144,3 +147,43 @@ def test_packed_rows_share_the_kernels_of_the_shift():
     ((forward, backward),) = kernels({"kv_shift": {}}, packed=True)
     assert forward <= PLAIN[0] + 1
     assert backward <= PLAIN[1] + 2
+
+
+def decoding_kernels(mechanisms: dict, layers: int) -> int:
+    """The Triton kernels of one step of the static cache."""
+    _dynamo.reset()
+    model = build(mechanisms, num_hidden_layers=layers).to(torch.bfloat16).eval()
+    model.config._attn_implementation = COUNTED
+    counts = []
+    backend = aot_autograd(
+        fw_compiler=counting_compiler(counts, is_inference=True),
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+    with inductor.patch(cpu_backend="triton", compile_threads=1):
+        Decoder(model, compiled=True, backend=backend, join=True)(tokens(1, 12), max_new_tokens=3)
+    (count,) = counts
+    return count
+
+
+CONVOLUTIONS = {"short_conv": {"sites": ["attention_input", "feed_forward_input"]}}
+# Two norms, RoPE of q, RoPE of k with its write to the cache, the write of v, and SiLU. Mechanisms that look back shift
+# their raw tokens in place as they read them.
+PLAIN_STEP = 6
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "budget"),
+    [
+        ({}, PLAIN_STEP),
+        ({"kv_shift": {}}, PLAIN_STEP),
+        ({"value_residual": {}}, PLAIN_STEP),
+        ({"skip_layer": {}}, PLAIN_STEP),
+        (CONVOLUTIONS, PLAIN_STEP),
+        ({**CONVOLUTIONS, "svformer": {}}, PLAIN_STEP - 1),  # stores no values
+    ],
+    ids=lambda case: "+".join(case) or "vanilla" if isinstance(case, dict) else None,
+)
+@pytest.mark.slow
+def test_a_layer_needs_no_more_kernels_than_this_to_decode_a_token(mechanisms, budget):
+    assert decoding_kernels(mechanisms, layers=4) - decoding_kernels(mechanisms, layers=3) <= budget

@@ -15,9 +15,10 @@ from headwater_lab.serving.requests import Chat, Completion, RequestError, read_
 def test_what_changes_nothing_is_accepted():
     """null, and the one value of a field that asks for nothing, as clients send them."""
     neutral = dict(best_of=1, echo=False, suffix=None, logprobs=None, n=None, stop=None, temperature=None, user="me")
+    neutral |= dict(presence_penalty=0, frequency_penalty=0.0, logit_bias={})
     assert read_fields(Completion, neutral | {"prompt": "a"})["prompt"] == ["a"]
     answer = dict(role="assistant", content="a", refusal=None, audio=None, tool_calls=None, function_call=None)
-    neutral = dict(logprobs=False, n=1, stream=None)
+    neutral = dict(logprobs=False, n=1, stream=None, tools=[], response_format={"type": "text"}, presence_penalty=0.0)
     assert read_fields(Chat, neutral | {"messages": [answer]})["messages"] == [dict(role="assistant", content="a")]
 
 
@@ -28,6 +29,8 @@ def test_what_changes_nothing_is_accepted():
         ({"n": 2}, "n: only 1 is supported"),
         ({"echo": True}, "echo: only False is supported"),
         ({"logprobs": 0}, "logprobs: is not a field"),
+        ({"presence_penalty": 0.1}, "presence_penalty: should be less than or equal to 0, not 0.1"),
+        ({"logit_bias": {"5": -100}}, "logit_bias: "),
         ({"temperature": float("inf")}, "temperature: "),
         ({"stream_options": {"nope": 1}, "stream": True}, r"stream_options\.nope: "),
         ({"prompt": ["a"] * 129}, "prompt: should have at most 128 texts"),

@@ -286,6 +286,17 @@ def test_a_resumed_run_must_be_the_same_run(recipe, finished, tmp_path, change, 
         train(recipe(**change), tmp_path / "run", resume=True)
 
 
+@pytest.mark.parametrize(("schedule", "notices"), [("cosine", 1), ("constant", 0)])
+def test_a_run_that_resumes_with_another_number_of_steps_says_that_its_rates_differ(
+    recipe, tmp_path, schedule, notices
+):
+    for steps in (4, 6, 6):
+        made = recipe(training={"steps": steps, "warmup_steps": 1, "schedule": schedule})
+        record = train(made, tmp_path / "run", resume=steps > 4)
+    found = [notice for notice in record.notices if "training.steps was 4 until here and is now 6" in notice.message]
+    assert [notice.step for notice in found] == [4] * notices
+
+
 @pytest.mark.parametrize("clip", [1.0, None])
 def test_a_diverging_run_stops_with_a_sentence_and_says_so_in_its_record(recipe, tmp_path, clip):
     wild = {"learning_rate": 1e30, "max_grad_norm": clip, "warmup_steps": 0, "steps": 30}

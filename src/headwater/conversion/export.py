@@ -66,7 +66,7 @@ def export_family(
     """
     folder = local(folder).absolute()
     check_free(folder)
-    _write_folder(to_transformers(model, family), folder, tokenizer, card)
+    _write_folder(to_transformers(model, family), folder, tokenizer, card, model)
     return folder
 
 
@@ -75,6 +75,7 @@ def _write_folder(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase | None,
     card: str | Mapping[str, Any] | None,
+    origin: PreTrainedModel | None = None,
 ) -> None:
     with stage_folder(folder) as beside:
         model.save_pretrained(beside)
@@ -82,5 +83,5 @@ def _write_folder(
             tokenizer.save_pretrained(beside)
         if not isinstance(card, str):
             options = {"name": folder.name} | dict(card or {})
-            card = str(make_card(model, has_preparer=tokenizer is not None, **options))
+            card = str(make_card(model, has_preparer=tokenizer is not None, origin=origin, **options))
         (beside / CARD).write_text(card, encoding="utf-8")

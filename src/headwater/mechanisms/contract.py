@@ -67,6 +67,7 @@ class Tail(Protocol):
         """Return the `length` raw tokens before x [B, heads, T, d], zeros before the first; store the last ones of x.
 
         name: which tail. everything: return all tokens kept, which are more while a cache records its past.
+        `headwater.mechanisms.shift.read_tail` is faster with a static cache that is compiled.
         """
         ...
 
@@ -189,6 +190,10 @@ class Mechanism(nn.Module):
         return Cost()
 
     # Parameters
+
+    def extra_repr(self) -> str:
+        """torch's method: the shapes of the parameters."""
+        return ", ".join(f"{name}={list(x.shape)}" for name, x in self._parameters.items() if x is not None)
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         """Return the initial value of a parameter. Draw random numbers on the CPU, from `generator`.

@@ -37,7 +37,7 @@ class _TailMixin(CacheLayerMixin):
         """See `headwater.mechanisms.contract.Tail`."""
         if name not in self.tails:
             self.tail_lengths[name] = length
-            self.tails[name] = self.allocate_tail(x.new_zeros(*x.shape[:2], length, x.shape[3]))
+            self.tails[name] = x.new_zeros(*x.shape[:2], length, x.shape[3])
         tail = self.swap(name, x, length)
         return tail if everything or tail.shape[2] == length else tail[:, :, -length:]
 
@@ -49,9 +49,6 @@ class _TailMixin(CacheLayerMixin):
     def put_positions(self, position_ids: Tensor, batch: int, length: int) -> None:
         """Store the positions [B or 1, T] of the tokens that come next."""
         self.update_tail(POSITIONS, (position_ids + 1).expand(batch, -1)[:, None, :, None], length)
-
-    def allocate_tail(self, tail: Tensor) -> Tensor:
-        return tail
 
     def swap(self, name: str, x: Tensor, length: int) -> Tensor:
         """Replace the tail by the end of x, and return the old tail."""
@@ -236,7 +233,8 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
 class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     """A static layer: buffers that are allocated once, for `torch.compile`.
 
-    If initialized early (for export, or because `generate` splits a prompt), it has room for all heads.
+    Each token of a tail has a buffer of its own, so that a compiled kernel can read them and shift them in one pass. If
+    initialized early (for export, or because `generate` splits a prompt), it has room for all heads.
     """
 
     _layer_type = "headwater_attention"
@@ -246,6 +244,7 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_early = False
+        self.counts_tokens = True  # False if another layer adds to the count that they share (`share_count`)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -258,24 +257,44 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
             _mark_static(self.values)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_early:
-            return super().update(key_states, value_states, *args, **kwargs)
-        history = self.keys[:, : key_states.shape[1]], self.values[:, : value_states.shape[1]]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        history = self.keys, self.values
+        if self.is_early:
+            history = self.keys[:, : key_states.shape[1]], self.values[:, : value_states.shape[1]]
         slots = torch.arange(key_states.shape[2], device=self.device) + self.cumulative_length
-        self.cumulative_length.add_(key_states.shape[2])
+        if self.counts_tokens:
+            self.cumulative_length.add_(key_states.shape[2])
         for stored, new in zip(history, (key_states, value_states), strict=True):
             if new.shape[1]:
                 stored.index_copy_(2, slots, new)
         return history
 
     def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+        return torch.cat(self.shift_tail(name, x, length), dim=2)
+
+    def shift_tail(self, name: str, x: Tensor, length: int) -> tuple[Tensor, ...]:
+        """`update_tail`, as one tensor [B, heads, 1, d] per token."""
         if self.is_early and torch.compiler.is_exporting():
             raise HeadwaterError(
                 "A program that is exported with a static cache keeps keys and values only, without the raw tokens to "
                 "which this model's mechanisms look back; export it with a growing cache "
                 "(transformers.exporters.DynamoExporter), or remove these mechanisms."
             )
-        return super().update_tail(name, x, length, everything)
+        names = [f"{name}.{slot}" for slot in range(length)]
+        for slot in names:
+            if slot not in self.tails:
+                self.tails[slot] = torch.zeros_like(x[:, :, :1], memory_format=torch.contiguous_format)
+                _mark_static(self.tails[slot])
+        old_tokens = tuple(self.tails[slot].clone() for slot in names)
+        last_tokens = (*old_tokens, *x[:, :, -length:].split(1, dim=2))[-length:]
+        for slot, token in zip(names, last_tokens, strict=True):
+            self.tails[slot].copy_(token)
+        return old_tokens
+
+    def positions(self) -> Tensor | None:
+        slots = [tail for name, tail in self.tails.items() if name.startswith(POSITIONS)]
+        return torch.cat(slots, dim=2)[:, 0, :, 0] if slots else None
 
     @property
     def is_croppable(self) -> bool:
@@ -289,17 +308,6 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
             )
         super().crop(tokens_to_remove)
 
-    def allocate_tail(self, tail: Tensor) -> Tensor:
-        _mark_static(tail)
-        return tail
-
-    def swap(self, name: str, x: Tensor, length: int) -> Tensor:
-        # In place: compiled code reads the tail from a fixed address.
-        tail = self.tails[name]
-        old_tail = tail.clone()
-        tail.copy_(_keep_last(tail, x, length))
-        return old_tail
-
     def reset(self) -> None:
         super().reset()
         self.map_tails(lambda t: t.zero_())
@@ -309,6 +317,14 @@ class HeadwaterStaticSlidingLayer(HeadwaterStaticLayer):
     """A static layer with a sliding window: it allocates the whole length, and the mask hides older tokens."""
 
     _layer_type = "headwater_sliding_attention"
+
+
+def share_count(cache: Cache, device: torch.device) -> None:
+    """Let all layers of a new static cache read one count of tokens, to which the last layer adds."""
+    count = cache.layers[-1].cumulative_length.to(device)
+    for layer in cache.layers:
+        layer.cumulative_length = count
+        layer.counts_tokens = layer is cache.layers[-1]
 
 
 def restart_cache(cache: Cache) -> None:
@@ -327,7 +343,7 @@ def cache_bytes(cache: Cache, reserved: bool = False) -> int:
         for tensor in (
             getattr(layer, "keys", None),
             getattr(layer, "values", None),
-            *(tail for name, tail in getattr(layer, "tails", {}).items() if name != POSITIONS),
+            *(tail for name, tail in getattr(layer, "tails", {}).items() if not name.startswith(POSITIONS)),
         )
         if tensor is not None
     ]

@@ -31,12 +31,14 @@ def make_card(
     sections: Iterable[tuple[str, str]] = (),
     tags: Iterable[str] = (),
     has_preparer: bool = False,
+    origin: PreTrainedModel | None = None,
     **metadata: Any,
 ) -> ModelCard:
     """Make the card of a headwater model, or of one of transformers' own. Nothing unknown is in it.
 
     name: of its repository or folder. sections: (title, Markdown), such as its training. tags: further ones.
-    has_preparer: whether its tokenizer or image processor is there too. metadata: further fields of `ModelCardData`,
+    has_preparer: whether its tokenizer or image processor is there too. origin: the headwater model that was written as
+    `model`, of another family; its config says more. metadata: further fields of `ModelCardData`,
     without those that are None.
     """
     of_images = model.main_input_name == "pixel_values"
@@ -59,7 +61,7 @@ def make_card(
         ("Limits", "\n".join(f"- {limit}" for limit in _list_limits(model))),
     ]
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in parts if text)
-    facts = "\n".join(f"- {fact}." for fact in _list_facts(model, mechanisms))
+    facts = "\n".join(f"- {fact}." for fact in _list_facts(origin or model, mechanisms))
     return ModelCard(f"---\n{data}\n---\n\n# {name}\n\n{kind} written by headwater.\n\n{facts}\n\n{body}\n")
 
 

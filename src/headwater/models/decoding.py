@@ -20,7 +20,7 @@ from transformers.generation import (
 
 from headwater.kernels import are_ordinary
 from headwater.kernels.autotune import allow_autotuning
-from headwater.models.cache import HeadwaterStaticSlidingLayer
+from headwater.models.cache import HeadwaterStaticLayer, share_count
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import silence_tf32_advice
 from headwater.nn.linear import join_linears
@@ -152,9 +152,11 @@ class DecodingState:
         self.warpers = choice.make_warpers()
         device = self.device = model.device
         self.cache = StaticCache(config=model.config, max_cache_len=self.length)
-        if any(layer.is_sliding for layer in self.cache.layers):
-            # transformers' own roll the window, by numbers that the host counts and a replayed step would not.
-            self.cache.layers = [HeadwaterStaticSlidingLayer(max_cache_len=self.length) for _ in self.cache.layers]
+        # transformers' own roll a sliding window, by numbers that the host counts and a replayed step would not.
+        self.cache.layers = [HeadwaterStaticLayer(max_cache_len=self.length) for _ in self.cache.layers]
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) == 1:
+            share_count(self.cache, device)
         # The last tokens; which slots of the cache are real, including those to come; which rows have ended.
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.real = torch.ones(rows, self.length, dtype=torch.long, device=device)
@@ -169,8 +171,7 @@ class DecodingState:
                 self.step, fullgraph=True, dynamic=False, backend=decoder.backend, options=decoder.options
             )
         self.steps = 0
-        on_gpu = {parameter.device.type for parameter in model.parameters()} == {"cuda"}
-        self.graph = torch.cuda.CUDAGraph() if on_gpu else None
+        self.graph = torch.cuda.CUDAGraph() if {device.type for device in devices} == {"cuda"} else None
 
     def continue_prompts(
         self,

@@ -17,7 +17,8 @@ from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.api.common import explain_plain, measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
-from headwater_lab.recipe.start_section import Change, changed_config
+from headwater_lab.recipe.messages import describe_unknown_field
+from headwater_lab.recipe.start_section import Change, Growth, changed_config
 from headwater_lab.training.model_changes import change_model, measure_change
 from headwater_lab.training.records import Event
 from headwater_lab.training.saving import how_to_load, write_model
@@ -63,6 +64,9 @@ def grow(
         detail = error.errors()[0]
         if detail["type"] == "value_error":
             raise HeadwaterError(str(detail["ctx"]["error"])) from error
+        if detail["type"] == "extra_forbidden":
+            name = str(detail["loc"][-1])
+            raise HeadwaterError(describe_unknown_field(name, "grow", Growth.model_fields, {})) from error
         message = f"{detail['msg'][0].lower()}{detail['msg'][1:]}, not {shown(detail['input'])}."
         raise HeadwaterError(f"{'.'.join(map(str, detail['loc'][1:]))}: {message}") from error
     try:
@@ -210,6 +214,8 @@ def _tell_converted(
     else:
         ids = sample_rows(trained, text, rows)
         where = f"{ids.numel():,} tokens of {text.name}"
+    if (dtype := trained.model.dtype).itemsize < 4:
+        where += f", in {str(dtype).removeprefix('torch.')}, whose rounding counts as a difference"
     if trained.original is not None and watch.listens:
         moved = measure_change(trained.original, trained.model, ids)
         watch.say(f"{trained.original.config.model_type} → headwater: {_describe_change(moved)}, on {where}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import Price
 from headwater.plugins import outside
+from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.api.common import PathLike, Result
 from headwater_lab.api.settings import PlanSettings
 from headwater_lab.recipe.recipe import Recipe
@@ -65,6 +66,8 @@ def plan(
     (`headwater_lab.api.settings.PlanSettings` describes them). trust: as in `train`. Raises `HeadwaterError`.
     """
     outside.trust_names(trust)
+    if unknown := [name for name in settings if name not in PlanSettings.__annotations__]:
+        raise HeadwaterError(f"plan has no setting {unknown[0]!r}; {nearest(unknown[0], PlanSettings.__annotations__)}")
     planned = plan_models(models, overrides, vocab_size)
     prices = price_models(planned, **settings)
     recipes = {id(model.recipe): model.recipe for model in planned.values() if model.recipe is not None}

@@ -115,7 +115,7 @@ def train_tokenizer(
     begins: Begins = None,
     characters: bool = False,
 ) -> None:
-    """Train a byte-level BPE tokenizer on a corpus.
+    """Train a byte-level BPE tokenizer on a corpus, or number its characters.
 
     source: Same sources as data prepare.
     out: A new folder.

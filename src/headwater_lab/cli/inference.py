@@ -73,21 +73,22 @@ def generate_text(
     else:
         rows = [{"prompt": read_prompt(Path("-")) if prompt == "-" else str(prompt)}]
     device = device_of(device)
-    model, tokenizer = load_for_generation(checkpoint)
+    model, tokenizer, begin = load_for_generation(checkpoint)
     model.to(device, None if dtype == "auto" else getattr(torch, dtype))
     decoder = Decoder(model, compile) if cache == "static" else None
     tokens, seconds = 0, 0.0
-    for begin in range(0, len(rows), batch_size):
-        batch = rows[begin : begin + batch_size]
+    for first in range(0, len(rows), batch_size):
+        batch = rows[first : first + batch_size]
         continued = continue_prompts(
             model,
             tokenizer,
             [row["prompt"] for row in batch],
+            begin=begin,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
-            seed=seed + begin,
+            seed=seed + first,
             stop=stop,
             stream=jsonl is None,
             decoder=decoder,
@@ -126,8 +127,8 @@ def serve_model(
 ) -> None:
     """Answer OpenAI-style requests over HTTP.
 
-    Requests use the model name given here. With --engine vllm, vLLM's server receives all options that are not listed
-    here; `vllm serve --help` lists them.
+    In requests, the model is named CHECKPOINT, as given here. With --engine vllm, vLLM's server receives all options
+    that are not listed here; `vllm serve --help` lists them.
 
     engine: Program that generates the text: transformers' generate, or vLLM with the smaller cache (docs/serving.md).
     host: The address to listen on; 127.0.0.1 is for this machine only.

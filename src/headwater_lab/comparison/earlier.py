@@ -30,7 +30,8 @@ EarlierRuns = Sequence[tuple[RunRecord, Path]]
 def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared: bool) -> list[tuple[RunRecord, Path]]:
     """Find the runs of the recipe's comparison below `out`, and their folders, without those that tune learning rates.
 
-    shared: only those in the folders of `trials`. Training reports unreadable records.
+    shared: only those in the folders of `trials`. Training reports unreadable records. Raises `HeadwaterError` for a
+    run of the recipe's name that belongs to no comparison: no table could include both.
     """
     folders = [trial.folder for trial in trials] if shared else [path.parent for path in list_records(out)]
     runs = []
@@ -38,6 +39,11 @@ def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared
         if (record := find_record(folder)) is None:
             continue
         experiment = record.experiment
+        if experiment is None and record.name == recipe.name and not shared:
+            raise HeadwaterError(
+                f"{str(folder)!r} holds a run {recipe.name!r} of no comparison, and the tables would include it; "
+                "choose another --out (out=), or remove it."
+            )
         if experiment is not None and experiment.name == recipe.name and experiment.phase == "comparison":
             runs.append((record, folder))
     return runs

@@ -63,7 +63,7 @@ class LanguageSettings(DataSettings):
 class LanguageData:
     """See `headwater_lab.data.base.Data`. Raises `HeadwaterError` if a stream is too short for one row.
 
-    streams: token streams by name, with their weights; each document starts with the tokenizer's separator.
+    streams: token streams by name, with their weights; each document starts with the tokenizer's token for that.
     held_out: documents to evaluate on, by the name of their stream, or of their domain.
     domains: whether these are domains, which are measured separately; the overall result is their plain mean.
     """

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from itertools import chain, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -151,8 +152,18 @@ def _one_sentence(problem: str) -> Iterator[None]:
 
 
 def separator_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Find the token before each document, which also ends the previous one."""
+    """Find the token between documents."""
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
+
+
+def frame_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Find the tokens before and after a document: `separator_id` before it, which also ends the previous one.
+
+    A tokenizer that itself puts another token before a text, as those of Llama and Gemma do, puts it there;
+    `separator_id` then comes after the document.
+    """
+    separator, first = [cast(int, separator_id(tokenizer))], tokenizer("").input_ids[:1]
+    return (first, separator) if first == [tokenizer.bos_token_id] != separator else (separator, [])
 
 
 def encode_in_time(encode: Callable[[Sequence[str]], list[list[int]]], texts: Sequence[str]) -> list[list[int]]:
@@ -201,6 +212,7 @@ class Encoder:
         end = separator_id(tokenizer)
         assert end is not None, "load_tokenizer looks for it"
         self.tokenizer, self.separator, self.vocab_size = tokenizer, end, vocabulary_size(tokenizer)
+        self.frame = frame_text(tokenizer)
         self.dtype = np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
         self.is_bytes = tokenizer.get_vocab() == byte_tokenizer().get_vocab()
         self.backend = None
@@ -222,14 +234,18 @@ class Encoder:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_documents(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Encode documents, with the separator before each; conversations as their template writes them."""
+        """Encode documents, texts as `frame_text` says, conversations as their template does, ids after a separator."""
         texts = [[] if document.is_chat or len(document.ids) else _cut_parts(document.text) for document in documents]
         rows = iter(self(list(chain.from_iterable(texts))))
         return [
             self.chat(document.text, document.id)
             if document.is_chat
             else Encoded(
-                np.concatenate(([self.separator], *islice(rows, len(pieces)), document.ids)).astype(self.dtype),
+                np.concatenate(
+                    ([self.separator], document.ids)
+                    if len(document.ids)
+                    else (self.frame[0], *islice(rows, len(pieces)), self.frame[1])
+                ).astype(self.dtype),
                 None,
                 len(document.data),
             )

@@ -14,7 +14,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.models.load import check_finite, check_size, describe_reason, model_type, read_config, weight_files
 from headwater.models.weights import check_files
 from headwater.util.errors import HeadwaterError, first_line
-from headwater_lab.data.tokenizer import separator_id
+from headwater_lab.data.tokenizer import frame_text, separator_id
 from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint, read_history
 from headwater_lab.training.hub_models import check_source, explaining_code
 from headwater_lab.training.trained_models import read_tokenizer
@@ -141,12 +141,12 @@ def _read_candidate(name: str, source: str, trust_remote_code: bool) -> Candidat
             f"{source!r} has no tokenizer, so it cannot read text; add its tokenizer's files to that folder."
         )
     trained_here = is_headwater and any(event.kind == "trained" for event in read_history(path))
-    begin = separator_id(tokenizer) if trained_here or tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    if begin is None:
+    if separator_id(tokenizer) is None:
         raise HeadwaterError(
             f"The tokenizer of {source!r} has neither an end-of-text nor a begin-of-text token to begin a document "
             "with; add one with tokenizer.add_special_tokens."
         )
+    begin = frame_text(tokenizer)[0][0] if trained_here or tokenizer.bos_token_id is None else tokenizer.bos_token_id
     candidate = Candidate(name, source, config, tokenizer, begin, is_headwater, not trained_here, trust_remote_code)
     _ = candidate.skeleton
     return candidate

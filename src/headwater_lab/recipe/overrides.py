@@ -161,6 +161,12 @@ def read_yaml(text: str, where: str, single: bool = False) -> Any:
         raise HeadwaterError(f"{where}: {error}.") from error
 
 
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise `HeadwaterError` for a single text, whose letters would be read as overrides."""
+    if isinstance(overrides, str):
+        raise HeadwaterError(f"overrides takes a list of texts; write overrides=[{shown(overrides)}].")
+
+
 def parse_override(text: str) -> tuple[list[str], Any]:
     """Parse "dotted.key=value": the names in the key, and the value. Raises `HeadwaterError`."""
     key, separator, value = text.partition("=")

@@ -16,7 +16,7 @@ from headwater.util.layout import package_folder
 from headwater_lab.data.reading import local_path
 from headwater_lab.data.shards import prepared_folder
 from headwater_lab.recipe.messages import build_refusal
-from headwater_lab.recipe.overrides import apply_overrides, parse_override, read_text, read_yaml
+from headwater_lab.recipe.overrides import apply_overrides, check_overrides, parse_override, read_text, read_yaml
 from headwater_lab.recipe.recipe import Recipe, find_data_class, parse
 from headwater_lab.recipe.unread import find_unread, list_chains
 
@@ -122,6 +122,7 @@ def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) 
 
 def _parse_overrides(overrides: Sequence[str], stages: Mapping[int, Any]) -> list[tuple[str, list[Any], Any]]:
     """Parse overrides, each (its text, the names in its key, its value), and log those that a later one replaces."""
+    check_overrides(overrides)
     parsed: list[tuple[str, list[Any], Any]] = []
     for text in overrides:
         names, value = parse_override(text)

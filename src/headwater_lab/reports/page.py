@@ -416,9 +416,16 @@ def _size_changes(sizes: Sequence[Comparison]) -> PageTable:
 def data_table(comparison: Comparison) -> PageTable:
     record = comparison.records[0]
     facts = record.data | {"order of rows, seed " + str(record.seed): record.data_order}
-    texts = {key: f"{value:,}" if type(value) is int else str(value) for key, value in facts.items() if value != ""}
-    rows = [[key.replace("_", " "), text] for key, text in texts.items()]
+    rows: list[list[PageCell]] = [
+        [key.replace("_", " "), _write_fact(value)] for key, value in facts.items() if value != ""
+    ]
     return PageTable("Data", ["", "value"], rows, text=True, name="data")
+
+
+def _write_fact(value: Any) -> str:
+    if isinstance(value, dict):  # of several folders, by name
+        return ", ".join(f"{name}: {_write_fact(fact)}" for name, fact in value.items())
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def machines_table(sizes: Sequence[Comparison]) -> PageTable:

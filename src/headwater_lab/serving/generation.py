@@ -15,14 +15,17 @@ from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST, Decoder
 from headwater.util.errors import HeadwaterError, shown
-from headwater_lab.data.tokenizer import encode_plainly, separator_id, warn_of_unknown
+from headwater_lab.data.tokenizer import encode_plainly, frame_text, separator_id, warn_of_unknown
 from headwater_lab.data.tokenizer_files import find_tokenizer
 from headwater_lab.serving.stops import UntilStop, before_stop
-from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint
+from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint, read_history
 
 
-def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase]:
-    """Load the model and tokenizer of a checkpoint folder, or of a run's newest checkpoint. Raises `HeadwaterError`."""
+def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase, bool]:
+    """Load the model and tokenizer of a checkpoint folder, or of a run's newest checkpoint. Raises `HeadwaterError`.
+
+    Also returns whether the model began here, and so knows the token that `continue_prompts` begins documents with.
+    """
     path = newest_checkpoint(path)
     check_sums(path)
     model = load_model(path)
@@ -35,7 +38,8 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
             f"with; add its tokenizer_config.json, or use the tokenizer the model was trained with."
         )
     model.generation_config = GenerationConfig()  # `continue_prompts` reports what is needed
-    return model.eval(), tokenizer
+    history = read_history(path)
+    return model.eval(), tokenizer, not history or history[0].kind != "retrofitted"
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ def continue_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
     *,
+    begin: bool = True,
     max_new_tokens: int = 200,
     temperature: float = 0.8,
     top_p: float = 0.95,
@@ -63,26 +68,31 @@ def continue_prompts(
     stream: bool = False,
     decoder: Decoder | None = None,
 ) -> Continued:
-    """Continue `prompts` as one left-padded batch, each as the beginning of a document.
+    """Continue `prompts` as one left-padded batch.
 
+    begin: put the token before each that training here puts before a document; otherwise only what the tokenizer adds,
+    as transformers and engines do.
     temperature: 0 is greedy. top_k: 0 is no limit. stop: a continuation ends before the first of these strings.
     stream: print a single prompt, and its continuation as it is generated.
     decoder: use its static cache instead of a growing one; the texts are the same.
     """
     _check_texts(prompts, stop)
-    start = cast(int, separator_id(tokenizer))  # `load_for_generation` has checked that there is one
+    end = cast(int, separator_id(tokenizer))  # `load_for_generation` has checked that there is one
     warn_of_unknown(tokenizer, prompts)
-    rows = [[start, *ids] for ids in encode_plainly(tokenizer, prompts)]
+    if begin:
+        rows = [frame_text(tokenizer)[0] + ids for ids in encode_plainly(tokenizer, prompts)]
+    else:
+        rows = [tokenizer(prompt).input_ids or [end] for prompt in prompts]
     longest = max(map(len, rows))
     _check_length(model, longest, max_new_tokens)
-    ids = torch.tensor([[start] * (longest - len(row)) + row for row in rows], device=model.device)
+    ids = torch.tensor([[end] * (longest - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
     streamer = _Stream(tokenizer, stop) if stream else None
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": start, "eos_token_id": start}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": end, "eos_token_id": end}
     started = time.perf_counter()
     if decoder is not None:
-        watch = _watch_tokens(tokenizer, ids, start, streamer, stop)
+        watch = _watch_tokens(tokenizer, ids, end, streamer, stop)
         generated = decoder(ids, mask, seed=seed, watch=watch, **sampling, **options)
         cache = decoder.cache
         if streamer is not None:
@@ -97,7 +107,7 @@ def continue_prompts(
     seconds = time.perf_counter() - started
     new = generated[:, longest:]
     texts = [before_stop(tokenizer.decode(row, skip_special_tokens=True), stop) for row in new]
-    return Continued(texts, int(new.ne(start).sum()), seconds, cache_bytes(cache), cache_bytes(cache, reserved=True))
+    return Continued(texts, int(new.ne(end).sum()), seconds, cache_bytes(cache), cache_bytes(cache, reserved=True))
 
 
 def _check_texts(prompts: Sequence[str], stop: Sequence[str]) -> None:

@@ -71,6 +71,7 @@ class _Fields(BaseModel):
         return {name: value for name, value in content.items() if value is not None}
 
 
+Zero = Annotated[float, Field(ge=0, le=0)] | None
 Stop = Annotated[Any, AfterValidator(_stop_texts)]
 
 
@@ -91,6 +92,9 @@ class Sampling(_Fields):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     user: str | None = None  # a label for the client's own records
     n: Literal[1] | None = None
+    presence_penalty: Zero = None
+    frequency_penalty: Zero = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     stop: Stop = Field(default=None, validate_default=False)
     stream_options: StreamOptions | None = None
 
@@ -100,6 +104,10 @@ class Completion(Sampling):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
+
+
+class TextFormat(_Fields):
+    type: Literal["text"]
 
 
 class TextPart(_Fields):
@@ -131,6 +139,8 @@ class Chat(Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: Literal[False] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    response_format: TextFormat | None = None
 
 
 # Each route's field for the number of new tokens, and its field for the text.

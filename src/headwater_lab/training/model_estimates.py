@@ -22,15 +22,18 @@ from headwater.cost.estimate import read_precision
 from headwater.cost.hardware import Hardware
 from headwater.models.load import check_names, read_json, reading
 from headwater.nn.documents import takes_documents
-from headwater.util.errors import HeadwaterError, nearest, sentence, shown
+from headwater.util.errors import HeadwaterError, find_near, nearest, sentence, shown
 from headwater.util.files import explain_absence, is_address
 from headwater.util.precision import Precision
 from headwater_lab.data.base import DataShape
 from headwater_lab.data.language import count_batch_rows
+from headwater_lab.data.prepared import PreparedSettings
+from headwater_lab.data.reading import local_path
+from headwater_lab.data.shards import read_manifest
 from headwater_lab.data.tokenizer import local_size
 from headwater_lab.recipe.messages import build_refusal, describe_unknown_field
 from headwater_lab.recipe.model_section import IMAGE_FIELDS, MODEL_FIELDS
-from headwater_lab.recipe.overrides import merge_values
+from headwater_lab.recipe.overrides import check_overrides, merge_values
 from headwater_lab.recipe.recipe import Recipe, naming_arm
 from headwater_lab.recipe.recipe_files import read_overrides, read_recipe, shipped_recipes
 from headwater_lab.recipe.start_section import Start, changed_config
@@ -223,6 +226,7 @@ def plan_models(
 
 def _split_overrides(overrides: Sequence[str], vocab_size: int | None) -> tuple[list[str], list[str]]:
     """Split overrides into those of models, with the size of the vocabulary, and those of recipes' other sections."""
+    check_overrides(overrides)
     overrides = [*overrides, *([] if vocab_size is None else [f"vocab_size={vocab_size}"])]
     of_recipe = [text for text in overrides if text.startswith(("training.", "compare.", "data."))]
     return [text.removeprefix("model.") for text in overrides if text not in of_recipe], of_recipe
@@ -342,7 +346,9 @@ def _check_exists(path: Path) -> None:
         raise HeadwaterError(f"{explain_absence(path)}.")
     if len(path.parts) > 1 or path.suffix:
         raise HeadwaterError(f"There is no file {str(path)!r}; {_HINT}.")
-    guess = nearest(str(path), [*PRESETS, *shipped_recipes()])
+    names = [*PRESETS, *shipped_recipes()]  # too many to list here
+    lists = "`headwater list presets` and `headwater list recipes` list those shipped."
+    guess = nearest(str(path), names) if find_near(str(path), names) else lists
     raise HeadwaterError(f"There is no preset, recipe or file {str(path)!r}; {guess}")
 
 
@@ -407,7 +413,7 @@ def find_config(title: str, recipe: Recipe, vocab_size: int | None = None, name:
 
 def _build_config(title: str, recipe: Recipe, vocab_size: int | None) -> HeadwaterConfig:
     """Build the config of a recipe's model without its data."""
-    size = vocab_size or recipe.known_size or local_size(getattr(recipe.data, "tokenizer", None))
+    size = vocab_size or recipe.known_size or _read_size(recipe.data)
     if size is None and recipe.unit == "images":
         raise HeadwaterError(
             f"The classes of {title} come from its data, which plan does not load; set their number with num_labels=."
@@ -420,6 +426,14 @@ def _build_config(title: str, recipe: Recipe, vocab_size: int | None) -> Headwat
     sized = {} if recipe.unit == "images" else {"vocab_size": size}
     plain = recipe.model_copy(update={"model": recipe.model | sized})
     return plain.config_for(DataShape(size, recipe.row_length))
+
+
+def _read_size(data: Any) -> int | None:
+    """Read the vocabulary of a recipe's `data` from its tokenizer or its prepared folders, if they are here."""
+    if not isinstance(data, PreparedSettings):
+        return local_size(getattr(data, "tokenizer", None))
+    names = [data.source] if isinstance(data.source, str) else data.source
+    return max((read_manifest(local_path(name)).tokenizer.vocab_size for name in names), default=None)
 
 
 def _read_start(name: str, start: Start) -> HeadwaterConfig:

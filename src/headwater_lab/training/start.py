@@ -93,8 +93,8 @@ MAY_CHANGE = {
 }
 
 
-def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progress:
-    """Read a run's progress, if this recipe may resume it. Raises `HeadwaterError` if not.
+def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> tuple[Progress, list[str]]:
+    """Read a run's progress, if this recipe may resume it, and warnings for its record. Raises `HeadwaterError` if not.
 
     data: the current facts about the data.
     """
@@ -117,8 +117,9 @@ def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> P
                 f"The data have changed since this run was started ({fact} {progress.data.get(fact)!r}, now "
                 f"{data.get(fact)!r}); restore them, or start a new run with another --out."
             )
+    warning = _warn_rescheduled(progress, recipe.training)
     progress.recipe = values
-    return progress
+    return progress, [] if warning is None else [warning]
 
 
 def list_changes(
@@ -146,6 +147,19 @@ def _check_decay(progress: Progress, recipe: Recipe) -> None:
             f"The run is at step {progress.step}, and by training.steps={steps} or {end} its rate decays after step "
             f"{start}; begin a new run at an earlier step of it with --trunk (trunk=)."
         )
+
+
+def _warn_rescheduled(progress: Progress, training: Training) -> str | None:
+    """Warn that the steps so far had other learning rates than those of a run with the recipe's number of steps."""
+    steps, last = progress.recipe["training"]["steps"], max(0, progress.step - 1)
+    earlier = training.model_copy(update={"steps": steps})
+    old, new = learning_rate(last, earlier), learning_rate(last, training)
+    if old == new:
+        return None
+    return (
+        f"training.steps was {steps} until here and is now {training.steps}: the last learning rate was {old:.3g}, and "
+        f"by the new schedule would have been {new:.3g}. A new run of this recipe gives another model."
+    )
 
 
 class Beginning(NamedTuple):
@@ -469,13 +483,15 @@ class Setup:
             self.average = self.load_weights(checkpoint)
         self.hooks = Hooks(self.model, recipe, self.beginning, None if checkpoint is None else self.progress.kept)
         self.progress.kept = self.hooks.state
-        self.warnings = self.list_warnings() if checkpoint is None else []
+        if checkpoint is None:
+            self.warnings = self.list_warnings()
 
     def begin_progress(self, checkpoint: Path | None) -> Progress:
         """Read the progress of a resumed run, or begin a new one."""
         description = self.data.description
         if checkpoint is not None:
-            return run_in_first(self.fabric, resume_progress, checkpoint, self.recipe, description)
+            progress, self.warnings = run_in_first(self.fabric, resume_progress, checkpoint, self.recipe, description)
+            return progress
         rows = 0 if self.beginning is None else self.beginning.rows
         values = self.recipe.model_dump(mode="json")
         return Progress(rows=rows, recipe=values, data=description, run_id=secrets.token_hex(4))
