@@ -104,7 +104,7 @@ def convert(
         measures = _measure_original(out, source, price, trained.model.to(device), built, watch)
         del trained
         watch.tell("making the smaller model")
-        records = []
+        records: list[RunRecord] = []
         for name, title, (run, folder) in zip(("after", CONTROL), ("result", CONTROL), runs, strict=False):
             told = [notice.message for record in records for notice in record.notices]
             on_event = watch_training(run, list_stages(run, folder), watch, told)

@@ -157,10 +157,7 @@ def conversion(phase: Phase, inputs: Mapping[str, str]) -> None:
         }
         items = {name: score.items for name, score in scores.items() if score.items is not None}
         control = _read_items(phase, [name, tokens, TRAINED_ON])
-        saved = {
-            key: [each.form, *(a if a is None else a.tolist() for a in (each.values, each.weights, each.strata))]
-            for key, each in items.items()
-        }
+        saved = {key: _list_scores(each) for key, each in items.items()}
         append_line(phase.report, {"phase": phase.name, "scored": [name, tokens, cache], "items": saved})
         row: Measurement = {}
         for key, score in scores.items():
@@ -189,12 +186,18 @@ def conversion(phase: Phase, inputs: Mapping[str, str]) -> None:
             phase.attempt(partial(convert_model, tokens, cache), least=least, model=name, tokens=tokens, cache=cache)
 
 
+def _list_scores(items: Items) -> list[Any]:
+    """List the fields of items as JSON has them."""
+    strata = None if items.strata is None else items.strata.tolist()
+    return [items.form, items.values.tolist(), items.weights.tolist(), strata]
+
+
 def _read_items(phase: Phase, scored: list[str]) -> dict[str, Items]:
     """Read the scores behind a row of the report, by figure; none if it has none."""
     lines = [line["items"] for line in read_lines(phase.report) if line.get("scored") == scored]
     return {
-        key: Items(form, *(a if a is None else np.array(a) for a in arrays))
-        for key, (form, *arrays) in (lines[-1] if lines else {}).items()
+        key: Items(form, np.array(values), np.array(weights), None if strata is None else np.array(strata))
+        for key, (form, values, weights, strata) in (lines[-1] if lines else {}).items()
     }
 
 
