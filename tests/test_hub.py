@@ -303,6 +303,7 @@ def test_the_card_is_what_the_run_recorded(trained: Path, run: Any, tmp_path: Pa
 def test_a_card_does_not_claim_what_the_source_was_trained_on(trained: Path, run: Any, tmp_path: Path) -> None:
     sizes = dict(vocab_size=257, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "llama")
+    (tmp_path / "llama" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Llama\n")
     lab.retrofit(str(tmp_path / "llama"), ["kv_shift"], out=tmp_path / "retrofitted")
     start = {"checkpoint": str(tmp_path / "retrofitted")}
     data = SETTINGS["data"] | {"source": str(tmp_path / "private" / "input.txt")}
@@ -310,9 +311,10 @@ def test_a_card_does_not_claim_what_the_source_was_trained_on(trained: Path, run
     claims = ("its source's own training, which is not recorded", "The source may have been trained on it.")
     for folder, is_unknown in ((trained, False), (tmp_path / "more", True)):
         assert run("export", folder, "--out", tmp_path / f"{folder.name}-exported")[0] == 0
-        card = ModelCard.load(tmp_path / f"{folder.name}-exported" / "README.md").text
-        assert [claim in card for claim in claims] == [is_unknown] * 2
-    assert "Retrofitted: mechanisms `kv_shift`; moved logits 0, kl 0" in card
+        card = ModelCard.load(tmp_path / f"{folder.name}-exported" / "README.md")
+        assert [claim in card.text for claim in claims] == [is_unknown] * 2
+        assert card.data.license == ("apache-2.0" if is_unknown else None)
+    assert "Retrofitted: mechanisms `kv_shift`; moved logits 0, kl 0" in card.text
 
 
 def test_a_card_that_somebody_wrote_is_kept(trained: Path, run: Any, tmp_path: Path) -> None:

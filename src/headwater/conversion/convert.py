@@ -5,13 +5,17 @@
     finished    the goal itself, once the weight is 1: the same function without keys and values that no head attends to
     aligned     before either, the same function in other coordinates, in which what is to be shared or pooled is as
                 similar as possible
+    fitted      a goal whose output projections are changed so that its attention's output is nearest to the model's
     chosen      before that, the layers that share, by how similar their keys and values are once aligned
 
-A head's values may be rotated by any orthogonal matrix R if the output projection is rotated back, and its keys if the
-queries are rotated with them; under RoPE only within the pairs of channels that RoPE rotates, because there R commutes
-with it. A layer's own values are closest to those that replace them for R = U·Wᵀ, where U·S·Wᵀ = Σ_t v_t·v'_tᵀ
-(orthogonal Procrustes), and its keys, as complex numbers z, for the angle of Σ_t conj(z_t)·z'_t. Heads that are to be
-pooled are rotated towards the first of their group (for GQA as in arXiv 2412.20677).
+A head's values may be multiplied by any invertible matrix R if the output projection is multiplied by its inverse, and
+its keys likewise with the queries; under RoPE only within the pairs of channels that RoPE rotates, where R must be a
+rotation times a factor, because that commutes with it.
+
+    shared    R = B⁻¹, where v'_t·B is the least-squares estimate of the layer's own values v_t from those v'_t that
+              replace them; with keys as complex numbers z the same, one coefficient a pair
+    pooled    heads are rotated towards the first of their group by R = U·Wᵀ, where U·S·Wᵀ = Σ_t v_t·v'_tᵀ (orthogonal
+              Procrustes), and keys by the angle of Σ_t conj(z_t)·z'_t (for GQA as in arXiv 2412.20677)
 """
 
 import copy
@@ -229,6 +233,38 @@ def find_rotations(x: Tensor, target: Tensor, spun: int = 0) -> Tensor:
     return matrices
 
 
+# Smallest singular value of a least-squares map, relative to its largest: it is inverted.
+FLOOR = 1e-2
+
+
+def find_maps(x: Tensor, target: Tensor, spun: int = 0) -> Tensor:
+    """The invertible matrices R, [heads, d, d], for which target·R⁻¹ is the least-squares estimate of x, both [tokens,
+    heads, d].
+
+    spun: how many channels RoPE rotates; of these, only the two of a pair mix, as a complex number times a coefficient.
+    """
+    x, target = x.double(), target.double()
+    inverse = torch.zeros_like(torch.einsum("thi,thj->hij", x, x))
+    if spun:
+        half = spun // 2
+        even, odd = torch.arange(half), torch.arange(half, spun)
+        own, shared = (torch.complex(z[..., :half], z[..., half:spun]) for z in (x, target))
+        scale = (shared.conj() * own).sum(0) / shared.abs().square().sum(0).clamp(min=1e-30)
+        length = scale.abs()
+        least = torch.clamp(FLOOR * length.amax(-1, keepdim=True), min=1e-30)
+        scale = torch.where(length > 0, scale / length, 1.0) * torch.maximum(length, least)
+        inverse[:, even, even], inverse[:, odd, odd] = scale.real, scale.real
+        inverse[:, even, odd], inverse[:, odd, even] = scale.imag, -scale.imag
+    if spun < x.shape[-1]:
+        own, shared = x[..., spun:].transpose(0, 1), target[..., spun:].transpose(0, 1)
+        gram = shared.mT @ shared
+        ridge = 1e-9 * gram.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(gram.shape[-1]).to(gram)
+        u, lengths, right = torch.linalg.svd(torch.linalg.solve(gram + ridge, shared.mT @ own))
+        lengths = torch.maximum(lengths, FLOOR * lengths[:, :1])
+        inverse[:, spun:, spun:] = (u * lengths[:, None]) @ right
+    return torch.linalg.inv(inverse)
+
+
 def turn_samples(x: Tensor, matrices: Tensor) -> Tensor:
     """Multiply each head of x [tokens, heads, d] by its matrix."""
     return torch.einsum("thi,hij->thj", x, matrices.to(x.dtype))
@@ -238,8 +274,8 @@ def turn_samples(x: Tensor, matrices: Tensor) -> Tensor:
 def align_layers(
     model: HeadwaterForCausalLM, rows: Tensor, mechanisms: Any = None, num_key_value_heads: int | None = None
 ) -> bool:
-    """Rotate the model's keys and values as close as possible to those that `blend_model` mixes them with, on `rows`
-    of tokens [B, T]; the function stays the same. Returns whether anything could be rotated."""
+    """Bring the model's keys and values as close as possible to those that `blend_model` mixes them with, on `rows` of
+    tokens [B, T]; the function stays the same. Returns whether anything could be multiplied."""
     config = blend_config(model.config, mechanisms, num_key_value_heads)
     kinds = [kind for kind, can in can_turn(model).items() if can]
     if not kinds:
@@ -257,7 +293,7 @@ def align_layers(
             sources = [getattr(goal[layer].attends[head // group], kind) for head in range(heads)]
             if any(source != layer for source in sources):
                 targets = torch.stack([_pool_samples(have[s][kind], group)[:, h] for h, s in enumerate(sources)], dim=1)
-                matrices = find_rotations(_pool_samples(x, group), targets, _count_spun(model, kind, layer))
+                matrices = find_maps(_pool_samples(x, group), targets, _count_spun(model, kind, layer))
                 x = _turn_heads(attention, kind, x, matrices, torch.tensor([source != layer for source in sources]))
             have[layer][kind] = x
     return True
@@ -268,13 +304,13 @@ def _pool_samples(x: Tensor, group: int) -> Tensor:
 
 
 def _turn_heads(attention: Attention, kind: str, x: Tensor, matrices: Tensor, chosen: Tensor) -> Tensor:
-    """Rotate a layer's keys and its queries, or its values and the input of its output projection.
+    """Multiply a layer's keys by matrices and its queries by their inverses, or its values and the output projection.
 
-    chosen: the heads to rotate; the others stay. Returns the projection's output x, rotated.
+    chosen: the heads to multiply; the others stay. Returns the projection's output x, multiplied.
     """
     same = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     matrices = torch.where(chosen[:, None, None].to(matrices.device), matrices, same)
-    of_queries = matrices.repeat_interleave(attention.num_key_value_groups, dim=0)
+    of_queries = torch.linalg.inv(matrices).mT.repeat_interleave(attention.num_key_value_groups, dim=0)
     _turn_rows(cast(nn.Linear, getattr(attention, f"{kind}_proj")), matrices)
     if kind == "k":
         _turn_rows(cast(nn.Linear, attention.q_proj), of_queries)
@@ -291,6 +327,47 @@ def _turn_rows(linear: nn.Linear, matrices: Tensor) -> None:
         if parameter is not None:
             heads = parameter.double().unflatten(0, (len(matrices), -1))
             parameter.copy_(torch.einsum("hi...,hij->hj...", heads, matrices.to(parameter.device)).flatten(0, 1))
+
+
+# Fit of the output projections
+
+# Weight of the present projection in the fit, in units of the inputs' mean square.
+RIDGE = 3e-2
+
+
+@torch.no_grad()
+def fit_outputs(model: HeadwaterForCausalLM, original: HeadwaterForCausalLM, rows: Tensor) -> None:
+    """Fit output projections of attention, in place: where layers share or have fewer heads than `original`, bring
+    their outputs on `rows` of tokens [B, T] as close as possible to the original's, by ridge regression.
+
+    One pass fits from the first layer to the last, so that each corrects what the layers below it have changed.
+    """
+    pooled = model.config.num_key_value_heads != original.config.num_key_value_heads
+    with ExitStack() as stack:
+        for plan, attention, source in zip(
+            plan_layers(model.config), _list_attentions(model), _list_attentions(original), strict=True
+        ):
+            shares = any({attends.k, attends.v} != {plan.index} for attends in plan.attends)
+            if (pooled or shares) and isinstance(attention.o_proj, nn.Linear):
+                target: list[Tensor] = []
+                stack.enter_context(source.o_proj.register_forward_hook(functools.partial(_keep_output, target)))
+                stack.enter_context(attention.o_proj.register_forward_pre_hook(functools.partial(_fit_linear, target)))
+        for network in (original, model):
+            stack.callback(network.train, network.training)
+            network.eval().model(rows.to(network.device), use_cache=False)
+
+
+def _keep_output(outputs: list[Tensor], module: nn.Module, inputs: Any, output: Tensor) -> None:
+    outputs.append(output)
+
+
+def _fit_linear(target: list[Tensor], linear: nn.Linear, inputs: tuple[Tensor]) -> None:
+    """Forward pre-hook: add to the weight the W that minimizes Σ‖y - linear(x) - W·x‖² + λ‖W‖², y from `target`."""
+    x = inputs[0].flatten(0, -2).double()
+    rest = target.pop().flatten(0, -2) - nn.functional.linear(inputs[0], linear.weight, linear.bias).flatten(0, -2)
+    gram = x.T @ x
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    linear.weight += torch.linalg.solve(gram, x.T @ rest.double()).T.to(linear.weight.dtype)
 
 
 # Choice of the layers that share

@@ -63,8 +63,8 @@ class CacheConversion(Settings):
     """Choose the layers that share, by how similar their keys and values are on the data, if the options of a mechanism
     leave that open (docs/convert.md)."""
     align: bool = True
-    """First rotate keys and values so that those to be shared or pooled are as similar as possible, which keeps the
-    function (docs/convert.md)."""
+    """First bring keys and values that are to be shared or pooled as close together as possible, which keeps the
+    function. Without `anneal`, then fit the output projections to the original's attention (docs/convert.md)."""
     anneal: bool = False
     """The model's own keys and values are gradually replaced by the shared ones during this run; a stage with
     `finish_conversion: true` then removes what no head attends to. false: the model is the smaller one from the

@@ -36,8 +36,10 @@ def describe_history(trained: Trained) -> dict[str, Any]:
             ("Recipe", _write_recipe(record)),
         ]
     bases = [event.details["source"] for event in trained.history if event.details.get("on_hub")]
+    licenses = [event.details["license"] for event in trained.history if "license" in event.details]
     return {
         "sections": sections,
+        "license": licenses[-1] if licenses else None,
         "base_model": bases or None,
         "datasets": None if record is None else record.data.get("dataset"),
     }
@@ -118,15 +120,21 @@ def _is_retrofitted(trained: Trained) -> bool:
     return trained.history[0].kind == "retrofitted"
 
 
-def _read_conversion(checkpoint: Path) -> dict[str, float]:
-    """Read what a conversion measured of its result or its control on all held-out data; its runs measure on fewer
-    rows."""
+def _read_conversion(checkpoint: Path) -> dict[str, dict[str, float]]:
+    """Read what a conversion measured of its result (or its control) and of the models beside it, on all held-out data;
+    its runs measure on fewer rows."""
+    names = {"after": "this model", "before": "the original", CONTROL: "the original, trained on the same tokens"}
     for folder in checkpoint.parents[1:5]:
         if (folder / CONVERSION).is_file():
             measures: dict[str, dict[str, float]] = read_object(folder / CONVERSION)
-            for name, run in (("after", folder), ("control", folder / CONTROL)):
-                if name in measures and run in checkpoint.parents and newest_checkpoint(run) == checkpoint:
-                    return measures[name]
+            for result, run in (("after", folder), (CONTROL, folder / CONTROL)):
+                if result in measures and run in checkpoint.parents and newest_checkpoint(run) == checkpoint:
+                    beside = {
+                        names[name]: measures[name]
+                        for name in names
+                        if name in measures and name not in (result, "after")
+                    }
+                    return {"this model": measures[result]} | beside
     return {}
 
 
@@ -137,18 +145,21 @@ def _describe_results(record: RunRecord, trained: Trained) -> str:
     if not points:
         return ""
     at = "" if step is None else f" at step {step:,}"  # the last stage's steps are not the model's
-    if metrics := _read_conversion(Path(trained.source).resolve()):
+    if models := _read_conversion(Path(trained.source).resolve()):
         line = f"Measured{at} on all data that was held out of training."
     else:
-        metrics = points[-1].metrics
+        models = {"value": points[-1].metrics}
         sizes = {name: record.data.get(f"held_out_{name}") for name in ("documents", "bytes")}
         counts = ", ".join(f"{name}: {count:,}" for name, count in sizes.items() if count)
         line = f"Measured{at} on data that was held out of training{counts and f' ({counts})'}."
-    table = "\n".join(f"| {name.replace('_', ' ')} | {value:.4f} |" for name, value in metrics.items())
+    metrics = next(iter(models.values()))
+    lines = [["metric", *models], ["---"] * (1 + len(models))]
+    lines += [[name.replace("_", " "), *(f"{model[name]:.4f}" for model in models.values())] for name in metrics]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     if _is_retrofitted(trained):
         line += " The source may have been trained on it."
     explanation = " ".join([line, *_explain_metrics(metrics, record.recipe.get("data", {}).get("context"))])
-    return f"| metric | value |\n| --- | --- |\n{table}\n\n{explanation}"
+    return f"{table}\n\n{explanation}"
 
 
 def _explain_metrics(metrics: dict[str, float], context: int | None) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from headwater.conversion.convert import (
     compare_layers,
     finish_config,
     finish_model,
+    fit_outputs,
     narrow_config,
     pool_tensors,
 )
@@ -80,39 +81,52 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
         model = finish_model(original)
         state = finish_state(trained.state, original, model)
     else:
-        mechanisms, heads = goal.mechanisms, goal.num_key_value_heads
-        blend_config(original.config, mechanisms, heads)  # raises before the model runs
-        # Convert in fp32 or wider: rounding rotated or mixed weights to bf16 would change the function.
-        original.to(torch.promote_types(original.dtype, torch.float32))
-        if rows is None:
-            _check_unmeasured(goal)
-        elif goal.choose:
-            mechanisms = choose_sources(original.config, mechanisms, compare_layers(original, rows))
-        turned = goal.align and align_layers(original, cast(Tensor, rows), mechanisms, heads)
-        if turned and trained.state and change.optimizer_state == "keep":
+        heads = goal.num_key_value_heads
+        mechanisms, turned = _prepare_layers(original, goal, rows)
+        aligned = turned or (goal.align and not goal.anneal)
+        if aligned and trained.state and change.optimizer_state == "keep":
             raise HeadwaterError(
-                "Aligning keys and values rotates their weights, so that the optimizer's state no longer fits; set "
+                "Aligning keys and values changes their weights, so that the optimizer's state no longer fits; set "
                 "convert.align=false, or leave out optimizer_state: keep."
             )
         trained.model = model = blend_model(original, mechanisms, heads, 0.0 if goal.anneal else 1.0)
-        del original
         new_bytes = cache_bytes_per_token(finish_config(model.config), element)  # in the precision of the source
         details["cache_bytes_per_token"] = {"from": old_bytes, "to": new_bytes}
-        details |= {"mechanisms": mechanisms, "num_key_value_heads": heads, "annealed": goal.anneal, "aligned": turned}
-        state = {} if turned else trained.state
+        details |= {"mechanisms": mechanisms, "num_key_value_heads": heads, "annealed": goal.anneal}
+        details["aligned_tokens"] = cast(Tensor, rows).numel() if aligned else 0
+        state = {} if aligned else trained.state
         if not goal.anneal:
             blend, model = model, finish_model(model)
             state = finish_state(state, blend, model)
+            if goal.align:
+                fit_outputs(model, original, cast(Tensor, rows))
     return trained.after("converted", details, model=model, state=state)
 
 
-def _check_unmeasured(goal: CacheConversion) -> None:
-    """Raise `HeadwaterError` for a conversion that needs rows of tokens to measure on."""
-    if goal.align or goal.choose:
-        raise HeadwaterError(
-            "A conversion measures keys and values on rows of the recipe's text; use data of text, or set "
-            "convert.align and convert.choose to false."
-        )
+def _prepare_layers(
+    original: HeadwaterForCausalLM, goal: CacheConversion, rows: Tensor | None
+) -> tuple[dict[str, Any] | None, bool]:
+    """Choose the layers that share, and align their keys and values in place. Returns the mechanisms, and whether
+    weights changed. Raises `HeadwaterError` for a conversion that needs rows of tokens to measure on."""
+    mechanisms, heads = goal.mechanisms, goal.num_key_value_heads
+    blend_config(original.config, mechanisms, heads)  # raises before the model runs
+    # Convert in fp32 or wider: rounding multiplied or mixed weights to bf16 would change the function.
+    original.to(torch.promote_types(original.dtype, torch.float32))
+    if rows is None:
+        if goal.align or goal.choose:
+            raise HeadwaterError(
+                "A conversion measures keys and values on rows of the recipe's text; use data of text, or set "
+                "convert.align and convert.choose to false."
+            )
+        return mechanisms, False
+    if goal.choose:
+        mechanisms = choose_sources(original.config, mechanisms, compare_layers(original, rows))
+    return mechanisms, goal.align and align_layers(original, rows, mechanisms, heads)
+
+
+def count_aligned(events: Iterable[Event]) -> int:
+    """Count the tokens on which a model's conversions aligned keys and values."""
+    return sum(event.details.get("aligned_tokens", 0) for event in events)
 
 
 def list_refits(

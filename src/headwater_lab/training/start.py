@@ -23,6 +23,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
+from torch.utils.checkpoint import checkpoint
 
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
@@ -55,7 +56,14 @@ from headwater_lab.training.checkpoints import (
     restore_run,
 )
 from headwater_lab.training.initialization import measure_initialization, warn_drowning
-from headwater_lab.training.model_changes import change_model, check_classes, describe_refit, list_refits, refit_model
+from headwater_lab.training.model_changes import (
+    change_model,
+    check_classes,
+    count_aligned,
+    describe_refit,
+    list_refits,
+    refit_model,
+)
 from headwater_lab.training.optimizers import Average, freeze_others, learning_rate, make_optimizers
 from headwater_lab.training.processes import fail_together, is_sharded, list_scalars, run_in_first
 from headwater_lab.training.records import Event, Origin
@@ -69,8 +77,8 @@ if TYPE_CHECKING:  # reading runs does not need the trainer's packages
     from lightning_fabric import Fabric
     from lightning_fabric.wrappers import _FabricModule
 
-# Number of rows on which a conversion measures how similar keys and values are.
-SAMPLE = 16
+# Most tokens, and rows, on which a conversion measures and aligns keys and values.
+SAMPLE, SAMPLE_ROWS = 16_384, 32
 # Config fields that a recipe may change in a trained model.
 MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout", "drop_path")
 # Fields that may change when a run resumes: its length and the hardware, but not the model or the data.
@@ -202,7 +210,8 @@ def prepare_start(start: Start, folder: Path, data: Data, device: torch.device) 
         if device.type == "cuda":
             trained.model.to(device)
         # Use the same rows every time.
-        rows = next(iter(data.batches(seed=0, batch_size=SAMPLE, start=0))).get("input_ids")
+        count = max(1, min(SAMPLE_ROWS, SAMPLE // data.context))
+        rows = next(iter(data.batches(seed=0, batch_size=count, start=0))).get("input_ids")
     changed = refit_model(change_model(trained, start, rows), data, start)
     return write_model(target, changed.model, changed.tokenizer, changed.history, changed.state)
 
@@ -278,12 +287,8 @@ def _describe_data(recipe: Recipe, data: Data) -> dict[str, Any]:
 
 
 def _list_notices(recipe: Recipe, config: HeadwaterConfig, rows: int, changes: list[Event]) -> list[str]:
-    notices = [describe_refit(event) for event in changes if event.kind == "refitted"]
     assert recipe.start is not None
-    if recipe.start.convert is not None and recipe.start.convert.choose:
-        mechanisms = next(event.details["mechanisms"] for event in changes if event.kind == "converted")
-        chosen = ", ".join(f"{name}={options}" for name, options in mechanisms.items())
-        notices.append(f"The layers that share were chosen by how similar they are: {chosen}.")
+    notices = _describe_changes(recipe.start, changes)
     if recipe.start.previous is not None:  # the stage before has shown the rest
         return notices
     ignored = [
@@ -301,6 +306,18 @@ def _list_notices(recipe: Recipe, config: HeadwaterConfig, rows: int, changes: l
         notices.append(
             f"The model was trained on the first {rows:,} rows of these data; training continues after them."
         )
+    return notices
+
+
+def _describe_changes(start: Start, changes: list[Event]) -> list[str]:
+    """Describe in sentences what was done to the model before the run."""
+    notices = [describe_refit(event) for event in changes if event.kind == "refitted"]
+    if start.convert is not None and start.convert.choose:
+        mechanisms = next(event.details["mechanisms"] for event in changes if event.kind == "converted")
+        chosen = ", ".join(f"{name}={options}" for name, options in mechanisms.items())
+        notices.append(f"The layers that share were chosen by how similar they are: {chosen}.")
+    if tokens := count_aligned(changes):
+        notices.append(f"Keys and values that are shared or pooled were aligned on {tokens:,} tokens.")
     return notices
 
 
@@ -405,8 +422,15 @@ class Teacher:
 def compute_divergence(logits: Tensor, targets: Tensor, selected: Tensor, temperature: float = 1.0) -> Tensor:
     """T²·Σ KL(softmax(targets / T) ‖ softmax(logits / T)) over the tokens `selected` [B, T]; logits [B, T, V].
 
-    The other tokens are made equal instead of being left out, since only the device knows how many there are.
+    Computes one row at a time, and again in the backward pass: copies of all logits in fp32 would be most of a step's
+    memory. The other tokens are made equal instead of being left out, since only the device knows how many there are.
     """
+    rows = zip(logits.unbind(), targets.unbind(), selected.unbind(), strict=True)
+    sums = [checkpoint(_diverge_row, *row, temperature, use_reentrant=False, preserve_rng_state=False) for row in rows]
+    return temperature**2 * torch.stack(sums).sum()
+
+
+def _diverge_row(logits: Tensor, targets: Tensor, selected: Tensor, temperature: float) -> Tensor:
     log_q, log_p = (
         x.masked_fill(~selected[..., None], 0.0)
         .to(torch.promote_types(x.dtype, torch.float32))
@@ -414,8 +438,7 @@ def compute_divergence(logits: Tensor, targets: Tensor, selected: Tensor, temper
         .log_softmax(-1)
         for x in (logits, targets)
     )
-    kl = torch.nn.functional.kl_div(log_q, log_p.to(log_q.dtype), log_target=True, reduction="sum")
-    return temperature**2 * kl
+    return torch.nn.functional.kl_div(log_q, log_p.to(log_q.dtype), log_target=True, reduction="sum")
 
 
 @contextmanager

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCard
 from torch import Tensor
 from transformers import AutoImageProcessor, BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import from_transformers, load_transformers, read_foreign
+from headwater.models.card import CARD
 from headwater.models.load import check_regular, model_type, reading
 from headwater.models.quantization import check_full_precision
 from headwater.plugins.outside import check_paths
@@ -112,10 +114,22 @@ def open_source(
     details: dict[str, Any] = {"source": source, "family": family or original.config.model_type}
     if not path.is_dir():
         details["on_hub"] = True  # a folder may have such a name too
+    place = path if path.is_dir() else source
+    if (license := read_license(place)) is not None:
+        details["license"] = license
     event = Event(kind="retrofitted", details=details)
     model = from_transformers(original, family).eval()
-    preparer = open_preparer(path if path.is_dir() else source, model)
+    preparer = open_preparer(place, model)
     return Trained(source, model, preparer, [event], {}, foreign=True, original=original.eval())
+
+
+def read_license(source: Path | str) -> str | None:
+    """Read the license that the card of a model's folder, or of a name on the hub, states; None if it states none."""
+    try:
+        card = ModelCard.load(source / CARD if isinstance(source, Path) else source, ignore_metadata_errors=True)
+    except Exception:  # a model need not have a card, or be on the hub any longer
+        return None
+    return card.data.license if isinstance(card.data.license, str) else None
 
 
 def open_preparer(source: Path | str, model: AnyModel) -> PreTrainedTokenizerBase | BaseImageProcessor | None:
