@@ -17,8 +17,10 @@ from headwater.config.planner import plan_layers
 from headwater.cost.hardware import KNOWN, sheet_of
 from headwater.util.errors import HeadwaterError
 from headwater_lab.api import gpu_quality
+from headwater_lab.api.gpu_quality import TRAINED_ON
 from headwater_lab.bench import gpu, gpu_queue
 from headwater_lab.data.tokenizer import train_tokenizer
+from headwater_lab.evaluation.core_suite import parse_name
 
 
 def read_rows(report) -> list[dict]:
@@ -253,6 +255,22 @@ def _is_running(script) -> bool:
     return any(int(line) != os.getpid() for line in done.stdout.split())
 
 
+@pytest.mark.parametrize(("device", "seen"), [("cuda", "5,7"), ("cuda:1", "7")])
+def test_a_phase_sees_only_the_gpu_that_is_named(device, seen, tmp_path, monkeypatch):
+    """Fabric takes the first one that it sees, and a comparison all."""
+    (tmp_path / "look.py").write_text(
+        "import os, sys\nfrom pathlib import Path\nfrom headwater_lab.bench.gpu_queue import append_line\n"
+        "result = {'device': sys.argv[3], 'seen': os.environ['CUDA_VISIBLE_DEVICES']}\n"
+        "append_line(Path(sys.argv[2]), {'phase': sys.argv[1], 'row': {}, 'result': result})\n"
+    )
+    monkeypatch.setattr(gpu_queue, "RUN", [str(tmp_path / "look.py")])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda name: f"the GPU {name}")
+    (row,) = gpu_queue.bench_gpu(tmp_path / "out", device=device, only=["environment"])
+    assert row["result"] == {"device": "cuda", "seen": seen}
+
+
 def test_an_unknown_phase(tmp_path):
     with pytest.raises(HeadwaterError, match=r"'decode'.*decoding"):
         gpu_queue.bench_gpu(tmp_path, only=["decode"])
@@ -295,9 +313,9 @@ gpu_worker.run_phase(*sys.argv[1:])
 
 @pytest.fixture
 def inputs(tmp_path):
-    """A text, its tokenizer, and a pretrained model with it."""
-    draw = random.Random(0)
-    texts = [" ".join(draw.choices(("north", "south", "river", "stone", "cloud"), k=60)) for _ in range(80)]
+    """A text, its tokenizer, a pretrained model with it, and tasks in CORE's format."""
+    draw, words = random.Random(0), ("north", "south", "river", "stone", "cloud")
+    texts = [" ".join(draw.choices(words, k=60)) for _ in range(80)]
     (tmp_path / "prose.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(
@@ -306,7 +324,15 @@ def inputs(tmp_path):
     model.save_pretrained(tmp_path / "model")
     for name in ("model", "tokenizer"):
         train_tokenizer(texts, 300).save_pretrained(tmp_path / name)
-    return {"prose": tmp_path / "prose.jsonl", **{name: tmp_path / name for name in ("model", "tokenizer")}}
+    (tmp_path / "task_files").mkdir()
+    for number, task in enumerate(gpu_quality.TASKS):
+        items = [{"context": f"{word} and", "continuation": word, "category": word} for word in words * 2]
+        if number < 2:
+            items = [{"query": f"{word} and", "choices": list(words), "gold": words.index(word)} for word in words * 2]
+        file = tmp_path / "task_files" / f"{parse_name(task)[0]}.jsonl"
+        file.write_text("".join(json.dumps(item) + "\n" for item in items))
+    folders = {name: tmp_path / name for name in ("model", "tokenizer", "task_files")}
+    return {"prose": tmp_path / "prose.jsonl", **folders}
 
 
 @pytest.mark.slow
@@ -345,9 +371,52 @@ def test_a_queue_killed_after_every_step_has_the_rows_of_an_undisturbed_one(inpu
     again = gpu_queue.list_rows(gpu_queue.read_lines(report))
     quality = [{**row["row"], **row["result"]} for row in rows if row["phase"] in gpu_queue.NEEDS]
     assert len(quality) == 2 + (2 + 3 * 4) + 3 * 2 + 6  # texts, runs, arms of sizes, caches
+    assert {row["rate tuned at"] for row in quality if "arm" in row} == {"small"}
     assert list_results(again) == list_results(rows)
     assert {path.name for path in report.parent.iterdir()} == {"gpu.jsonl", "runs"}
     assert all(path.stat().st_size < 2**20 for path in report.parent.rglob("*"))
+
+
+@pytest.mark.slow  # CORE and healing: ten seconds
+def test_differences_are_of_the_items_that_a_killed_call_scored(inputs, tmp_path, monkeypatch):
+    """The control's items were read back without their categories: an average's difference had the error of two."""
+    pytest.importorskip("lm_eval")
+    (cache, changes), *_ = gpu_quality.CACHES.items()
+    monkeypatch.setattr(gpu_quality, "CACHES", {cache: changes})
+    scored, evaluate = [], gpu_quality.evaluate
+
+    def score_or_die(models, *arguments, **options):
+        scored.append(models)
+        if len(scored) == 3:  # after the original, and the original on the same tokens
+            raise KeyboardInterrupt
+        return evaluate(models, *arguments, **options)
+
+    monkeypatch.setattr(gpu_quality, "evaluate", score_or_die)
+    paths = {name: str(path) for name, path in inputs.items()}
+    with pytest.raises(KeyboardInterrupt):
+        gpu_quality.conversion(make_phase(tmp_path, "conversion"), paths)
+    gpu_quality.conversion(make_phase(tmp_path, "conversion"), paths)
+    assert len(scored) == 4
+    lines = gpu_queue.read_lines(tmp_path / "gpu.jsonl")
+    assert gpu_queue.find_problems(lines) == []
+    items = {line["scored"][2]: line["items"] for line in lines if "scored" in line}
+    row = next(line["result"] for line in gpu_queue.list_rows(lines) if line["row"].get("cache") == cache)
+    for key in [f"{task.partition('@')[0]} bits per byte" for task in gpu_quality.TASKS]:
+        values, control = (torch.tensor(items[arm][key][1], dtype=torch.float64) for arm in (cache, TRAINED_ON))
+        spread = values - control
+        error = spread.std() / len(spread) ** 0.5
+        if "lambada" in key:  # the average of five categories of two items
+            error = (spread.view(5, 2).var(1) / 2).sum().sqrt() / 5
+        assert row[f"{key}, difference"] == pytest.approx(float(spread.mean()), abs=1e-9)
+        assert row[f"{key}, difference, ±"] == pytest.approx(float(error), rel=1e-6)
+
+
+def test_a_missing_task_file_is_seen_before_any_model_is_healed(inputs, tmp_path):
+    pytest.importorskip("lm_eval")
+    (tmp_path / "task_files" / "arc_easy.jsonl").unlink()
+    with pytest.raises(HeadwaterError, match=r"There is no file arc_easy\.jsonl in"):
+        gpu_quality.conversion(make_phase(tmp_path, "conversion"), {name: str(path) for name, path in inputs.items()})
+    assert read_rows(tmp_path / "gpu.jsonl") == []
 
 
 def list_results(rows) -> list[str]:

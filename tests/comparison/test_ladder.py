@@ -19,6 +19,7 @@ from headwater_lab.recipe.recipe import parse
 from headwater_lab.reports.page import _judge_speedup, write_report
 from headwater_lab.training.records import list_records, read_record
 
+SHARED = {"model": {"mechanisms": {"svformer": {}}}}
 LADDER = {"law": "olmo", "depths": [2, 1], "width_per_layer": 8, "head_dim": 4, "tokens_per_parameter": [4, 2]}
 
 
@@ -38,6 +39,17 @@ def ladder(changes=None, training=None, **compare):
         "compare": section | compare,
     }
     return parse(values, "test")
+
+
+def test_each_depth_of_each_arm_is_built_before_any_is_trained(tmp_path):
+    made = ladder({"depths": [1, 2], "tokens_per_parameter": [9]}, arms={"base": {}, "shared": SHARED})
+    refusal = "Arm 'shared' of size 'd1 ×9': model: Mechanism 'svformer': no layer comes after layer 0"
+    with pytest.raises(HeadwaterError, match=refusal):
+        run_comparison(made, tmp_path / "out")
+    with pytest.raises(HeadwaterError, match=refusal):
+        lab.plan(made)
+    deeper = ladder({"depths": [2, 3], "tokens_per_parameter": [9]}, arms={"base": {}, "shared": SHARED})
+    assert lab.plan(deeper).runs
 
 
 def test_laws_at_their_references():

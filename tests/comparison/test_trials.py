@@ -7,15 +7,19 @@ import pytest
 import torch
 from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny
 
+import headwater_lab as lab
 import processes
+from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison import pool
 from headwater_lab.comparison.pool import read_finished, run_trials
-from headwater_lab.comparison.running import list_jobs
+from headwater_lab.comparison.running import list_jobs, run_comparison
 from headwater_lab.comparison.statistics import summarize_arms
 from headwater_lab.comparison.trials import list_trials, make_trial
+from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.checkpoints import STAGES
 from headwater_lab.training.records import read_record, write_record
+from headwater_lab.util.workers import show_one_gpu
 
 
 def test_trials_come_seed_by_seed_each_with_its_folder(tmp_path):
@@ -171,7 +175,7 @@ def test_each_worker_sees_a_gpu(monkeypatch, number, gpus, visible, seen):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert pool._make_environment(number, gpus).get("CUDA_VISIBLE_DEVICES") == seen
+    assert show_one_gpu(number, gpus).get("CUDA_VISIBLE_DEVICES") == seen
 
 
 def test_who_follows_a_worker_that_died_has_the_same_gpu(monkeypatch):
@@ -201,6 +205,63 @@ def test_workers_that_cannot_start_are_one_sentence(tmp_path, monkeypatch, forke
     monkeypatch.setattr(pool, "__name__", "headwater.no_such_module")
     with pytest.raises(HeadwaterError, match=r"worker processes.*exit code 1"):
         run_trials(list_trials(tiny({}), tmp_path), workers=1)
+
+
+SHARED = {"model": {"mechanisms": {"svformer": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arms": {"base": {}, "one": SHARED}}, "Arm 'one': model: Mechanism 'svformer': no layer comes after"),
+        ({"arms": {"base": {}, "one": SHARED}, "learning_rates": [1e-3, 1e-2]}, "Arm 'one': model: Mechanism"),
+        (
+            {"arms": {"base": {}, "deep": SHARED}, "sizes": {"2": {"model": {"num_hidden_layers": 2}}, "1": {}}},
+            "Arm 'deep' of size '1': model: Mechanism 'svformer'",
+        ),
+        (
+            {"arms": {"base": {}, "frozen": {"training": {"trainable_mechanisms": ["svformer"]}}}},
+            "Arm 'frozen': training.trainable_mechanisms: the model has no parameters of 'svformer'",
+        ),
+        (
+            {"arms": {"base": {}, "begun": {"start": {"checkpoint": "nowhere"}}}},
+            "Arm 'begun': .*nowhere",
+        ),
+    ],
+)
+def test_an_arm_that_cannot_be_built_is_refused_before_any_is_trained(tmp_path, monkeypatch, change, message):
+    """The others were trained, for hours, before the last one failed."""
+    monkeypatch.setattr(pool, "_run_pool", lambda *_: pytest.fail("a trial is trained"))
+    made = tiny(change, model={"num_hidden_layers": 1})
+    with pytest.raises(HeadwaterError, match=message):
+        run_comparison(made, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_package_of_the_data_is_named_before_any_is_trained(tmp_path, monkeypatch):
+    """Each trial failed for it."""
+    monkeypatch.setattr(pool, "_run_pool", lambda *_: pytest.fail("a trial is trained"))
+    find = extras.find_spec
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "sklearn" else find(name))
+    images = {"data": {"kind": "digits", "augmentation": {"crop": None, "flip": 0.0}}}
+    made = {"compare": {"baseline": "base", "arms": {"base": {}}, "seeds": [0]}, **images}
+    for call in (
+        lambda: lab.compare(made, tmp_path / "out"),
+        lambda: lab.train(made, tmp_path / "out"),
+        lambda: lab.train(made, tmp_path / "out", arm="base"),
+    ):
+        with pytest.raises(extras.MissingExtra, match=r"This needs sklearn, .*vision\]"):
+            call()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_token_id_is_no_mistake_while_the_vocabulary_is_unknown():
+    """Stages were checked with a vocabulary of one token."""
+    memory = {"ngram_memory": {"end_of_text": 7, "layers": [0]}}
+    values = tiny({}).model_dump(mode="json", exclude={"compare"})
+    values["data"] = {"kind": "text", "source": "nowhere.txt", "tokenizer": "nowhere", "context": 16}
+    values |= {"model": values["model"] | {"mechanisms": memory}, "stages": [{"name": "more"}]}
+    assert parse(values, "test").stage_names == ["start", "more"]
 
 
 def test_workers_by_default(monkeypatch, tmp_path):

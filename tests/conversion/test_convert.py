@@ -28,6 +28,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import headwater_lab as lab
 from conftest import assert_near, build, config, decode, disturb, tokens
 from headwater import (
     HeadwaterError,
@@ -777,6 +778,23 @@ def test_what_is_plain_says_how_it_is_exported(written, tmp_path, run):
     code, printed, _ = run("retrofit", written / "llama", "--mechanism", "kv_shift", "--out", tmp_path / "shifted")
     assert code == 0
     assert "--family" not in printed
+
+
+def test_a_notice_of_both_the_result_and_the_control_is_shown_once(tmp_path, run):
+    recipe = {
+        "data": {"kind": "induction", "length": 16},
+        "model": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48},
+        "training": {"steps": 2, "batch_size": 2, "warmup_steps": 0, "threads": 1},
+        "reporting": {"tensorboard": False},
+    }
+    lab.train(recipe, tmp_path / "run")
+    out = tmp_path / "out"
+    arguments = ["--num-key-value-heads", "1", "--heal", "400", "--control", "training.batch_size=2"]
+    code, _, said = run("convert", tmp_path / "run", *arguments, "--out", out)
+    assert code == 0, said
+    notices = [notice.message for folder in (out, out / "control") for notice in read_record(folder).notices]
+    assert len(set(notices)) < len(notices)
+    assert {said.count(message) for message in notices} == {1}
 
 
 def test_a_change_in_half_precision_names_its_dtype(written, tmp_path, run):

@@ -566,5 +566,7 @@ def test_from_python_what_is_missing_is_said(out, tmp_path):
 def test_from_python_mistakes_get_one_sentence(out):
     with pytest.raises(HeadwaterError, match="scale must be cpu, gpu or paper, not 'tpu'"):
         lab.reproduce("paper/tiny", "tpu", out=out)
+    with pytest.raises(HeadwaterError, match=r"not cuda:1 alone; set CUDA_VISIBLE_DEVICES=1 instead"):
+        lab.reproduce("paper/tiny", out=out, device="cuda:1")
     with pytest.raises(HeadwaterError, match="no scale"):
         lab.reproduce("paper/tiny", "gpu", out=out)

@@ -9,6 +9,7 @@ import yaml
 from headwater import HeadwaterError
 from headwater_lab.comparison import pool
 from headwater_lab.comparison.pool import Outcome, run_trials
+from headwater_lab.comparison.running import run_comparison
 from headwater_lab.comparison.trials import list_trials, order_jobs
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.recipe.recipe_files import load_recipe
@@ -146,8 +147,8 @@ def test_a_stage_that_cannot_follow_from_a_checkpoint_is_refused_before_any_is_t
         train_stages(parse(given, "test"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     compare = {"baseline": "a", "arms": {"a": {}, "b": {"training": {"steps": 2}}}, "seeds": [0]}
-    with pytest.raises(HeadwaterError, match="Stage 'wider'"):
-        run_trials(list_trials(parse(given | {"compare": compare}, "test"), tmp_path / "out"))
+    with pytest.raises(HeadwaterError, match="Arm 'a': Stage 'wider'"):
+        run_comparison(parse(given | {"compare": compare}, "test"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -105,9 +105,10 @@ def convert(
         measures = _measure_original(out, source, price, trained.model.to(device), built, watch)
         del trained
         watch.tell("making the smaller model")
-        records = []
+        records: list[RunRecord] = []
         for name, title, (run, folder) in zip(("after", CONTROL), ("result", CONTROL), runs, strict=False):
-            on_event = watch_training(run, list_stages(run, folder), watch)
+            told = [notice.message for record in records for notice in record.notices]
+            on_event = watch_training(run, list_stages(run, folder), watch, told)
             records.append(train_stages(run, folder, resume=resume, on_event=on_event))
             result = _write_start(folder, records[-1], dtype)
             publish_model(result, folder)

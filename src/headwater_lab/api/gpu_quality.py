@@ -19,6 +19,7 @@ from headwater.mechanisms.capabilities import ChoosesSources
 from headwater.models.load import read_object
 from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError
+from headwater.util.extras import check_extra
 from headwater_lab.api.converting import convert
 from headwater_lab.bench.gpu import Measurement, Phase
 from headwater_lab.bench.gpu_queue import append_line, read_lines
@@ -28,6 +29,7 @@ from headwater_lab.data.prepare import Options, prepare
 from headwater_lab.data.shards import EVALUATION, read_manifest
 from headwater_lab.data.stream import TextSource
 from headwater_lab.evaluation import evaluate
+from headwater_lab.evaluation.core_suite import load_suites
 from headwater_lab.evaluation.paired_differences import Items, compare_items
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import find_recipe, load_recipe
@@ -123,7 +125,8 @@ def _compare_size(phase: Phase, recipe: Recipe, size: str) -> None:
         raise HeadwaterError(f"{failed[0].label}: {failed[0].error}")
     (comparison,) = (comparison for comparison in read_comparisons(runs) if comparison.size == size)
     for arm in list_arms(comparison):
-        phase.put({"size": size, "arm": arm["arm"]}, {name: arm[name] for name in FIGURES})
+        figures = {name: arm[name] for name in FIGURES} | {"rate tuned at": next(iter(recipe.compare.sizes))}
+        phase.put({"size": size, "arm": arm["arm"]}, figures)
 
 
 def conversion(phase: Phase, inputs: Mapping[str, str]) -> None:
@@ -132,6 +135,9 @@ def conversion(phase: Phase, inputs: Mapping[str, str]) -> None:
     name, budgets = Path(model).name, ("4M", "16M") if phase.on_gpu else ("256",)
     overrides = [*(HEALING if phase.on_gpu else TINY_HEALING), "data.source=data", "reporting.save_every=null"]
     overrides.append(f"training.device={phase.device.type}")
+    if task_files:  # before hours of healing
+        check_extra("evaluate")
+        load_suites(TASKS, Path(task_files), None)
 
     def score_model(path: str, tokens: str, cache: str) -> Measurement:
         tasks, files = (TASKS, Path(task_files)) if task_files else ((), None)
@@ -151,7 +157,7 @@ def conversion(phase: Phase, inputs: Mapping[str, str]) -> None:
         }
         items = {name: score.items for name, score in scores.items() if score.items is not None}
         control = _read_items(phase, [name, tokens, TRAINED_ON])
-        saved = {key: [each.form, each.values.tolist(), each.weights.tolist()] for key, each in items.items()}
+        saved = {key: _list_scores(each) for key, each in items.items()}
         append_line(phase.report, {"phase": phase.name, "scored": [name, tokens, cache], "items": saved})
         row: Measurement = {}
         for key, score in scores.items():
@@ -180,10 +186,19 @@ def conversion(phase: Phase, inputs: Mapping[str, str]) -> None:
             phase.attempt(partial(convert_model, tokens, cache), least=least, model=name, tokens=tokens, cache=cache)
 
 
+def _list_scores(items: Items) -> list[Any]:
+    """List the fields of items as JSON has them."""
+    strata = None if items.strata is None else items.strata.tolist()
+    return [items.form, items.values.tolist(), items.weights.tolist(), strata]
+
+
 def _read_items(phase: Phase, scored: list[str]) -> dict[str, Items]:
     """Read the scores behind a row of the report, by figure; none if it has none."""
     lines = [line["items"] for line in read_lines(phase.report) if line.get("scored") == scored]
-    return {key: Items(form, *map(np.array, arrays)) for key, (form, *arrays) in lines[-1].items()} if lines else {}
+    return {
+        key: Items(form, np.array(values), np.array(weights), None if strata is None else np.array(strata))
+        for key, (form, values, weights, strata) in (lines[-1] if lines else {}).items()
+    }
 
 
 MEASUREMENTS = {"prose": prose, "conversion": conversion}

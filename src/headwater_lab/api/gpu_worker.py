@@ -20,8 +20,6 @@ def run_phase(name: str, report: str, device: str, deadline: str, inputs: str, p
     """Run a phase. deadline: by `time.time`; inputs: JSON; parent: the caller's process id."""
     die_with_parent(int(parent))  # it may have been killed during the imports
     transformers.logging.set_verbosity_error()
-    if torch.device(device).index is not None:
-        torch.cuda.set_device(device)  # events, synchronization and peak memory refer to the current device
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     phase = gpu.Phase(name, Path(report), device, float(deadline) - time.time())

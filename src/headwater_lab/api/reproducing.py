@@ -121,13 +121,18 @@ def reproduce(
 ) -> Reproduced:
     """Train the models behind a paper's table or figure and judge its claims, like `headwater reproduce`.
 
-    Call it again to resume. task_files: task files to use first; device: where to measure what the records lack.
+    Call it again to resume. task_files: task files to use first; device: where to measure what the records lack;
+    models are trained on `training.device`, each on one of the GPUs that the process sees.
     records: take finished runs from this file instead of training them. keep: add the table's finished runs to this
     file, which may be the same. trust: as in `train`. Raises `HeadwaterError`, also if no run is finished.
     """
     outside.trust_names(trust)
     watch = choose_observer(watch)
     folder, files = local(out, "out"), None if task_files is None else local(task_files, "task_files")
+    if index := device.partition(":")[2]:
+        raise HeadwaterError(
+            f"Training uses every GPU that it sees, not {device} alone; set CUDA_VISIBLE_DEVICES={index} instead."
+        )
     paper_table = find_table(table)
     if scale not in SCALES:
         raise HeadwaterError(f"scale must be {either(SCALES)}, not {shown(scale)}.")

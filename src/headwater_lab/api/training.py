@@ -93,7 +93,6 @@ def train(
     outside.trust_names(trust)
     watch = choose_observer(watch)
     loaded = read_recipe(recipe, overrides)
-    loaded.data.check_extras()  # first, because their extra may include the trainer's
     folder, experiment = Path("runs") / loaded.name, None
     if arm is not None:
         loaded, folder, experiment = _find_trial(loaded, arm, size, overrides, watch)
@@ -102,6 +101,8 @@ def train(
     if loaded.start is not None and not resume:
         check_outside(folder, loaded.start.checkpoint, around=True)
     runs = list_stages(loaded, folder)
+    for run, _ in runs:  # first, because their extra may include the trainer's
+        run.data.check_extras()
     on_event = on_event or watch_training(loaded, runs, watch)
     record = train_stages(
         loaded,
@@ -131,8 +132,10 @@ def _find_trial(
     return trial.recipe, trial.folder, trial.experiment
 
 
-def watch_training(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer) -> OnEvent:
-    """Report the progress of a recipe's runs in turn: steps, loss, speed, MFU; and warnings."""
+def watch_training(
+    recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer, told: Collection[str] = ()
+) -> OnEvent:
+    """Report the progress of a recipe's runs in turn: steps, loss, speed, MFU; and warnings, except those in `told`."""
     steps = sum(run.training.steps for run, _ in runs)
     fields = {"loss": "", "held-out": "", "speed": ""}
 
@@ -140,7 +143,8 @@ def watch_training(recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: O
         activity = None
         match point:
             case Notice():
-                watch.tell(f"step {point.step}: {point.message}")
+                if point.message not in told:
+                    watch.tell(f"step {point.step}: {point.message}")
                 return
             case CurvePoint():
                 fields["loss"] = f"loss {point.loss:.4f}"

@@ -25,6 +25,7 @@ from headwater.util.files import explain_absence
 from headwater.util.processor import describe_cpu
 from headwater_lab.util.clone import find_commit, today
 from headwater_lab.util.outputs import check_replaceable
+from headwater_lab.util.workers import show_one_gpu
 
 REPORT = "gpu.jsonl"
 # The preset of the recommended mechanisms.
@@ -193,12 +194,16 @@ def _run_phase(
     started = time.monotonic()
     tell(f"{name}: at most {end - started:.0f} s")
     # The deadline is an absolute time, so that the process's imports count too.
-    arguments = [name, str(report), device, str(time.time() + end - started), json.dumps(paths), str(os.getpid())]
+    kind, _, index = device.partition(":")
+    environment = os.environ | (show_one_gpu(int(index), torch.cuda.device_count()) if index else {})
+    arguments = [name, str(report), kind, str(time.time() + end - started), json.dumps(paths), str(os.getpid())]
     command = [sys.executable, *RUN, *arguments]
     shown = len(read_lines(report))
     with TemporaryFile() as log:
         # In its own session, so that the phase's child processes, such as compilers, are stopped with it.
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
         try:
             while process.poll() is None and time.monotonic() < end:
                 with suppress(subprocess.TimeoutExpired):

@@ -98,7 +98,10 @@ def device_of(name: str) -> str:
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return usable_device(name)
+    usable_device(name)
+    if torch.device(name).type == "cuda" and torch.device(name).index is not None:
+        torch.cuda.set_device(name)  # events, synchronization and peak memory refer to the current device
+    return name
 
 
 def recipe_of(argument: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -37,6 +37,7 @@ def reproduce_table(
     list: List all tables, or one paper's, with the time that they take.
     out: Output folder for runs and results.
     task_files: Task files to use first, as in evaluate.
+    device: Where to measure the models: auto, cpu or cuda. They are trained on training.device.
     records: Take finished runs from this file instead of training them.
     keep: Add the table's finished runs to this file, which may be the one of --records.
     no_train: Judge the named tables, or all, by the finished runs in --records, or else in --out; train nothing.

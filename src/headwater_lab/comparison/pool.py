@@ -1,6 +1,5 @@
 """Trials in parallel worker processes: finished ones are not repeated, interrupted ones resume."""
 
-import os
 import queue
 import time
 from collections import deque
@@ -22,11 +21,11 @@ from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import ENDED, RECORD, Experiment, RunRecord, find_record, read_record, write_record
 from headwater_lab.training.run_folder import METRICS
-from headwater_lab.training.stages import check_later_stages, finish_stages
+from headwater_lab.training.stages import finish_stages
 from headwater_lab.util.endings import Diverged, Interrupted
 from headwater_lab.util.machine import cores
 from headwater_lab.util.output_folder import keep_contents
-from headwater_lab.util.workers import Answer, Worker
+from headwater_lab.util.workers import Answer, Worker, show_one_gpu
 
 OnChange = Callable[[Job, int, str], None]
 
@@ -48,12 +47,9 @@ def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnCha
 
     Finished trials are not repeated, and unfinished ones resume from their checkpoint. Stages that
     several trials share are run once. A worker that dies is reported in its outcome; the others continue. Raises
-    `HeadwaterError` for a stage that cannot follow from the trial's checkpoint, and `Interrupted` after Ctrl-C.
+    `Interrupted` after Ctrl-C.
     on_change: called with (job, steps done, "running" | "finished" | "failed"), a few times a second.
     """
-    for trial in {(trial.experiment.arm, trial.experiment.size): trial for trial in trials}.values():
-        if read_finished(trial.jobs[0]) is None:  # otherwise the checkpoint may have changed since
-            check_later_stages(trial.recipe)
     report = on_change or (lambda job, step, status: None)
     outcomes: dict[Path, Outcome] = {}
     for level in order_jobs(trials):
@@ -174,7 +170,7 @@ class _Pool:
         starting = len(self.workers) - len(self.jobs)
         free = [number for number in range(self.count) if number not in self.workers]
         for number in free[: max(0, waiting - starting)]:
-            environment = _make_environment(number, self.gpus)
+            environment = show_one_gpu(number, self.gpus)
             job = f"{__name__}:train_job"
             self.workers[number] = Worker(job, lambda *answer: self.answers.put(answer), environment)
 
@@ -220,15 +216,6 @@ def read_finished(job: Job) -> RunRecord | None:
             f"{str(job.folder)!r} holds a run with other settings; choose another --out, or remove it."
         )
     return record if same and record.status in ENDED else None
-
-
-def _make_environment(number: int, gpus: int) -> dict[str, str]:
-    """Make a worker's environment: it sees only one GPU, if there are any."""
-    if not gpus:
-        return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(gpu) for gpu in range(gpus)]
-    return {"CUDA_VISIBLE_DEVICES": names[number % gpus]}
 
 
 def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | None, trunk: str | None = None) -> None:

@@ -125,7 +125,7 @@ def measure_prices(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell
     trial_threads = arms[baseline].training.threads or 1  # the same number as in trials
     set_threads(trial_threads)
     try:
-        device = _choose_device(arms[baseline])
+        device = choose_device(arms[baseline])
         machine: dict[str, Any] = {"device": device.type, "device_name": device_name(device), "threads": trial_threads}
         machine |= {"torch": torch.__version__, "headwater": __version__}
         prices = read_prices(folder)
@@ -141,7 +141,8 @@ def measure_prices(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell
         torch.set_num_threads(threads)
 
 
-def _choose_device(recipe: Recipe) -> torch.device:
+def choose_device(recipe: Recipe) -> torch.device:
+    """Choose the device that a recipe trains on here."""
     name = recipe.training.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -172,7 +173,7 @@ def _measure_price(arm: Recipe, baseline: Recipe) -> ArmPrice:
 
 def _time_decoding(configs: tuple, context: int, recipe: Recipe) -> TimeRatio:
     """Time greedy generation of the last tokens of a context, by models with random weights."""
-    device = _choose_device(recipe)
+    device = choose_device(recipe)
     dtype = recipe.training.precision.compute if device.type == "cuda" else torch.float32
     models = {
         name: HeadwaterForCausalLM(config).to(device, dtype).eval() for name, config in zip("ab", configs, strict=True)

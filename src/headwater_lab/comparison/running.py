@@ -1,8 +1,10 @@
 """Train a recipe's comparison: tuning, trials and prices."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from headwater_lab.comparison.budget import match_arms
 from headwater_lab.comparison.earlier import (
@@ -12,7 +14,7 @@ from headwater_lab.comparison.earlier import (
     find_earlier_runs,
 )
 from headwater_lab.comparison.pool import OnChange, Outcome, run_trials
-from headwater_lab.comparison.prices import Told, check_priced, measure_prices
+from headwater_lab.comparison.prices import Told, check_priced, choose_device, measure_prices
 from headwater_lab.comparison.rounds import run_sequentially
 from headwater_lab.comparison.trials import (
     Job,
@@ -25,7 +27,10 @@ from headwater_lab.comparison.trials import (
     order_jobs,
 )
 from headwater_lab.comparison.tuning import choose_rates
-from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.recipe import Recipe, naming_arm
+from headwater_lab.training.records import ENDED, find_record
+from headwater_lab.training.stages import list_configs
+from headwater_lab.training.start import make_model
 from headwater_lab.util.output_folder import occupy_folder
 
 # (arm, size).
@@ -52,7 +57,6 @@ def run_comparison(
     with occupy_folder(out / recipe.name if shared else out, nested=True):
         recipe = match_arms(recipe)
         trials = _choose_trials(list_trials(recipe, out), only)
-        _check_models(trials)
         section = recipe.compare
         assert section is not None
         workers = workers or section.workers
@@ -65,6 +69,7 @@ def run_comparison(
         plan = make_plan(section)
         runs = find_earlier_runs(recipe, trials, out, shared)
         check_earlier_runs(recipe, runs, out)
+        _check_models(trials)
         rates: dict[str, float] = {}
         if section.tried_rates:
             tries = _choose_tuning_trials(recipe, out, only)
@@ -82,6 +87,22 @@ def run_comparison(
         return outcomes
 
 
+def _check_models(trials: Sequence[Trial]) -> None:
+    """Make the models of each arm and size without storage, before any is trained.
+
+    Raises `HeadwaterError`, which names the arm, if that is impossible.
+    """
+    for trial in {(trial.experiment.arm, trial.experiment.size): trial for trial in trials}.values():
+        record = find_record(trial.jobs[0].folder)
+        if record is not None and record.status in ENDED:  # the checkpoint that it began with may have changed
+            continue
+        for job in trial.jobs:
+            job.recipe.data.check_extras()
+        with naming_arm(trial.experiment.arm, trial.experiment.size), torch.device("meta"):
+            for config, job in zip(list_configs(trial.recipe), trial.jobs, strict=True):
+                make_model(job.recipe.training, config, choose_device(job.recipe), job.recipe.row_length)
+
+
 def list_jobs(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None) -> list[Job]:
     """List all jobs that `run_comparison` may train, each once; with seeds until decided, it trains fewer."""
     recipe = match_arms(recipe)
@@ -93,12 +114,6 @@ def list_jobs(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None)
 
 def _choose_trials(trials: list[Trial], only: Collection[ArmKey] | None) -> list[Trial]:
     return [trial for trial in trials if only is None or (trial.experiment.arm, trial.experiment.size) in only]
-
-
-def _check_models(trials: Iterable[Trial]) -> None:
-    """Raise `HeadwaterError` for an arm whose model cannot be built, before other arms are trained."""
-    for model in {(trial.experiment.arm, trial.experiment.size): trial.recipe for trial in trials}.values():
-        model.check_model()
 
 
 def _choose_tuning_trials(recipe: Recipe, out: Path, only: Collection[ArmKey] | None) -> list[Trial]:

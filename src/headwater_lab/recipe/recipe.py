@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -131,6 +132,11 @@ class Recipe(Settings):
         return getattr(self.data, "context", None) or getattr(self.data, "length", None) or 1
 
     @property
+    def shape(self) -> DataShape:
+        """The shape of the data without reading them; an unknown vocabulary is larger than any."""
+        return DataShape(self.known_size or (1 if self.unit == "images" else 2**20), self.row_length)
+
+    @property
     def rows(self) -> int:
         """Rows in all steps of training."""
         return self.training.steps * self.training.batch_size * self.training.gradient_accumulation_steps
@@ -194,14 +200,8 @@ class Recipe(Settings):
             stage.check_state(previous.training.optimizer, run.training.optimizer, frozen)
             frozen = frozen if stage.grow is None else stage.grow.freeze
         _check_one_metric(runs, "Stages are compared")
-        if self.stages:
-            self.check_model()
-
-    def check_model(self) -> None:
-        """Raise `HeadwaterError` for a model, of any stage, that no data would fit."""
-        if self.start is None:  # otherwise the checkpoint determines the model
-            # Needs no data: the size of the vocabulary does not matter here.
-            self.configs(self.config_for(DataShape(self.known_size or 1, self.row_length)))
+        if self.start is None and self.stages:  # otherwise the checkpoint determines the model
+            self.configs(self.config_for(self.shape))
 
     def arm(self, name: str, seed: int, size: str | None = None) -> Recipe:
         """Make the recipe of one trial of `compare`: the size's changes, the arm's, then the arm's at that size."""
@@ -263,6 +263,17 @@ class Recipe(Settings):
         constant = {name: Training.model_fields[name].default for name in DECAY_FIELDS} | {"schedule": "constant"}
         trunk = self.model_copy(update={"training": self.training.model_copy(update=constant)})
         return trunk.identity, self.reporting.log_every, self.reporting.evaluate_every
+
+
+@contextmanager
+def naming_arm(arm: str, size: str | None) -> Iterator[None]:
+    """Name an arm of a comparison, at a size, in a `HeadwaterError`."""
+    try:
+        yield
+    except NotTrusted:
+        raise
+    except HeadwaterError as error:
+        raise HeadwaterError(f"Arm {arm!r}{'' if size is None else f' of size {size!r}'}: {error}") from error
 
 
 def _add_rungs(recipe: Recipe, where: str) -> Recipe:

@@ -136,7 +136,7 @@ class Training(Settings):
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads; default: as many as there are free cores at the start. Trials of `headwater compare` use 1."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Where to train."""
+    """Where to train. CUDA_VISIBLE_DEVICES chooses the GPUs."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """How several processes share the work: ddp averages gradients, fsdp (FSDP2) also splits the parameters; auto is
     ddp if there is more than one."""

@@ -34,7 +34,7 @@ from headwater_lab.data.tokenizer import local_size
 from headwater_lab.recipe.messages import build_refusal, describe_unknown_field
 from headwater_lab.recipe.model_section import IMAGE_FIELDS, MODEL_FIELDS
 from headwater_lab.recipe.overrides import check_overrides, merge_values
-from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.recipe.recipe import Recipe, naming_arm
 from headwater_lab.recipe.recipe_files import read_overrides, read_recipe, shipped_recipes
 from headwater_lab.recipe.start_section import Start, changed_config
 from headwater_lab.recipe.training_section import Training
@@ -383,6 +383,10 @@ def _read_recipe_models(
     else:
         # A ladder's model has no shape but those of its sizes.
         size = next(iter(recipe.compare.sizes)) if recipe.compare.ladder is not None else None
+        for (name, trial_size), trial in recipe.trials().items():
+            if trial.start is None:
+                with naming_arm(name, trial_size):
+                    trial.configs(trial.config_for(trial.shape))
         arms = {name: recipe.arm(name, recipe.compare.seeds[0], size) for name in recipe.compare.arms}
     planned: dict[str, PlannedModel] = {}
     for name, arm in arms.items():

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from headwater.config.text import HeadwaterConfig
 from headwater.conversion import config_of
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import replace_text
@@ -52,7 +53,7 @@ def train_stages(
     only: train just this stage ("start" is the first) and return its record; the one before it must be finished.
     on_event: as in `train`, with steps counted over all stages. trunk: as in `train`, of a recipe without stages.
 
-    Raises `HeadwaterError` as `train` and `check_later_stages` do, and if several devices would have to be set up
+    Raises `HeadwaterError` as `train` and `list_configs` do, and if several devices would have to be set up
     once per stage.
     """
     if not recipe.stages and only is None:
@@ -61,7 +62,7 @@ def train_stages(
     with lock_run(folder, nested=True) if recipe.stages and not uses_processes(recipe) else nullcontext():
         _check_folder(recipe, folder, trunk)
         if not is_finished(*runs[0]):
-            check_later_stages(recipe)
+            list_configs(recipe)
         if only is not None:
             if only not in names:
                 raise HeadwaterError(f"{recipe.name!r} has no stage {only!r}; {nearest(only, names)}")
@@ -103,12 +104,14 @@ def finish_stages(
     return record
 
 
-def check_later_stages(recipe: Recipe) -> None:
-    """Raise `HeadwaterError` for a stage that cannot follow from the checkpoint that the recipe begins with, before
-    earlier stages are trained. Reading a recipe checks those that begin with a fresh model."""
-    if recipe.start is None or not recipe.stages or not Path(recipe.start.checkpoint).is_dir():
-        return
-    recipe.configs(changed_config(config_of(newest_checkpoint(Path(recipe.start.checkpoint))), recipe.start))
+def list_configs(recipe: Recipe) -> list[HeadwaterConfig]:
+    """List the configs of all stages, without the data: `Recipe.shape` has the size of an unknown vocabulary.
+
+    Raises `HeadwaterError` for a model that cannot be built, and for a stage that cannot follow from the one before.
+    """
+    if recipe.start is None:
+        return recipe.configs(recipe.config_for(recipe.shape))
+    return recipe.configs(changed_config(config_of(newest_checkpoint(Path(recipe.start.checkpoint))), recipe.start))
 
 
 def uses_processes(recipe: Recipe) -> bool:

@@ -551,14 +551,9 @@ def build_model(
 ) -> tuple[AnyModel, _FabricModule]:
     """Build (the plain model, the model that runs: in its precision, compiled, on its device, sharded)."""
     training = recipe.training
-    with torch.device("meta") if is_sharded(training) else nullcontext():
-        model = model_class(config)(config)
     with fail_together(fabric):
-        if training.trainable_mechanisms is not None:
-            freeze_others(model, training.trainable_mechanisms)
-        attention = choose_attention(config, training, fabric.device, context)
-        if attention is not None:
-            set_attention(model, attention)
+        with torch.device("meta") if is_sharded(training) else nullcontext():
+            model = make_model(training, config, fabric.device, context)
         if training.gradient_checkpointing:
             older: Any = model.gradient_checkpointing_enable  # transformers 5.17 has no other name
             getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
@@ -569,6 +564,20 @@ def build_model(
     wrapped = fabric.setup_module(training.precision.cast_activations(model.to(training.precision.weights)))
     wrapped.train()
     return model, wrapped
+
+
+def make_model(training: Training, config: HeadwaterConfig, device: torch.device, context: int) -> AnyModel:
+    """Make a plain model with the attention kernel and the trainable parameters of its training on a device.
+
+    context: tokens of a row. Raises `HeadwaterError`.
+    """
+    model = model_class(config)(config)
+    if training.trainable_mechanisms is not None:
+        freeze_others(model, training.trainable_mechanisms)
+    attention = choose_attention(config, training, device, context)
+    if attention is not None:
+        set_attention(model, attention)
+    return model
 
 
 def is_compiling(training: Training, device: torch.device) -> bool:

@@ -110,6 +110,15 @@ class Worker:
             self.process.wait()
 
 
+def show_one_gpu(number: int, gpus: int) -> dict[str, str]:
+    """Make the environment of a process that sees only one of the GPUs that this one sees, if there are any."""
+    if not gpus:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(gpu) for gpu in range(gpus)]
+    return {"CUDA_VISIBLE_DEVICES": names[number % gpus]}
+
+
 def die_with_parent(parent: int | None = None) -> None:
     """Make the kernel kill this process when its parent ends (Linux only).
 
