@@ -24,7 +24,7 @@ from headwater.cost import counts as cost
 from headwater.engines.pages import check_servable
 from headwater.mechanisms.capabilities import AddsToTrainedModel, can_split_heads, can_split_tokens
 from headwater.mechanisms.contract import Mechanism
-from headwater.models.cache import cache_bytes
+from headwater.models.cache import POSITIONS, cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import cache_of
 from headwater.plugins.outside import trust_names_in
@@ -424,6 +424,13 @@ class Contract:
 
     def test_cache_bytes_follow_the_plan(self, model, ids):
         cache = cache_of(model(ids, use_cache=True))
+        names = {name for layer in cache.layers for name in getattr(layer, "tails", {})} - {POSITIONS}
+        mechanisms = tuple(f"{mechanism}." for mechanism in model.config.mechanisms or {})
+        foreign = sorted(name for name in names if not name.startswith(mechanisms))
+        assert not foreign, (
+            f"The tails {', '.join(map(repr, foreign))} could be another mechanism's too, and then both read wrong "
+            'tokens: name them f"{self.registered_name()}.…".'
+        )
         measured, stated = cache_bytes(cache), cost.cache_bytes(model.config, T, batch_size=2, element_size=8)
         assert measured == stated, (
             f"The cache of two rows of {T} tokens takes {measured:,} bytes, and the layer plan says {stated:,}: the "
