@@ -63,6 +63,16 @@ def test_stages_do_not_replace_a_run_without(recipe, finished, tmp_path):
     assert (tmp_path / "run" / "record.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_model_without_its_checkpoints_is_not_overwritten(recipe, finished, tmp_path, resume):
+    finished(recipe(), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    kept_files = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.*")}
+    with pytest.raises(HeadwaterError, match=r"holds a model without checkpoints/.* choose another --out"):
+        train(recipe(), tmp_path / "run", resume=resume)
+    assert all(path.read_bytes() == content for path, content in kept_files.items())
+
+
 @pytest.fixture
 def model(config=None):
     from headwater.config.text import HeadwaterConfig

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
+from headwater.models.load import WEIGHTS
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import settle_path
-from headwater_lab.training.checkpoints import FACTS, STAGES, find_newest_intact, list_checkpoints
+from headwater_lab.training.checkpoints import FACTS, FOLDER, STAGES, find_newest_intact, list_checkpoints
 from headwater_lab.training.processes import run_in_first
 from headwater_lab.training.saving import remove_leftovers, withdraw_model
 from headwater_lab.util.output_folder import LOCK, occupy_folder
@@ -54,7 +55,7 @@ def claim_folder(
     begin: writes the checkpoint to resume from into a folder without any.
     This removes nothing of an existing run: see `clear_log`. A refused run leaves nothing in the folder.
     Raises `HeadwaterError` if the folder holds anything but a run, if another process has locked it, if it holds a run
-    and `resume` is false, or if nothing can be resumed.
+    and `resume` is false, or a model without checkpoints, or if nothing can be resumed.
     """
     lock = ExitStack()
 
@@ -69,6 +70,11 @@ def claim_folder(
             raise HeadwaterError(
                 f"{str(run)!r} already holds a run (its newest checkpoint is {saved[-1].name}); add --resume "
                 "(resume=True) to continue it, or choose another --out (out=)."
+            )
+        if not saved and (run / WEIGHTS).is_file():
+            raise HeadwaterError(
+                f"{str(run)!r} holds a model without {FOLDER}/, which a new run would overwrite; copy them back "
+                "to continue it, or choose another --out (out=)."
             )
         newest = find_newest_intact(run, notice)
         remove_leftovers(run)
