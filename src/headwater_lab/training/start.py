@@ -108,12 +108,12 @@ def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> t
     """
     progress = read_progress(checkpoint)
     values = recipe.model_dump(mode="json")
-    for name, old, new in list_changes(progress.recipe, values):
-        if name not in MAY_CHANGE:
-            raise HeadwaterError(
-                f"This run was started with {name}={old!r} and cannot be resumed with {new!r}; restore it, or "
-                "start a new run with another --out."
-            )
+    if changes := [change for change in list_changes(progress.recipe, values) if change[0] not in MAY_CHANGE]:
+        started = ", ".join(f"{name}={old!r}" for name, old, _ in changes)
+        raise HeadwaterError(
+            f"This run was started with {started} and cannot be resumed with {', '.join(repr(c[2]) for c in changes)}; "
+            f"restore {'it' if len(changes) == 1 else 'them'}, or start a new run with another --out."
+        )
     _check_decay(progress, recipe)
     if progress.step > recipe.training.steps:
         raise HeadwaterError(
