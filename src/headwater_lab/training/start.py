@@ -109,6 +109,7 @@ def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> t
     progress = read_progress(checkpoint)
     values = recipe.model_dump(mode="json")
     if changes := [change for change in list_changes(progress.recipe, values) if change[0] not in MAY_CHANGE]:
+        changes = [change for change in changes if change[1] is not None] or changes  # None: another kind of data's
         started = ", ".join(f"{name}={old!r}" for name, old, _ in changes)
         raise HeadwaterError(
             f"This run was started with {started} and cannot be resumed with {', '.join(repr(c[2]) for c in changes)}; "
