@@ -13,7 +13,9 @@ In addition, a name may refer to a class that the program has already imported, 
 The list is in the environment of this process, so that its child processes trust the same names. It ends with them.
 """
 
+import ast
 import functools
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -21,13 +23,14 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from headwater.util.errors import HeadwaterError, NotTrusted, shown
-from headwater.util.layout import is_ours
+from headwater.util.layout import LIBRARY, is_ours
 
 # The trusted names, separated by commas: "package.module", "package.module:attribute" or paths.
 VARIABLE = "HEADWATER_TRUST"
@@ -133,6 +136,38 @@ def find_loaded(name: str, base: str) -> Any:
     bases = type.__dict__["__mro__"].__get__(kind)
     derives = any(base_class.__name__ == base and is_ours(base_class.__module__) for base_class in bases)
     return thing if derives else None
+
+
+def hash_code(values: Any) -> dict[str, str]:
+    """Hash the code from outside that nested values name, and that may be imported: by name, the SHA-256 of its
+    module's statements. Comments and layout do not count.
+    """
+    groups = entry_points()
+    installed = {
+        point.name: point.value.replace(" ", "")
+        for group in groups.groups
+        if group.startswith(f"{LIBRARY}.")
+        for point in groups.select(group=group)
+    }
+    hashes = {}
+    for name in _texts_in(values):
+        target = installed.get(name, name)
+        if not _NAME.fullmatch(target) or not (name in installed or is_trusted(name)):
+            continue
+        path = _find_file(target.partition(":")[0])
+        if path is not None and path.suffix == ".py":
+            hashes[name] = hashlib.sha256(ast.unparse(ast.parse(path.read_bytes())).encode()).hexdigest()
+    return hashes
+
+
+def _find_file(module: str) -> Path | None:
+    """Find the file of a module that is not ours; None if there is none."""
+    if is_ours(module):
+        return None
+    with _search_current_folder(module), suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(module)
+        return None if spec is None or spec.origin is None else Path(spec.origin)
+    return None
 
 
 def check_link(path: Path, folder: Path) -> None:
