@@ -139,8 +139,8 @@ def find_loaded(name: str, base: str) -> Any:
 
 
 def hash_code(values: Any) -> dict[str, str]:
-    """Hash the code from outside that nested values name, and that may be imported: by name, the SHA-256 of its
-    module's statements. Comments and layout do not count.
+    """Hash the code from outside that nested values name, and that may be imported: by name, the SHA-256 of the
+    statements of its module, or of all of its package. Comments and layout do not count.
     """
     groups = entry_points()
     installed = {
@@ -152,22 +152,22 @@ def hash_code(values: Any) -> dict[str, str]:
     hashes = {}
     for name in _texts_in(values):
         target = installed.get(name, name)
-        if not _NAME.fullmatch(target) or not (name in installed or is_trusted(name)):
-            continue
-        path = _find_file(target.partition(":")[0])
-        if path is not None and path.suffix == ".py":
-            hashes[name] = hashlib.sha256(ast.unparse(ast.parse(path.read_bytes())).encode()).hexdigest()
+        if _NAME.fullmatch(target) and (name in installed or is_trusted(name)):
+            statements = [ast.unparse(ast.parse(path.read_bytes())) for path in _list_files(target.partition(":")[0])]
+            if statements:
+                hashes[name] = hashlib.sha256("\n".join(statements).encode()).hexdigest()
     return hashes
 
 
-def _find_file(module: str) -> Path | None:
-    """Find the file of a module that is not ours; None if there is none."""
-    if is_ours(module):
-        return None
-    with _search_current_folder(module), suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec(module)
-        return None if spec is None or spec.origin is None else Path(spec.origin)
-    return None
+def _list_files(module: str) -> list[Path]:
+    """List the files of a module's package, or a module's own outside a package; [] if there are none, or it is ours."""
+    for name in () if is_ours(module) else (module.partition(".")[0], module):
+        with _search_current_folder(name), suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(name)
+            path = Path(str(spec and spec.origin))
+            if path.suffix == ".py":
+                return sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+    return []
 
 
 def check_link(path: Path, folder: Path) -> None:

@@ -268,7 +268,7 @@ class RunRecord(_Section):
     identity: str
     """A hash of the recipe's fields that decide the result. Records of equal identity are the same run."""
     code: dict[str, str] = {}
-    """Code from outside that the recipe names: by name, the SHA-256 of its module's statements."""
+    """Code from outside that the recipe names: by name, the SHA-256 of its module's or package's statements."""
     data: dict[str, Any]
     """The data's source, tokenizer, hashes and sizes; of domains, what is left out since it is trained on."""
     metric: str
