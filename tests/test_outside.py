@@ -421,6 +421,8 @@ def test_code_is_hashed_where_it_may_be_imported_and_is_not_ours(installed, here
     assert hash_code("doubled") == digest
     core.write_text(core.read_text() + "\nx = 2\n")
     assert hash_code("doubled") != digest
+    core.with_name("template.py").write_text("class @NAME@:\n")
+    assert len(hash_code("doubled")) == 1
     (here / "other.py").write_text("x = 1\n")
     assert hash_code(["other:x", "headwater.mechanisms:KV", "no_such.module:x"]) == {}
     trust_names(["other", "headwater", "no_such"])

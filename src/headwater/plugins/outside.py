@@ -153,14 +153,22 @@ def hash_code(values: Any) -> dict[str, str]:
     for name in _texts_in(values):
         target = installed.get(name, name)
         if _NAME.fullmatch(target) and (name in installed or is_trusted(name)):
-            statements = [ast.unparse(ast.parse(path.read_bytes())) for path in _list_files(target.partition(":")[0])]
+            statements = [_read_statements(path) for path in _list_files(target.partition(":")[0])]
             if statements:
                 hashes[name] = hashlib.sha256("\n".join(statements).encode()).hexdigest()
     return hashes
 
 
+def _read_statements(path: Path) -> str:
+    source = path.read_bytes()
+    try:
+        return ast.unparse(ast.parse(source))
+    except (SyntaxError, ValueError):  # a template in a package, for example
+        return source.decode(errors="replace")
+
+
 def _list_files(module: str) -> list[Path]:
-    """List the files of a module's package, or a module's own outside a package; [] if there are none, or it is ours."""
+    """List the files of a module's package, or its own if it is in none; [] if there are none, or it is ours."""
     for name in () if is_ours(module) else (module.partition(".")[0], module):
         with _search_current_folder(name), suppress(ImportError, ValueError):
             spec = importlib.util.find_spec(name)
