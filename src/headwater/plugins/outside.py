@@ -67,8 +67,12 @@ def trust_names_in(values: Any) -> None:
 
 
 def may_read(path: str) -> bool:
-    """Whether a path that a file names is below the current folder and not hidden, or the user trusts it."""
-    return not _leads_out(path) or _is_trusted_path(path)
+    """Whether a path that a file names, absolute or not, is below the current folder and not hidden, or the user trusts
+    it.
+    """
+    current = Path.cwd()
+    below = str(Path(path).relative_to(current)) if Path(path).is_relative_to(current) else path
+    return not _leads_out(below) or _is_trusted_path(path)
 
 
 def check_paths(values: Any) -> None:
