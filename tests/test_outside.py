@@ -21,7 +21,7 @@ from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.conversion.export import export
 from headwater.mechanisms import Context, Cost, Mechanism
-from headwater.plugins.outside import VARIABLE, may_read, trust_names
+from headwater.plugins.outside import VARIABLE, hash_code, may_read, trust_names
 from headwater.plugins.registry import MECHANISMS, register
 from headwater.util.errors import NotTrusted
 from headwater_lab.optimization.registry import OPTIMIZERS
@@ -412,6 +412,23 @@ def installed(here, tmp_path, monkeypatch):
     registry._find_entry_points.cache_clear()
     yield place
     registry._find_entry_points.cache_clear()
+
+
+def test_code_is_hashed_where_it_may_be_imported_and_is_not_ours(installed, here):
+    digest = hash_code({"mechanisms": {"doubled": {}, "kv_shift": {}}})
+    assert list(digest) == ["doubled"]
+    core = installed / "doubling" / "core.py"
+    core.write_text("# A comment.\n" + core.read_text())
+    assert hash_code("doubled") == digest
+    core.write_text(core.read_text() + "\nx = 2\n")
+    assert hash_code("doubled") != digest
+    core.with_name("template.py").write_text("class @NAME@:\n")
+    assert len(hash_code("doubled")) == 1
+    (here / "other.py").write_text("x = 1\n")
+    assert hash_code(["other:x", "headwater.mechanisms:KV", "no_such.module:x"]) == {}
+    trust_names(["other", "headwater", "no_such"])
+    assert list(hash_code(["other:x", "headwater.mechanisms:KV", "no_such.module:x"])) == ["other:x"]
+    assert not (here / "ran.txt").exists()
 
 
 def test_an_entry_point_is_a_name_like_any_other(installed, here):

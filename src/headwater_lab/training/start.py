@@ -66,7 +66,7 @@ from headwater_lab.training.model_changes import (
 )
 from headwater_lab.training.optimizers import Average, freeze_others, learning_rate, make_optimizers
 from headwater_lab.training.processes import fail_together, is_sharded, list_scalars, run_in_first
-from headwater_lab.training.records import Event, Origin
+from headwater_lab.training.records import Event, Origin, find_record
 from headwater_lab.training.run_folder import CHANGED
 from headwater_lab.training.saving import write_model
 from headwater_lab.training.trained_models import open_source, open_trained
@@ -127,6 +127,12 @@ def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> t
                 f"{data.get(fact)!r}); restore them, or start a new run with another --out."
             )
     warning = _warn_rescheduled(progress, recipe.training)
+    record = find_record(checkpoint.parents[1])
+    if record is not None and record.changed_code:
+        raise HeadwaterError(
+            f"{record.changed_code[0]} has changed since this run was started; restore it, or start a new run with "
+            "another --out."
+        )
     progress.recipe = values
     return progress, [] if warning is None else [warning]
 
