@@ -21,7 +21,7 @@ from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.conversion.export import export
 from headwater.mechanisms import Context, Cost, Mechanism
-from headwater.plugins.outside import VARIABLE, may_read, trust_names
+from headwater.plugins.outside import VARIABLE, hash_code, may_read, trust_names
 from headwater.plugins.registry import MECHANISMS, register
 from headwater.util.errors import NotTrusted
 from headwater_lab.optimization.registry import OPTIMIZERS
@@ -171,11 +171,12 @@ def test_a_history_names_no_data_elsewhere(here, private, which):
 def test_but_data_below_the_current_folder_and_those_that_the_user_trusts(here, private):
     (here / "texts").symlink_to(private.rename(here / "all"))
     assert trained_on({"source": "texts"}).vocab_size == trained_on({"source": "all/*.txt"}).vocab_size == 257
-    given = here / "all"
-    with pytest.raises(NotTrusted):
-        trained_on({"source": str(given)})
+    # A conversion records absolute paths, and its result is converted again.
+    assert trained_on({"source": str(here / "all")}).vocab_size == 257
+    for path in (here / ".ssh/key", here / ".." / here.name / "all"):
+        assert not may_read(str(path))
     trust_names([str(here)])
-    assert trained_on({"source": str(given)}).vocab_size == 257
+    assert may_read(str(here / ".ssh/key"))
 
 
 def test_data_of_the_users_own_recipe_are_trusted(here, private):
@@ -411,6 +412,23 @@ def installed(here, tmp_path, monkeypatch):
     registry._find_entry_points.cache_clear()
     yield place
     registry._find_entry_points.cache_clear()
+
+
+def test_code_is_hashed_where_it_may_be_imported_and_is_not_ours(installed, here):
+    digest = hash_code({"mechanisms": {"doubled": {}, "kv_shift": {}}})
+    assert list(digest) == ["doubled"]
+    core = installed / "doubling" / "core.py"
+    core.write_text("# A comment.\n" + core.read_text())
+    assert hash_code("doubled") == digest
+    core.write_text(core.read_text() + "\nx = 2\n")
+    assert hash_code("doubled") != digest
+    core.with_name("template.py").write_text("class @NAME@:\n")
+    assert len(hash_code("doubled")) == 1
+    (here / "other.py").write_text("x = 1\n")
+    assert hash_code(["other:x", "headwater.mechanisms:KV", "no_such.module:x"]) == {}
+    trust_names(["other", "headwater", "no_such"])
+    assert list(hash_code(["other:x", "headwater.mechanisms:KV", "no_such.module:x"])) == ["other:x"]
+    assert not (here / "ran.txt").exists()
 
 
 def test_an_entry_point_is_a_name_like_any_other(installed, here):

@@ -6,6 +6,7 @@ import yaml
 from comparison.calibration import read_results
 from comparison.saved import Here, changed_times, record, tiny
 from headwater import HeadwaterError
+from headwater.plugins.outside import hash_code
 from headwater_lab.comparison import pool
 from headwater_lab.comparison.running import run_comparison
 from headwater_lab.comparison.trials import list_trials
@@ -81,6 +82,28 @@ def test_runs_of_another_comparison_are_refused_whatever_their_seeds_and_stay_as
     assert "\n" not in str(error.value)
     assert not here.trained
     assert changed_times(tmp_path) == times
+
+
+def test_runs_of_code_that_has_changed_are_refused(tmp_path, here, monkeypatch):
+    """Else the table shows the old code's results as the new code's."""
+    module, out = tmp_path / "falling.py", tmp_path / "out"
+    module.write_text("def fall(progress):\n    return 1 - progress\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HEADWATER_TRUST", "falling")
+    made = tiny({"seeds": [0], "arms": ARMS}, training={"schedule": "falling:fall"})
+    run_comparison(made, out)
+    trained = list(here.trained)
+    records = read_comparisons(out)[0].records
+
+    module.write_text("def fall(progress):  # linear\n    return 1 - progress\n")
+    run_comparison(made, out)
+    module.write_text("def fall(progress):\n    return 1 - progress**2\n")
+    with pytest.raises(HeadwaterError, match=r"holds a run from before falling:fall was changed; choose another"):
+        run_comparison(made, out)
+    assert here.trained == trained
+    assert not changed_data(records)
+    edited = records[1].model_copy(update={"code": hash_code(["falling:fall"])})
+    assert "different versions of falling:fall (base-0; wide-0)" in changed_data([records[0], edited])
 
 
 def test_a_plain_run_of_the_same_name_is_refused_before_anything_is_trained(tmp_path, here):

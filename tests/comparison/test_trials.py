@@ -342,11 +342,13 @@ def test_a_part_that_is_not_there_is_one_sentence(run, tmp_path, section, option
 @pytest.mark.slow
 def test_everything_from_the_command_line(run, tmp_path, forked_workers):
     """An arm that diverges, in worker processes; twice, and the second time nothing is trained."""
-    arms = {"base": {}, "shift": SHIFT, "diverges": DIVERGES}
+    short = {"training": {"warmup_steps": 99}}
+    arms = {"base": short, "shift": SHIFT | short, "diverges": DIVERGES}
     file = written(tmp_path, {"arms": arms, "seeds": [0]})
     code, out, err = run("compare", file, "--out", tmp_path / "out")
     assert code == 0, err
     assert "diverges · seed 0 diverged: The run diverged" in err
+    assert "base · seed 0, and 1 more, noted: The warm-up is longer than the run" in err
     before = changed_times(tmp_path / "out")
     statuses = {str(path.parent.name): read_record(path).status for path in before}
     assert statuses == {"base-0": "finished", "shift-0": "finished", "diverges-0": "diverged"}

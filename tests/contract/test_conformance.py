@@ -55,10 +55,10 @@ class Mine(Mechanism):
         return int(parameter == "table.weight")
 
     def transform_qkv(self, q, kv, context):
-        v, length, before = kv.v, kv.v.shape[2], None
+        v, length, before, name = kv.v, kv.v.shape[2], None, f"{self.registered_name()}.v"
         branches = isinstance(context.reach, Ancestors)
         if context.tail is not None:
-            before = context.tail.update_tail(f"{self.registered_name()}.v", v, self.back, everything=branches)
+            before = context.tail.update_tail(name, v, self.back, everything=branches)
         if branches:
             past = context.reach.look_back(v, before, self.back)
         else:
@@ -72,7 +72,7 @@ class Mine(Mechanism):
 # What is broken, and the tests that are to see it.
 BROKEN = {
     "tail": (
-        'context.tail.update_tail(f"{self.registered_name()}.v", v, self.back, everything=branches)',
+        "context.tail.update_tail(name, v, self.back, everything=branches)",
         "None",
         "test_cached_equals_uncached",
     ),

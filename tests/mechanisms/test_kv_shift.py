@@ -443,6 +443,14 @@ def test_plain_module_refuses_what_it_cannot_do():
             KVShift(4, **options)
 
 
+@pytest.mark.parametrize("shape", [(1, 5, 2, 8), (2, 5, 8), (1, 1, 5, 2)])
+@pytest.mark.parametrize("variant", ["free", "half_channels"])
+def test_plain_module_refuses_other_shapes(variant, shape):
+    """Among them [batch, tokens, heads, width], and one head, which two weights would take for two channels."""
+    with pytest.raises(HeadwaterError, match=r"takes keys \[batch, 2, tokens, width\], not \["):
+        KVShift(2, variant=variant)(torch.zeros(shape), torch.zeros(shape))
+
+
 # Halves
 
 

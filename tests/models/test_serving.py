@@ -466,7 +466,7 @@ def test_a_model_without_a_chat_template_says_so(tmp_path):
     process = processes.Command("serve", str(tmp_path / "base"), *FREE_PORT)
     with process.folder, stopped(process):
         server = Server(process, process.files[1])
-        assert "no chat template: chats are answered with HTTP 400" in server.said()
+        assert "no chat template: chats are answered with HTTP 400. Use /v1/completions, or add" in server.said()
         with pytest.raises(HTTPError, match="400") as error:
             server.post("chat/completions", messages=[{"role": "user", "content": "hi"}])
         assert "no chat template; use /v1/completions" in error.value.read().decode()

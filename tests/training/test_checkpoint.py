@@ -239,6 +239,22 @@ def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(recipe, tmp_path,
     assert [path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()] == ["step-000012"]
 
 
+def test_a_run_does_not_go_on_with_other_code(recipe, tmp_path, monkeypatch):
+    module = tmp_path / "sinking.py"
+    module.write_text("def fall(progress):\n    return 1 - progress\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HEADWATER_TRUST", "sinking")
+    made = recipe(training={"schedule": "sinking:fall"})
+    with pytest.raises(PowerCut):
+        train(made, tmp_path / "run", on_event=cut_at(9))
+    before = module.read_text()
+    module.write_text(before.replace("progress\n", "progress**2\n"))
+    with pytest.raises(HeadwaterError, match="sinking:fall has changed since this run was started; restore it"):
+        train(made, tmp_path / "run", resume=True)
+    module.write_text(before)
+    train(made, tmp_path / "run", resume=True)
+
+
 def test_a_run_does_not_go_on_with_other_data(recipe, corpus, tmp_path):
     shutil.copytree(corpus, tmp_path / "corpus")
     made = recipe(data={"source": str(tmp_path / "corpus")})

@@ -274,6 +274,7 @@ def test_two_runs_cannot_share_a_folder(recipe, tmp_path, monkeypatch):
     [
         ({"model": {"hidden_size": 32}}, "model.hidden_size=16 and cannot be resumed with 32"),
         ({"model": {"mechanisms": {}}}, r"model\.mechanisms="),
+        ({"model": {"hidden_size": 32}, "seed": 5}, "size=16, seed=0 and cannot be resumed with 32, 5; restore them"),
         ({"data": {"context": 16}}, r"data\.context=32"),
         ({"seed": 5}, "seed=0 and cannot be resumed with 5"),
         ({"training": {"batch_size": 8}}, r"training\.batch_size=4"),

@@ -116,6 +116,11 @@ class Context(NamedTuple):
     x: Tensor | None = None
 
 
+@torch.compiler.assume_constant_result  # torch.compile cannot trace the look-up
+def _find_name(kind: type) -> str:
+    return MECHANISMS.name_of(kind)
+
+
 class Mechanism(nn.Module):
     """One mechanism in one layer of a model. By default every method changes nothing.
 
@@ -152,7 +157,7 @@ class Mechanism(nn.Module):
     @classmethod
     def registered_name(cls) -> str:
         """Return the name in configs: a built-in one, the package's entry point, or "module:Class". Do not override."""
-        return MECHANISMS.name_of(cls)
+        return _find_name(cls)
 
     # Called before any module exists
 

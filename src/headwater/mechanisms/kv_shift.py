@@ -148,6 +148,10 @@ class KVShift(KeepsPrecision, Mechanism):
     def shift_heads(self, kind: Part, x: Tensor, reach: Reach, tail: Tail | None) -> Tensor:
         if not self.sizes[kind]:
             return x
+        if x.dim() != 4 or x.shape[1] != self.sizes[kind]:
+            raise HeadwaterError(
+                f"KV shift takes {OPTIONS[kind]} [batch, {self.sizes[kind]}, tokens, width], not {list(x.shape)}."
+            )
         previous = read_tail(tail, self.tails[kind], x, self.window - 1, reach)
         if self.variant == "half_heads":
             return shift_second(x, 1, self.current[kind], reach, previous)

@@ -13,7 +13,9 @@ In addition, a name may refer to a class that the program has already imported, 
 The list is in the environment of this process, so that its child processes trust the same names. It ends with them.
 """
 
+import ast
 import functools
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -21,13 +23,14 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from headwater.util.errors import HeadwaterError, NotTrusted, shown
-from headwater.util.layout import is_ours
+from headwater.util.layout import LIBRARY, is_ours
 
 # The trusted names, separated by commas: "package.module", "package.module:attribute" or paths.
 VARIABLE = "HEADWATER_TRUST"
@@ -64,8 +67,12 @@ def trust_names_in(values: Any) -> None:
 
 
 def may_read(path: str) -> bool:
-    """Whether a path that a file names is below the current folder and not hidden, or the user trusts it."""
-    return not _leads_out(path) or _is_trusted_path(path)
+    """Whether a path that a file names, absolute or not, is below the current folder and not hidden, or the user trusts
+    it.
+    """
+    current = Path.cwd()
+    below = str(Path(path).relative_to(current)) if Path(path).is_relative_to(current) else path
+    return not _leads_out(below) or _is_trusted_path(path)
 
 
 def check_paths(values: Any) -> None:
@@ -133,6 +140,46 @@ def find_loaded(name: str, base: str) -> Any:
     bases = type.__dict__["__mro__"].__get__(kind)
     derives = any(base_class.__name__ == base and is_ours(base_class.__module__) for base_class in bases)
     return thing if derives else None
+
+
+def hash_code(values: Any) -> dict[str, str]:
+    """Hash the code from outside that nested values name, and that may be imported: by name, the SHA-256 of the
+    statements of its module, or of all of its package. Comments and layout do not count.
+    """
+    groups = entry_points()
+    installed = {
+        point.name: point.value.replace(" ", "")
+        for group in groups.groups
+        if group.startswith(f"{LIBRARY}.")
+        for point in groups.select(group=group)
+    }
+    hashes = {}
+    for name in _texts_in(values):
+        target = installed.get(name, name)
+        if _NAME.fullmatch(target) and (name in installed or is_trusted(name)):
+            statements = [_read_statements(path) for path in _list_files(target.partition(":")[0])]
+            if statements:
+                hashes[name] = hashlib.sha256("\n".join(statements).encode()).hexdigest()
+    return hashes
+
+
+def _read_statements(path: Path) -> str:
+    source = path.read_bytes()
+    try:
+        return ast.unparse(ast.parse(source))
+    except (SyntaxError, ValueError):  # a template in a package, for example
+        return source.decode(errors="replace")
+
+
+def _list_files(module: str) -> list[Path]:
+    """List the files of a module's package, or its own if it is in none; [] if there are none, or it is ours."""
+    for name in () if is_ours(module) else (module.partition(".")[0], module):
+        with _search_current_folder(name), suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(name)
+            path = Path(str(spec and spec.origin))
+            if path.suffix == ".py":
+                return sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+    return []
 
 
 def check_link(path: Path, folder: Path) -> None:

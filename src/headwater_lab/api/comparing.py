@@ -251,9 +251,11 @@ def watched_trials(name: str, steps: int, watch: Observer) -> OnChange:
 
 
 def tell_failures(outcomes: Sequence[Outcome], watch: Observer) -> list[Outcome]:
-    """Report which trials diverged or failed, once for each reason, and return those that failed."""
+    """Report the trials' notices, and which diverged or failed, once for each reason; return those that failed."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:
+        for message in {notice.message: None for notice in (outcome.record.notices if outcome.record else ())}:
+            reasons.setdefault(("noted", message), []).append(outcome.label)
         if outcome.error is not None:
             outcome_kind = "diverged" if outcome.record is not None else "failed"
             reasons.setdefault((outcome_kind, outcome.error), []).append(outcome.label)

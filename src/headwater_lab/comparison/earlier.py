@@ -85,7 +85,7 @@ def check_earlier_runs(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
 
 
 def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns, out: Path) -> None:
-    """Raise `HeadwaterError` if the settings of any run differ from the recipe's for its arm and seed.
+    """Raise `HeadwaterError` if the settings or code of any run differ from the recipe's for its arm and seed.
 
     rates: the tuned learning rates of some arms; those for other arms are read from their tuning runs.
     """
@@ -100,10 +100,9 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns
                 tuned = find_tuned_rate(recipe, experiment.arm, out)
                 rate_by_arm[experiment.arm] = _find_rate(section, expected, record) if tuned is None else tuned
             expected = choose_rate(expected, section, rate_by_arm[experiment.arm])
-        if record.identity != expected.identity and (record.status in ENDED or list_checkpoints(folder)):
-            raise HeadwaterError(
-                f"{str(folder)!r} holds a run with other settings; choose another --out, or remove it."
-            )
+        difference = record.describe_difference(expected)
+        if difference and (record.status in ENDED or list_checkpoints(folder)):
+            raise HeadwaterError(f"{str(folder)!r} holds a run {difference}; choose another --out, or remove it.")
         evaluate_every = record.recipe.get("reporting", {}).get("evaluate_every")
         has_ended = section.threshold is not None and record.status in ENDED
         if has_ended and evaluate_every != expected.reporting.evaluate_every:

@@ -206,16 +206,14 @@ class _Pool:
 def read_finished(job: Job) -> RunRecord | None:
     """Read the job's record, if it has run to its end with the same settings; None otherwise.
 
-    Raises `HeadwaterError` if its folder holds a run with other settings.
+    Raises `HeadwaterError` if its folder holds a run with other settings or of code that has changed.
     """
     if (record := find_record(job.folder)) is None:
         return None
-    same = record.identity == job.recipe.identity
-    if not same and (record.status in ENDED or list_checkpoints(job.folder)):
-        raise HeadwaterError(
-            f"{str(job.folder)!r} holds a run with other settings; choose another --out, or remove it."
-        )
-    return record if same and record.status in ENDED else None
+    difference = record.describe_difference(job.recipe)
+    if difference and (record.status in ENDED or list_checkpoints(job.folder)):
+        raise HeadwaterError(f"{str(job.folder)!r} holds a run {difference}; choose another --out, or remove it.")
+    return record if not difference and record.status in ENDED else None
 
 
 def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | None, trunk: str | None = None) -> None:

@@ -23,7 +23,7 @@ def find_tuned_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
     trials = [trial for trial in list_tuning_trials(recipe, out) if trial.experiment.arm == arm]
     for trial in trials:
         record = find_record(trial.folder)
-        if record is None or record.status not in ENDED or record.identity != trial.recipe.identity:
+        if record is None or record.status not in ENDED or record.describe_difference(trial.recipe):
             return None
         outcomes.append(Outcome(trial.label, record))
     return choose_rates(trials, outcomes)[arm]

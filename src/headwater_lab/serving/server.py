@@ -78,7 +78,9 @@ def serve_checkpoint(name: str, source: Path, host: str, port: int, device: str,
     assert tokenizer is not None, "the command looks for it"
     model.to(device, dtype)
     if tokenizer.chat_template is None:
-        logger.warning(f"{NO_TEMPLATE}: chats are answered with HTTP 400; use /v1/completions.")
+        # Not in a run: its checkpoint has check sums, and other copies of the tokenizer are not read.
+        remedy = "Use /v1/completions, or add a chat_template.jinja to what headwater export writes, and serve that."
+        logger.warning(f"{NO_TEMPLATE}: chats are answered with HTTP 400. {remedy}")
     app = ModelServer(name, model, tokenizer).build_app()
     # uvicorn reports how many answers it ends when it stops, and then a traceback of each.
     logging.getLogger("uvicorn.error").addFilter(

@@ -13,6 +13,7 @@ import torch
 
 from headwater.cost.counts import cache_bytes_per_token, embedding_parameters, training_flops
 from headwater.models.compiling import is_compiled
+from headwater.plugins.outside import hash_code
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import disk_problem, explain_disk_errors, read_bytes, replace_text
 from headwater_lab.data.base import Evaluation
@@ -358,6 +359,7 @@ def build_record(run: Setup, experiment: Experiment | None) -> RunRecord:
         status="running",
         recipe=recipe.model_dump(mode="json"),
         identity=recipe.identity,
+        code=hash_code(recipe.model_dump(mode="json", include={"model", "data", "training"})),
         data=data.description,
         metric=data.metric,
         lower_is_better=data.lower_is_better,

@@ -7,17 +7,21 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import torch
 import transformers
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headwater import __version__
+from headwater.plugins.outside import hash_code
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import read_bytes, replace_text
 from headwater.util.processor import describe_cpu
 from headwater_lab.util.clone import find_commit, today
+
+if TYPE_CHECKING:
+    from headwater_lab.recipe.recipe import Recipe
 
 SCHEMA_VERSION = 2
 RECORD = "record.json"
@@ -263,6 +267,8 @@ class RunRecord(_Section):
     """The resolved recipe, defaults included."""
     identity: str
     """A hash of the recipe's fields that decide the result. Records of equal identity are the same run."""
+    code: dict[str, str] = {}
+    """Code from outside that the recipe names: by name, the SHA-256 of its module's or package's statements."""
     data: dict[str, Any]
     """The data's source, tokenizer, hashes and sizes; of domains, what is left out since it is trained on."""
     metric: str
@@ -322,6 +328,17 @@ class RunRecord(_Section):
     def tokens_per_second(self) -> float:
         """Mean training speed."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def changed_code(self) -> list[str]:
+        """The names of the run's code from outside that has changed since, where the user trusts it."""
+        return [name for name, digest in self.code.items() if hash_code(name).get(name, digest) != digest]
+
+    def describe_difference(self, recipe: "Recipe") -> str:
+        """Describe why this is no run of a recipe: other settings, or code that has changed; "" if it is."""
+        if self.identity != recipe.identity:
+            return "with other settings"
+        return f"from before {self.changed_code[0]} was changed" if self.changed_code else ""
 
     @property
     def data_hashes(self) -> str:
@@ -407,13 +424,21 @@ def device_name(device: torch.device) -> str:
 
 
 def changed_data(records: Iterable[RunRecord]) -> str:
-    """Write a sentence if runs with the same data settings had different data; "" if none did.
+    """Write a sentence if runs with the same data settings had different data, or different versions of code from
+    outside; "" if none did.
 
     The data would be a part of their difference, and a mean over seeds would be one over texts. For runs with stages
     it is the data of the last one, which is all that they state.
     """
     by_settings: dict[tuple[str, str], dict[str, RunRecord]] = {}
+    by_code: dict[str, RunRecord] = {}
     for record in records:
+        for name, digest in record.code.items():
+            if (first := by_code.setdefault(name, record)).code[name] != digest:
+                return (
+                    f"Runs had different versions of {name} ({first.name}; {record.name}), so their results cannot be "
+                    "compared. Train them again in a new folder."
+                )
         changes = [stage["data"] for stage in record.recipe.get("stages", ()) if stage.get("data")]
         settings = json.dumps([record.recipe.get("data"), *changes], sort_keys=True)
         key = settings, str(record.data.get("source"))

@@ -122,7 +122,7 @@ def uses_processes(recipe: Recipe) -> bool:
 def is_finished(recipe: Recipe, folder: Path) -> bool:
     """Whether `folder` holds this recipe's run, finished."""
     record = find_record(folder)
-    return record is not None and record.status == "finished" and record.identity == recipe.identity
+    return record is not None and record.status == "finished" and not record.describe_difference(recipe)
 
 
 def join_records(

@@ -66,7 +66,7 @@ from headwater_lab.training.model_changes import (
 )
 from headwater_lab.training.optimizers import Average, freeze_others, learning_rate, make_optimizers
 from headwater_lab.training.processes import fail_together, is_sharded, list_scalars, run_in_first
-from headwater_lab.training.records import Event, Origin
+from headwater_lab.training.records import Event, Origin, find_record
 from headwater_lab.training.run_folder import CHANGED
 from headwater_lab.training.saving import write_model
 from headwater_lab.training.trained_models import open_source, open_trained
@@ -108,12 +108,13 @@ def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> t
     """
     progress = read_progress(checkpoint)
     values = recipe.model_dump(mode="json")
-    for name, old, new in list_changes(progress.recipe, values):
-        if name not in MAY_CHANGE:
-            raise HeadwaterError(
-                f"This run was started with {name}={old!r} and cannot be resumed with {new!r}; restore it, or "
-                "start a new run with another --out."
-            )
+    if changes := [change for change in list_changes(progress.recipe, values) if change[0] not in MAY_CHANGE]:
+        changes = [change for change in changes if change[1] is not None] or changes  # None: another kind of data's
+        started = ", ".join(f"{name}={old!r}" for name, old, _ in changes)
+        raise HeadwaterError(
+            f"This run was started with {started} and cannot be resumed with {', '.join(repr(c[2]) for c in changes)}; "
+            f"restore {'it' if len(changes) == 1 else 'them'}, or start a new run with another --out."
+        )
     _check_decay(progress, recipe)
     if progress.step > recipe.training.steps:
         raise HeadwaterError(
@@ -126,6 +127,12 @@ def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> t
                 f"{data.get(fact)!r}); restore them, or start a new run with another --out."
             )
     warning = _warn_rescheduled(progress, recipe.training)
+    record = find_record(checkpoint.parents[1])
+    if record is not None and record.changed_code:
+        raise HeadwaterError(
+            f"{record.changed_code[0]} has changed since this run was started; restore it, or start a new run with "
+            "another --out."
+        )
     progress.recipe = values
     return progress, [] if warning is None else [warning]
 
