@@ -108,13 +108,7 @@ def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> t
     """
     progress = read_progress(checkpoint)
     values = recipe.model_dump(mode="json")
-    if changes := [change for change in list_changes(progress.recipe, values) if change[0] not in MAY_CHANGE]:
-        changes = [change for change in changes if change[1] is not None] or changes  # None: another kind of data's
-        started = ", ".join(f"{name}={old!r}" for name, old, _ in changes)
-        raise HeadwaterError(
-            f"This run was started with {started} and cannot be resumed with {', '.join(repr(c[2]) for c in changes)}; "
-            f"restore {'it' if len(changes) == 1 else 'them'}, or start a new run with another --out."
-        )
+    _check_changes(progress.recipe, values)
     _check_decay(progress, recipe)
     if progress.step > recipe.training.steps:
         raise HeadwaterError(
@@ -126,15 +120,27 @@ def resume_progress(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> t
                 f"The data have changed since this run was started ({fact} {progress.data.get(fact)!r}, now "
                 f"{data.get(fact)!r}); restore them, or start a new run with another --out."
             )
-    warning = _warn_rescheduled(progress, recipe.training)
     record = find_record(checkpoint.parents[1])
     if record is not None and record.changed_code:
         raise HeadwaterError(
             f"{record.changed_code[0]} has changed since this run was started; restore it, or start a new run with "
             "another --out."
         )
+    warning = _warn_rescheduled(progress, recipe.training)
     progress.recipe = values
     return progress, [] if warning is None else [warning]
+
+
+def _check_changes(old_values: dict[str, Any], values: dict[str, Any]) -> None:
+    """Raise `HeadwaterError` for fields that differ from those that a run was started with, and may not."""
+    changes = [change for change in list_changes(old_values, values) if change[0] not in MAY_CHANGE]
+    changes = [change for change in changes if change[1] is not None] or changes  # None: another kind of data's
+    if changes:
+        started = ", ".join(f"{name}={old!r}" for name, old, _ in changes)
+        raise HeadwaterError(
+            f"This run was started with {started} and cannot be resumed with {', '.join(repr(c[2]) for c in changes)}; "
+            f"restore {'it' if len(changes) == 1 else 'them'}, or start a new run with another --out."
+        )
 
 
 def list_changes(
