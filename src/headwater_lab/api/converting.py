@@ -84,7 +84,8 @@ def convert(
     dtype = trained.model.dtype
     element, config = dtype.itemsize, trained.model.config
     price_conversion(recipe, config, element)  # raises before the text is read
-    built = recipe.data.build()
+    is_copied = text is None or checkpoint.is_dir()
+    built = (recipe.data if is_copied else recipe.data.model_copy(update={"tokenizer": source})).build()
     rows = getattr(built, "held_out_rows", 0)
     price = price_conversion(recipe, config, element, rows, build_control(recipe) if control else None)
     _say_price(price, recipe, watch)
