@@ -84,8 +84,7 @@ def convert(
     dtype = trained.model.dtype
     element, config = dtype.itemsize, trained.model.config
     price_conversion(recipe, config, element)  # raises before the text is read
-    is_copied = text is None or checkpoint.is_dir()
-    built = (recipe.data if is_copied else recipe.data.model_copy(update={"tokenizer": source})).build()
+    built = _build_data(recipe, checkpoint, source, text)
     rows = getattr(built, "held_out_rows", 0)
     price = price_conversion(recipe, config, element, rows, build_control(recipe) if control else None)
     _say_price(price, recipe, watch)
@@ -118,6 +117,12 @@ def convert(
             )
         _report_conversion(out, records[0], price, measures, source, watch)
     return records[0]
+
+
+def _build_data(recipe: Recipe, checkpoint: Path, source: str, text: str | None) -> Data:
+    """Build the data to heal on; before the checkpoint exists, with the tokenizer of the source."""
+    is_copied = text is None or checkpoint.is_dir()
+    return (recipe.data if is_copied else recipe.data.model_copy(update={"tokenizer": source})).build()
 
 
 def _make_recipe(
