@@ -157,18 +157,19 @@ def hash_code(values: Any) -> dict[str, str]:
     for name in _texts_in(values):
         target = installed.get(name, name)
         if _NAME.fullmatch(target) and (name in installed or is_trusted(name)):
-            statements = [_read_statements(path) for path in _list_files(target.partition(":")[0])]
-            if statements:
-                hashes[name] = hashlib.sha256("\n".join(statements).encode()).hexdigest()
+            files = _list_files(target.partition(":")[0])
+            if digests := [_hash_statements(path, path.stat().st_mtime_ns) for path in files]:
+                hashes[name] = hashlib.sha256(b"".join(digests)).hexdigest()
     return hashes
 
 
-def _read_statements(path: Path) -> str:
+@functools.cache  # a comparison asks for every one of its runs
+def _hash_statements(path: Path, changed: int) -> bytes:
+    """Hash a file's statements. changed: when it was."""
     source = path.read_bytes()
-    try:
-        return ast.unparse(ast.parse(source))
-    except (SyntaxError, ValueError):  # a template in a package, for example
-        return source.decode(errors="replace")
+    with suppress(SyntaxError, ValueError):  # a template in a package, for example
+        source = ast.unparse(ast.parse(source)).encode()
+    return hashlib.sha256(source).digest()
 
 
 def _list_files(module: str) -> list[Path]:

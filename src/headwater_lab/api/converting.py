@@ -22,7 +22,6 @@ from headwater_lab.data.base import Data
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import change_recipe, load_recipe
 from headwater_lab.training.checkpoints import FOLDER, newest_checkpoint, read_history
-from headwater_lab.training.model_changes import count_aligned
 from headwater_lab.training.model_estimates import ConversionPrice, price_conversion, read_count
 from headwater_lab.training.processes import connect_processes
 from headwater_lab.training.records import CONTROL, CONVERSION, RunRecord
@@ -300,8 +299,5 @@ def _report_conversion(
     rows = [(f"{p['tokens']:,}", f"{p['cache_bytes_per_token']:,}", f"{p[record.metric]:.4f}") for p in curve]
     watch.say(lined(*columns, rows=rows))
     checkpoint = newest_checkpoint(target)
-    history = read_history(checkpoint)
-    if tokens := count_aligned(history):
-        watch.say(f"Shared or pooled keys and values were aligned on {tokens:,} tokens.")
-    lines = explain_plain(target, read_config(checkpoint), history)
+    lines = explain_plain(target, read_config(checkpoint), read_history(checkpoint))
     watch.say("\n".join([f"written to {target}", how_to_load(target), *lines]))

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -122,11 +122,6 @@ def _prepare_layers(
     if goal.choose:
         mechanisms = choose_sources(original.config, mechanisms, compare_layers(original, rows))
     return mechanisms, goal.align and align_layers(original, rows, mechanisms, heads)
-
-
-def count_aligned(events: Iterable[Event]) -> int:
-    """Count the tokens on which a model's conversions aligned keys and values."""
-    return sum(event.details.get("aligned_tokens", 0) for event in events)
 
 
 def list_refits(

@@ -155,8 +155,8 @@ def _price_stages(
         # Before the first step, at regular steps, and after the last.
         evaluations = 1 - -training.steps // (run.reporting.evaluate_every or training.steps)
         logits = 4 * config.vocab_size * context  # bytes of a row's in fp32
-        # Distillation stores the teacher's, a second gradient, and one row's distributions and gradients in fp32.
-        stored = 2 * training.precision.compute.itemsize * training.batch_size
+        # Distillation stores the teacher's, two more gradients, and one row's distributions in fp32.
+        stored = 3 * training.precision.compute.itemsize * training.batch_size
         distilling = 0 if teacher is None else (stored + 20) * config.vocab_size * context
         # Evaluation computes them and their log-softmax, while the training state stays in memory.
         batch = min(held_out_rows, count_batch_rows(config.vocab_size, context))

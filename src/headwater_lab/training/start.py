@@ -17,13 +17,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
-from torch.utils.checkpoint import checkpoint
 
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
@@ -56,14 +55,7 @@ from headwater_lab.training.checkpoints import (
     restore_run,
 )
 from headwater_lab.training.initialization import measure_initialization, warn_drowning
-from headwater_lab.training.model_changes import (
-    change_model,
-    check_classes,
-    count_aligned,
-    describe_refit,
-    list_refits,
-    refit_model,
-)
+from headwater_lab.training.model_changes import change_model, check_classes, describe_refit, list_refits, refit_model
 from headwater_lab.training.optimizers import Average, freeze_others, learning_rate, make_optimizers
 from headwater_lab.training.processes import fail_together, is_sharded, list_scalars, run_in_first
 from headwater_lab.training.records import Event, Origin, find_record
@@ -329,7 +321,7 @@ def _describe_changes(start: Start, changes: list[Event]) -> list[str]:
         mechanisms = next(event.details["mechanisms"] for event in changes if event.kind == "converted")
         chosen = ", ".join(f"{name}={options}" for name, options in mechanisms.items())
         notices.append(f"The layers that share were chosen by how similar they are: {chosen}.")
-    if tokens := count_aligned(changes):
+    if tokens := sum(event.details.get("aligned_tokens", 0) for event in changes):
         notices.append(f"Keys and values that are shared or pooled were aligned on {tokens:,} tokens.")
     return notices
 
@@ -435,23 +427,33 @@ class Teacher:
 def compute_divergence(logits: Tensor, targets: Tensor, selected: Tensor, temperature: float = 1.0) -> Tensor:
     """T²·Σ KL(softmax(targets / T) ‖ softmax(logits / T)) over the tokens `selected` [B, T]; logits [B, T, V].
 
-    Computes one row at a time, and again in the backward pass: copies of all logits in fp32 would be most of a step's
-    memory. The other tokens are made equal instead of being left out, since only the device knows how many there are.
+    Tokens that are not selected are computed too, since only the device knows how many there are.
     """
-    rows = zip(logits.unbind(), targets.unbind(), selected.unbind(), strict=True)
-    sums = [checkpoint(_diverge_row, *row, temperature, use_reentrant=False, preserve_rng_state=False) for row in rows]
-    return temperature**2 * torch.stack(sums).sum()
+    return cast(Tensor, _Divergence.apply(logits, targets, selected, temperature))
 
 
-def _diverge_row(logits: Tensor, targets: Tensor, selected: Tensor, temperature: float) -> Tensor:
-    log_q, log_p = (
-        x.masked_fill(~selected[..., None], 0.0)
-        .to(torch.promote_types(x.dtype, torch.float32))
-        .div(temperature)
-        .log_softmax(-1)
-        for x in (logits, targets)
-    )
-    return torch.nn.functional.kl_div(log_q, log_p.to(log_q.dtype), log_target=True, reduction="sum")
+class _Divergence(torch.autograd.Function):
+    """`compute_divergence`, by row and with its gradient T·(q - p) in the forward pass: copies of all logits in fp32
+    would be most of a step's memory."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, selected: Tensor, temperature: float) -> Tensor:
+        gradient, sums = torch.empty_like(logits), []
+        for row, visible in enumerate(selected):
+            log_q, log_p = (
+                x[row].to(torch.promote_types(x.dtype, torch.float32)).div(temperature).log_softmax(-1)
+                for x in (logits, targets)
+            )
+            p = log_p.exp()
+            sums.append(((log_p - log_q) * p).sum(-1).masked_fill(~visible, 0.0).sum())
+            gradient[row] = log_q.exp_().sub_(p).mul_(temperature).masked_fill_(~visible[:, None], 0.0)
+        ctx.save_for_backward(gradient)
+        return temperature**2 * torch.stack(sums).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0].to(ctx.saved_tensors[0].dtype) * ctx.saved_tensors[0], None, None, None
 
 
 @contextmanager
