@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 from conftest import assert_near, build, config, decode, document_positions, shared, tokens
 from headwater import HeadwaterConfig, HeadwaterError
 from headwater.mechanisms.contract import KV
+from headwater.mechanisms.shift import read_tail, shift
 from headwater.models.cache import (
     HeadwaterLayer,
     HeadwaterSlidingLayer,
@@ -85,6 +86,17 @@ def test_tail_stands_in_front_of_each_call(make, length, chunks):
         start += chunk
     assert torch.equal(tail_of(layer, "k"), kv.k[:, :, -length:])
     assert torch.equal(tail_of(layer, "v"), kv.v[:, :, -length:])
+
+
+@every_layer
+def test_shifted_one_token_at_a_time(make):
+    """A static layer gives its tokens one by one, the oldest first."""
+    layer, x, taps = make(), random_kv(6).k, torch.randn(4, K, dtype=torch.float64)
+    padded = torch.nn.functional.pad(x, (0, 0, 3, 0))
+    expected = sum(taps[back, :, None, None] * padded[:, :, 3 - back : 9 - back] for back in range(4))
+    tokens = x.split(1, dim=2)
+    shifted = [shift(token, taps, previous=read_tail(layer, "k", token, 3)) for token in tokens]
+    assert torch.allclose(torch.cat(shifted, dim=2), expected, rtol=0, atol=1e-12)
 
 
 @every_layer
