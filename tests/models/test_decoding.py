@@ -2,24 +2,20 @@
 
 import itertools
 import re
-from contextlib import ExitStack
 
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
-from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.post_grad import post_grad_passes
-from torch._inductor.graph import GraphLowering
-from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import StaticCache
 
 from conftest import assert_near, build, config, shared, tokens
+from gpu_code import write_code
 from headwater import HeadwaterForCausalLM
 from headwater.models import input_checks
 from headwater.models.decoding import WARM, Arrivals, Decoder, DecodingState
@@ -172,14 +168,7 @@ def allocated(mechanisms: dict) -> list[int]:
     sizes: list[int] = []
 
     def compiler(graph, inputs):
-        with ExitStack() as stack:
-            for context in (V.set_fake_mode(torch._guards.detect_fake_mode(inputs)), DebugContext()):
-                stack.enter_context(context)
-            post_grad_passes(graph, is_inference=True)
-            lowered = GraphLowering(graph, example_inputs=inputs, is_inference=True)
-            stack.enter_context(V.set_graph_handler(lowered))
-            lowered.run(*inputs)
-            code = lowered.codegen()[0].value
+        code, _ = write_code(graph, inputs, is_inference=True)
         for shape in re.findall(r"empty_strided\w*\(\(([\d, ]*)\)", code):
             sizes.append(torch.Size(int(n) for n in shape.split(",") if n.strip()).numel())
         return graph.forward

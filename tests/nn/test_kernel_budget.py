@@ -6,7 +6,6 @@ operation, as a fused kernel is on a GPU.
 """
 
 import re
-from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
@@ -16,16 +15,12 @@ from torch import Tensor, _dynamo
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor
-from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.post_grad import post_grad_passes
-from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
-from torch._inductor.scheduler import ExternKernelSchedulerNode
-from torch._inductor.virtualized import V
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from conftest import build, tokens
+from gpu_code import write_code
 from headwater.models.compiling import expect_layers
 from headwater.models.decoding import Decoder
 from headwater.plugins.registry import MECHANISMS
@@ -94,16 +89,7 @@ def counting_compiler(counts: list[tuple[int, float]], is_inference: bool = Fals
 
     def compile(graph, inputs):
         results = [getattr(node, "meta", {}).get("val") for node in graph.graph.output_node().args[0]]
-        with ExitStack() as stack:
-            for context in (V.set_fake_mode(torch._guards.detect_fake_mode(inputs)), DebugContext()):
-                stack.enter_context(context)
-            post_grad_passes(graph, is_inference=is_inference)
-            lowered = GraphLowering(graph, example_inputs=inputs, is_inference=is_inference)
-            stack.enter_context(V.set_graph_handler(lowered))
-            lowered.run(*inputs)
-            code = lowered.codegen()[0].value
-            nodes = [node for node in lowered.scheduler.nodes if not isinstance(node, ExternKernelSchedulerNode)]
-            size = sum(node.get_read_write_buffers_sizes() for node in nodes)
+        code, size = write_code(graph, inputs, is_inference)
         counts.append((len(re.findall(r"\btriton_\w+\.run\(", code)), size / STREAM))
         if is_inference:
             return graph.forward
