@@ -1,6 +1,7 @@
 """Losses of a few rows at a time, without copies of the logits.
 
-`target_log_probabilities` takes logits, on a CPU. `ChunkedLoss` takes what they are computed from.
+`target_log_probabilities` takes logits, on a CPU. `ChunkedLoss` takes what they are computed from. `Divergence` takes
+those of two models.
 """
 
 from collections.abc import Callable, Iterator
@@ -147,3 +148,32 @@ def differentiate_loss(
             block.copy_(grad if bent is None else grad * (1 - bent.square()))
     total = torch.stack(sums).sum(0)
     return total, logits @ weight if wanted[0] else None, logits.T @ hidden if wanted[1] else None
+
+
+class Divergence(torch.autograd.Function):
+    """T²·Σ KL(softmax(targets / T) ‖ softmax(logits / T)) over the tokens `selected` [B, T]; logits, targets [B, T, V].
+
+    Writes its gradient, T·(q - p), in the forward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, selected: Tensor, temperature: float) -> Tensor:
+        gradient, sums = torch.empty_like(logits), []
+        for row, visible in enumerate(selected):
+            log_q, log_p = (scale_log_softmax(x[row], temperature) for x in (logits, targets))
+            p = log_p.exp()
+            sums.append(((log_p - log_q) * p).sum(-1).masked_fill(~visible, 0.0).sum())
+            gradient[row] = log_q.exp_().sub_(p).mul_(temperature).masked_fill_(~visible[:, None], 0.0)
+        ctx.save_for_backward(gradient)
+        return temperature**2 * torch.stack(sums).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grads[0], None, None, None
+
+
+def scale_log_softmax(x: Tensor, temperature: float) -> Tensor:
+    """log softmax(x / temperature) over the last dimension, in fp32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).div(temperature).log_softmax(-1)

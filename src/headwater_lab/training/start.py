@@ -30,6 +30,8 @@ from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost.counts import forward_flops
 from headwater.cost.hardware import sheet_of
 from headwater.growth.parameter_tokens import has_pairs
+from headwater.kernels import can_fuse
+from headwater.kernels.fused_loss import Divergence, scale_log_softmax
 from headwater.mechanisms.capabilities import ActsInTraining, Step
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
@@ -429,31 +431,11 @@ def compute_divergence(logits: Tensor, targets: Tensor, selected: Tensor, temper
 
     Tokens that are not selected are computed too, since only the device knows how many there are.
     """
-    return cast(Tensor, _Divergence.apply(logits, targets, selected, temperature))
-
-
-class _Divergence(torch.autograd.Function):
-    """`compute_divergence`, by row and with its gradient T·(q - p) in the forward pass: copies of all logits in fp32
-    would be most of a step's memory."""
-
-    @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, selected: Tensor, temperature: float) -> Tensor:
-        gradient, sums = torch.empty_like(logits), []
-        for row, visible in enumerate(selected):
-            log_q, log_p = (
-                x[row].to(torch.promote_types(x.dtype, torch.float32)).div(temperature).log_softmax(-1)
-                for x in (logits, targets)
-            )
-            p = log_p.exp()
-            sums.append(((log_p - log_q) * p).sum(-1).masked_fill(~visible, 0.0).sum())
-            gradient[row] = log_q.exp_().sub_(p).mul_(temperature).masked_fill_(~visible[:, None], 0.0)
-        ctx.save_for_backward(gradient)
-        return temperature**2 * torch.stack(sums).sum()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return grads[0].to(ctx.saved_tensors[0].dtype) * ctx.saved_tensors[0], None, None, None
+    if can_fuse(logits):
+        return cast(Tensor, Divergence.apply(logits, targets, selected, temperature))
+    log_q, log_p = (scale_log_softmax(x, temperature) for x in (logits, targets))
+    divergences = ((log_p - log_q) * log_p.exp()).sum(-1)
+    return temperature**2 * divergences.masked_fill(~selected, 0.0).sum()
 
 
 @contextmanager
