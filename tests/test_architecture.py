@@ -25,6 +25,7 @@ KNOW_MECHANISMS = (
     "headwater/config/presets.py",
     "headwater/growth/parameter_tokens.py",
     "headwater/conversion/foreign.py",
+    "headwater/conversion/latent.py",
     "headwater/testing/naive.py",
 )
 

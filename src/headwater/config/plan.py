@@ -135,6 +135,7 @@ class LayerPlan:
     """Plan of layer `index`: what it projects, stores and reads.
 
     attends: for each of the model's K key/value heads, whose keys and values it attends to.
+    value_part: which of this layer's tensors heads read as its values: its values, or its keys.
     k_heads, v_heads: the heads whose keys and values this layer projects and stores: those that are attended to, here
         or in a later layer.
     groups: `attends` as calls of the kernel.
@@ -149,6 +150,7 @@ class LayerPlan:
 
     index: int
     attends: tuple[Attends, ...]
+    value_part: Literal["k", "v"] = "v"
     k_heads: tuple[int, ...] = ()
     v_heads: tuple[int, ...] = ()
     groups: tuple[HeadGroup, ...] = ()
@@ -163,7 +165,7 @@ class LayerPlan:
         """A layer that attends to its own keys and values and stores all of them."""
         everything = tuple(range(heads))
         groups = (HeadGroup(0, heads, index, index),)
-        return cls(index, (Attends(index, index),) * heads, everything, everything, groups)
+        return cls(index, (Attends(index, index),) * heads, k_heads=everything, v_heads=everything, groups=groups)
 
     def attending(self, heads: Iterable[int], k: int | None = None, v: int | None = None) -> LayerPlan:
         """Let `heads` attend to the keys of layer `k` and the values of layer `v`; None: as before."""
@@ -175,6 +177,10 @@ class LayerPlan:
                 for head, old in enumerate(self.attends)
             ),
         )
+
+    def reading_keys(self) -> LayerPlan:
+        """Let heads that attend to this layer's values read its keys instead."""
+        return replace(self, value_part="k")
 
     def reading(self, *sources: Source) -> LayerPlan:
         """Return this plan with `sources` added to `reads`."""
@@ -220,6 +226,11 @@ class LayerPlan:
             return ("q",)
         heads: tuple[tuple[Part, tuple[int, ...]], ...] = (("k", self.k_heads), ("v", self.v_heads))
         return ("q", *(letter for letter, stored in heads if stored))
+
+    @property
+    def stored_values(self) -> tuple[int, ...]:
+        """The heads that this layer stores of what is read as its values."""
+        return self.k_heads if self.value_part == "k" else self.v_heads
 
     @property
     def tail(self) -> int:

@@ -87,6 +87,8 @@ def _share_heads(config: HeadwaterConfig) -> list[LayerPlan]:
     for layer, plan in enumerate(plans):
         attends = (Attends(follow(layer, head, "k"), follow(layer, head, "v")) for head in range(len(plan.attends)))
         plans[layer] = replace(plan, attends=tuple(attends))
+        if any(redirected[layer].value_part == "k" for redirected in redirecting.values()):
+            plans[layer] = plans[layer].reading_keys()
     return plans
 
 
@@ -194,7 +196,7 @@ def _complete_plans(plans: list[LayerPlan]) -> list[LayerPlan]:
     for plan in plans:
         for head, (k, v) in enumerate(plan.attends):
             k_heads[k].add(head)
-            v_heads[v].add(head)
+            (k_heads if plans[v].value_part == "k" else v_heads)[v].add(head)
     stored = [
         replace(plan, k_heads=tuple(sorted(k_heads[plan.index])), v_heads=tuple(sorted(v_heads[plan.index])))
         for plan in plans
@@ -220,6 +222,6 @@ def groups_of(plan: LayerPlan, stored: Sequence[LayerPlan]) -> tuple[HeadGroup, 
     groups = []
     for (k, v), run in groupby(range(len(plan.attends)), key=lambda head: plan.attends[head]):
         heads = list(run)
-        indices = choose_heads(heads, stored[k].k_heads), choose_heads(heads, stored[v].v_heads)
+        indices = choose_heads(heads, stored[k].k_heads), choose_heads(heads, stored[v].stored_values)
         groups.append(HeadGroup(heads[0], len(heads), k, v, *indices))
     return tuple(groups)

@@ -169,7 +169,7 @@ def _check_pooling(model: HeadwaterForCausalLM) -> None:
 # Rotation
 
 
-def _list_attentions(model: HeadwaterForCausalLM) -> list[Attention]:
+def list_attentions(model: HeadwaterForCausalLM) -> list[Attention]:
     return [cast(Any, block).self_attn for block in model.model.layers]
 
 
@@ -179,7 +179,7 @@ def sample_heads(model: HeadwaterForCausalLM, rows: Tensor) -> list[dict[str, Te
     outputs: list[dict[str, list[Tensor]]] = [{"k": [], "v": []} for _ in model.model.layers]
     with ExitStack() as stack:
         stack.callback(model.train, model.training)
-        for layer, attention in zip(outputs, _list_attentions(model), strict=True):
+        for layer, attention in zip(outputs, list_attentions(model), strict=True):
             for kind, heads in layer.items():
                 if (projection := getattr(attention, f"{kind}_proj")) is not None:
                     hook = functools.partial(_keep_heads, heads, attention.head_dim)
@@ -187,6 +187,25 @@ def sample_heads(model: HeadwaterForCausalLM, rows: Tensor) -> list[dict[str, Te
         for row in rows:
             model.eval()(row[None].to(model.device), use_cache=False)
     return [{kind: torch.cat(heads) for kind, heads in layer.items() if heads} for layer in outputs]
+
+
+@torch.no_grad()
+def sample_inputs(model: HeadwaterForCausalLM, rows: Tensor) -> list[Tensor]:
+    """Return Σ x·xᵀ, [D, D] in fp64, over the inputs x of each layer's attention for rows of tokens."""
+    sums = [torch.zeros(model.config.hidden_size, model.config.hidden_size, dtype=torch.float64) for _ in model.plans]
+    with ExitStack() as stack:
+        stack.callback(model.train, model.training)
+        for total, attention in zip(sums, list_attentions(model), strict=True):
+            stack.enter_context(attention.q_proj.register_forward_pre_hook(functools.partial(_add_squares, total)))
+        for row in rows:
+            model.eval().model(row[None].to(model.device), use_cache=False)
+    return sums
+
+
+def _add_squares(total: Tensor, module: nn.Module, inputs: tuple[Tensor]) -> None:
+    """Forward pre-hook: add Σ x·xᵀ to `total`."""
+    x = inputs[0].detach().flatten(0, -2).double().cpu()
+    total += x.T @ x
 
 
 def _keep_heads(outputs: list[Tensor], width: int, module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -198,12 +217,17 @@ def _keep_heads(outputs: list[Tensor], width: int, module: nn.Module, inputs: An
 def can_turn(model: HeadwaterForCausalLM) -> dict[str, bool]:
     """Whether keys "k" and values "v" can be rotated without changing the function: with linear projections, and no
     mechanism or norm between them and attention."""
-    plain = not ((model.config.mechanisms or {}).keys() - {BLEND}) and all(
+    plain = not ((model.config.mechanisms or {}).keys() - {BLEND}) and has_linear_attention(model)
+    return {"k": plain and not model.config.qk_norm, "v": plain}
+
+
+def has_linear_attention(model: HeadwaterForCausalLM) -> bool:
+    """Whether all projections of attention are plain linear layers."""
+    return all(
         isinstance(getattr(attention, name), nn.Linear)
-        for attention in _list_attentions(model)
+        for attention in list_attentions(model)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj")
     )
-    return {"k": plain and not model.config.qk_norm, "v": plain}
 
 
 def _count_spun(model: HeadwaterForCausalLM, kind: str, layer: int) -> int:
@@ -282,7 +306,7 @@ def align_layers(
         return False
     have = sample_heads(model, rows)
     group, goal = group_of(config), plan_layers(finish_config(config))
-    for layer, attention in enumerate(_list_attentions(model)):
+    for layer, attention in enumerate(list_attentions(model)):
         for kind in kinds:
             x = have[layer][kind]
             heads = x.shape[1]
@@ -343,15 +367,23 @@ def fit_outputs(model: HeadwaterForCausalLM, original: HeadwaterForCausalLM, row
     One pass fits from the first layer to the last, so that each corrects what the layers below it have changed.
     """
     pooled = model.config.num_key_value_heads != original.config.num_key_value_heads
+    heads = model.config.num_attention_heads
     with ExitStack() as stack:
         for plan, attention, source in zip(
-            plan_layers(model.config), _list_attentions(model), _list_attentions(original), strict=True
+            plan_layers(model.config), list_attentions(model), list_attentions(original), strict=True
         ):
             shares = any({attends.k, attends.v} != {plan.index} for attends in plan.attends)
-            if (pooled or shares) and isinstance(attention.o_proj, nn.Linear):
+            is_latent = plan.value_part == "k"
+            # Of keys that are read as values, fit the channels whose value does not depend on the position.
+            fitted = torch.arange(attention.head_dim) >= (_count_spun(model, "k", plan.index) if is_latent else 0)
+            if (pooled or shares or is_latent) and isinstance(attention.o_proj, nn.Linear):
                 target: list[Tensor] = []
                 stack.enter_context(source.o_proj.register_forward_hook(functools.partial(_keep_output, target)))
-                stack.enter_context(attention.o_proj.register_forward_pre_hook(functools.partial(_fit_linear, target)))
+                stack.enter_context(
+                    attention.o_proj.register_forward_pre_hook(
+                        functools.partial(_fit_linear, target, fitted.repeat(heads))
+                    )
+                )
         for network in (original, model):
             stack.callback(network.train, network.training)
             network.eval().model(rows.to(network.device), use_cache=False)
@@ -361,9 +393,12 @@ def _keep_output(outputs: list[Tensor], module: nn.Module, inputs: Any, output: 
     outputs.append(output)
 
 
-def _fit_linear(target: list[Tensor], linear: nn.Linear, inputs: tuple[Tensor]) -> None:
-    """Forward pre-hook: add to the weight the W that minimizes Σ‖y - linear(x) - W·x‖² + λ‖W‖², y from `target`."""
-    x = inputs[0].flatten(0, -2).double()
+def _fit_linear(target: list[Tensor], fitted: Tensor, linear: nn.Linear, inputs: tuple[Tensor]) -> None:
+    """Forward pre-hook: add to the weight the W that minimizes Σ‖y - linear(x) - W·x‖² + λ‖W‖², y from `target`.
+
+    fitted: the inputs that W reads.
+    """
+    x = inputs[0].flatten(0, -2).double() * fitted.to(inputs[0].device)
     rest = target.pop().flatten(0, -2) - nn.functional.linear(inputs[0], linear.weight, linear.bias).flatten(0, -2)
     gram = x.T @ x
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())

@@ -187,7 +187,8 @@ class PagedEngine(Engine):
         for group in attention.plan.groups:
             begin, end = group.first * per_key, (group.first + group.size) * per_key
             keys = select_heads(self.view_store(group.k, "k", q.dtype), group.k_heads)
-            values = select_heads(self.view_store(group.v, "v", q.dtype), group.v_heads)
+            value_part = attention.plan.all_layers[group.v].value_part
+            values = select_heads(self.view_store(group.v, value_part, q.dtype), group.v_heads)
             outputs.append(self.read_heads(attention, q[:, begin:end], keys, values, begin))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).unsqueeze(1)
 

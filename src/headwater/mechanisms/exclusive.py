@@ -21,7 +21,14 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Dim, fixed_axes
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_layers, identity_with, is_chosen, join_heads, move_layers
+from headwater.mechanisms.receivers import (
+    check_layers,
+    check_own_values,
+    identity_with,
+    is_chosen,
+    join_heads,
+    move_layers,
+)
 from headwater.util.errors import HeadwaterError
 
 # The smallest ‖v‖² to divide by.
@@ -92,6 +99,8 @@ class Exclusive(KeepsPrecision, Mechanism):
 
     @classmethod
     def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        check_own_values(cls, plans)
+
         def amend(plan: LayerPlan) -> LayerPlan:
             sources = (source for source in cls.list_sources(plan) if source.layer != plan.index)
             return plan.acting(cls, cls.transform_head_outputs).reading(*sources)

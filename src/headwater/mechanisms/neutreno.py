@@ -22,7 +22,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, fixed_axes
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import identity_with, join_heads, keep_options
+from headwater.mechanisms.receivers import check_own_values, identity_with, join_heads, keep_options
 from headwater.util.errors import HeadwaterError
 
 FIRST = Source("raw", "v", 0)
@@ -82,6 +82,8 @@ class NeuTRENO(KeepsPrecision, Mechanism):
 
     @classmethod
     def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        check_own_values(cls, plans)
+
         def amend(plan: LayerPlan) -> LayerPlan:
             if all(attended.v == 0 for attended in plan.attends):
                 return plan  # in layer 0 the difference is zero

@@ -70,9 +70,18 @@ def layers_with_values(
     if lacking and (options["layers"] is not None or lacking == layers):
         raise HeadwaterError(
             f"Mechanism {name!r} adds to a layer's own values, but layer {lacking[0]} has none, because it shares "
-            "another layer's; leave that layer out of layers, or remove what shares them."
+            "another layer's or reads its keys; leave that layer out of layers, or remove what shares them."
         )
     return [layer for layer in layers if layer not in lacking]
+
+
+def check_own_values(mechanism: type[Mechanism], plans: Sequence[LayerPlan]) -> None:
+    """Raise `HeadwaterError` if heads read the keys of a layer as its values."""
+    if any(plan.value_part == "k" for plan in plans):
+        raise HeadwaterError(
+            f"Mechanism {mechanism.registered_name()!r} reads the layers' own values, and here heads read their keys as "
+            "values; remove one of the two mechanisms."
+        )
 
 
 def join_heads(sources: Sequence[Tensor], slots: Sequence[tuple[int, Heads]]) -> Tensor:

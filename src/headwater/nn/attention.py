@@ -99,8 +99,9 @@ class Attention(Staged, JoinsLinears):
         if isinstance(past_key_values, Engine):
             tensors += k, v  # fill the banks' slots: the engine itself finds the keys and values of each head
             return self.collect_results(past_key_values.attend(self, q, k, v), None, context)
+        reads_keys = self.plan.value_part == "k"
         if self.materialise:  # later layers read the gathered tensors, not this layer's cache
-            tensors += k, v
+            tensors += k, k if reads_keys else v
             k, v = self.gather_kv(context)
         if left_out:
             k = v = x.new_empty(x.shape[0], 0, left_out + x.shape[1], self.head_dim)
@@ -120,7 +121,7 @@ class Attention(Staged, JoinsLinears):
         if self.materialise:
             inputs = [KernelInputs(q, k, v, attention_mask)]
         else:
-            bank_v, v = branch_heads(v, "bank" in self.exported_v)
+            bank_v, v = branch_heads(k if reads_keys else v, "bank" in self.exported_v)
             tensors += k, v  # the banks, cached tokens included
             inputs = self.select_inputs(q, attention_mask, context)
             tensors[-1] = bank_v

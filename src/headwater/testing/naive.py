@@ -315,7 +315,7 @@ class Reference:
         self.final_v.append(v)
         if c.position == "rope":
             q, k = self.rotate_heads(q), self.rotate_heads(k)
-        self.bank.append((k, v))
+        self.bank.append((k, k if "mla" in self.mechanisms else v))
         pairs = [pair for mechanism in self.mechanisms for pair in self.add_key_values(mechanism, layer)]
         keys, values = ([self.join_pairs(layer, kv, h, pairs) for h in q] for kv in (0, 1))
         weights = self.mixed_weights(layer, self.attention_weights(q, keys, len(pairs)), len(pairs))
@@ -388,8 +388,11 @@ class Reference:
         """List the heads of `layer` whose keys or values some layer attends to."""
         layers = range(self.config.num_hidden_layers)
         heads = [layer_config(self.config, i).num_key_value_heads for i in layers]
+        parts = ((0, 1), ())[kv] if "mla" in self.mechanisms else (kv,)
         return [
-            h for h in range(heads[layer]) if any(self.find_sources(i, h)[kv] == layer for i in layers if h < heads[i])
+            h
+            for h in range(heads[layer])
+            if any(self.find_sources(i, h)[part] == layer for i in layers if h < heads[i] for part in parts)
         ]
 
     def transform_block_input(self, name: str, layer: int, x: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ def convert(
     *,
     mechanisms: Mapping[str, Any],
     num_key_value_heads: int | None = None,
+    latent_width: int | None = None,
     choose: bool = False,
     heal: str = "10M",
     text: str | None = None,
@@ -65,7 +66,8 @@ def convert(
 ) -> RunRecord | None:
     """Make the cache of a trained model smaller, heal it and measure it, like `headwater convert`.
 
-    out: the new folder. choose: choose the layers that share. heal: tokens of healing. text: text to heal and measure
+    out: the new folder. latent_width: channels of one latent for keys and values. choose: choose the layers that
+    share. heal: tokens of healing. text: text to heal and measure
     on; default: the model's training data. control: also train the original on the same tokens. only_plan: report the
     cost, and stop. resume: continue an interrupted conversion. Raises `HeadwaterError`.
     """
@@ -78,7 +80,13 @@ def convert(
     trained.original = None  # frees a second copy of the model
     if not isinstance(trained.model, HeadwaterForCausalLM):
         raise HeadwaterError(f"{source!r} is an image model, which has no cache; convert is for language models.")
-    options = dict(mechanisms=mechanisms or None, num_key_value_heads=num_key_value_heads, choose=choose, anneal=anneal)
+    options = dict(
+        mechanisms=mechanisms or None,
+        num_key_value_heads=num_key_value_heads,
+        latent_width=latent_width,
+        choose=choose,
+        anneal=anneal and latent_width is None,
+    )
     recipe = _make_recipe(trained, checkpoint, out.name, text, options, read_count(heal, "heal"), overrides, watch.tell)
     dtype = trained.model.dtype
     element, config = dtype.itemsize, trained.model.config

@@ -15,6 +15,7 @@ def convert_model(
     *,
     mechanism: Sequence[str] = (),
     num_key_value_heads: int | None = None,
+    latent_width: int | None = None,
     choose: bool = False,
     heal: str = "10M",
     text: str | None = None,
@@ -24,13 +25,14 @@ def convert_model(
     plan: bool = False,
     out: FolderPath | None = None,
 ) -> None:
-    """Make the cache of a trained model smaller by sharing between layers or fewer heads; heal and measure it.
+    """Make the cache of a trained model smaller by shared layers, fewer heads or a latent; heal and measure it.
 
     source: A folder, or a name on the Hugging Face hub. It is not changed.
     overrides: Override a field of the recipe that is written: data.context=1024, training.batch_size=16,
         training.learning_rate=1e-4, …
     mechanism: Mechanism that lets layers share keys and values: NAME, or "NAME={option: value}"; repeatable.
     num_key_value_heads: Number of key/value heads after pooling (GQA).
+    latent_width: Channels of one latent for the keys and values of all heads (MLA), beside one key with RoPE.
     choose: Choose the layers that share by how similar their keys and values are, where the mechanism leaves it open.
     heal: Tokens of healing, e.g. 20M or 1e9.
     text: Heal and measure on this text (path, folder or glob); default: the model's training data.
@@ -44,9 +46,10 @@ def convert_model(
     from headwater_lab.data.corpus import local_files
 
     mechanisms = mechanisms_of(mechanism)
-    if not mechanisms and num_key_value_heads is None:
+    if not mechanisms and num_key_value_heads is None and latent_width is None:
         raise HeadwaterError(
-            "Choose how to make the cache smaller: --mechanism NAME to let layers share, or --num-key-value-heads N."
+            "Choose how to make the cache smaller: --mechanism NAME to let layers share, --num-key-value-heads N, or "
+            "--latent-width N."
         )
     if text is not None:
         local_files(text)  # raises if there are none, also with --plan
@@ -56,6 +59,7 @@ def convert_model(
             new_folder(out, source, "converted", may_exist=plan or resume),
             mechanisms=mechanisms,
             num_key_value_heads=num_key_value_heads,
+            latent_width=latent_width,
             choose=choose,
             heal=heal,
             text=text,

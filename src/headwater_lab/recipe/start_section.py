@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.convert import blend_config, check_conversion, choose_sources, finish_config
+from headwater.conversion.latent import latent_config
 from headwater.growth.grow import grown_config
 from headwater.growth.methods import GrowthOptions, KeyInit, TauPolicy
 from headwater.plugins.registry import as_mapping
@@ -59,6 +60,9 @@ class CacheConversion(Settings):
     """Mechanisms by which layers share keys and values: names with their options, or a list of names."""
     num_key_value_heads: Count | None = None
     """Fewer key/value heads: each is the mean of a group of the model's."""
+    latent_width: Count | None = None
+    """Keys and values become one latent of this many channels, beside one key with RoPE for all heads
+    (docs/convert.md). Alone."""
     choose: bool = False
     """Choose the layers that share, by how similar their keys and values are on the data, if the options of a mechanism
     leave that open (docs/convert.md)."""
@@ -72,8 +76,15 @@ class CacheConversion(Settings):
 
     @model_validator(mode="after")
     def _check_goal(self) -> Self:
-        if not self.mechanisms and self.num_key_value_heads is None:
-            raise ValueError("convert needs mechanisms that share keys and values, or num_key_value_heads")
+        shares = bool(self.mechanisms) or self.num_key_value_heads is not None
+        if self.latent_width is None and not shares:
+            raise ValueError(
+                "convert needs mechanisms that share keys and values, num_key_value_heads, or latent_width"
+            )
+        if self.latent_width is not None and (shares or self.choose or self.anneal):
+            raise ValueError(
+                "convert.latent_width goes alone; leave out mechanisms, num_key_value_heads, choose and anneal"
+            )
         return self
 
 
@@ -155,7 +166,9 @@ def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
         return grown_config(config, **change.grow.model_dump())
     if change.finish_conversion:
         return finish_config(config)
-    if (goal := change.convert) is not None:
+    if (goal := change.convert) is not None and goal.latent_width is not None:
+        return latent_config(config, goal.latent_width)
+    if goal is not None:
         # The layers to share are chosen once there are weights; until then any choice has the same size.
         mechanisms = choose_sources(config, goal.mechanisms) if goal.choose else goal.mechanisms
         blended = blend_config(config, mechanisms, goal.num_key_value_heads)

@@ -25,6 +25,7 @@ from headwater.conversion.convert import (
     narrow_config,
     pool_tensors,
 )
+from headwater.conversion.latent import make_latent
 from headwater.cost.counts import cache_bytes_per_token
 from headwater.growth import grow
 from headwater.growth.enlarge import Model, Moves, make_larger, split_name
@@ -80,6 +81,15 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
         details["finished"] = True  # the event that began the conversion names the cache that it ends with
         model = finish_model(original)
         state = finish_state(trained.state, original, model)
+    elif goal.latent_width is not None:
+        if rows is None:
+            raise HeadwaterError("A latent is fitted to rows of the recipe's text; use data of text.")
+        trained.model = original.to(torch.promote_types(original.dtype, torch.float32))
+        model, state = make_latent(original, rows, goal.latent_width), {}
+        fit_outputs(model, original, rows)
+        new_bytes = cache_bytes_per_token(model.config, element)
+        details["cache_bytes_per_token"] = {"from": old_bytes, "to": new_bytes}
+        details |= {"latent_width": goal.latent_width, "aligned_tokens": rows.numel()}
     else:
         heads = goal.num_key_value_heads
         mechanisms, turned = _prepare_layers(original, goal, rows)

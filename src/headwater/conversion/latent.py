@@ -1,0 +1,167 @@
+"""Conversion of separate keys and values to one latent for both, with one shared key for RoPE (mechanism `mla`).
+
+For each pair of channels that RoPE rotates, the K key heads are K complex numbers, which RoPE multiplies by the same
+phase. A unitary mixing of the heads therefore commutes with RoPE. The mixing used here has the pair's principal
+component first, weighted by how much the queries read it:
+
+    rotated   the first component of each pair, which keeps RoPE: one key for all heads
+    latent    everything else, that is the other components, which lose RoPE, channels without it, and the values, as
+              B·c; c = A·x has `width` channels and is the best estimate of that rank on sample tokens, with values
+              weighted by what the output projection reads
+
+Mixing and B are absorbed by the query and output projections. The idea is that of TransMLA (arXiv 2502.07864), which
+mixes heads by a real rotation, and keeps a latent of keys and of values apart until it balances them.
+"""
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+
+from headwater.config.text import HeadwaterConfig
+from headwater.conversion.convert import has_linear_attention, sample_inputs
+from headwater.conversion.families import assemble_model, own_tensors
+from headwater.mechanisms.mla import MLA
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.util.errors import HeadwaterError
+
+MECHANISM = MLA.registered_name()
+# Share of the inputs' mean square that is added to each channel's; and the least relative weight of a value.
+DAMPING, LEAST = 1e-6, 1e-5
+
+
+def latent_config(config: HeadwaterConfig, width: int) -> HeadwaterConfig:
+    """The config of `make_latent`. Raises `HeadwaterError` for a model that cannot be converted."""
+    reasons = {
+        "mechanisms": config.mechanisms,
+        "qk_norm": config.qk_norm,
+        "qkv_bias": config.qkv_bias,
+        "sliding_fields": config.sliding_fields,
+        f"position {config.position!r}": config.position != "rope",
+    }
+    if found := [name for name, present in reasons.items() if present]:
+        raise HeadwaterError(
+            f"Keys and values become one latent only in a plain model with RoPE; this one has {found[0]}. Let layers "
+            "share, or use fewer heads."
+        )
+    d = int(config.head_dim or 0)
+    most = 2 * int(config.num_key_value_heads or 0) * d - config.rotary_dim - 1
+    if not 1 <= width <= most:
+        raise HeadwaterError(
+            f"latent_width must be from 1 to {most}, so that {config.rotary_dim} channels with RoPE and the latent are "
+            f"fewer than a layer's keys and values, not {width}."
+        )
+    latent = copy.deepcopy(config)
+    latent.attention_scale = config.attention_scale or d**-0.5
+    latent.head_dim = config.rotary_dim + width
+    latent.num_key_value_heads = 1
+    latent.rope_parameters = dict(config.rope_parameters or {}) | {
+        "partial_rotary_factor": math.nextafter(config.rotary_dim / latent.head_dim, 1)  # rounded down when it is used
+    }
+    latent.mechanisms = {MECHANISM: {}}
+    latent.complete_fields()
+    return latent
+
+
+@torch.no_grad()
+def make_latent(model: HeadwaterForCausalLM, rows: Tensor, width: int) -> HeadwaterForCausalLM:
+    """Return a copy of `model` that caches one vector per token and layer: its channels with RoPE, and a latent of
+    `width` channels, the best on `rows` of tokens [B, T]. Raises `HeadwaterError`."""
+    config = latent_config(model.config, width)
+    config._attn_implementation = model.config._attn_implementation
+    if not has_linear_attention(model):
+        raise HeadwaterError("Keys and values become one latent only where all projections are linear.")
+    tensors = {name: tensor.detach().clone() for name, tensor in own_tensors(model).items()}
+    for layer, gram in enumerate(sample_inputs(model, rows)):
+        prefix = f"model.layers.{layer}.self_attn."
+        weights = {name: tensors.pop(f"{prefix}{name}_proj.weight").double() for name in "qkvo"}
+        converted = convert_layer(weights, gram, model.config, width)
+        tensors |= {f"{prefix}{name}_proj.weight": weight.to(model.dtype) for name, weight in converted.items()}
+    return assemble_model(type(model), config, tensors, model)
+
+
+def convert_layer(weights: dict[str, Tensor], gram: Tensor, config: HeadwaterConfig, width: int) -> dict[str, Tensor]:
+    """Convert the weights "q", "k", "v" and "o" of one layer, [out, in], to "q", "k" and "o" of a latent of `width`.
+
+    gram: Σ x·xᵀ over sample inputs of attention, [D, D].
+    """
+    heads, groups, d = config.num_attention_heads, int(config.num_key_value_heads or 0), int(config.head_dim or 0)
+    pairs, rotated = config.rotary_dim // 2, config.rotary_dim
+    q, k = (weights[name].unflatten(0, (-1, d)) for name in "qk")
+    mixing, unmixing = mix_heads(as_complex(q, pairs), as_complex(k, pairs), gram)
+    mixed = torch.einsum("pcg,gpi->cpi", mixing, as_complex(k, pairs))  # components, pairs, inputs
+    rope_key = as_real(mixed[:1]).flatten(0, 1)
+    rest = torch.cat((as_real(mixed[1:]).flatten(0, 1), k[:, rotated:].flatten(0, 1)))
+    # What the queries of each head multiply these with.
+    query = as_complex(q, pairs).unflatten(0, (groups, -1))
+    query = torch.einsum("pgc,ghpi->ghcpi", unmixing.conj(), query).flatten(0, 1)  # heads, components, pairs, inputs
+    straight = torch.zeros(heads, groups, d - rotated, q.shape[2], dtype=q.dtype)
+    straight[torch.arange(heads), torch.arange(heads) // (heads // groups)] = q[:, rotated:]
+    query_rest = torch.cat((as_real(query[:, 1:]).flatten(1, 2), straight.flatten(1, 2)), dim=1)
+
+    read = read_values(weights["o"], groups, d)
+    down, up = fit_latent(rest, weights["v"], query_rest, read, gram, width)
+    up_keys, up_values = up.split([len(rest), len(weights["v"])])
+    query_latent = torch.einsum("rw,hri->hwi", up_keys, query_rest)
+    output = weights["o"].unflatten(1, (heads, d))
+    values = up_values.unflatten(0, (groups, d)).repeat_interleave(heads // groups, dim=0)
+    output_latent = torch.einsum("ohd,hdw->ohw", output, values)
+    return {
+        "q": torch.cat((as_real(query[:, :1]).flatten(1, 2), query_latent), dim=1).flatten(0, 1),
+        "k": torch.cat((rope_key, down)),
+        "o": nn.functional.pad(output_latent, (rotated, 0)).flatten(1),
+    }
+
+
+def as_complex(x: Tensor, pairs: int) -> Tensor:
+    """The channels of x [heads, d, D] that RoPE rotates, as complex numbers [heads, pairs, D]."""
+    return torch.complex(x[:, :pairs], x[:, pairs : 2 * pairs])
+
+
+def as_real(x: Tensor) -> Tensor:
+    """Complex numbers [..., pairs, D] as channels [..., 2·pairs, D], in the order of RoPE."""
+    return torch.cat((x.real, x.imag), dim=-2)
+
+
+def mix_heads(q: Tensor, k: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Find for each pair the mixing of the key heads into principal components, and its inverse: [pairs, heads, heads].
+
+    q [H, pairs, D] and k [K, pairs, D] complex; a key head counts by the mean square of the queries that read it.
+    """
+    gram = gram.to(q.dtype)
+    squares = ((q @ gram) * q.conj()).sum(2).real.T
+    scale = squares.unflatten(1, (len(k), -1)).sum(2).clamp(min=1e-30).sqrt()  # pairs, heads
+    scaled = k.transpose(0, 1) * scale[:, :, None]
+    vectors = torch.linalg.eigh(scaled @ gram @ scaled.mH)[1].flip(2)
+    return vectors.mH * scale[:, None], vectors / scale[:, :, None]
+
+
+def read_values(output: Tensor, groups: int, d: int) -> Tensor:
+    """Σ WᵀW over the query heads that read each key/value head, as one matrix [K·d, K·d]; W: their output weights."""
+    by_head = output.unflatten(1, (groups, -1, d))
+    return torch.block_diag(*torch.einsum("oghd,oghe->gde", by_head, by_head))
+
+
+def fit_latent(
+    keys: Tensor, values: Tensor, queries: Tensor, read: Tensor, gram: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """Find A [width, D] and B [keys + values, width], so that B·A·x is the best estimate of keys and values at x.
+
+    keys, values: their maps [·, D]. queries: what multiplies the keys, [H, keys, D]. read: what multiplies the values.
+    Errors count by their share of the mean square of scores and of heads' outputs.
+    """
+    damped = gram + DAMPING * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    score = ((queries @ gram) * queries).sum((0, 2)).clamp(min=1e-30).sqrt()
+    of_keys = torch.diag(score / (score[:, None] ** 2 * (keys @ damped) * keys).sum().sqrt())
+    lengths, vectors = torch.linalg.eigh(read)
+    root = (vectors * lengths.clamp(min=LEAST * lengths.max()).sqrt()) @ vectors.T
+    of_values = root / ((root @ values @ damped) * (root @ values)).sum().sqrt()
+    weight = torch.block_diag(of_keys, of_values)
+    lower = torch.linalg.cholesky(damped)
+    maps = weight @ torch.cat((keys, values))
+    vectors = torch.linalg.svd(maps @ lower, full_matrices=False)[0][:, :width]
+    down, up = vectors.T @ maps, torch.linalg.solve(weight, vectors)
+    # The latent's channels get the mean size of the keys' and values' weights, and what reads them the rest.
+    size = torch.cat((keys, values)).norm(dim=1).mean() / down.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    return down * size, up / size.T
