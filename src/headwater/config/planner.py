@@ -3,7 +3,7 @@
 A layer projects and stores only the heads that some layer attends to.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal
@@ -86,10 +86,13 @@ def _share_heads(config: HeadwaterConfig) -> list[LayerPlan]:
 
     for layer, plan in enumerate(plans):
         attends = (Attends(follow(layer, head, "k"), follow(layer, head, "v")) for head in range(len(plan.attends)))
-        plans[layer] = replace(plan, attends=tuple(attends))
-        if any(redirected[layer].value_part == "k" for redirected in redirecting.values()):
-            plans[layer] = plans[layer].reading_keys()
+        plans[layer] = replace(plan, attends=tuple(attends), value_part=_find_value_part(layer, redirecting))
     return plans
+
+
+def _find_value_part(layer: int, redirecting: Mapping[str, Sequence[LayerPlan]]) -> Letter:
+    """Find whether heads read a layer's values or its keys as its values."""
+    return "k" if any(redirected[layer].value_part == "k" for redirected in redirecting.values()) else "v"
 
 
 def _redirect_heads(

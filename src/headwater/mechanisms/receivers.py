@@ -79,7 +79,7 @@ def check_own_values(mechanism: type[Mechanism], plans: Sequence[LayerPlan]) -> 
     """Raise `HeadwaterError` if heads read the keys of a layer as its values."""
     if any(plan.value_part == "k" for plan in plans):
         raise HeadwaterError(
-            f"Mechanism {mechanism.registered_name()!r} reads the layers' own values, and here heads read their keys as "
+            f"Mechanism {mechanism.registered_name()!r} reads the layers' own values, but here heads read keys as "
             "values; remove one of the two mechanisms."
         )
 

@@ -99,9 +99,8 @@ class Attention(Staged, JoinsLinears):
         if isinstance(past_key_values, Engine):
             tensors += k, v  # fill the banks' slots: the engine itself finds the keys and values of each head
             return self.collect_results(past_key_values.attend(self, q, k, v), None, context)
-        reads_keys = self.plan.value_part == "k"
         if self.materialise:  # later layers read the gathered tensors, not this layer's cache
-            tensors += k, k if reads_keys else v
+            tensors += k, self.choose_values(k, v)
             k, v = self.gather_kv(context)
         if left_out:
             k = v = x.new_empty(x.shape[0], 0, left_out + x.shape[1], self.head_dim)
@@ -121,7 +120,7 @@ class Attention(Staged, JoinsLinears):
         if self.materialise:
             inputs = [KernelInputs(q, k, v, attention_mask)]
         else:
-            bank_v, v = branch_heads(k if reads_keys else v, "bank" in self.exported_v)
+            bank_v, v = branch_heads(self.choose_values(k, v), "bank" in self.exported_v)
             tensors += k, v  # the banks, cached tokens included
             inputs = self.select_inputs(q, attention_mask, context)
             tensors[-1] = bank_v
@@ -157,6 +156,10 @@ class Attention(Staged, JoinsLinears):
         if angles is None:
             return q, k
         return rotate(q, *angles), k if self.k_proj is None else rotate(k, *angles)
+
+    def choose_values(self, k: Tensor, v: Tensor) -> Tensor:
+        """Choose what heads read as this layer's values, of its keys and values."""
+        return k if self.plan.value_part == "k" else v
 
     def gather_kv(self, context: Context) -> KV:
         """Keys and values that all heads attend to, [B, K, S, d] each."""

@@ -72,7 +72,9 @@ def read_halves(model: HeadwaterForCausalLM, ids: Tensor) -> Iterator[tuple[Tens
             half.o_proj = nn.Identity()
             for i, source in enumerate(block.plan.reads):
                 if source.kind not in ("stream", "shared"):
-                    chosen = share.list_positions(share.model_plans[source.layer])[source.part][1]
+                    owner = share.model_plans[source.layer]
+                    part = owner.value_part if source[:2] == ("bank", "v") else source.part
+                    chosen = share.list_positions(owner)[part][1]
                     sources[i] = sources[i][:, chosen]
             with torch.no_grad():
                 alone = half(x, *sources, **share.narrow_mask(options))[0]

@@ -113,6 +113,11 @@ class Change(Settings):
             raise ValueError("grow.freeze trains only new parameters, which have no state to keep; leave one out")
         return self
 
+    @property
+    def latent_width(self) -> int | None:
+        """Channels of the latent that a conversion makes; None if it makes none."""
+        return None if self.convert is None else self.convert.latent_width
+
 
 class Start(Change):
     """`start:` the trained model that a run starts from, under the recipe's own schedule. The model is then the
@@ -166,9 +171,9 @@ def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
         return grown_config(config, **change.grow.model_dump())
     if change.finish_conversion:
         return finish_config(config)
-    if (goal := change.convert) is not None and goal.latent_width is not None:
-        return latent_config(config, goal.latent_width)
-    if goal is not None:
+    if (width := change.latent_width) is not None:
+        return latent_config(config, width)
+    if (goal := change.convert) is not None:
         # The layers to share are chosen once there are weights; until then any choice has the same size.
         mechanisms = choose_sources(config, goal.mechanisms) if goal.choose else goal.mechanisms
         blended = blend_config(config, mechanisms, goal.num_key_value_heads)

@@ -50,6 +50,8 @@ PAIR_OPTIONS = ("attention_pairs", "ffn_pairs", "key_init", "tau", "freeze")
 def change_model(trained: Trained, change: Change, rows: Tensor | None = None) -> Trained:
     """Apply a recipe's `grow:`, `convert:` or `finish_conversion:` to a trained model; return it unchanged if there is
     none. rows: tokens [B, T] on which a conversion measures how similar keys and values are."""
+    if (width := change.latent_width) is not None:
+        return _make_latent(trained, width, rows)
     if change.convert is not None or change.finish_conversion:
         return convert_model(trained, change, rows)
     if change.grow is None:
@@ -81,15 +83,6 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
         details["finished"] = True  # the event that began the conversion names the cache that it ends with
         model = finish_model(original)
         state = finish_state(trained.state, original, model)
-    elif goal.latent_width is not None:
-        if rows is None:
-            raise HeadwaterError("A latent is fitted to rows of the recipe's text; use data of text.")
-        trained.model = original.to(torch.promote_types(original.dtype, torch.float32))
-        model, state = make_latent(original, rows, goal.latent_width), {}
-        fit_outputs(model, original, rows)
-        new_bytes = cache_bytes_per_token(model.config, element)
-        details["cache_bytes_per_token"] = {"from": old_bytes, "to": new_bytes}
-        details |= {"latent_width": goal.latent_width, "aligned_tokens": rows.numel()}
     else:
         heads = goal.num_key_value_heads
         mechanisms, turned = _prepare_layers(original, goal, rows)
@@ -111,6 +104,22 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
             if goal.align:
                 fit_outputs(model, original, cast(Tensor, rows))
     return trained.after("converted", details, model=model, state=state)
+
+
+def _make_latent(trained: Trained, width: int, rows: Tensor | None) -> Trained:
+    """Replace keys and values by a latent, fitted to rows of tokens [B, T]."""
+    original, trained.original = trained.model, None
+    if rows is None:
+        raise HeadwaterError("A latent is fitted to rows of the recipe's text; use data of text.")
+    element = original.dtype.itemsize
+    model = make_latent(original.to(torch.promote_types(original.dtype, torch.float32)), rows, width)
+    fit_outputs(model, original, rows)
+    cache = {
+        name: cache_bytes_per_token(config, element)
+        for name, config in (("from", original.config), ("to", model.config))
+    }
+    details = {"cache_bytes_per_token": cache, "latent_width": width, "aligned_tokens": rows.numel()}
+    return trained.after("converted", details, model=model, state={})
 
 
 def _prepare_layers(
