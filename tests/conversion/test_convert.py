@@ -497,6 +497,11 @@ def test_the_divergence_and_its_gradient_are_those_of_the_equation(temperature):
         ({}, {"mechanisms": {"kv_source": {"keys": [0, 0]}}}, "has 2 elements"),
         (dict(mechanisms={"svformer": {}}), {"num_key_value_heads": 1}, "already attends"),
         (dict(mechanisms={"svformer": {}}), {"mechanisms": {"svformer": {}}}, "already has"),
+        (
+            dict(mechanisms={"mla": {}}),
+            {"mechanisms": {"kv_source": {}}},
+            "one cached vector for keys and values already",
+        ),
         (dict(mechanisms={"neutreno": {}}), {"mechanisms": {"kv_source": {}}}, "acts on what heads have read"),
         (dict(mechanisms={"kv_shift": {}}), {"num_key_value_heads": 1}, "cannot be pooled"),
         (GOALS["kinds of other heads"][0], {"num_key_value_heads": 1}, "differ in their number of key/value heads"),
@@ -752,6 +757,27 @@ def test_the_command(written, tmp_path, run, dtype):
     code, _, said = run(*arguments)
     assert code == 2
     assert "exists" in said
+
+
+def test_a_latent_by_the_command(written, tmp_path, run):
+    out = tmp_path / "out"
+    code, printed, said = run(
+        "convert", written / "llama", "--latent-width", 8, "--heal", "400", "--text", written / "texts", "--out", out,
+        "data.context=16", "training.batch_size=2", "data.held_out_bytes=300",
+    )  # fmt: skip
+    assert code == 0, said
+    result = json.loads((out / "conversion.json").read_text())
+    model = open_trained(out).model
+    before, after = (result["price"][side]["cache_bytes_per_token"] for side in ("before", "after"))
+    assert (before, after) == (512, 4 * len(model.plans) * model.config.head_dim)
+    assert result["price"]["flops"].keys() == {"start", "heal", "measuring"}, "it is the smaller model from the start"
+    history = open_trained(out).history
+    event = next(event for event in history if event.kind == "converted")
+    assert event.details["latent_width"] == 8
+    assert event.details["aligned_tokens"] > 0
+    assert load_recipe(out / "recipe.yaml").start.convert == CacheConversion(latent_width=8)
+    assert f"{before:,}" in printed
+    assert f"{after:,}" in printed
 
 
 def exported(run, folder, printed):
@@ -1031,6 +1057,11 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
     ("arguments", "said"),
     [
         ([], "Choose how to make the cache smaller"),
+        (["--latent-width", "64"], "latent_width must be from 1 to"),
+        (["--latent-width", "4", "--num-key-value-heads", "1"], "latent_width goes alone"),
+        (["--latent-width", "4", "--mechanism", "kv_source"], "latent_width goes alone"),
+        (["--latent-width", "4", "--choose"], "latent_width goes alone"),
+        (["--mechanism", "mla"], "same keys and values as before"),
         (["--num-key-value-heads", "3"], "must be 1 to make them fewer"),
         (["--mechanism", "kv_shift"], "does more than let layers share"),
         (["--num-key-value-heads", "1", "--mechanism", "short_conv"], "does more than let layers share"),

@@ -191,7 +191,7 @@ def sample_heads(model: HeadwaterForCausalLM, rows: Tensor) -> list[dict[str, Te
 
 @torch.no_grad()
 def sample_inputs(model: HeadwaterForCausalLM, rows: Tensor) -> list[Tensor]:
-    """Return Σ x·xᵀ, [D, D] in fp64, over the inputs x of each layer's attention for rows of tokens."""
+    """Return the mean of x·xᵀ, [D, D] in fp64, over the inputs x of each layer's attention for rows of tokens."""
     sums = [torch.zeros(model.config.hidden_size, model.config.hidden_size, dtype=torch.float64) for _ in model.plans]
     with ExitStack() as stack:
         stack.callback(model.train, model.training)
@@ -199,7 +199,7 @@ def sample_inputs(model: HeadwaterForCausalLM, rows: Tensor) -> list[Tensor]:
             stack.enter_context(attention.q_proj.register_forward_pre_hook(functools.partial(_add_squares, total)))
         for row in rows:
             model.eval().model(row[None].to(model.device), use_cache=False)
-    return sums
+    return [total / rows.numel() for total in sums]
 
 
 def _add_squares(total: Tensor, module: nn.Module, inputs: tuple[Tensor]) -> None:

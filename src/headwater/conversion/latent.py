@@ -84,7 +84,7 @@ def make_latent(model: HeadwaterForCausalLM, rows: Tensor, width: int) -> Headwa
 def convert_layer(weights: dict[str, Tensor], gram: Tensor, config: HeadwaterConfig, width: int) -> dict[str, Tensor]:
     """Convert the weights "q", "k", "v" and "o" of one layer, [out, in], to "q", "k" and "o" of a latent of `width`.
 
-    gram: Σ x·xᵀ over sample inputs of attention, [D, D].
+    gram: the mean of x·xᵀ over sample inputs x of attention, [D, D].
     """
     heads, groups, d = config.num_attention_heads, int(config.num_key_value_heads or 0), int(config.head_dim or 0)
     pairs, rotated = config.rotary_dim // 2, config.rotary_dim
@@ -100,18 +100,47 @@ def convert_layer(weights: dict[str, Tensor], gram: Tensor, config: HeadwaterCon
     straight[torch.arange(heads), torch.arange(heads) // (heads // groups)] = q[:, rotated:]
     query_rest = torch.cat((as_real(query[:, 1:]).flatten(1, 2), straight.flatten(1, 2)), dim=1)
 
-    read = read_values(weights["o"], groups, d)
-    down, up = fit_latent(rest, weights["v"], query_rest, read, gram, width)
+    output = weights["o"].unflatten(1, (heads, d))
+    values_of = weights["v"].unflatten(0, (groups, d)).repeat_interleave(heads // groups, dim=0)
+    # What a head adds to the stream, in mean square: an error of its scores moves as much.
+    added = torch.einsum("hdi,ij,hdj->h", output.transpose(0, 1) @ values_of, gram, output.transpose(0, 1) @ values_of)
+    scores = config.attention_scale or d**-0.5
+    weight_of_keys = scores * (added[:, None] * ((query_rest @ gram) * query_rest).sum(2)).sum(0).sqrt()
+    down, up = fit_latent(rest, weights["v"], weight_of_keys, read_values(output, groups), gram, width)
     up_keys, up_values = up.split([len(rest), len(weights["v"])])
     query_latent = torch.einsum("rw,hri->hwi", up_keys, query_rest)
-    output = weights["o"].unflatten(1, (heads, d))
     values = up_values.unflatten(0, (groups, d)).repeat_interleave(heads // groups, dim=0)
     output_latent = torch.einsum("ohd,hdw->ohw", output, values)
+    keys = torch.cat((rope_key, down))
+    queries = torch.cat((as_real(query[:, :1]).flatten(1, 2), query_latent), dim=1)
+    outputs = nn.functional.pad(output_latent, (rotated, 0))
+    scale = balance_channels(keys, queries, outputs, rotated, {"q": q, "k": k, "o": output})
     return {
-        "q": torch.cat((as_real(query[:, :1]).flatten(1, 2), query_latent), dim=1).flatten(0, 1),
-        "k": torch.cat((rope_key, down)),
-        "o": nn.functional.pad(output_latent, (rotated, 0)).flatten(1),
+        "q": (queries / scale[:, None]).flatten(0, 1),
+        "k": keys * scale[:, None],
+        "o": (outputs / scale).flatten(1),
     }
+
+
+def balance_channels(
+    keys: Tensor, queries: Tensor, outputs: Tensor, rotated: int, original: dict[str, Tensor]
+) -> Tensor:
+    """Find a factor for each channel that makes its map and what reads it equally large, relative to the original's: an
+    optimizer changes all weights by as much.
+
+    keys [C, D], queries [H, C, D], outputs [D, H, C]; the first `rotated` channels are pairs. original: "q" [H, d, D],
+    "k" [K, d, D] and "o" [D, H, d].
+    """
+
+    def mean_square(x: Tensor, channels: int, size: Tensor) -> Tensor:
+        """The mean square of x in each channel, relative to that of `size`."""
+        squares = x.movedim(channels, 0).flatten(1).square().mean(1)
+        pairs = squares[:rotated].unflatten(0, (2, -1)).mean(0).repeat(2)
+        return torch.cat((pairs, squares[rotated:])) / size.square().mean()
+
+    written = mean_square(keys, 0, original["k"])
+    read = mean_square(queries, 1, original["q"]) + mean_square(outputs, 2, original["o"])
+    return (read / written.clamp(min=1e-30)).clamp(min=1e-30) ** 0.25
 
 
 def as_complex(x: Tensor, pairs: int) -> Tensor:
@@ -137,31 +166,25 @@ def mix_heads(q: Tensor, k: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     return vectors.mH * scale[:, None], vectors / scale[:, :, None]
 
 
-def read_values(output: Tensor, groups: int, d: int) -> Tensor:
-    """Σ WᵀW over the query heads that read each key/value head, as one matrix [K·d, K·d]; W: their output weights."""
-    by_head = output.unflatten(1, (groups, -1, d))
+def read_values(output: Tensor, groups: int) -> Tensor:
+    """Σ WᵀW over the query heads that read each key/value head, as one matrix [K·d, K·d]; W: of output [D, H, d]."""
+    by_head = output.unflatten(1, (groups, -1))
     return torch.block_diag(*torch.einsum("oghd,oghe->gde", by_head, by_head))
 
 
 def fit_latent(
-    keys: Tensor, values: Tensor, queries: Tensor, read: Tensor, gram: Tensor, width: int
+    keys: Tensor, values: Tensor, weight_of_keys: Tensor, read: Tensor, gram: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
     """Find A [width, D] and B [keys + values, width], so that B·A·x is the best estimate of keys and values at x.
 
-    keys, values: their maps [·, D]. queries: what multiplies the keys, [H, keys, D]. read: what multiplies the values.
-    Errors count by their share of the mean square of scores and of heads' outputs.
+    keys, values: their maps [·, D]. weight_of_keys: what an error of each counts. read: RᵀR, where R·v is what an error
+    of values counts. gram: mean of x·xᵀ.
     """
     damped = gram + DAMPING * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
-    score = ((queries @ gram) * queries).sum((0, 2)).clamp(min=1e-30).sqrt()
-    of_keys = torch.diag(score / (score[:, None] ** 2 * (keys @ damped) * keys).sum().sqrt())
     lengths, vectors = torch.linalg.eigh(read)
     root = (vectors * lengths.clamp(min=LEAST * lengths.max()).sqrt()) @ vectors.T
-    of_values = root / ((root @ values @ damped) * (root @ values)).sum().sqrt()
-    weight = torch.block_diag(of_keys, of_values)
+    weight = torch.block_diag(torch.diag(weight_of_keys.clamp(min=LEAST * float(lengths.max()) ** 0.5)), root)
     lower = torch.linalg.cholesky(damped)
     maps = weight @ torch.cat((keys, values))
     vectors = torch.linalg.svd(maps @ lower, full_matrices=False)[0][:, :width]
-    down, up = vectors.T @ maps, torch.linalg.solve(weight, vectors)
-    # The latent's channels get the mean size of the keys' and values' weights, and what reads them the rest.
-    size = torch.cat((keys, values)).norm(dim=1).mean() / down.norm(dim=1, keepdim=True).clamp(min=1e-30)
-    return down * size, up / size.T
+    return vectors.T @ maps, torch.linalg.solve(weight, vectors)

@@ -208,6 +208,8 @@ class Blend(KeepsPrecision, Mechanism):
                     f"Layer {plan.index} already attends to another layer's keys or values; convert the model before "
                     "layers share."
                 )
+            if plan.value_part == "k":
+                raise HeadwaterError(f"Layer {plan.index} has one cached vector for keys and values already.")
             if acting := plan.at(Stage.ATTENTION_WEIGHTS, Stage.HEAD_OUTPUTS):
                 raise HeadwaterError(
                     f"Mechanism {acting[0]!r} acts on what heads have read, which depends on the layer that provides "

@@ -120,7 +120,7 @@ def _by_head(block: Block, tensor: str) -> dict[int, bool]:
 def value_taps(model: AnyModel) -> list[Tensor]:
     """Find for each layer the taps [window, H] of the values its query heads attend to, from any layer."""
     blocks = list_blocks(model)
-    windows = [compose_windows(block, "v") for block in blocks]
+    windows = [compose_windows(block, block.plan.value_part) for block in blocks]
     result = []
     for block in blocks:
         longest = max([1, *(len(window) for window in windows if window is not None)])
@@ -130,6 +130,6 @@ def value_taps(model: AnyModel) -> list[Tensor]:
             if window is None:
                 taps[0, head] = 1
             else:
-                taps[: len(window), head] = window[:, blocks[attended.v].plan.v_heads.index(head)]
+                taps[: len(window), head] = window[:, blocks[attended.v].plan.stored_values.index(head)]
         result.append(taps.repeat_interleave(block.self_attn.num_key_value_groups, dim=1))
     return result

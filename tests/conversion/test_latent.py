@@ -1,0 +1,131 @@
+"""Models whose keys and values become one latent, against equations written plainly."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from conftest import assert_near, build, decode, tokens
+from headwater import HeadwaterError
+from headwater.conversion.convert import fit_outputs, sample_inputs
+from headwater.conversion.latent import as_complex, convert_layer, fit_latent, latent_config, make_latent, mix_heads
+from headwater.models.cache import cache_bytes
+from headwater.testing.naive import Reference
+
+PARTIAL = dict(rope_parameters=dict(rope_theta=10_000.0, partial_rotary_factor=0.5))
+
+
+def make_redundant(rank, **fields):
+    """A model with two key heads, the second a multiple of the first for each pair, and values of this rank."""
+    model = build(**fields)
+    pairs = model.config.rotary_dim // 2
+    for layer in model.model.layers:
+        attention, d = layer.self_attn, model.config.head_dim
+        with torch.no_grad():
+            first, second = attention.k_proj.weight.unflatten(0, (2, d))
+            phase = torch.polar(torch.rand(pairs, 1) + 0.5, torch.rand(pairs, 1))
+            turned = as_complex(first[None], pairs)[0] * phase
+            second[: 2 * pairs] = torch.cat((turned.real, turned.imag)).to(second.dtype)
+            values = attention.v_proj.weight
+            values.copy_(torch.randn(len(values), rank, dtype=values.dtype) @ torch.randn(rank, 32).to(values) / 5)
+    return model
+
+
+@pytest.mark.parametrize(("fields", "width"), [({}, 5), (PARTIAL, 5 + 2 * 4)], ids=["rope", "partial rope"])
+def test_a_latent_that_is_wide_enough_loses_nothing(fields, width):
+    torch.manual_seed(0)
+    model = make_redundant(5, **fields)
+    latent = make_latent(model, tokens(4, 40), width)
+    ids = tokens(2, 30, seed=1)
+    assert_near(latent(ids).logits, model(ids).logits, 1e-6)
+    assert latent.config.rotary_dim == model.config.rotary_dim
+    assert latent.config.head_dim == model.config.rotary_dim + width
+    cache = DynamicCache(config=latent.config)
+    assert_near(decode(latent, ids, [7, 1, 22], cache=cache), latent(ids).logits)
+    numbers = ids.numel() * latent.config.num_hidden_layers * latent.config.head_dim
+    assert cache_bytes(cache) == 8 * numbers, "one vector per token and layer"
+
+
+def test_the_function_is_that_of_the_approximated_keys_and_values():
+    """q·k and v of each head, from scratch: components that lose RoPE, and one estimate of rank `width`."""
+    model = build()
+    ids = tokens(2, 30, seed=1)
+    latent = make_latent(model, tokens(4, 40), 9)
+    assert_near(latent(ids).logits[0], Reference(latent.config, dict(latent.state_dict()))(ids[0]))
+    attention, converted = model.model.layers[1].self_attn, latent.model.layers[1].self_attn
+    weights = {name: getattr(attention, f"{name}_proj").weight.double() for name in "qkvo"}
+    gram, config = sample_inputs(model, tokens(4, 40))[1], model.config
+    d, pairs = config.head_dim, config.rotary_dim // 2
+    q, k = (as_complex(weights[name].unflatten(0, (-1, d)), pairs) for name in "qk")
+    mixing, unmixing = mix_heads(q, k, gram)
+    x, y = torch.randn(2, config.hidden_size, dtype=torch.float64)
+    rows = convert_layer(weights, gram, config, 9)
+    query, key = (rows["q"] @ x).unflatten(0, (4, -1)), rows["k"] @ y
+    for head, pair_angle in itertools.product(range(4), (0.0, 0.7)):
+        phase = torch.polar(torch.ones(pairs), pair_angle * torch.arange(1.0, pairs + 1)).to(torch.complex128)
+        at_x, at_y = q[head] @ x.to(q.dtype), torch.einsum("pcg,gp->pc", mixing, k @ y.to(k.dtype))
+        score = 0.0
+        for pair in range(pairs):
+            # The first component keeps its phase.
+            score += (at_x[pair].conj() * unmixing[pair, head // 2, 0] * phase[pair] * at_y[pair, 0]).real
+        turned = torch.view_as_complex(torch.stack((key[:pairs], key[pairs : 2 * pairs]), -1)) * phase
+        own = torch.view_as_complex(torch.stack((query[head, :pairs], query[head, pairs : 2 * pairs]), -1))
+        assert_near((own.conj() * turned).sum().real, torch.as_tensor(score))
+    assert (rows["o"].unflatten(1, (4, -1))[:, :, : 2 * pairs] == 0).all(), "the channels with RoPE are not read"
+    assert_near(converted.k_proj.weight.double(), rows["k"])
+
+
+def test_the_latent_is_the_best_of_its_rank():
+    """Its error is that of the truncated singular value decomposition, and no other map of that rank has less."""
+    torch.manual_seed(0)
+    keys, values, x = (torch.randn(n, 20, dtype=torch.float64) for n in (8, 12, 500))
+    queries, output = torch.randn(3, 8, 20).double(), torch.randn(12, 12).double()
+    gram, read = x.T @ x, output.T @ output
+
+    def measure_error(down, up):
+        """Of keys by the queries' mean squares, of values after the output map; relative to what is estimated."""
+        gaps = torch.cat((keys, values)) @ x.T - up @ (down @ x.T)
+        by_score = sum((query @ x.T).square().sum(1) for query in queries)
+        key_error = (by_score[:, None] * gaps[:8].square()).sum()
+        value_error = (output @ gaps[8:]).square().sum()
+        key_size = (by_score[:, None] * (keys @ x.T).square()).sum()
+        return float(key_error / key_size + value_error / (output @ values @ x.T).square().sum())
+
+    down, up = fit_latent(keys, values, queries, read, gram, 5)
+    least = measure_error(down, up)
+    assert 0 < least < 2
+    assert_near(down.norm(dim=1), torch.cat((keys, values)).norm(dim=1).mean().expand(5))
+    for _ in range(20):
+        assert measure_error(down + 0.01 * torch.randn_like(down), up) > least
+        assert measure_error(down, up + 0.01 * torch.randn_like(up)) > least
+
+
+def test_fitted_outputs_bring_the_model_nearer_and_do_not_read_rotated_channels():
+    torch.manual_seed(0)
+    model, rows, ids = build(), tokens(8, 40), tokens(4, 40, seed=3)
+    latent = make_latent(model, rows, 6)
+    before = (latent(ids).logits - model(ids).logits).square().mean()
+    fit_outputs(latent, model, rows)
+    assert (latent(ids).logits - model(ids).logits).square().mean() < 0.9 * before
+    weight = latent.model.layers[0].self_attn.o_proj.weight.unflatten(1, (4, -1))
+    assert (weight[:, :, : model.config.rotary_dim] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "width", "said"),
+    [
+        ({}, 0, "from 1 to 23"),
+        ({}, 24, "from 1 to 23"),
+        (dict(qk_norm=True), 4, "qk_norm"),
+        (dict(qkv_bias=True), 4, "qkv_bias"),
+        (dict(position="alibi"), 4, "position 'alibi'"),
+        (dict(mechanisms={"kv_shift": {}}), 4, "mechanisms"),
+        (dict(sliding_window=5, sliding_layers=[1], sliding_fields=dict(head_dim=12)), 4, "sliding_fields"),
+    ],
+    ids=str,
+)
+def test_what_cannot_become_a_latent_is_refused_in_a_sentence(fields, width, said):
+    with pytest.raises(HeadwaterError, match=said) as raised:
+        latent_config(build(**fields).config, width)
+    assert "\n" not in str(raised.value)
