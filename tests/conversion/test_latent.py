@@ -80,34 +80,48 @@ def test_the_latent_is_the_best_of_its_rank():
     """Its error is that of the truncated singular value decomposition, and no other map of that rank has less."""
     torch.manual_seed(0)
     keys, values, x = (torch.randn(n, 20, dtype=torch.float64) for n in (8, 12, 500))
-    queries, output = torch.randn(3, 8, 20).double(), torch.randn(12, 12).double()
-    gram, read = x.T @ x, output.T @ output
+    weight_of_keys, output = torch.rand(8).double() + 0.5, torch.randn(12, 12).double()
 
     def measure_error(down, up):
-        """Of keys by the queries' mean squares, of values after the output map; relative to what is estimated."""
         gaps = torch.cat((keys, values)) @ x.T - up @ (down @ x.T)
-        by_score = sum((query @ x.T).square().sum(1) for query in queries)
-        key_error = (by_score[:, None] * gaps[:8].square()).sum()
-        value_error = (output @ gaps[8:]).square().sum()
-        key_size = (by_score[:, None] * (keys @ x.T).square()).sum()
-        return float(key_error / key_size + value_error / (output @ values @ x.T).square().sum())
+        return float((weight_of_keys[:, None] * gaps[:8]).square().sum() + (output @ gaps[8:]).square().sum())
 
-    down, up = fit_latent(keys, values, queries, read, gram, 5)
+    down, up = fit_latent(keys, values, weight_of_keys, output.T @ output, x.T @ x / 500, 5)
+    weighted = torch.cat((weight_of_keys[:, None] * keys, output @ values)) @ x.T
     least = measure_error(down, up)
-    assert 0 < least < 2
-    assert_near(down.norm(dim=1), torch.cat((keys, values)).norm(dim=1).mean().expand(5))
+    assert least == pytest.approx(float(torch.linalg.svdvals(weighted)[5:].square().sum()), rel=1e-4)
     for _ in range(20):
         assert measure_error(down + 0.01 * torch.randn_like(down), up) > least
         assert measure_error(down, up + 0.01 * torch.randn_like(up)) > least
 
 
-def test_fitted_outputs_bring_the_model_nearer_and_do_not_read_rotated_channels():
-    torch.manual_seed(0)
-    model, rows, ids = build(), tokens(8, 40), tokens(4, 40, seed=3)
+def test_what_a_channel_writes_is_as_large_as_what_reads_it():
+    """In mean squares, relative to the original's keys, queries and output weights. A pair of RoPE has one size."""
+    attention, gram = build().model.layers[1].self_attn, sample_inputs(build(), tokens(4, 40))[1]
+    weights = {name: getattr(attention, f"{name}_proj").weight.detach().double() for name in "qkvo"}
+    weights |= {"q": 100 * weights["q"], "k": weights["k"] / 100}
+    rows = convert_layer(weights, gram, build().config, 9)
+    size = {name: weight.square().mean() for name, weight in weights.items()}
+    query, output = rows["q"].unflatten(0, (4, -1)), rows["o"].unflatten(1, (4, -1))
+    for channels in (*([pair, pair + 4] for pair in range(4)), *([channel] for channel in range(8, 17))):
+        written = rows["k"][channels].square().mean() / size["k"]
+        read = query[:, channels].square().mean() / size["q"] + output[:, :, channels].square().mean() / size["o"]
+        assert_near(written, read, 1e-9 * float(read))
+
+
+def test_fitted_outputs_bring_attention_nearer_and_do_not_read_rotated_channels():
+    model, rows = build(), tokens(8, 40)
     latent = make_latent(model, rows, 6)
-    before = (latent(ids).logits - model(ids).logits).square().mean()
+
+    def read_attention(network):
+        outputs = []
+        with network.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *call: outputs.append(call[2])):
+            network(rows)
+        return outputs[0]
+
+    before = (read_attention(latent) - read_attention(model)).square().mean()
     fit_outputs(latent, model, rows)
-    assert (latent(ids).logits - model(ids).logits).square().mean() < 0.9 * before
+    assert (read_attention(latent) - read_attention(model)).square().mean() < 0.9 * before
     weight = latent.model.layers[0].self_attn.o_proj.weight.unflatten(1, (4, -1))
     assert (weight[:, :, : model.config.rotary_dim] == 0).all()
 
