@@ -17,7 +17,7 @@ Departures: YOCO's lower half has a window, which the model's `sliding_layers` g
 not built. Its shared keys and values have a separate norm; here they belong to layer L/2 and are made from the same
 input as that layer's queries, and prefill skips the layers above it. Gemma's kinds differ in window, heads and RoPE;
 here `sliding_layers` and `sliding_fields` say so, and `layer_types` may name other kinds for `last`. Mistral Large 4
-shares the latent of multi-head latent attention, which headwater does not have.
+shares the latent of multi-head latent attention, as `kv_source` does in a model with `mla`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -62,6 +62,11 @@ def _list_refusals(vllm_config: Any) -> list[tuple[bool, str]]:
             "pipeline_parallel_size.",
         ),
         (
+            any(plan.value_part == "k" for plan in plan_layers(model.hf_config)),
+            "vLLM's kernels store keys and values in different orders, so they cannot read keys as values; export the "
+            "model with --materialise, which stores both, or use headwater serve.",
+        ),
+        (
             model.quantization is not None,
             "headwater's plugin does not support quantization; serve the unquantized weights.",
         ),
