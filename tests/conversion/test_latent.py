@@ -9,7 +9,15 @@ from transformers import DynamicCache
 from conftest import assert_near, build, decode, tokens
 from headwater import HeadwaterError
 from headwater.conversion.convert import fit_outputs, sample_inputs
-from headwater.conversion.latent import as_complex, convert_layer, fit_latent, latent_config, make_latent, mix_heads
+from headwater.conversion.latent import (
+    as_complex,
+    convert_layer,
+    fit_latent,
+    latent_config,
+    make_latent,
+    mix_heads,
+    weigh_errors,
+)
 from headwater.models.cache import cache_bytes
 from headwater.testing.naive import Reference
 
@@ -74,6 +82,43 @@ def test_the_function_is_that_of_the_approximated_keys_and_values():
         assert_near((own.conj() * turned).sum().real, torch.as_tensor(score))
     assert (rows["o"].unflatten(1, (4, -1))[:, :, : 2 * pairs] == 0).all(), "the channels with RoPE are not read"
     assert_near(converted.k_proj.weight.double(), rows["k"])
+
+
+ROPES = {
+    "default": {},
+    "partial": PARTIAL,
+    "llama3": dict(
+        rope_parameters=dict(
+            rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        )
+    ),
+    "yarn": dict(
+        rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
+    ),
+    "scale": dict(attention_scale=0.9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", ROPES.values(), ids=ROPES)
+def test_at_one_position_a_latent_of_full_rank_loses_nothing(fields):
+    """There it costs nothing that components lose RoPE: all of them must arrive with their heads and factors."""
+    model = build(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8, **fields)
+    ids = tokens(2, 12, seed=1)
+    latent = make_latent(model, tokens(8, 40), 16)
+    positions = torch.full_like(ids, 5)
+    assert_near(latent(ids, position_ids=positions).logits, model(ids, position_ids=positions).logits)
+
+
+def test_an_error_of_a_key_costs_what_its_scores_and_heads_say():
+    torch.manual_seed(0)
+    queries, output, values, x = (torch.randn(*shape).double() for shape in ((3, 5, 7), (7, 3, 4), (3, 4, 7), (200, 7)))
+    expected = torch.zeros(5, dtype=torch.float64)
+    for head in range(3):
+        added = torch.stack([output[:, head] @ (values[head] @ row) for row in x]).square().sum(1).mean()
+        for channel in range(5):
+            expected[channel] += added * torch.stack([queries[head, channel] @ row for row in x]).square().mean()
+    assert_near(weigh_errors(queries, output, values, x.T @ x / 200), expected.sqrt())
 
 
 def test_the_latent_is_the_best_of_its_rank():

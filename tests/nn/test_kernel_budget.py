@@ -139,6 +139,7 @@ BUDGETS = {
     "value embedding": ({"value_embedding": {}}, [(7, 11)]),
     "n-grams": ({"ngram_memory": {}}, [(6, 10), PLAIN]),
     "source": ({"kv_source": {}}, [(5, 8), PLAIN, PLAIN]),
+    "latent": ({"mla": {}}, [PLAIN]),
     "memory": ({"persistent_memory": {}}, [(10, 11)]),
     "exclusive": ({"exclusive": {}}, [(6, 10)]),
     "gate": ({"output_gate": {}}, [(7, 8)]),

@@ -24,7 +24,11 @@ def test_the_ledger_has_the_same_arms_everywhere_and_a_claim_or_a_cell_for_each(
     assert len(set(shown)) == len(shown) - len(on_text) + 1  # only vanilla is in all these tables
 
 
+# Not in the recipes yet: it makes the cache smaller, and is measured by conversions.
+UNMEASURED = {"mla"}
+
+
 def test_every_mechanism_is_in_the_ledger():
     recipe = load_recipe(recipes_folder() / "ledger" / "text.yaml")
     used = [name for arm in recipe.compare.arms for name in recipe.arm(arm, 0).model.get("mechanisms") or {}]
-    assert set(used) == set(MECHANISMS.built_in)
+    assert set(used) == set(MECHANISMS.built_in) - UNMEASURED

@@ -24,6 +24,7 @@ from headwater.conversion.convert import has_linear_attention, sample_inputs
 from headwater.conversion.families import assemble_model, own_tensors
 from headwater.mechanisms.mla import MLA
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.nn.position import RotaryEmbedding
 from headwater.util.errors import HeadwaterError
 
 MECHANISM = MLA.registered_name()
@@ -75,9 +76,11 @@ def make_latent(model: HeadwaterForCausalLM, rows: Tensor, width: int) -> Headwa
     tensors = {name: tensor.detach().clone() for name, tensor in own_tensors(model).items()}
     for layer, gram in enumerate(sample_inputs(model, rows)):
         prefix = f"model.layers.{layer}.self_attn."
-        weights = {name: tensors.pop(f"{prefix}{name}_proj.weight").double() for name in "qkvo"}
+        weights = {name: tensors.pop(f"{prefix}{name}_proj.weight").double().cpu() for name in "qkvo"}
         converted = convert_layer(weights, gram, model.config, width)
-        tensors |= {f"{prefix}{name}_proj.weight": weight.to(model.dtype) for name, weight in converted.items()}
+        tensors |= {
+            f"{prefix}{name}_proj.weight": weight.to(model.device, model.dtype) for name, weight in converted.items()
+        }
     return assemble_model(type(model), config, tensors, model)
 
 
@@ -98,14 +101,14 @@ def convert_layer(weights: dict[str, Tensor], gram: Tensor, config: HeadwaterCon
     query = torch.einsum("pgc,ghpi->ghcpi", unmixing.conj(), query).flatten(0, 1)  # heads, components, pairs, inputs
     straight = torch.zeros(heads, groups, d - rotated, q.shape[2], dtype=q.dtype)
     straight[torch.arange(heads), torch.arange(heads) // (heads // groups)] = q[:, rotated:]
-    query_rest = torch.cat((as_real(query[:, 1:]).flatten(1, 2), straight.flatten(1, 2)), dim=1)
+    unrotated = RotaryEmbedding(config).attention_scaling ** 2 * as_real(
+        query[:, 1:]
+    )  # the factor that RoPE gives scores
+    query_rest = torch.cat((unrotated.flatten(1, 2), straight.flatten(1, 2)), dim=1)
 
     output = weights["o"].unflatten(1, (heads, d))
     values_of = weights["v"].unflatten(0, (groups, d)).repeat_interleave(heads // groups, dim=0)
-    # What a head adds to the stream, in mean square: an error of its scores moves as much.
-    added = torch.einsum("hdi,ij,hdj->h", output.transpose(0, 1) @ values_of, gram, output.transpose(0, 1) @ values_of)
-    scores = config.attention_scale or d**-0.5
-    weight_of_keys = scores * (added[:, None] * ((query_rest @ gram) * query_rest).sum(2)).sum(0).sqrt()
+    weight_of_keys = (config.attention_scale or d**-0.5) * weigh_errors(query_rest, output, values_of, gram)
     down, up = fit_latent(rest, weights["v"], weight_of_keys, read_values(output, groups), gram, width)
     up_keys, up_values = up.split([len(rest), len(weights["v"])])
     query_latent = torch.einsum("rw,hri->hwi", up_keys, query_rest)
@@ -164,6 +167,16 @@ def mix_heads(q: Tensor, k: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     scaled = k.transpose(0, 1) * scale[:, :, None]
     vectors = torch.linalg.eigh(scaled @ gram @ scaled.mH)[1].flip(2)
     return vectors.mH * scale[:, None], vectors / scale[:, :, None]
+
+
+def weigh_errors(queries: Tensor, output: Tensor, values: Tensor, gram: Tensor) -> Tensor:
+    """Find what an error of each key channel costs, [channels]: √(Σ_h E[q_h²]·E‖W_h·v_h‖²), because an error of a score
+    changes what the head adds to the stream by as much.
+
+    queries: of each head, [H, channels, D]. output [D, H, d], values [H, d, D], gram: the mean of x·xᵀ.
+    """
+    added = (torch.einsum("ohd,ohe->hde", output, output) * (values @ gram @ values.mT)).sum((1, 2))
+    return (added[:, None] * ((queries @ gram) * queries).sum(2)).sum(0).sqrt()
 
 
 def read_values(output: Tensor, groups: int) -> Tensor:

@@ -32,6 +32,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.receivers import check_own_values
 from headwater.mechanisms.shift import read_tail, shift, shift_second
 from headwater.util.errors import HeadwaterError, check_known
 
@@ -197,6 +198,9 @@ class KVShift(KeepsPrecision, Mechanism):
 
     @classmethod
     def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        if not (options["keys"] or options["queries"]):
+            check_own_values(cls, plans)
+
         def amend(plan: LayerPlan) -> LayerPlan:
             shifted = cls.count_shifted(options, layer_config(config, plan.index), plan)
             tails = [(kind, options["window"] - 1) for kind in shifted]

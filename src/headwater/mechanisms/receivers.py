@@ -70,7 +70,7 @@ def layers_with_values(
     if lacking and (options["layers"] is not None or lacking == layers):
         raise HeadwaterError(
             f"Mechanism {name!r} adds to a layer's own values, but layer {lacking[0]} has none, because it shares "
-            "another layer's or reads its keys; leave that layer out of layers, or remove what shares them."
+            "another layer's, or its keys serve as values; leave that layer out of layers, or remove what does this."
         )
     return [layer for layer in layers if layer not in lacking]
 

@@ -245,7 +245,8 @@ class ShortConv(KeepsPrecision, Mechanism):
         amended = [amend(plan) if is_chosen(plan.index, options) else plan for plan in plans]
         if amended == plans:
             raise HeadwaterError(
-                "Mechanism 'short_conv' is on keys or values that its layers share with others; change sites or layers."
+                "Mechanism 'short_conv' is on keys or values that its layers share with others, or on values for which "
+                "keys serve; change sites or layers."
             )
         return amended
 

@@ -81,9 +81,9 @@ class CacheConversion(Settings):
             raise ValueError(
                 "convert needs mechanisms that share keys and values, num_key_value_heads, or latent_width"
             )
-        if self.latent_width is not None and (shares or self.choose or self.anneal):
+        if self.latent_width is not None and (shares or self.choose or self.anneal or not self.align):
             raise ValueError(
-                "convert.latent_width goes alone; leave out mechanisms, num_key_value_heads, choose and anneal"
+                "convert.latent_width goes alone; leave out mechanisms, num_key_value_heads, choose, align and anneal"
             )
         return self
 
@@ -111,6 +111,8 @@ class Change(Settings):
             raise ValueError("a model is grown, converted or finished, one at a time; make stages of it")
         if self.grow is not None and self.grow.freeze and self.optimizer_state == "keep":
             raise ValueError("grow.freeze trains only new parameters, which have no state to keep; leave one out")
+        if self.latent_width is not None and self.optimizer_state == "keep":
+            raise ValueError("a latent has new weights, which have no state to keep; leave out optimizer_state")
         return self
 
     @property

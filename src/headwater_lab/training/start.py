@@ -324,7 +324,7 @@ def _describe_changes(start: Start, changes: list[Event]) -> list[str]:
         chosen = ", ".join(f"{name}={options}" for name, options in mechanisms.items())
         notices.append(f"The layers that share were chosen by how similar they are: {chosen}.")
     if tokens := sum(event.details.get("aligned_tokens", 0) for event in changes):
-        notices.append(f"Keys and values that are shared or pooled were aligned on {tokens:,} tokens.")
+        notices.append(f"Keys and values were fitted to those that replace them on {tokens:,} tokens.")
     return notices
 
 
