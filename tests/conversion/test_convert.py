@@ -775,7 +775,9 @@ def test_a_latent_by_the_command(written, tmp_path, run):
     event = next(event for event in history if event.kind == "converted")
     assert event.details["latent_width"] == 8
     assert event.details["aligned_tokens"] > 0
-    assert load_recipe(out / "recipe.yaml").start.convert == CacheConversion(latent_width=8)
+    recipe = load_recipe(out / "recipe.yaml")
+    assert recipe.start.convert == CacheConversion(latent_width=8)
+    assert recipe.training.learning_rate == 3e-5
     assert f"{before:,}" in printed
     assert f"{after:,}" in printed
 
