@@ -631,7 +631,7 @@ def test_a_run_goes_over_and_finishes(written, tmp_path):
     assert points[2]["loss"] == pytest.approx(points[3]["loss"], rel=1e-6)
     said = [notice.message for notice in record.notices]  # the second stage tells nothing of the first's rows
     assert len(said) == 2
-    assert any("were aligned on" in text for text in said)
+    assert any("were fitted to those that replace them" in text for text in said)
     made = AutoModelForCausalLM.from_pretrained(
         tmp_path / "run" / "stages" / "01-finish" / "checkpoints" / "step-000003"
     )
