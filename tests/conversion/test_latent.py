@@ -118,7 +118,8 @@ def test_an_error_of_a_key_costs_what_its_scores_and_heads_say():
         added = torch.stack([output[:, head] @ (values[head] @ row) for row in x]).square().sum(1).mean()
         for channel in range(5):
             expected[channel] += added * torch.stack([queries[head, channel] @ row for row in x]).square().mean()
-    assert_near(weigh_errors(queries, output, values, x.T @ x / 200), expected.sqrt())
+    read = torch.einsum("ohd,ohe->hde", output, output)
+    assert_near(weigh_errors(queries, read, values, x.T @ x / 200), expected.sqrt())
 
 
 def test_the_latent_is_the_best_of_its_rank():

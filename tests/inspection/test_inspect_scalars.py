@@ -165,6 +165,12 @@ def test_values_attended_to_elsewhere_have_the_taps_of_there():
     assert compose_windows(build({}).model.layers[0], "v") is None
 
 
+def test_keys_that_are_read_as_values_have_the_keys_taps():
+    model = build({"kv_shift": {}, "mla": {}})
+    alpha = model.model.layers[1].self_attn.mechanisms["kv_shift"].alpha
+    assert_near(value_taps(model)[1], alpha.repeat_interleave(2, dim=1).detach())
+
+
 def test_windows_one_after_the_other():
     first, second = KVShift(2, window=3), KVShift(2)
     x = torch.randn(1, 2, 7, 4)

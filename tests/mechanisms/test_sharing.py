@@ -312,3 +312,21 @@ def test_a_mechanism_from_outside_shares_by_the_same_rule(turned, monkeypatch):
         config({"from_below": {"above": True}})
     with pytest.raises(HeadwaterError, match="redirect_heads must return a list with the plan of each layer"):
         config({"from_below": {"short": True}})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"neutreno": {}},
+        {"exclusive": {}},
+        {"kv_shift": {"keys": False}},
+        {"value_embedding": {}},
+        {"value_residual": {}},
+        {"ngram_memory": {"target": "values", "rank": 8}},
+        {"short_conv": {"sites": ["values"]}},
+    ],
+    ids=str,
+)
+def test_what_needs_values_says_that_keys_are_read_as_values(other):
+    with pytest.raises(HeadwaterError, match=r"keys as values|keys serve as values|values for which keys serve"):
+        config(other | {"mla": {}})

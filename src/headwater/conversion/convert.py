@@ -169,7 +169,7 @@ def _check_pooling(model: HeadwaterForCausalLM) -> None:
 # Rotation
 
 
-def list_attentions(model: HeadwaterForCausalLM) -> list[Attention]:
+def _list_attentions(model: HeadwaterForCausalLM) -> list[Attention]:
     return [cast(Any, block).self_attn for block in model.model.layers]
 
 
@@ -179,7 +179,7 @@ def sample_heads(model: HeadwaterForCausalLM, rows: Tensor) -> list[dict[str, Te
     outputs: list[dict[str, list[Tensor]]] = [{"k": [], "v": []} for _ in model.model.layers]
     with ExitStack() as stack:
         stack.callback(model.train, model.training)
-        for layer, attention in zip(outputs, list_attentions(model), strict=True):
+        for layer, attention in zip(outputs, _list_attentions(model), strict=True):
             for kind, heads in layer.items():
                 if (projection := getattr(attention, f"{kind}_proj")) is not None:
                     hook = functools.partial(_keep_heads, heads, attention.head_dim)
@@ -195,7 +195,7 @@ def sample_inputs(model: HeadwaterForCausalLM, rows: Tensor) -> list[Tensor]:
     sums = [torch.zeros(model.config.hidden_size, model.config.hidden_size, dtype=torch.float64) for _ in model.plans]
     with ExitStack() as stack:
         stack.callback(model.train, model.training)
-        for total, attention in zip(sums, list_attentions(model), strict=True):
+        for total, attention in zip(sums, _list_attentions(model), strict=True):
             stack.enter_context(attention.q_proj.register_forward_pre_hook(functools.partial(_add_squares, total)))
         for row in rows:
             model.eval().model(row[None].to(model.device), use_cache=False)
@@ -225,7 +225,7 @@ def has_linear_attention(model: HeadwaterForCausalLM) -> bool:
     """Whether all projections of attention are plain linear layers."""
     return all(
         isinstance(getattr(attention, name), nn.Linear)
-        for attention in list_attentions(model)
+        for attention in _list_attentions(model)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj")
     )
 
@@ -306,7 +306,7 @@ def align_layers(
         return False
     have = sample_heads(model, rows)
     group, goal = group_of(config), plan_layers(finish_config(config))
-    for layer, attention in enumerate(list_attentions(model)):
+    for layer, attention in enumerate(_list_attentions(model)):
         for kind in kinds:
             x = have[layer][kind]
             heads = x.shape[1]
@@ -370,7 +370,7 @@ def fit_outputs(model: HeadwaterForCausalLM, original: HeadwaterForCausalLM, row
     heads = model.config.num_attention_heads
     with ExitStack() as stack:
         for plan, attention, source in zip(
-            plan_layers(model.config), list_attentions(model), list_attentions(original), strict=True
+            plan_layers(model.config), _list_attentions(model), _list_attentions(original), strict=True
         ):
             shares = any({attends.k, attends.v} != {plan.index} for attends in plan.attends)
             is_latent = plan.value_part == "k"

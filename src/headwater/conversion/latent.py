@@ -92,24 +92,24 @@ def convert_layer(weights: dict[str, Tensor], gram: Tensor, config: HeadwaterCon
     heads, groups, d = config.num_attention_heads, int(config.num_key_value_heads or 0), int(config.head_dim or 0)
     pairs, rotated = config.rotary_dim // 2, config.rotary_dim
     q, k = (weights[name].unflatten(0, (-1, d)) for name in "qk")
-    mixing, unmixing = mix_heads(as_complex(q, pairs), as_complex(k, pairs), gram)
-    mixed = torch.einsum("pcg,gpi->cpi", mixing, as_complex(k, pairs))  # components, pairs, inputs
+    query, key = as_complex(q, pairs), as_complex(k, pairs)
+    mixing, unmixing = mix_heads(query, key, gram)
+    mixed = torch.einsum("pcg,gpi->cpi", mixing, key)  # components, pairs, inputs
     rope_key = as_real(mixed[:1]).flatten(0, 1)
     rest = torch.cat((as_real(mixed[1:]).flatten(0, 1), k[:, rotated:].flatten(0, 1)))
-    # What the queries of each head multiply these with.
-    query = as_complex(q, pairs).unflatten(0, (groups, -1))
-    query = torch.einsum("pgc,ghpi->ghcpi", unmixing.conj(), query).flatten(0, 1)  # heads, components, pairs, inputs
+    # What the queries of each head multiply these with; RoPE's factor no longer reaches the other components.
+    query = torch.einsum("pgc,ghpi->ghcpi", unmixing.conj(), query.unflatten(0, (groups, -1))).flatten(0, 1)
+    others = RotaryEmbedding(config).attention_scaling ** 2 * as_real(query[:, 1:])
     straight = torch.zeros(heads, groups, d - rotated, q.shape[2], dtype=q.dtype)
     straight[torch.arange(heads), torch.arange(heads) // (heads // groups)] = q[:, rotated:]
-    unrotated = RotaryEmbedding(config).attention_scaling ** 2 * as_real(
-        query[:, 1:]
-    )  # the factor that RoPE gives scores
-    query_rest = torch.cat((unrotated.flatten(1, 2), straight.flatten(1, 2)), dim=1)
+    query_rest = torch.cat((others.flatten(1, 2), straight.flatten(1, 2)), dim=1)
 
     output = weights["o"].unflatten(1, (heads, d))
-    values_of = weights["v"].unflatten(0, (groups, d)).repeat_interleave(heads // groups, dim=0)
-    weight_of_keys = (config.attention_scale or d**-0.5) * weigh_errors(query_rest, output, values_of, gram)
-    down, up = fit_latent(rest, weights["v"], weight_of_keys, read_values(output, groups), gram, width)
+    read = torch.einsum("ohd,ohe->hde", output, output)
+    values = weights["v"].unflatten(0, (groups, d)).repeat_interleave(heads // groups, dim=0)
+    weight_of_keys = (config.attention_scale or d**-0.5) * weigh_errors(query_rest, read, values, gram)
+    read_together = torch.block_diag(*read.unflatten(0, (groups, -1)).sum(1))
+    down, up = fit_latent(rest, weights["v"], weight_of_keys, read_together, gram, width)
     up_keys, up_values = up.split([len(rest), len(weights["v"])])
     query_latent = torch.einsum("rw,hri->hwi", up_keys, query_rest)
     values = up_values.unflatten(0, (groups, d)).repeat_interleave(heads // groups, dim=0)
@@ -169,20 +169,15 @@ def mix_heads(q: Tensor, k: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     return vectors.mH * scale[:, None], vectors / scale[:, :, None]
 
 
-def weigh_errors(queries: Tensor, output: Tensor, values: Tensor, gram: Tensor) -> Tensor:
+def weigh_errors(queries: Tensor, read: Tensor, values: Tensor, gram: Tensor) -> Tensor:
     """Find what an error of each key channel costs, [channels]: √(Σ_h E[q_h²]·E‖W_h·v_h‖²), because an error of a score
     changes what the head adds to the stream by as much.
 
-    queries: of each head, [H, channels, D]. output [D, H, d], values [H, d, D], gram: the mean of x·xᵀ.
+    queries: of each head, [H, channels, D]. read: WᵀW of each head's output weights, [H, d, d]. values: [H, d, D].
+    gram: the mean of x·xᵀ.
     """
-    added = (torch.einsum("ohd,ohe->hde", output, output) * (values @ gram @ values.mT)).sum((1, 2))
+    added = (read * (values @ gram @ values.mT)).sum((1, 2))
     return (added[:, None] * ((queries @ gram) * queries).sum(2)).sum(0).sqrt()
-
-
-def read_values(output: Tensor, groups: int) -> Tensor:
-    """Σ WᵀW over the query heads that read each key/value head, as one matrix [K·d, K·d]; W: of output [D, H, d]."""
-    by_head = output.unflatten(1, (groups, -1))
-    return torch.block_diag(*torch.einsum("oghd,oghe->gde", by_head, by_head))
 
 
 def fit_latent(

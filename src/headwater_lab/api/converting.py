@@ -66,10 +66,10 @@ def convert(
 ) -> RunRecord | None:
     """Make the cache of a trained model smaller, heal it and measure it, like `headwater convert`.
 
-    out: the new folder. latent_width: channels of one latent for keys and values. choose: choose the layers that
-    share. heal: tokens of healing. text: text to heal and measure
-    on; default: the model's training data. control: also train the original on the same tokens. only_plan: report the
-    cost, and stop. resume: continue an interrupted conversion. Raises `HeadwaterError`.
+    out: the new folder. latent_width: channels of one latent for keys and values. choose: choose the layers that share.
+    heal: tokens of healing. text: text to heal and measure on; default: the model's training data. control: also train
+    the original on the same tokens. only_plan: report the cost, and stop. resume: continue an interrupted conversion.
+    Raises `HeadwaterError`.
     """
     path = Path(source)
     if path.is_dir():
