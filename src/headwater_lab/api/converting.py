@@ -119,9 +119,10 @@ def convert(
             records.append(train_stages(run, folder, resume=resume, on_event=on_event))
             result = _write_start(folder, records[-1], dtype)
             publish_model(result, folder)
-            measures[name] = measure_held_out(
-                f"measuring the {title}", open_trained(result).model.to(device), built, watch
-            )
+            if name not in measures:
+                model = open_trained(result).model.to(device)
+                measures[name] = measure_held_out(f"measuring the {title}", model, built, watch)
+                _write_measures(out, source, price, measures)
         _report_conversion(out, records[0], price, measures, source, watch)
     return records[0]
 
@@ -195,11 +196,11 @@ def _begin_folders(runs: Sequence[tuple[Recipe, Path]], resume: bool) -> None:
 def _measure_original(
     out: Path, source: str, price: ConversionPrice, model: HeadwaterForCausalLM, data: Data, watch: Observer
 ) -> dict[str, dict[str, float]]:
-    """Measure the original on all held-out data, unless that was done before an interruption, and tell how long the
-    rest takes at this speed."""
-    file = out / CONVERSION
-    if file.is_file():
-        return {"before": read_object(file)["before"]}
+    """Measure the original on all held-out data, and tell how long the rest takes at this speed; after an interruption,
+    return all that was measured before it."""
+    if (out / CONVERSION).is_file():
+        measured = read_object(out / CONVERSION)
+        return {name: measured[name] for name in ("before", "after", CONTROL) if name in measured}
     started = time.perf_counter()
     measures = {"before": measure_held_out("measuring the original", model, data, watch)}
     seconds = time.perf_counter() - started
@@ -208,8 +209,13 @@ def _measure_original(
     if done:
         left = timedelta(seconds=round((sum(price.flops.values()) / done - 1) * seconds))
         watch.tell(f"about {left} to go at the speed of this measurement")
-    replace_text(file, json.dumps({"source": source, "price": asdict(price)} | measures, indent=1) + "\n")
+    _write_measures(out, source, price, measures)
     return measures
+
+
+def _write_measures(out: Path, source: str, price: ConversionPrice, measures: Mapping[str, Any]) -> None:
+    result = {"source": source, "price": asdict(price), **measures}
+    replace_text(out / CONVERSION, json.dumps(result, indent=1) + "\n")
 
 
 def _data_of(text: str | None, trained: Trained, checkpoint: Path) -> dict[str, Any]:
@@ -254,7 +260,8 @@ def _write_start(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
     if trained.model.dtype == dtype:
         return newest_checkpoint(target)
     checkpoint = target / FOLDER / f"step-{sum(stage.steps for stage in record.stages):06d}"
-    write_model(checkpoint, trained.model.to(dtype), trained.tokenizer, trained.history)
+    if not checkpoint.is_dir():  # it is there if an interruption came after it
+        write_model(checkpoint, trained.model.to(dtype), trained.tokenizer, trained.history)
     return checkpoint
 
 
@@ -287,8 +294,7 @@ def _report_conversion(
     """Report what the conversion did, and write it next to the run. measures: of the original "before", the result
     "after", and the "control" if there is one."""
     curve = list_healing(record)
-    result = {"source": source, "price": asdict(priced), **measures, "curve": curve}
-    replace_text(target / CONVERSION, json.dumps(result, indent=1) + "\n")
+    _write_measures(target, source, priced, {**measures, "curve": curve})
     # The control is the fairer comparison: it has seen the same tokens.
     basis = CONTROL if CONTROL in measures else "before"
     table = lined("", *measures, f"after / {basis}")
