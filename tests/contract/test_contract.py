@@ -84,6 +84,7 @@ MORE_VARIANTS: dict[str, list[dict]] = {
         {"block": 2},
     ],
     "dense_former": [{"dilation": 2}, {"period": 2}],
+    "mla": [{"head_width": 6}],
 }
 
 

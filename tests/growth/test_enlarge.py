@@ -32,6 +32,8 @@ MODELS = {
     "sparse": {"value_residual": {"mode": "sparse"}},
     "svformer": {},
     "svformer of one": {"svformer": {"source": 1, "layers": [2]}},
+    "latent": {"mla": {}},
+    "latent with maps": {"mla": {"head_width": 6}},
     "skip_layer": {},
     "skip one": {"skip_layer": {"layers": 1, "heads": 2}},
     "skip chained": {"skip_layer": {"layers": 1, "heads": 2, "source": "alias"}},

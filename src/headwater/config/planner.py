@@ -6,9 +6,9 @@ A layer projects and stores only the heads that some layer attends to.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from headwater.config.capabilities import StopsRedirection, replaces_linear
+from headwater.config.capabilities import Map, StopsRedirection, replaces_linear
 from headwater.config.layers import layer_config
 from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, Stage, choose_heads
 from headwater.config.text import HeadwaterConfig
@@ -33,7 +33,7 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
             f"false, or remove {names}."
         )
     for plan in plans:
-        _check_inside(config, plan)
+        _check_replaced(config, plan)
         for source in plan.reads:
             _check_alike(config, plan.index, source)
     sources = {source for plan in plans for source in plan.reads}
@@ -138,16 +138,27 @@ def _gives_tensor(plan: LayerPlan, source: Source) -> bool:
     return source.layer == plan.index or (source == EMBEDDING and bool(plan.at(Stage.EMBEDDING)))
 
 
-def _check_inside(config: HeadwaterConfig, plan: LayerPlan) -> None:
-    """Raise `HeadwaterError` if a mechanism acts inside a feed-forward that another one replaces."""
-    width = config.hidden_size
+def _check_replaced(config: HeadwaterConfig, plan: LayerPlan) -> None:
+    """Raise `HeadwaterError` if two mechanisms replace one linear layer, or one acts inside a replaced feed-forward."""
+    width, replacing = config.hidden_size, {}
+    for map_name in get_args(Map):
+        replacing[map_name] = [
+            name
+            for name, options in config.mechanisms.items()
+            if replaces_linear(resolve(name), options, config, plan.index, map_name, width)
+        ]
+        if len(replacing[map_name]) > 1:
+            first, second, *_ = replacing[map_name]
+            raise HeadwaterError(
+                f"Mechanisms {first!r} and {second!r} both replace the {map_name} map of layer {plan.index}; remove "
+                "one of them."
+            )
     for inside in plan.at(Stage.FEED_FORWARD_HIDDEN):
-        for name, options in config.mechanisms.items():
-            if replaces_linear(resolve(name), options, config, plan.index, "feed_forward", width):
-                raise HeadwaterError(
-                    f"Mechanism {inside!r} acts inside the feed-forward of layer {plan.index}, which {name!r} "
-                    f"replaces; remove one of them, or change {inside!r} so that it does not act there."
-                )
+        for name in replacing["feed_forward"]:
+            raise HeadwaterError(
+                f"Mechanism {inside!r} acts inside the feed-forward of layer {plan.index}, which {name!r} "
+                f"replaces; remove one of them, or change {inside!r} so that it does not act there."
+            )
 
 
 def output_only_from(config: HeadwaterConfig, plans: Sequence[LayerPlan]) -> int:

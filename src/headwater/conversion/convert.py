@@ -367,23 +367,16 @@ def fit_outputs(model: HeadwaterForCausalLM, original: HeadwaterForCausalLM, row
     One pass fits from the first layer to the last, so that each corrects what the layers below it have changed.
     """
     pooled = model.config.num_key_value_heads != original.config.num_key_value_heads
-    heads = model.config.num_attention_heads
     with ExitStack() as stack:
         for plan, attention, source in zip(
             plan_layers(model.config), _list_attentions(model), _list_attentions(original), strict=True
         ):
             shares = any({attends.k, attends.v} != {plan.index} for attends in plan.attends)
-            is_latent = plan.value_part == "k"
-            # Of keys that are read as values, fit the channels whose value does not depend on the position.
-            fitted = torch.arange(attention.head_dim) >= (_count_spun(model, "k", plan.index) if is_latent else 0)
-            if (pooled or shares or is_latent) and isinstance(attention.o_proj, nn.Linear):
+            linear = getattr(attention.o_proj, "linear", attention.o_proj)  # of MLA, or itself
+            if (pooled or shares or plan.value_part == "k") and isinstance(linear, nn.Linear):
                 target: list[Tensor] = []
                 stack.enter_context(source.o_proj.register_forward_hook(functools.partial(_keep_output, target)))
-                stack.enter_context(
-                    attention.o_proj.register_forward_pre_hook(
-                        functools.partial(_fit_linear, target, fitted.repeat(heads))
-                    )
-                )
+                stack.enter_context(linear.register_forward_pre_hook(functools.partial(_fit_linear, target)))
         for network in (original, model):
             stack.callback(network.train, network.training)
             network.eval().model(rows.to(network.device), use_cache=False)
@@ -393,12 +386,9 @@ def _keep_output(outputs: list[Tensor], module: nn.Module, inputs: Any, output: 
     outputs.append(output)
 
 
-def _fit_linear(target: list[Tensor], fitted: Tensor, linear: nn.Linear, inputs: tuple[Tensor]) -> None:
-    """Forward pre-hook: add to the weight the W that minimizes Σ‖y - linear(x) - W·x‖² + λ‖W‖², y from `target`.
-
-    fitted: the inputs that W reads.
-    """
-    x = inputs[0].flatten(0, -2).double() * fitted.to(inputs[0].device)
+def _fit_linear(target: list[Tensor], linear: nn.Linear, inputs: tuple[Tensor]) -> None:
+    """Forward pre-hook: add to the weight the W that minimizes Σ‖y - linear(x) - W·x‖² + λ‖W‖², y from `target`."""
+    x = inputs[0].flatten(0, -2).double()
     rest = target.pop().flatten(0, -2) - nn.functional.linear(inputs[0], linear.weight, linear.bias).flatten(0, -2)
     gram = x.T @ x
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())

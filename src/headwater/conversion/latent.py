@@ -9,15 +9,16 @@ component first, weighted by how much the queries read it:
               B·c; c = A·x has `width` channels and is the best estimate of that rank on sample tokens, with values
               weighted by what the output projection reads
 
-Mixing and B are absorbed by the query and output projections. The idea is that of TransMLA (arXiv 2502.07864), which
-mixes heads by a real rotation, and keeps a latent of keys and of values apart until it balances them.
+Mixing and B become the maps of `mla` between the heads, whose projections stay, and what they attend to. The idea is
+that of TransMLA (arXiv 2502.07864), which mixes heads by a real rotation, and keeps a latent of keys and of values
+apart until it balances them.
 """
 
 import copy
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.convert import has_linear_attention, sample_inputs
@@ -60,7 +61,7 @@ def latent_config(config: HeadwaterConfig, width: int) -> HeadwaterConfig:
     latent.rope_parameters = dict(config.rope_parameters or {}) | {
         "partial_rotary_factor": math.nextafter(config.rotary_dim / latent.head_dim, 1)  # rounded down when it is used
     }
-    latent.mechanisms = {MECHANISM: {}}
+    latent.mechanisms = {MECHANISM: {"head_width": d}}
     latent.complete_fields()
     return latent
 
@@ -76,74 +77,74 @@ def make_latent(model: HeadwaterForCausalLM, rows: Tensor, width: int) -> Headwa
     tensors = {name: tensor.detach().clone() for name, tensor in own_tensors(model).items()}
     for layer, gram in enumerate(sample_inputs(model, rows)):
         prefix = f"model.layers.{layer}.self_attn."
-        weights = {name: tensors.pop(f"{prefix}{name}_proj.weight").double().cpu() for name in "qkvo"}
-        converted = convert_layer(weights, gram, model.config, width)
+        weights = {name: tensors.pop(f"{prefix}{name}_proj.weight") for name in "qkvo"}
+        wide = {name: weight.double().cpu() for name, weight in weights.items()}
+        keys, queries, values = (
+            tensor.to(model.device, model.dtype) for tensor in convert_layer(wide, gram, model.config, width)
+        )
         tensors |= {
-            f"{prefix}{name}_proj.weight": weight.to(model.device, model.dtype) for name, weight in converted.items()
+            f"{prefix}q_proj.linear.weight": weights["q"],
+            f"{prefix}q_proj.maps": queries,
+            f"{prefix}k_proj.weight": keys,
+            f"{prefix}o_proj.linear.weight": weights["o"],
+            f"{prefix}o_proj.maps": values,
         }
     return assemble_model(type(model), config, tensors, model)
 
 
-def convert_layer(weights: dict[str, Tensor], gram: Tensor, config: HeadwaterConfig, width: int) -> dict[str, Tensor]:
-    """Convert the weights "q", "k", "v" and "o" of one layer, [out, in], to "q", "k" and "o" of a latent of `width`.
+def convert_layer(
+    weights: dict[str, Tensor], gram: Tensor, config: HeadwaterConfig, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Convert the weights "q", "k", "v" and "o" of one layer, [out, in], to a latent of `width`: the weight of the keys
+    [C, D], and the maps of queries [H, C, d] and outputs [H, d, width].
 
     gram: the mean of x·xᵀ over sample inputs x of attention, [D, D].
     """
     heads, groups, d = config.num_attention_heads, int(config.num_key_value_heads or 0), int(config.head_dim or 0)
     pairs, rotated = config.rotary_dim // 2, config.rotary_dim
     q, k = (weights[name].unflatten(0, (-1, d)) for name in "qk")
-    query, key = as_complex(q, pairs), as_complex(k, pairs)
-    mixing, unmixing = mix_heads(query, key, gram)
+    key = as_complex(k, pairs)
+    mixing, unmixing = mix_heads(as_complex(q, pairs), key, gram)
     mixed = torch.einsum("pcg,gpi->cpi", mixing, key)  # components, pairs, inputs
     rope_key = as_real(mixed[:1]).flatten(0, 1)
     rest = torch.cat((as_real(mixed[1:]).flatten(0, 1), k[:, rotated:].flatten(0, 1)))
-    # What the queries of each head multiply these with; RoPE's factor no longer reaches the other components.
-    query = torch.einsum("pgc,ghpi->ghcpi", unmixing.conj(), query.unflatten(0, (groups, -1))).flatten(0, 1)
+    # The maps from the channels of each head's query to what multiplies these; RoPE's factor no longer reaches the
+    # other components.
+    channels = torch.eye(d, dtype=q.dtype).expand(heads, d, d)
+    query = as_complex(channels, pairs).unflatten(0, (groups, -1))
+    query = torch.einsum("pgc,ghpi->ghcpi", unmixing.conj(), query).flatten(0, 1)
     others = RotaryEmbedding(config).attention_scaling ** 2 * as_real(query[:, 1:])
-    straight = torch.zeros(heads, groups, d - rotated, q.shape[2], dtype=q.dtype)
-    straight[torch.arange(heads), torch.arange(heads) // (heads // groups)] = q[:, rotated:]
+    straight = torch.zeros(heads, groups, d - rotated, d, dtype=q.dtype)
+    straight[torch.arange(heads), torch.arange(heads) // (heads // groups)] = channels[:, rotated:]
     query_rest = torch.cat((others.flatten(1, 2), straight.flatten(1, 2)), dim=1)
 
     output = weights["o"].unflatten(1, (heads, d))
     read = torch.einsum("ohd,ohe->hde", output, output)
     values = weights["v"].unflatten(0, (groups, d)).repeat_interleave(heads // groups, dim=0)
-    weight_of_keys = (config.attention_scale or d**-0.5) * weigh_errors(query_rest, read, values, gram)
+    weight_of_keys = (config.attention_scale or d**-0.5) * weigh_errors(query_rest @ q, read, values, gram)
     read_together = torch.block_diag(*read.unflatten(0, (groups, -1)).sum(1))
     down, up = fit_latent(rest, weights["v"], weight_of_keys, read_together, gram, width)
     up_keys, up_values = up.split([len(rest), len(weights["v"])])
-    query_latent = torch.einsum("rw,hri->hwi", up_keys, query_rest)
+    queries = torch.cat((as_real(query[:, :1]).flatten(1, 2), up_keys.T @ query_rest), dim=1)
     values = up_values.unflatten(0, (groups, d)).repeat_interleave(heads // groups, dim=0)
-    output_latent = torch.einsum("ohd,hdw->ohw", output, values)
     keys = torch.cat((rope_key, down))
-    queries = torch.cat((as_real(query[:, :1]).flatten(1, 2), query_latent), dim=1)
-    outputs = nn.functional.pad(output_latent, (rotated, 0))
-    scale = balance_channels(keys, queries, outputs, rotated, {"q": q, "k": k, "o": output})
-    return {
-        "q": (queries / scale[:, None]).flatten(0, 1),
-        "k": keys * scale[:, None],
-        "o": (outputs / scale).flatten(1),
-    }
+    scale = balance_channels(keys / k.square().mean().sqrt(), queries, values)
+    return keys * scale[:, None], queries / scale[:, None], values / scale[rotated:]
 
 
-def balance_channels(
-    keys: Tensor, queries: Tensor, outputs: Tensor, rotated: int, original: dict[str, Tensor]
-) -> Tensor:
-    """Find a factor for each channel that makes its map and what reads it equally large, relative to the original's: an
-    optimizer changes all weights by as much.
+def balance_channels(keys: Tensor, queries: Tensor, values: Tensor) -> Tensor:
+    """Find a factor for each channel that makes its keys' weights as large as the maps that read it: an optimizer
+    changes all weights by as much.
 
-    keys [C, D], queries [H, C, D], outputs [D, H, C]; the first `rotated` channels are pairs. original: "q" [H, d, D],
-    "k" [K, d, D] and "o" [D, H, d].
+    keys [C, D], with mean square 1 in the original. queries [H, C, d] and values [H, d, C - the first, pairs of RoPE].
     """
-
-    def mean_square(x: Tensor, channels: int, size: Tensor) -> Tensor:
-        """The mean square of x in each channel, relative to that of `size`."""
-        squares = x.movedim(channels, 0).flatten(1).square().mean(1)
-        pairs = squares[:rotated].unflatten(0, (2, -1)).mean(0).repeat(2)
-        return torch.cat((pairs, squares[rotated:])) / size.square().mean()
-
-    written = mean_square(keys, 0, original["k"])
-    read = mean_square(queries, 1, original["q"]) + mean_square(outputs, 2, original["o"])
-    return (read / written.clamp(min=1e-30)).clamp(min=1e-30) ** 0.25
+    rotated = len(keys) - values.shape[2]
+    read = queries.square().sum(2).mean(0)
+    read[rotated:] += values.square().sum(1).mean(0)
+    of_channel = torch.stack((keys.square().mean(1), read))
+    of_pair = of_channel[:, :rotated].unflatten(1, (2, -1)).mean(1).repeat(1, 2)
+    written, read = torch.cat((of_pair, of_channel[:, rotated:]), dim=1).clamp(min=1e-30)
+    return (read / written) ** 0.25
 
 
 def as_complex(x: Tensor, pairs: int) -> Tensor:

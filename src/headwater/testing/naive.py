@@ -715,7 +715,19 @@ class Reference:
         return self.position[:, None] * torch.tensor(rates, dtype=torch.float64)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """Apply a linear layer, or the pattention that replaces it."""
+        """Apply a linear layer, or what replaces it: pattention, or mla's maps of each head."""
+        if f"{name}.maps" in self.weights:
+            weight, maps = self.weights[f"{name}.linear.weight"], self.weights[f"{name}.maps"]
+            if name.endswith("q_proj"):
+                return torch.stack(
+                    [torch.cat([u @ q for u, q in zip(maps, (weight @ a).chunk(len(maps)), strict=True)]) for a in x]
+                )
+            return torch.stack(
+                [
+                    weight @ torch.cat([m @ o[-m.shape[1] :] for m, o in zip(maps, a.chunk(len(maps)), strict=True)])
+                    for a in x
+                ]
+            )
         if f"{name}.key" in self.weights:
             tau, options = self.weights[f"{name}.scale.tau"][0], self.mechanisms["pattention"]
             key, value = self.weights[f"{name}.key"], self.weights[f"{name}.value"]

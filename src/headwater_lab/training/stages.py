@@ -213,8 +213,7 @@ def build_conversion(
     training = {
         "steps": annealed,
         "batch_size": batch_size,
-        # A latent is near the original from the start, and a rate that heals shared layers destroys it.
-        "learning_rate": 3e-4 if convert.get("latent_width") is None else 3e-5,
+        "learning_rate": 3e-4,
         "schedule": "constant",
         "warmup_steps": min(50, constant // 4, annealed),
         "distillation": {},
