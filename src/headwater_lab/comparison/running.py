@@ -26,7 +26,7 @@ from headwater_lab.comparison.trials import (
     make_plan,
     order_jobs,
 )
-from headwater_lab.comparison.tuning import choose_rates
+from headwater_lab.comparison.tuning import choose_rates, name_outermost
 from headwater_lab.recipe.recipe import Recipe, naming_arm
 from headwater_lab.training.records import ENDED, find_record
 from headwater_lab.training.stages import list_configs
@@ -48,11 +48,12 @@ def run_comparison(
 ) -> list[Outcome]:
     """Train a recipe's comparison: tuning runs, then trials. Measure costs if `compare.costs` is set.
 
-    Call it again to resume. workers: trials at a time; default `compare.workers`, else as `run_trials`. only: leave
-    out the trials of other arms and sizes. tell: called with a line for each arm whose price is measured. shared: `out`
-    may hold runs of the same name with other settings or arms, since no table is made of all of them, and other
-    comparisons may be written to it at the same time. Raises `HeadwaterError` as the recipe's parts do, if another
-    process compares into `out`, and for runs below `out` that are not of this comparison; `Interrupted` after Ctrl-C.
+    Call it again to resume. workers: trials at a time; default `compare.workers`, else as `run_trials`. only: leave out
+    the trials of other arms and sizes. tell: called with a line for each arm whose price is measured, or whose best
+    rate is the outermost. shared: `out` may hold runs of the same name with other settings or arms, since no table is
+    made of all of them, and other comparisons may be written to it at the same time. Raises `HeadwaterError` as the
+    recipe's parts do, if another process compares into `out`, and for runs below `out` that are not of this comparison;
+    `Interrupted` after Ctrl-C.
     """
     with occupy_folder(out / recipe.name if shared else out, nested=True):
         recipe = match_arms(recipe)
@@ -74,6 +75,8 @@ def run_comparison(
         if section.tried_rates:
             tries = _choose_tuning_trials(recipe, out, only)
             rates = choose_rates(tries, run_trials(tries, workers, on_change))
+            for line in name_outermost(rates, section.tried_rates):
+                tell(line)
             trials = [replace(t, recipe=choose_rate(t.recipe, section, rates[t.experiment.arm])) for t in trials]
         check_settings(recipe, rates, runs, out)
         adopt_experiment(recipe, runs, out)

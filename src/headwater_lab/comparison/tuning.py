@@ -1,7 +1,7 @@
 """Choose each arm's learning rate, the best of those tried."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +55,17 @@ def choose_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[s
             )
         best[arm] = max(usable, key=lambda rate: (float(np.mean([steps for steps, _ in rates[rate]])), ends[rate]))
     return best
+
+
+def name_outermost(best: Mapping[str, float], tried: Sequence[float]) -> list[str]:
+    """Say of each arm whose best learning rate is the smallest or largest of those tried that there may be a better."""
+    sides = {min(tried): ("smallest", "smaller"), max(tried): ("largest", "larger")} if len(tried) > 1 else {}
+    return [
+        f"The best learning rate of {arm} is the {sides[rate][0]} one tried; add {sides[rate][1]} ones to "
+        "compare.learning_rates (compare.ladder.multipliers) for a fair comparison."
+        for arm, rate in best.items()
+        if rate in sides
+    ]
 
 
 def _steps_needed(record: RunRecord, threshold: float | str | None) -> int:
