@@ -330,3 +330,39 @@ def test_a_mechanism_from_outside_shares_by_the_same_rule(turned, monkeypatch):
 def test_what_needs_values_says_that_keys_are_read_as_values(other):
     with pytest.raises(HeadwaterError, match=r"keys as values|keys serve as values|values for which keys serve"):
         config(other | {"mla": {}})
+
+
+MAPS = {"mla": {"head_width": 4}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (dict(mechanisms={"pattention": {}} | MAPS), "both replace the query map of layer 0"),
+        (dict(mechanisms={"mla": {"head_width": 0}}), "at least 1"),
+        (dict(mechanisms=MAPS, qkv_bias=True), "qkv_bias"),
+        (dict(mechanisms=MAPS, output_bias=True), "output_bias"),
+    ],
+    ids=["pattention", "width", "query bias", "output bias"],
+)
+def test_maps_of_heads_are_refused_where_they_cannot_be(fields, said):
+    with pytest.raises(HeadwaterError, match=said):
+        HeadwaterForCausalLM(config(**fields))
+
+
+def test_maps_of_heads_do_not_read_the_channels_with_rope():
+    """With them a model is one whose projections have absorbed them, and whose output has zeros for these channels."""
+    rope = dict(rope_parameters=dict(rope_theta=10_000.0, partial_rotary_factor=0.5))
+    model = build(MAPS, **rope)
+    wide = build({"mla": {}}, **rope)
+    weights = dict(model.state_dict())
+    for layer in range(model.config.num_hidden_layers):
+        query, output = (f"model.layers.{layer}.self_attn.{name}_proj" for name in "qo")
+        first, maps = weights.pop(f"{query}.linear.weight"), weights.pop(f"{query}.maps")
+        weights[f"{query}.weight"] = torch.einsum("hdw,hwi->hdi", maps, first.unflatten(0, (4, 4))).flatten(0, 1)
+        last, maps = weights.pop(f"{output}.linear.weight"), weights.pop(f"{output}.maps")
+        absorbed = torch.einsum("ohw,hwd->ohd", last.unflatten(1, (4, 4)), maps)
+        weights[f"{output}.weight"] = torch.nn.functional.pad(absorbed, (model.config.rotary_dim, 0)).flatten(1)
+    wide.load_state_dict(weights)
+    ids = tokens(2, 20)
+    assert_near(model(ids).logits, wide(ids).logits)

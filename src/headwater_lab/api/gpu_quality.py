@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import AutoConfig, PreTrainedConfig
 
 from headwater.mechanisms.capabilities import ChoosesSources
 from headwater.models.load import read_object
@@ -55,12 +56,6 @@ FIGURES = ("metric", "mean", "seeds", "difference", "low", "high", "p", "verdict
 # The mechanism whose layers share the keys and values of others.
 SHARING = next(name for name in MECHANISMS.built_in if isinstance(MECHANISMS.resolve(name), ChoosesSources))
 ORIGINAL, TRAINED_ON = "original", "original, trained on"
-CACHES: dict[str, dict[str, Any]] = {
-    "pairs of layers": {"mechanisms": {SHARING: {}}},
-    "one head": {"mechanisms": {}, "num_key_value_heads": 1},
-    "threes of layers": {"mechanisms": {SHARING: {"group_size": 3}}},
-    "one head, pairs of layers": {"mechanisms": {SHARING: {}}, "num_key_value_heads": 1},
-}
 HEALING = ("data.context=512", "data.held_out_bytes=1000000", "training.batch_size=32", "training.precision=bf16-mixed")
 TINY_HEALING = ("data.context=16", "data.held_out_bytes=2000", "training.batch_size=2")
 # Items of a task, and documents.
@@ -129,6 +124,18 @@ def _compare_size(phase: Phase, recipe: Recipe, size: str) -> None:
         phase.put({"size": size, "arm": arm["arm"]}, figures)
 
 
+def list_caches(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
+    """List the smaller caches of a model, by name, as arguments of `convert`."""
+    width_of_half = (config.num_key_value_heads - 1) * config.hidden_size // config.num_attention_heads
+    return {
+        "a latent": {"mechanisms": {}, "latent_width": width_of_half},
+        "pairs of layers": {"mechanisms": {SHARING: {}}},
+        "one head": {"mechanisms": {}, "num_key_value_heads": 1},
+        "threes of layers": {"mechanisms": {SHARING: {"group_size": 3}}},
+        "one head, pairs of layers": {"mechanisms": {SHARING: {}}, "num_key_value_heads": 1},
+    }
+
+
 def conversion(phase: Phase, inputs: Mapping[str, str]) -> None:
     """Heal smaller caches of a pretrained model, and the original on the same tokens, and measure their quality."""
     model, text, task_files = inputs["model"], inputs["prose"], inputs.get("task_files")
@@ -172,16 +179,17 @@ def conversion(phase: Phase, inputs: Mapping[str, str]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         labels = {"model": name, "tokens": tokens, "cache": TRAINED_ON}
         control = labels not in phase.measured
-        convert(model, folder, **CACHES[cache], heal=tokens, text=text, control=control, overrides=overrides)
+        convert(model, folder, **caches[cache], heal=tokens, text=text, control=control, overrides=overrides)
         seconds = time.monotonic() - started
         phase.attempt(partial(score_model, str(folder / CONTROL), tokens, TRAINED_ON), least=0, **labels)
         price = read_object(folder / CONVERSION)["price"]
         share = price["after"]["cache_bytes_per_token"] / price["before"]["cache_bytes_per_token"]
         return {"of the cache": share, "s": seconds, **score_model(str(folder), tokens, cache)}
 
+    caches = list_caches(AutoConfig.from_pretrained(model))
     with _prepare_text(phase, text, model):
         phase.attempt(partial(score_model, model, "0", ORIGINAL), model=name, tokens="0", cache=ORIGINAL)
-        for tokens, cache in product(budgets, CACHES):
+        for tokens, cache in product(budgets, caches):
             least = 150 if phase.on_gpu else 0
             phase.attempt(partial(convert_model, tokens, cache), least=least, model=name, tokens=tokens, cache=cache)
 
