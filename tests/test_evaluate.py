@@ -17,11 +17,12 @@ from transformers import (
     GPTNeoXConfig,
     MambaConfig,
     OPTConfig,
+    QuantizedCache,
     RwkvConfig,
     T5Config,
 )
 
-from conftest import build, teach_llama
+from conftest import assert_near, build, teach_llama
 from headwater import HeadwaterError
 from headwater.conversion import from_transformers
 from headwater_lab.data.tokenizer import byte_tokenizer, train_tokenizer
@@ -30,7 +31,7 @@ from headwater_lab.evaluation import tasks as tasks_module
 from headwater_lab.evaluation.candidates import find_candidates, same_tokenizer, unique_names
 from headwater_lab.evaluation.paired_differences import Items, compare_items
 from headwater_lab.evaluation.tasks import GROUPS, parse_tasks
-from headwater_lab.evaluation.text_likelihood import list_windows, sum_log_likelihoods
+from headwater_lab.evaluation.text_likelihood import list_windows, read_logits, sum_log_likelihoods
 from headwater_lab.training.records import Event
 from headwater_lab.training.saving import write_model
 
@@ -127,6 +128,42 @@ def test_measures_of_a_text_are_of_its_nats_tokens_and_bytes(folder):
     assert figures == pytest.approx(
         {"bits per byte": total / math.log(2) / size, "loss": total / size, "perplexity": math.exp(total / size)}
     )
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("mechanisms", [{}, {"mla": {}}, {"kv_source": {}}], ids=str)
+def test_a_quantized_cache_is_read_as_if_tokens_came_one_by_one(mechanisms, bits):
+    """Also by layers that share: transformers' cache then holds their own copies."""
+    pytest.importorskip("optimum.quanto")
+    model = build(mechanisms, materialise=True, max_position_embeddings=512).float()
+    ids = torch.randint(0, model.config.vocab_size, (2, 300))
+    cache = QuantizedCache("quanto", model.config, nbits=bits)
+    with torch.no_grad():
+        pieces = ids[:, :128], *ids[:, 128:].split(1, dim=1)
+        expected = torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
+        logits, whole = read_logits(model, ids, bits), read_logits(model, ids)
+    assert_near(logits, expected, 1e-4)
+    assert_near(logits[:, :128], whole[:, :128], 1e-4)
+    assert (logits - whole)[:, 128:].abs().max() > 1e-3, "the history is quantized"
+
+
+def test_a_quantized_cache_is_measured_by_the_command(folder, tmp_path, run):
+    pytest.importorskip("optimum.quanto")
+    llama = teach_llama(LETTERS * 60, positions=256, steps=20, stride=700)
+    llama.save_pretrained(tmp_path / "llama")
+    byte_tokenizer().save_pretrained(tmp_path / "llama")
+    text = write(tmp_path / "text" / "a.txt", LETTERS * 30)
+    losses = []
+    for bits in ([], ["--cache-bits", 4], ["--cache-bits", 2]):
+        code, _, said = run(
+            "evaluate", tmp_path / "llama", "--text", text, "--context", 256, *bits, "--out", tmp_path / "o.json"
+        )
+        assert code == 0, said
+        result = json.loads((tmp_path / "o.json").read_text())
+        assert result["settings"]["cache_bits"] == (bits[1] if bits else None)
+        losses.append(next(row["figures"]["llama"]["value"] for row in result["rows"] if row["metric"] == "loss"))
+    assert losses[0] != losses[1] != losses[2]
+    assert losses[1] == pytest.approx(losses[0], rel=0.2)
 
 
 # Tasks
@@ -320,6 +357,7 @@ def write(file: Path, text: str) -> Path:
         (["--text", "./nowhere.txt"], "There is no file or folder"),
         (["--text", TASKS, "--context", "8", "--stride", "9"], "use at most 8"),
         (["--text", TASKS, "--dtype", "int8"], "--dtype must be one of"),
+        (["--text", TASKS, "--task-files", TASKS, "--cache-bits", "4"], "--cache-bits is for text"),
         (["--text", TASKS, "--out", "nowhere/a.json"], "no folder 'nowhere'"),
     ],
 )

@@ -105,8 +105,7 @@ def convert(
         device = fabric.device
     with occupy_folder(out, empty=not resume):
         _begin_folders(runs, resume)
-        if not checkpoint.is_dir():
-            write_model(checkpoint, trained.model, trained.tokenizer, trained.history)
+        _copy_source(checkpoint, trained)
         if text is None and (warning := warn_changed_data(trained, built)):
             watch.tell(f"{warning} Pass another text with --text.")
         measures = _measure_original(out, source, price, trained.model.to(device), built, watch)
@@ -119,7 +118,7 @@ def convert(
             records.append(train_stages(run, folder, resume=resume, on_event=on_event))
             result = _write_start(folder, records[-1], dtype)
             publish_model(result, folder)
-            if name not in measures:
+            if name not in measures:  # else measured before an interruption
                 model = open_trained(result).model.to(device)
                 measures[name] = measure_held_out(f"measuring the {title}", model, built, watch)
                 _write_measures(out, source, price, measures)
@@ -174,6 +173,12 @@ def _make_recipe(
             "`headwater train RECIPE --stage NAME` (docs/convert.md)."
         )
     return recipe
+
+
+def _copy_source(checkpoint: Path, trained: Trained) -> None:
+    """Write a source from elsewhere where the runs start from it, unless it is there."""
+    if not checkpoint.is_dir():
+        write_model(checkpoint, trained.model, trained.tokenizer, trained.history)
 
 
 def _begin_folders(runs: Sequence[tuple[Recipe, Path]], resume: bool) -> None:

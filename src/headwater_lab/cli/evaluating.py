@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from headwater.util import extras
 from headwater_lab.cli.arguments import check_writable, device_of, say, stdout
@@ -27,6 +27,7 @@ def evaluate_models(
     text_column: str = "text",
     context: PositiveInt | None = None,
     stride: PositiveInt | None = None,
+    cache_bits: Literal[2, 4] | None = None,
     batch_size: PositiveInt = 8,
     dtype: str = "auto",
     device: DeviceName = "auto",
@@ -46,6 +47,7 @@ def evaluate_models(
     text_column: Column of a table with the text, dotted if nested.
     context: Context in tokens. Default: the model's own; for text, at most 2048.
     stride: Tokens between a text's windows. Default: context / 2.
+    cache_bits: Read texts through transformers' quantized cache (backend quanto) of 2 or 4 bits.
     dtype: float32, bfloat16, float16 or float64; auto: as in the checkpoint.
     seed: Seed for choosing few-shot examples and for sampling.
     out: Also write all results to this JSON file.
@@ -54,7 +56,7 @@ def evaluate_models(
     from headwater_lab import evaluation
     from headwater_lab.util import outputs
 
-    need("--text", "--stride", "--text-column")
+    need("--text", "--stride", "--text-column", "--cache-bits")
     need("--tasks or --task-files", "--shots")
     if out is not None:
         check_writable(out)
@@ -71,6 +73,7 @@ def evaluate_models(
             text_column=text_column,
             context=context,
             stride=stride,
+            cache_bits=cache_bits,
             batch_size=batch_size,
             device=device,
             dtype=dtype,

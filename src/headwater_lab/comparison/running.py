@@ -75,8 +75,7 @@ def run_comparison(
         if section.tried_rates:
             tries = _choose_tuning_trials(recipe, out, only)
             rates = choose_rates(tries, run_trials(tries, workers, on_change))
-            for line in name_outermost(rates, section.tried_rates):
-                tell(line)
+            name_outermost(rates, section.tried_rates, tell)
             trials = [replace(t, recipe=choose_rate(t.recipe, section, rates[t.experiment.arm])) for t in trials]
         check_settings(recipe, rates, runs, out)
         adopt_experiment(recipe, runs, out)

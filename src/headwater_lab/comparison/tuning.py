@@ -1,7 +1,7 @@
 """Choose each arm's learning rate, the best of those tried."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -57,15 +57,19 @@ def choose_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[s
     return best
 
 
-def name_outermost(best: Mapping[str, float], tried: Sequence[float]) -> list[str]:
-    """Say of each arm whose best learning rate is the smallest or largest of those tried that there may be a better."""
+def name_outermost(best: Mapping[str, float], tried: Sequence[float], tell: Callable[[str], object]) -> None:
+    """Tell of each arm whose best learning rate is the smallest or largest of those tried that there may be a better.
+
+    tell: called with a line for each.
+    """
     sides = {min(tried): ("smallest", "smaller"), max(tried): ("largest", "larger")} if len(tried) > 1 else {}
-    return [
-        f"The best learning rate of {arm} is the {sides[rate][0]} one tried; add {sides[rate][1]} ones to "
-        "compare.learning_rates (compare.ladder.multipliers) for a fair comparison."
-        for arm, rate in best.items()
-        if rate in sides
-    ]
+    for arm, rate in best.items():
+        if rate in sides:
+            extreme, further = sides[rate]
+            tell(
+                f"The best learning rate of {arm} is the {extreme} one tried; add {further} ones to "
+                "compare.learning_rates (compare.ladder.multipliers) for a fair comparison."
+            )
 
 
 def _steps_needed(record: RunRecord, threshold: float | str | None) -> int:

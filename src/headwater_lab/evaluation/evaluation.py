@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from headwater_lab.evaluation.candidates import CONTEXT, DTYPES, Candidate, find
 from headwater_lab.evaluation.core_suite import load_suites
 from headwater_lab.evaluation.paired_differences import Difference, Items, compare_items
 from headwater_lab.evaluation.tasks import RunOptions, Score
+from headwater_lab.evaluation.text_likelihood import CacheBits
 from headwater_lab.util.machine import usable_device
 from headwater_lab.util.terminal import Table, lined
 
@@ -98,6 +100,7 @@ def evaluate(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     seed: int = SEED,
+    cache_bits: CacheBits | None = None,
     on_progress: Callable[[str, int, int | None], None] = lambda name, done, total: None,
 ) -> EvaluationResult:
     """Measure models, one at a time, on tasks of lm-evaluation-harness and on texts; the first is the baseline.
@@ -110,6 +113,7 @@ def evaluate(
     text: files, folders, globs of text, JSONL, CSV or parquet, or datasets of the hub. text_column: the column of
     tables. context: tokens that a model sees at a time; default for texts the most that all take, up to 2048, and for
     tasks each model's own. stride: tokens that each window adds, default context // 2.
+    cache_bits: 2 or 4: read texts through transformers' quantized cache.
     on_progress: called after each batch with (name, done, of how many): windows of a text, or batches of tasks, whose
     number is not known.
     Raises `HeadwaterError` for anything that is missing or inconsistent, before any model runs.
@@ -122,12 +126,13 @@ def evaluate(
     check_column_is_read(text_column, text, "--text-column")
     if dtype not in DTYPES:
         raise HeadwaterError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
+    _check_quantized_cache(cache_bits, has_tasks)
     usable_device(device)
     candidates = find_candidates(models, trust_remote_code)
     measures = choose_measures(candidates) if text else []
     window, stride = _choose_window(candidates, context, stride)
     contents = [texts.read_text(source, limit, text_column) for source in text]
-    on_texts = _TextScorer(contents, measures, window, stride, batch_size, on_progress)
+    on_texts = _TextScorer(contents, measures, window, stride, batch_size, cache_bits, on_progress)
     options = RunOptions(batch_size, limit, context, seed)
     suites = load_suites(tasks, task_files, shots) if has_tasks else []
 
@@ -144,10 +149,12 @@ def evaluate(
         "device": device,
         "seed": seed,
         "measures": measures,
+        "cache_bits": cache_bits,
     }
     result = EvaluationResult({}, [], [], [content.facts for content in contents], settings, _read_versions(has_tasks))
     for candidate in candidates:
-        model = candidate.load_model(device, dtype)
+        # A quantized cache knows only the usual layers.
+        model = candidate.load_model(device, dtype, materialise=cache_bits is not None)
         facts = result.models[candidate.name] = _model_facts(candidate, model)
         with forbid_autotuning():  # all models use the same linear kernel, not the one timed to be fastest here
             with _count_batches(model, partial(on_progress, f"{candidate.name}: tasks")):
@@ -157,6 +164,19 @@ def evaluate(
         del model
     result.compare_models()
     return result
+
+
+def _check_quantized_cache(bits: CacheBits | None, has_tasks: bool) -> None:
+    """Raise `HeadwaterError` if a quantized cache is asked for and cannot be measured."""
+    if bits is None:
+        return
+    if has_tasks:
+        raise HeadwaterError(
+            "--cache-bits is for text: a quantized cache keeps the latest 128 tokens whole, and the prompts of most "
+            "tasks are shorter. Leave out --tasks and --task-files."
+        )
+    if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
+        raise HeadwaterError("--cache-bits needs optimum-quanto; install it with `pip install optimum-quanto`.")
 
 
 @contextmanager
@@ -199,6 +219,7 @@ class _TextScorer:
     window: int
     stride: int
     batch_size: int
+    cache_bits: CacheBits | None
     on_progress: Callable[[str, int, int | None], None]
 
     def score_model(self, candidate: Candidate, model: PreTrainedModel, facts: dict[str, Any]) -> Iterator[Score]:
@@ -212,6 +233,7 @@ class _TextScorer:
                 context=self.window,
                 stride=self.stride,
                 batch_size=self.batch_size,
+                cache_bits=self.cache_bits,
                 on_batch=partial(self.on_progress, f"{candidate.name}: {content.name}"),
             )
             tokens = np.array([len(row) for row in ids], dtype=float)

@@ -9,15 +9,19 @@ the others, so it overlaps more.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, QuantizedCache
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.stream import read_documents
+
+# Bits of transformers' quantized cache, and the latest tokens that it keeps whole.
+CacheBits = Literal[2, 4]
+KEPT = 128
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,19 @@ def list_windows(targets: int, context: int, stride: int) -> Iterator[tuple[int,
         done = end
 
 
+def read_logits(model: PreTrainedModel, ids: torch.Tensor, cache_bits: CacheBits | None = None) -> torch.Tensor:
+    """Compute the logits of each token, ids [B, T] -> [B, T, vocabulary].
+
+    cache_bits: read as if the tokens after the first `KEPT` came one by one, from transformers' quantized cache
+    (backend quanto): it quantizes its history whenever `KEPT` tokens have come, so these may come together.
+    """
+    if cache_bits is None:
+        return model(input_ids=ids, use_cache=False).logits
+    cache = QuantizedCache("quanto", model.config, nbits=cache_bits, residual_length=KEPT)
+    pieces = [model(input_ids=piece, past_key_values=cache).logits for piece in ids.split(KEPT, dim=1)]
+    return torch.cat(pieces, dim=1)
+
+
 @torch.no_grad()
 def sum_log_likelihoods(
     model: PreTrainedModel,
@@ -71,10 +88,12 @@ def sum_log_likelihoods(
     context: int,
     stride: int,
     batch_size: int,
+    cache_bits: CacheBits | None = None,
     on_batch: Callable[[int, int], None] = lambda done, total: None,
 ) -> np.ndarray:
     """Sum the log-likelihood of each document in nats (negative), in fp64; documents: token ids without `begin`.
 
+    cache_bits: see `read_logits`.
     on_batch: called with the numbers of finished and of all windows. Raises `HeadwaterError` for ids that the model
     does not have.
     """
@@ -96,7 +115,7 @@ def sum_log_likelihoods(
         inputs = torch.full((len(batch), longest), begin)
         for row, (index, start, end, _) in enumerate(batch):
             inputs[row, : end - start] = torch.from_numpy(rows[index][start:end])
-        logits = model(input_ids=inputs.to(model.device), use_cache=False).logits
+        logits = read_logits(model, inputs.to(model.device), cache_bits)
         for row, (index, start, end, scored) in enumerate(batch):
             targets = torch.from_numpy(rows[index][end - scored + 1 : end + 1]).to(logits.device)
             scores = logits[row, end - start - scored : end - start]
