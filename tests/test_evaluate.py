@@ -147,6 +147,25 @@ def test_a_quantized_cache_is_read_as_if_tokens_came_one_by_one(mechanisms, bits
     assert (logits - whole)[:, 128:].abs().max() > 1e-3, "the history is quantized"
 
 
+@pytest.mark.parametrize("fields", [{"sliding_window": 9}, {"mechanisms": {"kv_shift": {}}}], ids=str)
+def test_models_without_a_quantized_cache_are_refused_before_any_is_measured(fields, tmp_path):
+    pytest.importorskip("optimum.quanto")
+    write_model(tmp_path / "model", build(vocab_size=257, max_position_embeddings=512, **fields), byte_tokenizer())
+    text = write(tmp_path / "text" / "a.txt", LETTERS * 30)
+    with pytest.raises(HeadwaterError, match=r"model' cannot be read through a quantized cache: "):
+        evaluate([str(tmp_path / "model")], text=[str(text)], cache_bits=4)
+
+
+def test_a_model_that_ignores_the_cache_is_refused():
+    pytest.importorskip("optimum.quanto")
+    model = build(vocab_size=257, max_position_embeddings=512, materialise=True)
+    model.config.model_type = "other"
+    plain = model.forward
+    model.forward = lambda input_ids, **options: plain(input_ids, use_cache=False)
+    with pytest.raises(HeadwaterError, match="has no cache of keys and values"):
+        read_logits(model, torch.zeros(1, 200, dtype=torch.long), 4)
+
+
 def test_a_quantized_cache_is_measured_by_the_command(folder, tmp_path, run):
     pytest.importorskip("optimum.quanto")
     llama = teach_llama(LETTERS * 60, positions=256, steps=20, stride=700)
@@ -358,6 +377,7 @@ def write(file: Path, text: str) -> Path:
         (["--text", TASKS, "--context", "8", "--stride", "9"], "use at most 8"),
         (["--text", TASKS, "--dtype", "int8"], "--dtype must be one of"),
         (["--text", TASKS, "--task-files", TASKS, "--cache-bits", "4"], "--cache-bits is for text"),
+        (["--text", TASKS, "--cache-bits", "4"], "a --context of more than 128 tokens"),
         (["--text", TASKS, "--out", "nowhere/a.json"], "no folder 'nowhere'"),
     ],
 )

@@ -895,6 +895,12 @@ def test_the_control_is_the_original_trained_on_the_same_rows(written, tmp_path,
     code, printed, said = run(*arguments, "--out", cut, "--resume", "--heal", "900")
     assert code == 2
     assert "with other options" in " ".join(said.split())
+    measured = json.loads((cut / "conversion.json").read_text())
+    (cut / "conversion.json").write_text(json.dumps(measured | {"source": "other"}))
+    code, _, said = run(*arguments, "--out", cut, "--resume")
+    assert code == 2
+    assert "holds a conversion of 'other'" in " ".join(said.split())
+    (cut / "conversion.json").write_text(json.dumps(measured))
     code, _, said = run(*arguments, "--out", cut, "--resume")
     assert code == 0, said
     assert not any(f"measuring the {title}" in said for title in ("original", "result"))

@@ -177,6 +177,7 @@ def test_fitted_outputs_bring_attention_nearer():
         ({}, 24, "from 1 to 23"),
         (dict(qk_norm=True), 4, "qk_norm"),
         (dict(qkv_bias=True), 4, "qkv_bias"),
+        (dict(output_bias=True), 4, "output_bias"),
         (dict(position="alibi"), 4, "position 'alibi'"),
         (dict(mechanisms={"kv_shift": {}}), 4, "mechanisms"),
         (dict(sliding_window=5, sliding_layers=[1], sliding_fields=dict(head_dim=12)), 4, "sliding_fields"),

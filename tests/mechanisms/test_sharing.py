@@ -366,3 +366,10 @@ def test_maps_of_heads_do_not_read_the_channels_with_rope():
     wide.load_state_dict(weights)
     ids = tokens(2, 20)
     assert_near(model(ids).logits, wide(ids).logits)
+
+
+def test_outputs_with_maps_start_as_small_as_others():
+    deep = dict(num_hidden_layers=8, hidden_size=64, scaled_residual_init=True)
+    plain, mapped = (HeadwaterForCausalLM(config(mechanisms, **deep)) for mechanisms in ({}, MAPS))
+    first, last = plain.model.layers[0].self_attn.o_proj.weight, mapped.model.layers[0].self_attn.o_proj.linear.weight
+    assert float(last.std()) == pytest.approx(float(first.std()), rel=0.1)

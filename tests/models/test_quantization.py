@@ -1,6 +1,7 @@
 """Quantizers of others: they reach linear layers and parameter tokens, or are refused in a sentence."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from conftest import assert_near, build, config, decode, disturb, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.conversion import add_mechanisms
-from headwater.models.quantization import check_quantized, torchao_config
+from headwater.models.quantization import MAPS, check_quantized, torchao_config
 from headwater.nn.linear import model_linears
 from headwater_lab import grow
 
@@ -225,3 +226,10 @@ def test_fine_grained_fp8_takes_the_layers_of_the_blocks():
 def test_torchao_is_asked_for():
     with pytest.raises(HeadwaterError, match="pip install torchao"):
         torchao_config(None)
+
+
+def test_the_pattern_names_the_matrices_of_all_blocks():
+    names = ["layers.0.self_attn.q_proj.weight", "layers.0.self_attn.o_proj.linear.weight", "layers.1.mlp.frozen_key"]
+    others = ["lm_head.weight", "layers.0.self_attn.q_proj.maps", "layers.0.self_attn.mechanisms.smear.gate.weight"]
+    pattern = MAPS.removeprefix("re:")
+    assert [name for name in names + others if re.fullmatch(pattern, name)] == names

@@ -12,6 +12,7 @@ import yaml
 
 from headwater_lab.bench import gpu_queue
 
+from . import svg
 from .judging import RESULTS, describe_code
 from .page_tables import GENERATED, PageTable, Source, render_table, tabulate, write_value
 
@@ -160,7 +161,13 @@ def _tabulate_phase(name: str, phase: str) -> list[PageTable]:
 
 def write_conversion_page() -> str:
     """Write the page of conversions to a smaller cache."""
-    return write_measurements_page("Smaller caches for trained models", "comparisons.json", {"conversion": ""})
+    page = write_measurements_page("Smaller caches for trained models", "comparisons.json", {"conversion": ""})
+    pictures = [
+        svg.draw_caches(item["rows"], f"{item['title']}: quality over bytes.")
+        for item in read_measurements("comparisons.json")
+        if item["topic"] == "conversion" and all("way" in row for row in item["rows"])
+    ]
+    return page + "".join(pictures)
 
 
 def write_images_page() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -113,3 +113,22 @@ def draw_curves(comparison: Comparison, title: str) -> str:
         axes.set_ylabel("training loss, nats")
         axes.legend()
         return render_figure(figure, title)
+
+
+def draw_caches(rows: Sequence[Mapping[str, str]], caption: str) -> str:
+    """Draw quality over bytes, a curve a way. rows: with "way", "cache, bytes a token" and "bits per byte"."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _make_figure(7, 3.6)
+        for way in dict.fromkeys(row["way"] for row in rows):
+            points = sorted(
+                (float(row["cache, bytes a token"].replace(",", "")), float(row["bits per byte"]))
+                for row in rows
+                if row["way"] == way
+            )
+            axes.plot(*zip(*points, strict=True), "o-", label=way)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("cache, bytes a token")
+        axes.set_ylabel("held-out bits per byte")
+        axes.legend()
+        return render_figure(figure, caption)

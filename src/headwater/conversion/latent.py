@@ -39,6 +39,7 @@ def latent_config(config: HeadwaterConfig, width: int) -> HeadwaterConfig:
         "mechanisms": config.mechanisms,
         "qk_norm": config.qk_norm,
         "qkv_bias": config.qkv_bias,
+        "output_bias": config.output_bias,
         "sliding_fields": config.sliding_fields,
         f"position {config.position!r}": config.position != "rope",
     }

@@ -202,9 +202,13 @@ def _measure_original(
     out: Path, source: str, price: ConversionPrice, model: HeadwaterForCausalLM, data: Data, watch: Observer
 ) -> dict[str, dict[str, float]]:
     """Measure the original on all held-out data, and tell how long the rest takes at this speed; after an interruption,
-    return all that was measured before it."""
+    return all that was measured before it. Raises `HeadwaterError` if that is of another model."""
     if (out / CONVERSION).is_file():
         measured = read_object(out / CONVERSION)
+        if measured["source"] != source:
+            raise HeadwaterError(
+                f"{str(out)!r} holds a conversion of {measured['source']!r}, not of {source!r}; choose another --out."
+            )
         return {name: measured[name] for name in ("before", "after", CONTROL) if name in measured}
     started = time.perf_counter()
     measures = {"before": measure_held_out("measuring the original", model, data, watch)}

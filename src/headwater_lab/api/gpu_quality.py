@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig, PreTrainedConfig
 
+from headwater.config.text import HeadwaterConfig
+from headwater.conversion.latent import latent_config
 from headwater.mechanisms.capabilities import ChoosesSources
 from headwater.models.load import read_object
 from headwater.plugins.registry import MECHANISMS
@@ -38,6 +39,7 @@ from headwater_lab.reports import read_comparisons
 from headwater_lab.reports.numbers import list_arms
 from headwater_lab.training.records import CONTROL, CONVERSION, RECORD, read_record
 from headwater_lab.training.run_folder import MARK, METRICS
+from headwater_lab.training.trained_models import open_source
 
 RECIPE = "recommended/gpu-prose"
 # On a CPU.
@@ -124,11 +126,15 @@ def _compare_size(phase: Phase, recipe: Recipe, size: str) -> None:
         phase.put({"size": size, "arm": arm["arm"]}, figures)
 
 
-def list_caches(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
+def list_caches(config: HeadwaterConfig) -> dict[str, dict[str, Any]]:
     """List the smaller caches of a model, by name, as arguments of `convert`."""
-    width_of_half = (config.num_key_value_heads - 1) * config.hidden_size // config.num_attention_heads
-    return {
-        "a latent": {"mechanisms": {}, "latent_width": width_of_half},
+    assert config.head_dim is not None
+    latents: dict[str, dict[str, Any]] = {}
+    width_of_half = (config.num_key_value_heads or 1) * config.head_dim - config.rotary_dim
+    with contextlib.suppress(HeadwaterError):
+        latent_config(config, width_of_half)
+        latents["a latent"] = {"mechanisms": {}, "latent_width": width_of_half}
+    return latents | {
         "pairs of layers": {"mechanisms": {SHARING: {}}},
         "one head": {"mechanisms": {}, "num_key_value_heads": 1},
         "threes of layers": {"mechanisms": {SHARING: {"group_size": 3}}},
@@ -186,7 +192,7 @@ def conversion(phase: Phase, inputs: Mapping[str, str]) -> None:
         share = price["after"]["cache_bytes_per_token"] / price["before"]["cache_bytes_per_token"]
         return {"of the cache": share, "s": seconds, **score_model(str(folder), tokens, cache)}
 
-    caches = list_caches(AutoConfig.from_pretrained(model))
+    caches = list_caches(open_source(model).model.config)
     with _prepare_text(phase, text, model):
         phase.attempt(partial(score_model, model, "0", ORIGINAL), model=name, tokens="0", cache=ORIGINAL)
         for tokens, cache in product(budgets, caches):

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import headwater
 from headwater.kernels.autotune import forbid_autotuning
-from headwater.util.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError, first_line
 from headwater_lab.data.corpus import check_column_is_read
 from headwater_lab.data.tokenizer import Encoder
 from headwater_lab.evaluation import text_likelihood as texts
@@ -126,11 +126,11 @@ def evaluate(
     check_column_is_read(text_column, text, "--text-column")
     if dtype not in DTYPES:
         raise HeadwaterError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
-    _check_quantized_cache(cache_bits, has_tasks)
     usable_device(device)
     candidates = find_candidates(models, trust_remote_code)
     measures = choose_measures(candidates) if text else []
     window, stride = _choose_window(candidates, context, stride)
+    _check_quantized_cache(cache_bits, candidates, window, has_tasks)
     contents = [texts.read_text(source, limit, text_column) for source in text]
     on_texts = _TextScorer(contents, measures, window, stride, batch_size, cache_bits, on_progress)
     options = RunOptions(batch_size, limit, context, seed)
@@ -166,17 +166,26 @@ def evaluate(
     return result
 
 
-def _check_quantized_cache(bits: CacheBits | None, has_tasks: bool) -> None:
+def _check_quantized_cache(
+    bits: CacheBits | None, candidates: Sequence[Candidate], window: int, has_tasks: bool
+) -> None:
     """Raise `HeadwaterError` if a quantized cache is asked for and cannot be measured."""
     if bits is None:
         return
-    if has_tasks:
+    if has_tasks or window <= texts.KEPT:
         raise HeadwaterError(
-            "--cache-bits is for text: a quantized cache keeps the latest 128 tokens whole, and the prompts of most "
-            "tasks are shorter. Leave out --tasks and --task-files."
+            f"--cache-bits is for text with a --context of more than {texts.KEPT} tokens: a quantized cache keeps the "
+            f"latest {texts.KEPT} whole, and the prompts of most tasks are shorter."
         )
     if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
         raise HeadwaterError("--cache-bits needs optimum-quanto; install it with `pip install optimum-quanto`.")
+    for candidate in candidates:
+        try:
+            texts.make_quantized_cache(candidate.materialise(), bits)
+        except (ValueError, HeadwaterError) as error:
+            raise HeadwaterError(
+                f"{candidate.source!r} cannot be read through a quantized cache: {first_line(error)}"
+            ) from error
 
 
 @contextmanager

@@ -70,13 +70,25 @@ def read_logits(model: PreTrainedModel, ids: torch.Tensor, cache_bits: CacheBits
     """Compute the logits of each token, ids [B, T] -> [B, T, vocabulary].
 
     cache_bits: read as if the tokens after the first `KEPT` came one by one, from transformers' quantized cache
-    (backend quanto): it quantizes its history whenever `KEPT` tokens have come, so these may come together.
+    (backend quanto). It quantizes its history when the last of `KEPT` tokens comes, so the others may come together.
+    Raises `HeadwaterError` for a model that does not use the cache.
     """
-    if cache_bits is None:
+    if cache_bits is None or ids.shape[1] <= KEPT:
         return model(input_ids=ids, use_cache=False).logits
-    cache = QuantizedCache("quanto", model.config, nbits=cache_bits, residual_length=KEPT)
-    pieces = [model(input_ids=piece, past_key_values=cache).logits for piece in ids.split(KEPT, dim=1)]
-    return torch.cat(pieces, dim=1)
+    cache = make_quantized_cache(model.config, cache_bits)
+    first, rest = ids[:, :KEPT], ids[:, KEPT:]
+    groups = [first, *(piece for group in rest.split(KEPT, dim=1) for piece in group.split(KEPT - 1, dim=1))]
+    logits = []
+    for piece in groups:
+        logits.append(model(input_ids=piece, past_key_values=cache).logits)
+        if cache.get_seq_length() == 0:
+            raise HeadwaterError(f"A {model.config.model_type} model has no cache of keys and values to quantize.")
+    return torch.cat(logits, dim=1)
+
+
+def make_quantized_cache(config: Any, bits: CacheBits) -> QuantizedCache:
+    """Make transformers' quantized cache. Raises `ValueError` for a model whose layers it does not know."""
+    return QuantizedCache("quanto", config, nbits=bits, residual_length=KEPT)
 
 
 @torch.no_grad()
