@@ -777,6 +777,7 @@ def test_a_latent_by_the_command(written, tmp_path, run):
     assert event.details["aligned_tokens"] > 0
     recipe = load_recipe(out / "recipe.yaml")
     assert recipe.start.convert == CacheConversion(latent_width=8)
+    assert recipe.training.learning_rate == 1e-4
     assert f"{before:,}" in printed
     assert f"{after:,}" in printed
 

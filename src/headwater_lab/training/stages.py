@@ -213,7 +213,8 @@ def build_conversion(
     training = {
         "steps": annealed,
         "batch_size": batch_size,
-        "learning_rate": 3e-4,
+        # A latent is near the original from the start.
+        "learning_rate": 3e-4 if convert.get("latent_width") is None else 1e-4,
         "schedule": "constant",
         "warmup_steps": min(50, constant // 4, annealed),
         "distillation": {},
