@@ -25,6 +25,7 @@ from transformers import (
 from conftest import assert_near, build, teach_llama
 from headwater import HeadwaterError
 from headwater.conversion import from_transformers
+from headwater.conversion.latent import make_latent
 from headwater_lab.data.tokenizer import byte_tokenizer, train_tokenizer
 from headwater_lab.evaluation import build_tables, evaluate, to_json
 from headwater_lab.evaluation import tasks as tasks_module
@@ -166,11 +167,16 @@ def test_a_model_that_ignores_the_cache_is_refused():
         read_logits(model, torch.zeros(1, 200, dtype=torch.long), 4)
 
 
-def test_a_quantized_cache_is_measured_by_the_command(folder, tmp_path, run):
+@pytest.mark.parametrize("kind", ["of transformers", "a latent"])
+def test_a_quantized_cache_is_measured_by_the_command(kind, tmp_path, run):
     pytest.importorskip("optimum.quanto")
     llama = teach_llama(LETTERS * 60, positions=256, steps=20, stride=700)
-    llama.save_pretrained(tmp_path / "llama")
-    byte_tokenizer().save_pretrained(tmp_path / "llama")
+    if kind == "a latent":
+        ids = torch.tensor([list((LETTERS * 5).encode())])
+        write_model(tmp_path / "llama", make_latent(from_transformers(llama), ids, 20), byte_tokenizer())
+    else:
+        llama.save_pretrained(tmp_path / "llama")
+        byte_tokenizer().save_pretrained(tmp_path / "llama")
     text = write(tmp_path / "text" / "a.txt", LETTERS * 30)
     losses = []
     for bits in ([], ["--cache-bits", 4], ["--cache-bits", 2]):

@@ -88,6 +88,7 @@ class Candidate:
         config = copy.deepcopy(self.config)
         if self.is_headwater:
             config.materialise = True
+            config.complete_fields()
             plan_layers(config)
         return config
 
