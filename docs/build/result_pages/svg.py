@@ -129,6 +129,7 @@ def draw_caches(rows: Sequence[Mapping[str, str]], caption: str) -> str:
         axes.set_xscale("log", base=2)
         measured = sorted({row["cache, bytes a token"] for row in rows}, key=lambda size: int(size.replace(",", "")))
         axes.set_xticks([int(size.replace(",", "")) for size in measured], measured)
+        axes.tick_params(axis="x", rotation=45)
         axes.set_xlabel("cache, bytes a token")
         axes.set_ylabel("held-out bits per byte")
         axes.legend()
