@@ -68,7 +68,8 @@ VARIANTS = {
         {"keys": "yoco", "values": "last", "num_shared_layers": 3},
         {"keys": [0, 1, 1, 0], "values": "own"},
     ],
-    "mla": [{}, {"head_width": 6}],
+    "mla": [{}],
+    "low_rank_kv": [{}, {"heads": 1}],
     "skip_layer": [{}, {"source": "alias"}, {"layers": 1, "heads": 2}, {"layers": 0}],
     "pattention": [
         {},

@@ -173,7 +173,7 @@ def test_a_quantized_cache_is_measured_by_the_command(kind, tmp_path, run):
     llama = teach_llama(LETTERS * 60, positions=256, steps=20, stride=700)
     if kind == "a latent":
         ids = torch.tensor([list((LETTERS * 5).encode())])
-        write_model(tmp_path / "llama", make_latent(from_transformers(llama), ids, 20), byte_tokenizer())
+        write_model(tmp_path / "llama", make_latent(from_transformers(llama), ids, 16), byte_tokenizer())
     else:
         llama.save_pretrained(tmp_path / "llama")
         byte_tokenizer().save_pretrained(tmp_path / "llama")

@@ -53,7 +53,7 @@ MODELS = {
     "dense_former": {"mechanisms": {"dense_former": {}}},
     "neutreno": {"mechanisms": {"neutreno": {"learnable": True}}},
     "pattention": {"mechanisms": {"pattention": {}, "kv_shift": {}}},
-    "mla": {"mechanisms": {"mla": {"head_width": 6}}},
+    "mla": {"mechanisms": {"mla": {}}},
 }
 # The models whose parts differ for FSDP2, and those that a pipeline can cut.
 ALIKE = ("vanilla", "tied", "kv_shift", "learnable_plus", "pattention")

@@ -84,7 +84,7 @@ MORE_VARIANTS: dict[str, list[dict]] = {
         {"block": 2},
     ],
     "dense_former": [{"dilation": 2}, {"period": 2}],
-    "mla": [{"head_width": 6}],
+    "low_rank_kv": [{"heads": 1}],
 }
 
 
@@ -176,6 +176,7 @@ def test_refused_combinations_are_those_that_contradict_each_other():
     pairs = {frozenset(json.loads(case.mechanisms)) for case in REFUSED if len(json.loads(case.mechanisms)) == 2}
     contradicting = {"svformer": ("value_residual", "neutreno")}
     contradicting["mla"] = ("value_residual", "neutreno", "value_embedding", "exclusive")
+    contradicting["low_rank_kv"] = (*contradicting["mla"], "mla", "svformer", "skip_layer")
     assert pairs == {frozenset({name, other}) for name, others in contradicting.items() for other in others}
 
 

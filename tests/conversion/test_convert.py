@@ -769,7 +769,7 @@ def test_a_latent_by_the_command(written, tmp_path, run):
     result = json.loads((out / "conversion.json").read_text())
     model = open_trained(out).model
     before, after = (result["price"][side]["cache_bytes_per_token"] for side in ("before", "after"))
-    assert (before, after) == (512, 4 * len(model.plans) * model.config.head_dim)
+    assert (before, after) == (512, len(model.plans) * (4 * 8 + 4))
     assert result["price"]["flops"].keys() == {"start", "heal", "measuring"}, "it is the smaller model from the start"
     history = open_trained(out).history
     event = next(event for event in history if event.kind == "converted")
@@ -780,6 +780,9 @@ def test_a_latent_by_the_command(written, tmp_path, run):
     assert recipe.training.learning_rate == 1e-4
     assert f"{before:,}" in printed
     assert f"{after:,}" in printed
+    theirs, ids = exported(run, tmp_path, printed), tokens(2, 20)
+    assert type(theirs) is LlamaForCausalLM
+    assert_near(theirs(ids).logits, model.double()(ids).logits, 1e-5)
 
 
 def exported(run, folder, printed):
@@ -1068,7 +1071,7 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
     ("arguments", "said"),
     [
         ([], "Choose how to make the cache smaller"),
-        (["--latent-width", "64"], "latent_width must be from 1 to"),
+        (["--latent-width", "64"], "latent_width must be a multiple of head_dim, from"),
         (["--latent-width", "4", "--num-key-value-heads", "1"], "latent_width goes alone"),
         (["--latent-width", "4", "--mechanism", "kv_source"], "latent_width goes alone"),
         (["--latent-width", "4", "--choose"], "latent_width goes alone"),

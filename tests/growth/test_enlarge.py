@@ -33,7 +33,7 @@ MODELS = {
     "svformer": {},
     "svformer of one": {"svformer": {"source": 1, "layers": [2]}},
     "latent": {"mla": {}},
-    "latent with maps": {"mla": {"head_width": 6}},
+    "low-rank latent": {"low_rank_kv": {}},
     "skip_layer": {},
     "skip one": {"skip_layer": {"layers": 1, "heads": 2}},
     "skip chained": {"skip_layer": {"layers": 1, "heads": 2, "source": "alias"}},

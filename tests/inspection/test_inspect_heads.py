@@ -268,22 +268,6 @@ def test_use_as_loops():
     assert read_sample(model, of(ids)).use[2] == pytest.approx(shares)
 
 
-def test_use_of_heads_with_maps_is_what_they_write():
-    rope = dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5))
-    model, ids, kept = build({"mla": {"head_width": 3}}, **rope), tokens(4, 10), []
-    output = model.model.layers[1].self_attn.o_proj
-    with output.register_forward_pre_hook(lambda module, inputs: kept.append(inputs[0])):
-        model(ids)
-    shares = [0.0] * 4
-    for x in kept[0].flatten(0, 1):
-        lengths = []
-        for h in range(4):
-            written = output.linear.weight[:, 3 * h : 3 * h + 3] @ output.maps[h] @ x[8 * h + 4 : 8 * h + 8]
-            lengths.append(written.norm().item())
-        shares = [share + length / sum(lengths) / 40 for share, length in zip(shares, lengths, strict=True)]
-    assert read_sample(model, of(ids)).use[1] == pytest.approx(shares)
-
-
 def test_effective_weights_as_loops():
     a, taps = torch.rand(2, 3, 7, 7, dtype=torch.float64).tril(), torch.randn(3, 3, dtype=torch.float64)
     since = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [0, 1, 0, 1, 2, 0, 1]])

@@ -10,6 +10,7 @@ from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.mechanisms.contract import Mechanism
+from headwater.mechanisms.pattention import Pattention
 from headwater.models.cache import cache_bytes
 from headwater.plugins.registry import MECHANISMS
 from headwater.testing.naive import Reference, find_sources
@@ -314,6 +315,13 @@ def test_a_mechanism_from_outside_shares_by_the_same_rule(turned, monkeypatch):
         config({"from_below": {"short": True}})
 
 
+def test_two_mechanisms_cannot_replace_one_map(monkeypatch):
+    monkeypatch.setitem(MECHANISMS.added, "tokens", type("Tokens", (Pattention,), {}))
+    with pytest.raises(HeadwaterError, match="both replace the query map of layer 0; remove one"):
+        config({"pattention": {}, "tokens": {}})
+
+
+@pytest.mark.parametrize("latent", ["mla", "low_rank_kv"])
 @pytest.mark.parametrize(
     "other",
     [
@@ -327,49 +335,21 @@ def test_a_mechanism_from_outside_shares_by_the_same_rule(turned, monkeypatch):
     ],
     ids=str,
 )
-def test_what_needs_values_says_that_keys_are_read_as_values(other):
-    with pytest.raises(HeadwaterError, match=r"keys as values|keys serve as values|values for which keys serve"):
-        config(other | {"mla": {}})
+def test_what_needs_values_says_that_layers_have_none(other, latent):
+    with pytest.raises(HeadwaterError, match=r"as values|serve as values|values for which keys serve|of a latent"):
+        config(other | {latent: {}})
 
 
-MAPS = {"mla": {"head_width": 4}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        (dict(mechanisms={"pattention": {}} | MAPS), "both replace the query map of layer 0"),
-        (dict(mechanisms={"mla": {"head_width": 0}}), "at least 1"),
-        (dict(mechanisms=MAPS, qkv_bias=True), "qkv_bias"),
-        (dict(mechanisms=MAPS, output_bias=True), "output_bias"),
-    ],
-    ids=["pattention", "width", "query bias", "output bias"],
-)
-def test_maps_of_heads_are_refused_where_they_cannot_be(fields, said):
-    with pytest.raises(HeadwaterError, match=said):
-        HeadwaterForCausalLM(config(**fields))
-
-
-def test_maps_of_heads_do_not_read_the_channels_with_rope():
-    """With them a model is one whose projections have absorbed them, and whose output has zeros for these channels."""
-    rope = dict(rope_parameters=dict(rope_theta=10_000.0, partial_rotary_factor=0.5))
-    model = build(MAPS, **rope)
-    wide = build({"mla": {}}, **rope)
-    weights = dict(model.state_dict())
-    for layer in range(model.config.num_hidden_layers):
-        query, output = (f"model.layers.{layer}.self_attn.{name}_proj" for name in "qo")
-        first, maps = weights.pop(f"{query}.linear.weight"), weights.pop(f"{query}.maps")
-        weights[f"{query}.weight"] = torch.einsum("hdw,hwi->hdi", maps, first.unflatten(0, (4, 4))).flatten(0, 1)
-        last, maps = weights.pop(f"{output}.linear.weight"), weights.pop(f"{output}.maps")
-        absorbed = torch.einsum("ohw,hwd->ohd", last.unflatten(1, (4, 4)), maps)
-        weights[f"{output}.weight"] = torch.nn.functional.pad(absorbed, (model.config.rotary_dim, 0)).flatten(1)
-    wide.load_state_dict(weights)
-    ids = tokens(2, 20)
-    assert_near(model(ids).logits, wide(ids).logits)
-
-
-def test_outputs_with_maps_start_as_small_as_others():
-    deep = dict(num_hidden_layers=8, hidden_size=64, scaled_residual_init=True)
-    plain, mapped = (HeadwaterForCausalLM(config(mechanisms, **deep)) for mechanisms in ({}, MAPS))
-    first, last = plain.model.layers[0].self_attn.o_proj.weight, mapped.model.layers[0].self_attn.o_proj.linear.weight
-    assert float(last.std()) == pytest.approx(float(first.std()), rel=0.1)
+def test_a_latent_is_refused_where_it_cannot_be():
+    for fields, said in (
+        (dict(mechanisms={"low_rank_kv": {"heads": 0}}), "heads must be at least 1"),
+        (dict(mechanisms={"low_rank_kv": {}}, qk_norm=True), "qk_norm"),
+        (dict(mechanisms={"low_rank_kv": {}, "mla": {}}), "both replace the values of layers; remove one"),
+        (dict(mechanisms={"low_rank_kv": {}, "skip_layer": {}}), "in layer 2 they come from several layers"),
+        (dict(mechanisms={"low_rank_kv": {}, "kv_source": {"keys": "own"}}), "come from several layers"),
+    ):
+        with pytest.raises(HeadwaterError, match=said):
+            config(**fields)
+    dynamic = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    with pytest.raises(HeadwaterError, match="use another rope_type"):
+        config({"low_rank_kv": {}}, rope_parameters=dynamic)

@@ -229,7 +229,11 @@ def test_torchao_is_asked_for():
 
 
 def test_the_pattern_names_the_matrices_of_all_blocks():
-    names = ["layers.0.self_attn.q_proj.weight", "layers.0.self_attn.o_proj.linear.weight", "layers.1.mlp.frozen_key"]
-    others = ["lm_head.weight", "layers.0.self_attn.q_proj.maps", "layers.0.self_attn.mechanisms.smear.gate.weight"]
+    names = ["layers.0.self_attn.q_proj.weight", "layers.0.self_attn.o_proj.weight", "layers.1.mlp.frozen_key"]
+    others = [
+        "lm_head.weight",
+        "layers.0.self_attn.mechanisms.low_rank_kv.keys",
+        "layers.0.self_attn.mechanisms.smear.gate.weight",
+    ]
     pattern = MAPS.removeprefix("re:")
     assert [name for name in names + others if re.fullmatch(pattern, name)] == names

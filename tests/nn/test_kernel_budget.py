@@ -140,6 +140,7 @@ BUDGETS = {
     "n-grams": ({"ngram_memory": {}}, [(6, 10), PLAIN]),
     "source": ({"kv_source": {}}, [(5, 8), PLAIN, PLAIN]),
     "latent": ({"mla": {}}, [PLAIN]),
+    "low-rank latent": ({"low_rank_kv": {}}, [PLAIN]),
     "memory": ({"persistent_memory": {}}, [(10, 11)]),
     "exclusive": ({"exclusive": {}}, [(6, 10)]),
     "gate": ({"output_gate": {}}, [(7, 8)]),

@@ -50,7 +50,7 @@ CASES = [
     ({"exclusive": {"learnable": True}, "mudd": {}, "dense_former": {}}, GQA),
     ({"kv_source": {"keys": "yoco", "values": "yoco"}, "neutreno": {}}, GQA),
     ({"pattention": {}}, GQA),
-    ({"mla": {"head_width": 3}}, GQA | dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5))),
+    ({"mla": {}}, GQA),
     ({"pattention": {"score": "exp_l1_norm"}}, GQA),
     ({"pattention": {"top_k": 5}, "kv_shift": {}}, GQA),
     ({"short_conv": {"sites": ["attention_input", "feed_forward_hidden"]}, "smear": {"weight": 0.5}}, GQA),

@@ -135,7 +135,10 @@ class LayerPlan:
     """Plan of layer `index`: what it projects, stores and reads.
 
     attends: for each of the model's K key/value heads, whose keys and values it attends to.
-    value_part: which of this layer's tensors heads read as its values: its values, or its keys.
+    value_part: which of this layer's tensors heads read as its values: its values, its keys, or, in a layer that caches
+        a latent, the positions of the tokens.
+    latent_heads: width of the latent that the layer caches, in heads; 0: it caches keys and values. See
+        `caching_latent`.
     k_heads, v_heads: the heads whose keys and values this layer projects and stores: those that are attended to, here
         or in a later layer.
     groups: `attends` as calls of the kernel.
@@ -150,7 +153,8 @@ class LayerPlan:
 
     index: int
     attends: tuple[Attends, ...]
-    value_part: Literal["k", "v"] = "v"
+    value_part: Literal["k", "v", "position"] = "v"
+    latent_heads: int = 0
     k_heads: tuple[int, ...] = ()
     v_heads: tuple[int, ...] = ()
     groups: tuple[HeadGroup, ...] = ()
@@ -181,6 +185,11 @@ class LayerPlan:
     def reading_keys(self) -> LayerPlan:
         """Let heads that attend to this layer's values read its keys instead."""
         return replace(self, value_part="k")
+
+    def caching_latent(self, heads: int) -> LayerPlan:
+        """Let this layer cache a latent as wide as `heads` heads in place of its keys, before RoPE, and the positions
+        of tokens in place of its values. A mechanism at `Stage.ATTENDED_KV` makes all keys and values from them."""
+        return replace(self, value_part="position", latent_heads=heads)
 
     def reading(self, *sources: Source) -> LayerPlan:
         """Return this plan with `sources` added to `reads`."""

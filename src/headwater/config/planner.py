@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from headwater.config.capabilities import Map, StopsRedirection, replaces_linear
 from headwater.config.layers import layer_config
-from headwater.config.plan import EMBEDDING, Attends, HeadGroup, LayerPlan, Source, Stage, choose_heads
+from headwater.config.plan import EMBEDDING, Attends, HeadGroup, Heads, LayerPlan, Source, Stage, choose_heads
 from headwater.config.text import HeadwaterConfig
 from headwater.plugins.registry import has_own, resolve
 from headwater.util.errors import HeadwaterError
@@ -86,13 +86,24 @@ def _share_heads(config: HeadwaterConfig) -> list[LayerPlan]:
 
     for layer, plan in enumerate(plans):
         attends = (Attends(follow(layer, head, "k"), follow(layer, head, "v")) for head in range(len(plan.attends)))
-        plans[layer] = replace(plan, attends=tuple(attends), value_part=_find_value_part(layer, redirecting))
+        plans[layer] = replace(_find_stored(plan, redirecting), attends=tuple(attends))
     return plans
 
 
-def _find_value_part(layer: int, redirecting: Mapping[str, Sequence[LayerPlan]]) -> Letter:
-    """Find whether heads read a layer's values or its keys as its values."""
-    return "k" if any(redirected[layer].value_part == "k" for redirected in redirecting.values()) else "v"
+def _find_stored(plan: LayerPlan, redirecting: Mapping[str, Sequence[LayerPlan]]) -> LayerPlan:
+    """Return the plan with what the layer stores in place of keys and values, if a mechanism says so.
+
+    Raises `HeadwaterError` if two do.
+    """
+    changed = {
+        name: redirected[plan.index]
+        for name, redirected in redirecting.items()
+        if redirected[plan.index].value_part != "v"
+    }
+    if len(changed) > 1:
+        first, second, *_ = changed
+        raise HeadwaterError(f"Mechanisms {second!r} and {first!r} both replace the values of layers; remove one.")
+    return next(iter(changed.values()), plan)
 
 
 def _redirect_heads(
@@ -209,8 +220,9 @@ def _complete_plans(plans: list[LayerPlan]) -> list[LayerPlan]:
     v_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
     for plan in plans:
         for head, (k, v) in enumerate(plan.attends):
-            k_heads[k].add(head)
-            (k_heads if plans[v].value_part == "k" else v_heads)[v].add(head)
+            k_heads[k] |= {*range(plans[k].latent_heads)} or {head}
+            if plans[v].value_part != "position":
+                (k_heads if plans[v].value_part == "k" else v_heads)[v].add(head)
     stored = [
         replace(plan, k_heads=tuple(sorted(k_heads[plan.index])), v_heads=tuple(sorted(v_heads[plan.index])))
         for plan in plans
@@ -236,6 +248,9 @@ def groups_of(plan: LayerPlan, stored: Sequence[LayerPlan]) -> tuple[HeadGroup, 
     groups = []
     for (k, v), run in groupby(range(len(plan.attends)), key=lambda head: plan.attends[head]):
         heads = list(run)
-        indices = choose_heads(heads, stored[k].k_heads), choose_heads(heads, stored[v].stored_values)
+        if stored[k].latent_heads:  # each head is made from all of the latent
+            indices: tuple[Heads, Heads] = (None, None)
+        else:
+            indices = choose_heads(heads, stored[k].k_heads), choose_heads(heads, stored[v].stored_values)
         groups.append(HeadGroup(heads[0], len(heads), k, v, *indices))
     return tuple(groups)

@@ -372,8 +372,8 @@ def fit_outputs(model: HeadwaterForCausalLM, original: HeadwaterForCausalLM, row
             plan_layers(model.config), _list_attentions(model), _list_attentions(original), strict=True
         ):
             shares = any({attends.k, attends.v} != {plan.index} for attends in plan.attends)
-            linear = getattr(attention.o_proj, "linear", attention.o_proj)  # of MLA, or itself
-            if (pooled or shares or plan.value_part == "k") and isinstance(linear, nn.Linear):
+            linear = attention.o_proj
+            if (pooled or shares or plan.value_part != "v") and isinstance(linear, nn.Linear):
                 target: list[Tensor] = []
                 stack.enter_context(source.o_proj.register_forward_hook(functools.partial(_keep_output, target)))
                 stack.enter_context(linear.register_forward_pre_hook(functools.partial(_fit_linear, target)))

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.config.auto_map import EXPORTED, auto_class_of
 from headwater.conversion import to_transformers
+from headwater.conversion.latent import expand_latent
 from headwater.models.card import CARD, make_card
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.input_checks import check_paged
@@ -60,13 +61,13 @@ def export_family(
 ) -> Path:
     """Save `model` in the format of one of transformers' own families in a new folder; returns its path.
 
-    tokenizer, card: as in `export`.
+    Keys and values that are made from a latent (`low_rank_kv`) become ordinary ones. tokenizer, card: as in `export`.
     Raises `HeadwaterError` if the folder is not empty, for features that the family cannot express (as
     `headwater.conversion.to_transformers` does), or if the disk is full. Leaves nothing behind on errors.
     """
     folder = local(folder).absolute()
     check_free(folder)
-    _write_folder(to_transformers(model, family), folder, tokenizer, card, model)
+    _write_folder(to_transformers(expand_latent(model), family), folder, tokenizer, card, model)
     return folder
 
 

@@ -23,8 +23,8 @@ MADE_AGAIN = {
 # For other activations: extra numbers that PyTorch stores per output number. Default: 1, the input.
 KEPT_BY_ACTIVATION = {"relu": 0, "sigmoid": 0, "tanh": 0, "quick_gelu": 2, "gelu_fast": 7}
 
-# Bytes of a token's id.
-ID = 8
+# Bytes of a token's id, and of its position.
+ID, POSITION = 8, 4
 
 
 def _count_linear(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int, bias: bool = False) -> Cost:
@@ -206,10 +206,11 @@ def training_flops(config: HeadwaterConfig, context: int) -> float:
     return 3 * sum(forward_flops(config, context).values())
 
 
-def _cached_numbers(config: HeadwaterConfig, plan: LayerPlan) -> int:
-    """Numbers of a token's keys and values in a layer's cache."""
+def _cached_bytes(config: HeadwaterConfig, plan: LayerPlan, element_size: int) -> int:
+    """Bytes of a token's keys and values in a layer's cache, or of its latent and position."""
     heads = 2 * len(plan.attends) if config.materialise else len(plan.k_heads) + len(plan.v_heads)
-    return heads * layer_config(config, plan.index).head_dim
+    position = POSITION * bool(plan.latent_heads and plan.k_heads) * (not config.materialise)
+    return heads * layer_config(config, plan.index).head_dim * element_size + position
 
 
 def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int:
@@ -217,8 +218,7 @@ def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int
 
     0 for an image model.
     """
-    numbers = sum(_cached_numbers(config, plan) for plan in plan_layers(config))
-    return numbers * element_size * config.is_causal
+    return sum(_cached_bytes(config, plan, element_size) for plan in plan_layers(config)) * config.is_causal
 
 
 def kept_numbers(config: HeadwaterConfig, plan: LayerPlan) -> dict[Kept, int]:
@@ -241,7 +241,7 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
     total = 0
     for plan in plan_layers(config):
         window = layer_config(config, plan.index).sliding_window
-        total += element_size * _cached_numbers(config, plan) * (tokens if window is None else min(tokens, window - 1))
+        total += _cached_bytes(config, plan, element_size) * (tokens if window is None else min(tokens, window - 1))
         width = kept_numbers(config, plan)
         total += sum(length * width[part] * (ID if part == "id" else element_size) for part, length, _ in plan.tails)
     return batch_size * total

@@ -49,7 +49,7 @@ AXES: dict[str, tuple[Dim, ...]] = {
     **dict.fromkeys(("attention_output_norm", "feed_forward_output_norm", "embedding_norm"), (OUTPUT_NORM,)),
     **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (SAME,)),
 }
-WRITERS = ("self_attn.o_proj", "mlp")  # with the modules inside
+WRITERS = ("self_attn.o_proj", "mlp.down_proj", "mlp")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
 
 
@@ -193,7 +193,7 @@ class Moves:
         if module in ("attention_output_norm", "feed_forward_output_norm"):
             return True
         norm = self.large.base_model.layers[layer].attention_output_norm
-        return getattr(norm, "weight", None) is None and module.startswith(WRITERS) and WRITES in axes
+        return getattr(norm, "weight", None) is None and module in WRITERS and WRITES in axes
 
     def find_axes(self, name: str, tensor: Tensor) -> tuple[Dim, ...]:
         """The axes of a parameter of the smaller model."""
@@ -205,8 +205,7 @@ class Moves:
                     f"Mechanism {owner.registered_name()!r} does not describe the axes of its parameter "
                     f"{inner!r} (describe_axes), so it cannot grow; remove it."
                 )
-            _, replaced = split_name(name.removesuffix(inner))
-            outs, ins = AXES.get(replaced, (SAME, SAME))
+            outs, ins = AXES.get(module, (SAME, SAME))
             return tuple({"linear in": ins, "linear out": outs}.get(axis.kind, axis) for axis in axes)
         short = module.removeprefix(f"{self.model.base_model_prefix}.")
         if short in AXES:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # for editors and type checkers; tests/test_api.py compares i
     from headwater.mechanisms.exclusive import Exclusive as Exclusive
     from headwater.mechanisms.kv_shift import KVShift as KVShift
     from headwater.mechanisms.kv_source import KVSource as KVSource
+    from headwater.mechanisms.low_rank_kv import LowRankKV as LowRankKV
     from headwater.mechanisms.mla import MLA as MLA
     from headwater.mechanisms.mudd import MUDD as MUDD
     from headwater.mechanisms.neutreno import NeuTRENO as NeuTRENO

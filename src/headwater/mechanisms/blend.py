@@ -208,7 +208,7 @@ class Blend(KeepsPrecision, Mechanism):
                     f"Layer {plan.index} already attends to another layer's keys or values; convert the model before "
                     "layers share."
                 )
-            if plan.value_part == "k":
+            if plan.value_part != "v":
                 raise HeadwaterError(f"Layer {plan.index} has one cached vector for keys and values already.")
             if acting := plan.at(Stage.ATTENTION_WEIGHTS, Stage.HEAD_OUTPUTS):
                 raise HeadwaterError(

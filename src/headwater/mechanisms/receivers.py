@@ -76,11 +76,11 @@ def layers_with_values(
 
 
 def check_own_values(mechanism: type[Mechanism], plans: Sequence[LayerPlan]) -> None:
-    """Raise `HeadwaterError` if heads read the keys of a layer as its values."""
-    if any(plan.value_part == "k" for plan in plans):
+    """Raise `HeadwaterError` if a layer has no values but its keys, or but what heads make of a latent."""
+    if any(plan.value_part != "v" for plan in plans):
         raise HeadwaterError(
             f"Mechanism {mechanism.registered_name()!r} reads the layers' own values, but here heads read keys as "
-            "values; remove one of the two mechanisms."
+            "values, or make values of a latent; remove one of the two mechanisms."
         )
 
 

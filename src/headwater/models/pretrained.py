@@ -36,9 +36,6 @@ from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError, either
 from headwater.util.seeding import generator
 
-# Weights whose result is added to the residual stream.
-LAST_MAPS = ("o_proj.weight", "o_proj.linear.weight", "down_proj.weight")
-
 
 class HeadwaterPreTrainedModel(PreTrainedModel):
     """Base class of all models: flags for transformers, and the initialization of parameters."""
@@ -273,7 +270,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
             std = std if self.config.embedding_range is None else self.config.embedding_range
         elif self.config.linear_init == "fan_in":
             std = shape[1] ** -0.5
-        if self.config.scaled_residual_init and qualified.endswith(LAST_MAPS):
+        if self.config.scaled_residual_init and qualified.endswith(("o_proj.weight", "down_proj.weight")):
             std /= (2 * self.config.num_hidden_layers) ** 0.5
         return torch.normal(0.0, std, shape, generator=draw)
 

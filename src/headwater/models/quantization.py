@@ -11,7 +11,7 @@ from headwater.mechanisms.contract import Mechanism
 from headwater.util.errors import HeadwaterError
 
 # Qualified names of the weights of linear layers, and of the parameters that replace them in mechanisms.
-MAPS = r"re:(.*\.)?([a-z]+_proj\.(linear\.)?weight|([a-z]+_proj|mlp)\.(frozen_)?(key|value))"
+MAPS = r"re:(.*\.)?([a-z]+_proj\.weight|([a-z]+_proj|mlp)\.(frozen_)?(key|value))"
 # Pattern, in transformers' syntax, for the modules that mechanisms add to the model. Quantizers skip them: their linear
 # layers, such as gates, are small, and kernels for quantized weights do not support all of their
 # sizes.
@@ -26,7 +26,7 @@ def torchao_config(weights: Any) -> Any:
 
     Use it as `from_pretrained(quantization_config=TorchAoConfig(torchao_config(weights)))`, or for a loaded model as
     `torchao.quantize_(model, torchao_config(weights), filter_fn=None)`. The output head, the embedding and the
-    maps between heads and a latent are not quantized. Raises `HeadwaterError` if torchao is missing.
+    maps of mechanisms are not quantized. Raises `HeadwaterError` if torchao is missing.
     """
     try:  # not `import torchao`, because transformers requires every package that exported code imports
         torchao = import_module("torchao.quantization")

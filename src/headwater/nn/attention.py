@@ -9,6 +9,7 @@ The cache holds what the layer itself projects; what other layers own is read fr
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -95,6 +96,7 @@ class Attention(Staged, JoinsLinears):
             q, (k, v) = mechanism.transform_qkv(q, KV(k, v), context)
         tensors.append(v)  # the local value
         q, k = self.rotate_heads(q, k, position_embeddings)
+        v = self.choose_stored(k, v, kwargs.get("position_ids"))
 
         if isinstance(past_key_values, Engine):
             tensors += k, v  # fill the banks' slots: the engine itself finds the keys and values of each head
@@ -155,7 +157,15 @@ class Attention(Staged, JoinsLinears):
         """Queries and keys after RoPE, if there is any."""
         if angles is None:
             return q, k
-        return rotate(q, *angles), k if self.k_proj is None else rotate(k, *angles)
+        return rotate(q, *angles), k if self.k_proj is None or self.plan.latent_heads else rotate(k, *angles)
+
+    def choose_stored(self, k: Tensor, v: Tensor, position_ids: Tensor | None) -> Tensor:
+        """Choose what is stored beside k [B, heads, T, d]: v or, beside a latent, positions as int32 [B, 1, T, 1]."""
+        if not self.plan.latent_heads or self.k_proj is None:
+            return v
+        if position_ids is None:
+            position_ids = torch.arange(k.shape[2], device=k.device)[None]
+        return position_ids.to(torch.int32).expand(k.shape[0], -1)[:, None, :, None]
 
     def choose_values(self, k: Tensor, v: Tensor) -> Tensor:
         """Choose what heads read as this layer's values, of its keys and values."""

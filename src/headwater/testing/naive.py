@@ -23,6 +23,7 @@ QKV = tuple[ByHead, ByHead, ByHead]
 # Squared lengths below this count as zero.
 ZERO = 1e-24
 # Score of a token that is not visible.
+LOW_RANK = "low_rank_kv"
 UNSEEN = -1e30
 # Names of the linear layers in pattention's options.
 MAPS = dict(q_proj="query", k_proj="key", v_proj="value", o_proj="output", mlp="feed_forward")
@@ -314,7 +315,8 @@ class Reference:
             q, k, v = self.transform_qkv(mechanism, layer, q, k, v)
         self.final_v.append(v)
         if c.position == "rope":
-            q, k = self.rotate_heads(q), self.rotate_heads(k)
+            q = self.rotate_heads(q)
+            k = k if LOW_RANK in self.mechanisms else self.rotate_heads(k)
         self.bank.append((k, k if "mla" in self.mechanisms else v))
         pairs = [pair for mechanism in self.mechanisms for pair in self.add_key_values(mechanism, layer)]
         keys, values = ([self.join_pairs(layer, kv, h, pairs) for h in q] for kv in (0, 1))
@@ -382,11 +384,24 @@ class Reference:
 
     def find_attended(self, layer: int, kv: int, head: int) -> Tensor:
         """Find the keys or values that key/value head `head` of `layer` attends to."""
+        if LOW_RANK in self.mechanisms:
+            return self.expand_latent(layer, kv, head)
         return self.bank[self.find_sources(layer, head)[kv]][kv][head]
 
+    def expand_latent(self, layer: int, kv: int, head: int) -> Tensor:
+        """Make the keys or values of a head from the latents of the layer that it attends to."""
+        latents = self.bank[self.find_sources(layer, head)[0]][0]
+        name = f"model.layers.{layer}.self_attn.mechanisms.{LOW_RANK}.{('keys', 'values')[kv]}"
+        x = torch.cat([latents[part] for part in sorted(latents)], dim=1) @ self.weights[name][head].T
+        return rotate(x, self.compute_angles()) if kv == 0 and self.layer_config.position == "rope" else x
+
     def list_stored_heads(self, layer: int, kv: int) -> list[int]:
-        """List the heads of `layer` whose keys or values some layer attends to."""
+        """List the heads of `layer` whose keys or values some layer attends to, or which make up its latent."""
         layers = range(self.config.num_hidden_layers)
+        if LOW_RANK in self.mechanisms:
+            count = self.mechanisms[LOW_RANK]["heads"] or layer_config(self.config, layer).num_key_value_heads
+            is_read = kv == 0 and any(self.find_sources(i, 0)[0] == layer for i in layers)
+            return [*range(count)] if is_read else []
         heads = [layer_config(self.config, i).num_key_value_heads for i in layers]
         parts = ((0, 1), ())[kv] if "mla" in self.mechanisms else (kv,)
         return [
@@ -715,19 +730,7 @@ class Reference:
         return self.position[:, None] * torch.tensor(rates, dtype=torch.float64)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """Apply a linear layer, or what replaces it: pattention, or mla's maps of each head."""
-        if f"{name}.maps" in self.weights:
-            weight, maps = self.weights[f"{name}.linear.weight"], self.weights[f"{name}.maps"]
-            if name.endswith("q_proj"):
-                return torch.stack(
-                    [torch.cat([u @ q for u, q in zip(maps, (weight @ a).chunk(len(maps)), strict=True)]) for a in x]
-                )
-            return torch.stack(
-                [
-                    weight @ torch.cat([m @ o[-m.shape[1] :] for m, o in zip(maps, a.chunk(len(maps)), strict=True)])
-                    for a in x
-                ]
-            )
+        """Apply a linear layer, or the pattention that replaces it."""
         if f"{name}.key" in self.weights:
             tau, options = self.weights[f"{name}.scale.tau"][0], self.mechanisms["pattention"]
             key, value = self.weights[f"{name}.key"], self.weights[f"{name}.value"]

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.families import find_fitting_family
+from headwater.conversion.latent import expand_config
 from headwater.util.errors import HeadwaterError
 from headwater_lab.api.observer import Observer
 from headwater_lab.data.base import Data
@@ -53,15 +54,14 @@ def measure_held_out(label: str, model: AnyModel, data: Data, watch: Observer) -
 
 
 def explain_plain(folder: Path, config: HeadwaterConfig, history: Sequence[Event]) -> list[str]:
-    """Write a sentence about the export of a model in `folder` for engines without headwater, if it needs nothing of
-    headwater; else none."""
+    """Write a sentence about the export of a model in `folder` for engines without headwater, if they can run it; else
+    none."""
     source = next((event.details["family"] for event in history if "family" in event.details), None)
-    if (family := find_fitting_family(config, source)) is None:
+    if (family := find_fitting_family(expand_config(config), source)) is None:
         return []
     command = f"headwater export {shlex.quote(str(folder))} --family {family} --out NEW"
-    return [
-        f"It is a plain {family} model, with no part of headwater: `{command}` writes it for engines without headwater."
-    ]
+    form = "with no part of headwater" if not config.mechanisms else "whose cache is smaller only in headwater"
+    return [f"It is a plain {family} model, {form}: `{command}` writes it for engines without headwater."]
 
 
 @contextmanager

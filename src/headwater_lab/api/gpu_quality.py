@@ -130,7 +130,7 @@ def list_caches(config: HeadwaterConfig) -> dict[str, dict[str, Any]]:
     """List the smaller caches of a model, by name, as arguments of `convert`."""
     assert config.head_dim is not None
     latents: dict[str, dict[str, Any]] = {}
-    width_of_half = (config.num_key_value_heads or 1) * config.head_dim - config.rotary_dim
+    width_of_half = (config.num_key_value_heads or 1) * config.head_dim
     with contextlib.suppress(HeadwaterError):
         latent_config(config, width_of_half)
         latents["a latent"] = {"mechanisms": {}, "latent_width": width_of_half}

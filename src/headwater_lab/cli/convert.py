@@ -32,7 +32,8 @@ def convert_model(
         training.learning_rate=1e-4, …
     mechanism: Mechanism that lets layers share keys and values: NAME, or "NAME={option: value}"; repeatable.
     num_key_value_heads: Number of key/value heads after pooling (GQA).
-    latent_width: Channels of one latent for the keys and values of all heads (MLA), beside one key with RoPE.
+    latent_width: Channels of one latent, from which the keys and values of all heads are made; a multiple of
+        head_dim.
     choose: Choose the layers that share by how similar their keys and values are, where the mechanism leaves it open.
     heal: Tokens of healing, e.g. 20M or 1e9.
     text: Heal and measure on this text (path, folder or glob); default: the model's training data.

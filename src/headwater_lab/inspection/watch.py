@@ -26,13 +26,6 @@ from headwater_lab.util.model_kinds import AnyModel, is_of_images
 PerHead = list[list[float]]  # [layers][query heads]
 
 
-def find_output(block: Any) -> nn.Module:
-    """Find the output projection of a block's attention: a linear layer, that inside latent attention's maps, or what a
-    mechanism has in its place."""
-    output: nn.Module = block.self_attn.o_proj
-    return getattr(output, "linear", output)
-
-
 @dataclass(frozen=True)
 class Read:
     """Measurements over the sample; docs/inspect.md defines them.
@@ -183,8 +176,7 @@ class Watch:
         for layer, block in enumerate(all_blocks):
             hook(block, lambda _, inputs, __, ___, layer=layer: self.add_similarity("hidden", layer, inputs[0]))
             hook(block.self_attn, lambda _, __, ___, output, layer=layer: self.measure_attention(layer, output[1]))
-            output = find_output(block)
-            hook(output, lambda _, inputs, __, ___, layer=layer: self.measure_heads(layer, inputs[0]))
+            hook(block.self_attn.o_proj, lambda _, inputs, __, ___, layer=layer: self.measure_heads(layer, inputs[0]))
             if block.self_attn.v_proj is not None:
                 hook(
                     block.self_attn.v_proj,
@@ -220,7 +212,7 @@ class Watch:
         """Measure each head's share of the output. out [B, T, H·w]: the input of the output projection."""
         count = layer_config(self.model.config, layer).num_attention_heads
         heads = out.chunk(count, dim=-1)
-        output = find_output(list_blocks(self.model)[layer])
+        output = list_blocks(self.model)[layer].self_attn.o_proj
         if isinstance(output, nn.Linear):
             heads = tuple(x @ w.T for x, w in zip(heads, output.weight.chunk(count, dim=1), strict=True))
         lengths = torch.stack([head.double().norm(dim=-1) for head in heads], dim=-1)

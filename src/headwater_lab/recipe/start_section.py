@@ -61,8 +61,8 @@ class CacheConversion(Settings):
     num_key_value_heads: Count | None = None
     """Fewer key/value heads: each is the mean of a group of the model's."""
     latent_width: Count | None = None
-    """Keys and values become one latent of this many channels, beside one key with RoPE for all heads
-    (docs/convert.md). Alone."""
+    """Keys and values are made from one latent of this many channels, a multiple of head_dim (docs/convert.md).
+    Alone."""
     choose: bool = False
     """Choose the layers that share, by how similar their keys and values are on the data, if the options of a mechanism
     leave that open (docs/convert.md)."""

@@ -1,0 +1,123 @@
+"""Keys and values of all heads from one cached vector, which is expanded when heads read it. arXiv 2407.21118 (Palu).
+
+    c = A·x        k_h = RoPE(U_h·c)        v_h = M_h·c        the cache holds c and the token's position
+
+A is the layer's key projection, `heads`·d numbers wide, and there is no value projection. The layer is a plain one
+whose key and value projections have a low rank, and trains as fast; `headwater.conversion.latent` converts plain models
+to it and back. Unlike `mla`, it keeps RoPE on whole keys, so each decoding step multiplies all cached vectors by U.
+
+Departures: keys and values have one vector in common, as in `mla`, and all heads read it; Palu has one for the keys and
+one for the values of each group of heads.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from headwater.config.layers import layer_config
+from headwater.config.plan import Cost, LayerPlan
+from headwater.config.text import HeadwaterConfig
+from headwater.mechanisms.contract import KV, Context, Mechanism, OptionValues
+from headwater.mechanisms.enlarging import SAME, Dim, Larger
+from headwater.mechanisms.receivers import check_least
+from headwater.nn.position import FOLLOW_LENGTH, RotaryEmbedding, for_heads, rotate
+from headwater.util.errors import HeadwaterError
+
+
+class LowRankKV(Mechanism):
+    """Makes the keys and values of all heads from one vector per token.
+
+    Args
+        rank: width of the vector. heads, head_dim: K and d. rotary: module of RoPE's angles; None: without RoPE.
+
+    Parameters: `keys` and `values`, U and M, [K, d, rank] each, initialized with standard deviation 1/√rank.
+
+        >>> import torch
+        >>> from headwater.mechanisms import LowRankKV
+        >>> LowRankKV(96, heads=3, head_dim=64)(torch.randn(2, 16, 96), torch.arange(16)[None]).k.shape
+        torch.Size([2, 3, 16, 64])
+    """
+
+    source = "the current token, through a vector that is expanded when it is read"
+    order = 86
+    paper = "2407.21118"
+
+    class Options:
+        heads: int | None = None  # width of the cached vector, in heads; default: as many as keys have
+
+    def __init__(self, rank: int, heads: int, head_dim: int, rotary: RotaryEmbedding | None = None) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.keys = nn.Parameter(torch.empty(heads, head_dim, rank))
+        self.values = nn.Parameter(torch.empty(heads, head_dim, rank))
+        self.reset_parameters()
+
+    def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+        return torch.normal(0.0, self.keys.shape[2] ** -0.5, self.keys.shape, generator=generator)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> KV:
+        """x [B, S, rank], position_ids [B or 1, S] -> keys, after RoPE, and values, [B, K, S, d] each."""
+        k, v = (
+            nn.functional.linear(x, maps.flatten(0, 1).to(x.dtype)).unflatten(-1, maps.shape[:2]).transpose(1, 2)
+            for maps in (self.keys, self.values)
+        )
+        return KV(k if self.rotary is None else rotate(k, *for_heads(*self.rotary(k, position_ids))), v)
+
+    # In a headwater model
+
+    @classmethod
+    def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
+        check_least(cls, options, heads=1)
+        if config.qk_norm:
+            raise HeadwaterError("Mechanism 'low_rank_kv' has no norm of keys; set qk_norm to false.")
+        kind = (config.rope_parameters or {}).get("rope_type")
+        if config.position == "rope" and kind in FOLLOW_LENGTH:
+            raise HeadwaterError(
+                f"Mechanism 'low_rank_kv' rotates keys when they are read, and the frequencies of rope_type {kind!r} "
+                "depend on the length at which they are made; use another rope_type."
+            )
+
+    @classmethod
+    def count_heads(cls, options: OptionValues, config: HeadwaterConfig) -> int:
+        """The width of the cached vector, in heads."""
+        return int(options["heads"] or config.num_key_value_heads or 0)
+
+    @classmethod
+    def redirect_heads(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        return [plan.caching_latent(cls.count_heads(options, layer_config(config, plan.index))) for plan in plans]
+
+    @classmethod
+    def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        for plan in plans:
+            if len({source for attends in plan.attends for source in attends}) > 1:
+                raise HeadwaterError(
+                    f"Mechanism 'low_rank_kv' makes the keys and values of all heads from one layer's vector, but in "
+                    f"layer {plan.index} they come from several layers; remove the mechanism that shares them."
+                )
+        return [plan.acting(cls, cls.transform_attended_kv) for plan in plans]
+
+    @classmethod
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> "LowRankKV":
+        heads, d = len(plan.attends), int(config.head_dim or 0)
+        rotary = RotaryEmbedding(config) if config.position == "rope" else None
+        return cls(plan.latent_heads * d, heads, d, rotary)
+
+    @classmethod
+    def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+        made, rank = 2 * len(plan.attends) * int(config.head_dim or 0), plan.latent_heads * int(config.head_dim or 0)
+        angles = 2 * config.rotary_dim if config.position == "rope" else 0
+        return Cost(parameters=made * rank, flops=2 * made * rank, saved=made + angles)
+
+    def transform_attended_kv(self, kv: KV, context: Context) -> KV:
+        """k: the vectors, as heads [B, n, S, d]; v: the positions [B, 1, S, 1]."""
+        return self(kv.k.transpose(1, 2).flatten(2), kv.v[:, 0, :, 0])
+
+    @classmethod
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+        if options["heads"] is not None and growth.extends("kv"):
+            raise HeadwaterError("A model whose low_rank_kv sets heads cannot grow in key/value heads; set it to null.")
+        return options
+
+    # Capabilities
+
+    def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
+        return Dim("kv"), SAME, Dim("k", reads=True)
