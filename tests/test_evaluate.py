@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -165,6 +166,28 @@ def test_a_model_that_ignores_the_cache_is_refused():
     model.forward = lambda input_ids, **options: plain(input_ids, use_cache=False)
     with pytest.raises(HeadwaterError, match="has no cache of keys and values"):
         read_logits(model, torch.zeros(1, 200, dtype=torch.long), 4)
+
+
+def test_numbers_hidden_in_a_text_are_asked_for(tmp_path, run, monkeypatch):
+    write_model(tmp_path / "model", build(vocab_size=257, max_position_embeddings=512), byte_tokenizer())
+    text = write(tmp_path / "text" / "a.txt", "".join(f"Sentence {number} says so. " for number in range(60)))
+    script = TASKS.parent / "needle.py"
+    arguments = [text / "a.txt", tmp_path / "model", "--tokens", 500, "--items", 6, "--out", tmp_path / "needle"]
+    monkeypatch.setattr("sys.argv", [str(word) for word in (script, *arguments)])
+    runpy.run_path(str(script), run_name="__main__")
+    items = [json.loads(line) for line in (tmp_path / "needle" / "needle_500.jsonl").read_text().splitlines()]
+    assert len(items) == 6
+    for index, item in enumerate(items):
+        before, said, _ = item["text"].partition(f"{item['text'].rpartition('Answer: ')[2]}{item['target']}.")
+        assert said, "the answer stands in the text"
+        assert item["text"].count(item["target"]) == 1
+        assert item["text"].count("The secret number of") == 4 + 1, "four numbers, and the question"
+        middle = len(before) / len(item["text"])
+        assert (middle < 0.2, 0.2 < middle < 0.7, middle > 0.4)[index % 3], middle
+        assert len(item["text"] + item["target"]) <= 500
+    code, printed, said = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", "--context", 512)
+    assert code == 0, said
+    assert "needle_500" in printed
 
 
 @pytest.mark.parametrize("kind", ["of transformers", "a latent"])
