@@ -250,15 +250,15 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
         super().lazy_initialization(key_states, value_states)
         # Called by `early_initialization` with all heads, since it is not known yet which of them the layer stores.
         self.is_early = key_states.shape[2] == 0
-        if value_states.shape[1] != key_states.shape[1]:  # transformers gives values as many heads as keys
-            self.values = value_states.new_zeros(
-                *value_states.shape[:2], self.max_cache_len, value_states.shape[3], device=self.device
-            )
-            _mark_static(self.values)
+        # transformers gives values the heads and the dtype of keys.
+        if (value_states.shape[1], value_states.dtype) != (key_states.shape[1], key_states.dtype):
+            self.replace_values(value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.is_early and value_states.shape[1] and value_states.dtype != self.values.dtype:
+            self.replace_values(value_states)  # positions, beside a latent
         history = self.keys, self.values
         if self.is_early:
             history = self.keys[:, : key_states.shape[1]], self.values[:, : value_states.shape[1]]
@@ -269,6 +269,16 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
             if new.shape[1]:
                 stored.index_copy_(2, slots, new)
         return history
+
+    def replace_values(self, like: Tensor) -> None:
+        """Make the memory of values [B, heads, S, d] anew, for as many heads, of the width and dtype, of `like`."""
+        if torch.compiler.is_exporting():
+            raise HeadwaterError(
+                "A program that is exported with a static cache has no room for the positions beside a latent; export "
+                "it with a growing cache (transformers.exporters.DynamoExporter)."
+            )
+        self.values = like.new_zeros(*like.shape[:2], self.max_cache_len, like.shape[3], device=self.device)
+        _mark_static(self.values)
 
     def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         return torch.cat(self.shift_tail(name, x, length), dim=2)

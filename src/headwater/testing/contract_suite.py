@@ -635,7 +635,8 @@ class Contract:
         for (name, a), (loaded_name, b) in zip(loaded.state_dict().items(), model.state_dict().items(), strict=True):
             assert name == loaded_name
             assert torch.equal(a, b), name
-        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        # Equal up to rounding, which depends on how the file aligns the tensors in memory.
+        assert_near(loaded(ids).logits, model(ids).logits, 1e-5)
 
     def test_more_tokens(self, case, ids):
         """With a larger vocabulary old tokens keep their logits, and new ones have those of the equations."""
