@@ -133,7 +133,7 @@ def test_measures_of_a_text_are_of_its_nats_tokens_and_bytes(folder):
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("mechanisms", [{}, {"mla": {}}, {"kv_source": {}}], ids=str)
+@pytest.mark.parametrize("mechanisms", [{}, {"mla": {}}, {"low_rank_kv": {}}, {"kv_source": {}}], ids=str)
 def test_a_quantized_cache_is_read_as_if_tokens_came_one_by_one(mechanisms, bits):
     """Also by layers that share: transformers' cache then holds their own copies."""
     pytest.importorskip("optimum.quanto")

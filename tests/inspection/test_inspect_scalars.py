@@ -169,6 +169,9 @@ def test_keys_that_are_read_as_values_have_the_keys_taps():
     model = build({"kv_shift": {}, "mla": {}})
     alpha = model.model.layers[1].self_attn.mechanisms["kv_shift"].alpha
     assert_near(value_taps(model)[1], alpha.repeat_interleave(2, dim=1).detach())
+    model = build({"kv_shift": {}, "low_rank_kv": {}})
+    alpha = model.model.layers[1].self_attn.mechanisms["kv_shift"].alpha
+    assert_near(value_taps(model)[1], alpha.mean(1, keepdim=True).expand(-1, 4).detach())
 
 
 def test_windows_one_after_the_other():

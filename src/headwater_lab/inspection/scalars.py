@@ -118,18 +118,21 @@ def _by_head(block: Block, tensor: str) -> dict[int, bool]:
 
 
 def value_taps(model: AnyModel) -> list[Tensor]:
-    """Find for each layer the taps [window, H] of the values its query heads attend to, from any layer."""
+    """Find for each layer the taps [window, H] of the values its query heads attend to, from any layer. Values that are
+    made from a latent have the mean of its parts' taps."""
     blocks = list_blocks(model)
-    windows = [compose_windows(block, block.plan.value_part) for block in blocks]
+    windows = [compose_windows(block, "v" if block.plan.value_part == "v" else "k") for block in blocks]
     result = []
     for block in blocks:
         longest = max([1, *(len(window) for window in windows if window is not None)])
         taps = torch.zeros(longest, len(block.plan.attends), dtype=torch.float64)
         for head, attended in enumerate(block.plan.attends):
-            window = windows[attended.v]
+            window, owner = windows[attended.v], blocks[attended.v].plan
             if window is None:
                 taps[0, head] = 1
+            elif owner.latent_heads:
+                taps[: len(window), head] = window.mean(1)
             else:
-                taps[: len(window), head] = window[:, blocks[attended.v].plan.stored_values.index(head)]
+                taps[: len(window), head] = window[:, owner.stored_values.index(head)]
         result.append(taps.repeat_interleave(block.self_attn.num_key_value_groups, dim=1))
     return result
