@@ -35,6 +35,12 @@ def test_a_latent_that_is_wide_enough_loses_nothing(fields):
     assert cache_bytes(cache) == ids.numel() * latent.config.num_hidden_layers * per_token
 
 
+def test_half_of_the_cache_of_a_model_without_shared_heads_loses_nothing():
+    """Keys and values are maps of an input that is as wide as either."""
+    model, ids = build(num_key_value_heads=4), tokens(2, 30, seed=1)
+    assert_near(make_latent(model, tokens(4, 40), 32)(ids).logits, model(ids).logits, 1e-6)
+
+
 @pytest.mark.parametrize("width", [8, 16, 24])
 def test_a_model_with_a_latent_is_a_plain_one_of_low_rank(width):
     latent = make_latent(build(), tokens(4, 40), width)

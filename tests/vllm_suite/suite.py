@@ -427,6 +427,7 @@ REFUSED = {
     "attention weights": ({"value_residual": {"target": "probabilities"}}, {}, {}, "needs masks or attention weights"),
     "pairs beside": ({"persistent_memory": {}}, {}, {}, "'persistent_memory' with its options needs masks"),
     "values that are keys": ({"mla": {}}, {}, {}, "cannot read keys as values"),
+    "a latent": ({"low_rank_kv": {}}, {}, {}, "between the cache and what heads read"),
     "dynamic RoPE": ({}, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {}, "follow the longest"),
     "narrow heads": ({}, {"hidden_size": 64}, {}, "takes heads of 32, 64"),
     "blocks": ({}, {}, {"block_size": 16}, "multiple of 32"),

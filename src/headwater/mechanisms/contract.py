@@ -256,7 +256,8 @@ class Mechanism(nn.Module):
     def transform_attended_kv(self, kv: KV, context: Context) -> KV:
         """Transform what all K heads attend to, k and v [B, K, S, d] -> same, after RoPE and the cache.
 
-        What the cache holds and later layers read does not change. All heads then run in one kernel call.
+        What the cache holds and later layers read does not change. All heads then run in one kernel call. In a layer
+        with `LayerPlan.latent_heads` the input is the latent, [B, latent_heads, S, d], and positions, [B, 1, S, 1].
         """
         return kv
 
