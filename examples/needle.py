@@ -4,8 +4,8 @@
     headwater evaluate runs/llama runs/smaller --task-files needle --context 8192
 
 Each item is a stretch of the text with one sentence per city, "The secret number of Lima is 48213.", at random places,
-and asks for one of them, in turn near the beginning, in the middle or near the end. It is right if greedy decoding
-writes the number. Smaller caches tend to fail here first.
+and asks for one of them, in turn near the beginning, in the middle or near the end. An answer is correct if
+greedy decoding gives the number. Smaller caches tend to fail here first.
 """
 
 import argparse
@@ -78,12 +78,16 @@ def main() -> None:
         parser.error(f"{options.text} has {len(ids):,} tokens; give a text of {max(options.tokens):,} or more.")
     if min(options.tokens) < 2 * room:
         parser.error(f"--tokens must be {2 * room} or more.")
+    if options.out.exists():
+        parser.error(f"{options.out} exists; choose another --out.")
     options.out.mkdir(parents=True)
     for length in options.tokens:
         draw, items = random.Random(f"{options.seed}:{length}"), []
         for item in range(options.items):
             start = draw.randrange(len(ids) - length + 1)
             sentences = tokenizer.decode(ids[start : start + length - room]).split(". ")
+            if len(sentences) < 10:
+                parser.error(f"{options.text} needs sentences that end with a period and a space.")
             depth = item % 3 / 2
             items.append(hide_numbers([f"{s}." for s in sentences], depth, item % options.cities, draw, options.cities))
         write_task(options.out, f"needle_{length}", items)

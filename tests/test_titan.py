@@ -54,6 +54,7 @@ MODELS = {
     "neutreno": {"mechanisms": {"neutreno": {"learnable": True}}},
     "pattention": {"mechanisms": {"pattention": {}, "kv_shift": {}}},
     "mla": {"mechanisms": {"mla": {}}},
+    "low_rank_kv": {"mechanisms": {"low_rank_kv": {}}},
 }
 # The models whose parts differ for FSDP2, and those that a pipeline can cut.
 ALIKE = ("vanilla", "tied", "kv_shift", "learnable_plus", "pattention")

@@ -321,7 +321,10 @@ def test_two_mechanisms_cannot_replace_one_map(monkeypatch):
         config({"pattention": {}, "tokens": {}})
 
 
-@pytest.mark.parametrize("latent", ["mla", "low_rank_kv"])
+@pytest.mark.parametrize(
+    ("latent", "reason"),
+    [("mla", "keys as values|its keys or a latent are|values for which keys"), ("low_rank_kv", "latent")],
+)
 @pytest.mark.parametrize(
     "other",
     [
@@ -335,14 +338,15 @@ def test_two_mechanisms_cannot_replace_one_map(monkeypatch):
     ],
     ids=str,
 )
-def test_what_needs_values_says_that_layers_have_none(other, latent):
-    with pytest.raises(HeadwaterError, match=r"as values|serve as values|values for which keys serve|of a latent"):
+def test_what_needs_values_says_that_layers_have_none(other, latent, reason):
+    with pytest.raises(HeadwaterError, match=reason):
         config(other | {latent: {}})
 
 
 def test_a_latent_is_refused_where_it_cannot_be():
     for fields, said in (
         (dict(mechanisms={"low_rank_kv": {"heads": 0}}), "heads must be at least 1"),
+        (dict(mechanisms={"low_rank_kv": {"heads": 3}}), "at most the 2 heads that keys have"),
         (dict(mechanisms={"low_rank_kv": {}}, qk_norm=True), "qk_norm"),
         (dict(mechanisms={"low_rank_kv": {}, "mla": {}}), "both replace the values of layers; remove one"),
         (dict(mechanisms={"low_rank_kv": {}, "skip_layer": {}}), "in layer 2 they come from several layers"),

@@ -167,3 +167,9 @@ def test_a_shift_never_looks_at_the_class_token_nor_it_at_patches():
     assert model.prepare_reach(grid, cpu).tolist() == [[0, 0, *[1] * 11]]
     model.config.stop_at_rows, model.config.register_tokens = True, 1
     assert model.prepare_reach(grid, cpu).tolist() == [[0, 0, *[0, 1, 1, 1] * 3]]
+
+
+def test_keys_made_from_a_latent_have_no_rope_of_images():
+    with pytest.raises(HeadwaterError, match="no RoPE of images; set position to learned"):
+        vision_config({"low_rank_kv": {}}, position="rope")
+    assert image_model({"low_rank_kv": {}})(images(2)).logits.isfinite().all()

@@ -187,8 +187,8 @@ class LayerPlan:
         return replace(self, value_part="k")
 
     def caching_latent(self, heads: int) -> LayerPlan:
-        """Let this layer cache a latent as wide as `heads` heads in place of its keys, before RoPE, and the positions
-        of tokens in place of its values. A mechanism at `Stage.ATTENDED_KV` makes all keys and values from them."""
+        """Let this layer cache a latent as wide as `heads` heads in place of its keys, before RoPE, and with RoPE the
+        positions of tokens in place of its values. A mechanism at `Stage.ATTENDED_KV` makes keys and values of them."""
         return replace(self, value_part="position", latent_heads=heads)
 
     def reading(self, *sources: Source) -> LayerPlan:
@@ -240,6 +240,10 @@ class LayerPlan:
     def stored_values(self) -> tuple[int, ...]:
         """The heads that this layer stores of what is read as its values."""
         return self.k_heads if self.value_part == "k" else self.v_heads
+
+    def stores_positions(self, config: Any) -> bool:
+        """Whether this layer stores positions beside a latent: of keys that get RoPE when they are made from it."""
+        return bool(self.latent_heads and self.k_heads) and config.position == "rope"
 
     @property
     def tail(self) -> int:

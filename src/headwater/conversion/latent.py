@@ -40,11 +40,9 @@ def latent_config(config: HeadwaterConfig, width: int) -> HeadwaterConfig:
             "use fewer heads."
         )
     d, heads = int(config.head_dim or 0), int(config.num_key_value_heads or 0)
-    if width % d or not d <= width < 2 * heads * d:
-        raise HeadwaterError(
-            f"latent_width must be a multiple of head_dim, from {d} to {(2 * heads - 1) * d}, which is less than a "
-            f"layer's keys and values, not {width}."
-        )
+    most = min(heads, config.hidden_size // d) * d
+    if width % d or not d <= width <= most:
+        raise HeadwaterError(f"latent_width must be a multiple of head_dim, from {d} to {most}, not {width}.")
     latent = copy.deepcopy(config)
     latent.mechanisms = {MECHANISM: {"heads": width // d}}
     latent.complete_fields()
@@ -149,6 +147,8 @@ def fit_latent(
     keys, values: their maps [·, D]. weight_of_keys: what an error of each counts. read: RᵀR, where R·v is what an error
     of values counts. gram: mean of x·xᵀ.
     """
+    if not read.any():  # a layer that adds nothing, such as growth makes
+        read = torch.eye(len(read), dtype=read.dtype)
     damped = gram + DAMPING * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
     lengths, vectors = torch.linalg.eigh(read)
     root = (vectors * lengths.clamp(min=LEAST * lengths.max()).sqrt()) @ vectors.T

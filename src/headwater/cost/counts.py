@@ -209,7 +209,7 @@ def training_flops(config: HeadwaterConfig, context: int) -> float:
 def _cached_bytes(config: HeadwaterConfig, plan: LayerPlan, element_size: int) -> int:
     """Bytes of a token's keys and values in a layer's cache, or of its latent and position."""
     heads = 2 * len(plan.attends) if config.materialise else len(plan.k_heads) + len(plan.v_heads)
-    position = POSITION * bool(plan.latent_heads and plan.k_heads) * (not config.materialise)
+    position = POSITION * (plan.stores_positions(config) and not config.materialise)
     return heads * layer_config(config, plan.index).head_dim * element_size + position
 
 
@@ -250,11 +250,15 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
 def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4) -> int:
     """Bytes of keys and values that the next token reads in a sequence of `tokens`.
 
-    Each layer reads all that its heads attend to, wherever it is stored: sharing saves storage, not reading.
+    Each layer reads all that its heads attend to, wherever it is stored: sharing saves storage, not reading. Of a
+    latent it reads the latent.
     """
-    configs = [layer_config(config, layer) for layer in range(config.num_hidden_layers)]
-    numbers = (c.num_key_value_heads * c.head_dim * min(tokens, c.sliding_window or tokens) for c in configs)
-    return 2 * sum(numbers) * element_size
+    numbers = 0
+    for plan in plan_layers(config):
+        layer = layer_config(config, plan.index)
+        heads = plan.latent_heads or 2 * layer.num_key_value_heads
+        numbers += heads * layer.head_dim * min(tokens, layer.sliding_window or tokens)
+    return numbers * element_size
 
 
 def activation_bytes(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import Cost, LayerPlan
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import KV, Context, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
@@ -54,8 +55,8 @@ class LowRankKV(Mechanism):
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         return torch.normal(0.0, self.keys.shape[2] ** -0.5, self.keys.shape, generator=generator)
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> KV:
-        """x [B, S, rank], position_ids [B or 1, S] -> keys, after RoPE, and values, [B, K, S, d] each."""
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> KV:
+        """x [B, S, rank] -> keys, after RoPE, and values, [B, K, S, d] each. position_ids: [B or 1, S], with RoPE."""
         k, v = (
             nn.functional.linear(x, maps.flatten(0, 1).to(x.dtype)).unflatten(-1, maps.shape[:2]).transpose(1, 2)
             for maps in (self.keys, self.values)
@@ -67,6 +68,14 @@ class LowRankKV(Mechanism):
     @classmethod
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_least(cls, options, heads=1)
+        most = min(layer_config(config, layer).num_key_value_heads for layer in range(config.num_hidden_layers))
+        if options["heads"] is not None and options["heads"] > most:
+            raise HeadwaterError(
+                f"Mechanism 'low_rank_kv': heads must be at most the {most} heads that keys have, which is half of the "
+                f"cache, not {options['heads']}."
+            )
+        if config.position == "rope" and not config.is_causal:
+            raise HeadwaterError("Mechanism 'low_rank_kv' has no RoPE of images; set position to learned.")
         if config.qk_norm:
             raise HeadwaterError("Mechanism 'low_rank_kv' has no norm of keys; set qk_norm to false.")
         kind = (config.rope_parameters or {}).get("rope_type")
@@ -108,13 +117,20 @@ class LowRankKV(Mechanism):
         return Cost(parameters=made * rank, flops=2 * made * rank, saved=made + angles)
 
     def transform_attended_kv(self, kv: KV, context: Context) -> KV:
-        """k: the vectors, as heads [B, n, S, d]; v: the positions [B, 1, S, 1]."""
-        return self(kv.k.transpose(1, 2).flatten(2), kv.v[:, 0, :, 0])
+        """k: the vectors, as heads [B, n, S, d]; v: with RoPE the positions [B, 1, S, 1]."""
+        if self.rotary is not None and kv.v.is_floating_point():
+            raise HeadwaterError(
+                "This cache rounds the positions beside a latent; make it with DynamicCache(config=model.config)."
+            )
+        return self(kv.k.transpose(1, 2).flatten(2), None if self.rotary is None else kv.v[:, 0, :, 0])
 
     @classmethod
     def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
-        if options["heads"] is not None and growth.extends("kv"):
-            raise HeadwaterError("A model whose low_rank_kv sets heads cannot grow in key/value heads; set it to null.")
+        shares = any(plan.attends[0].k != plan.index for plan in plan_layers(config))
+        if growth.extends("kv") and (shares or options["heads"] is not None):
+            raise HeadwaterError(
+                "A model with low_rank_kv grows in key/value heads only if its layers share nothing and heads is null."
+            )
         return options
 
     # Capabilities

@@ -70,17 +70,18 @@ def layers_with_values(
     if lacking and (options["layers"] is not None or lacking == layers):
         raise HeadwaterError(
             f"Mechanism {name!r} adds to a layer's own values, but layer {lacking[0]} has none, because it shares "
-            "another layer's, or its keys serve as values; leave that layer out of layers, or remove what does this."
+            "another layer's, or its keys or a latent are its values; leave that layer out of layers, or remove what "
+            "does this."
         )
     return [layer for layer in layers if layer not in lacking]
 
 
 def check_own_values(mechanism: type[Mechanism], plans: Sequence[LayerPlan]) -> None:
-    """Raise `HeadwaterError` if a layer has no values but its keys, or but what heads make of a latent."""
+    """Raise `HeadwaterError` if there is a layer whose values are its keys or are made from a latent."""
     if any(plan.value_part != "v" for plan in plans):
         raise HeadwaterError(
             f"Mechanism {mechanism.registered_name()!r} reads the layers' own values, but here heads read keys as "
-            "values, or make values of a latent; remove one of the two mechanisms."
+            "values, or make them from a latent; remove one of the two mechanisms."
         )
 
 

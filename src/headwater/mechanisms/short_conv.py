@@ -246,7 +246,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         if amended == plans:
             raise HeadwaterError(
                 "Mechanism 'short_conv' is on keys or values that its layers share with others, or on values for which "
-                "keys serve; change sites or layers."
+                "keys or a latent serve; change sites or layers."
             )
         return amended
 

@@ -210,7 +210,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
             without = next(layer for layer in chosen if layer not in layers)
             raise HeadwaterError(
                 f"Mechanism 'value_residual' mixes into a layer's own {target}, but layer {without} has none, because "
-                "it shares another layer's, or its keys serve as values; remove value_residual, or what does this."
+                "it shares another layer's, or its keys or a latent are its values; remove value_residual, or what "
+                "does this."
             )
         if mode == "learnable_plus" and len(layers) < 2:
             raise HeadwaterError(

@@ -257,7 +257,12 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.is_early and value_states.shape[1] and value_states.dtype != self.values.dtype:
+        if self.is_early and self.values.is_floating_point() and not value_states.is_floating_point():
+            if torch.compiler.is_exporting():
+                raise HeadwaterError(
+                    "A program that is exported with a static cache has no room for the positions beside a latent; "
+                    "export it with a growing cache (transformers.exporters.DynamoExporter)."
+                )
             self.replace_values(value_states)  # positions, beside a latent
         history = self.keys, self.values
         if self.is_early:
@@ -272,11 +277,6 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
 
     def replace_values(self, like: Tensor) -> None:
         """Make the memory of values [B, heads, S, d] anew, for as many heads, of the width and dtype, of `like`."""
-        if torch.compiler.is_exporting():
-            raise HeadwaterError(
-                "A program that is exported with a static cache has no room for the positions beside a latent; export "
-                "it with a growing cache (transformers.exporters.DynamoExporter)."
-            )
         self.values = like.new_zeros(*like.shape[:2], self.max_cache_len, like.shape[3], device=self.device)
         _mark_static(self.values)
 

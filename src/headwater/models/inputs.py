@@ -72,7 +72,7 @@ class InputSpec(NamedTuple):
         for plan in plans:
             k_heads, v_heads = (plan.attends, plan.attends) if config.materialise else (plan.k_heads, plan.v_heads)
             window = config.sliding_window if config.slides(plan.index) else None
-            positions = bool(plan.latent_heads and plan.k_heads) and not config.materialise
+            positions = plan.stores_positions(config) and not config.materialise
             layers.append(CachedLayer(len(k_heads), len(v_heads) + positions, window))
         id_readers = [name for name in config.mechanisms if resolve(name).needs_input_ids]
         return cls(config, kinds, layers, LookbackLimits.from_plans(plans), output_only_from(config, plans), id_readers)

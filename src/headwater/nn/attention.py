@@ -28,6 +28,7 @@ from headwater.nn.linear import JoinsLinears, apply_linear, make_map
 from headwater.nn.lookback import find_tail
 from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
+from headwater.util.errors import HeadwaterError
 
 
 class Attention(Staged, JoinsLinears):
@@ -63,6 +64,7 @@ class Attention(Staged, JoinsLinears):
         self.exported_v = {source.kind for source in plan.exports if source.part == "v"}
         has_weights = any(source.kind == "probabilities" for source in plan.exports)
         self.shows_weights = has_weights or bool(self.mechanisms.stages[Stage.ATTENTION_WEIGHTS.value])
+        self.stores_positions = plan.stores_positions(config)
         self.groups = tuple(GroupSlots.from_plan(plan, group, self.num_key_value_groups) for group in plan.groups)
 
     def forward(
@@ -161,11 +163,12 @@ class Attention(Staged, JoinsLinears):
         return rotate(q, *angles), k if self.k_proj is None or self.plan.latent_heads else rotate(k, *angles)
 
     def choose_stored(self, k: Tensor, v: Tensor, position_ids: Tensor | None) -> Tensor:
-        """Choose what is stored beside k [B, heads, T, d]: v or, beside a latent, positions as int32 [B, 1, T, 1]."""
-        if not self.plan.latent_heads or self.k_proj is None:
+        """Choose what is stored beside k [B, heads, T, d]: v or, beside a latent from which keys with RoPE are made,
+        positions as int32 [B, 1, T, 1]."""
+        if not self.stores_positions:
             return v
         if position_ids is None:
-            position_ids = torch.arange(k.shape[2], device=k.device)[None]
+            raise HeadwaterError("Keys that are made from a latent need position_ids; pass them to the layer.")
         return position_ids.to(torch.int32).expand(k.shape[0], -1)[:, None, :, None]
 
     def choose_values(self, k: Tensor, v: Tensor) -> Tensor:

@@ -635,8 +635,9 @@ class Contract:
         for (name, a), (loaded_name, b) in zip(loaded.state_dict().items(), model.state_dict().items(), strict=True):
             assert name == loaded_name
             assert torch.equal(a, b), name
-        # Equal up to rounding, which depends on how the file aligns the tensors in memory.
-        assert_near(loaded(ids).logits, model(ids).logits, 1e-5)
+        for parameter in loaded.parameters():  # rounding depends on how the file aligns them in memory
+            parameter.data = parameter.data.clone()
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
 
     def test_more_tokens(self, case, ids):
         """With a larger vocabulary old tokens keep their logits, and new ones have those of the equations."""

@@ -23,8 +23,8 @@ QKV = tuple[ByHead, ByHead, ByHead]
 # Squared lengths below this count as zero.
 ZERO = 1e-24
 # Score of a token that is not visible.
-LOW_RANK = "low_rank_kv"
 UNSEEN = -1e30
+LOW_RANK = "low_rank_kv"
 # Names of the linear layers in pattention's options.
 MAPS = dict(q_proj="query", k_proj="key", v_proj="value", o_proj="output", mlp="feed_forward")
 

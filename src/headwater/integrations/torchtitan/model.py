@@ -124,6 +124,7 @@ class TitanModel(BaseModel):
             attention_mask=make_mask(LayerKind(0, self.settings), find_new_tokens(row), None, positions),
             reach=None if self.limit == 0 or positions is None else find_reach(positions, None, 0, self.limit),
             token_ids=tokens if self.id_readers else None,
+            position_ids=counts,
         )
         modules = ((name, self.mechanisms[key]) for name, key in self.keys.items() if key in self.mechanisms)
         shared, by_kind = run_shared(modules, tokens, self.id_readers), dict.fromkeys((False, True), arguments)
