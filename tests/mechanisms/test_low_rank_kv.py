@@ -6,7 +6,6 @@ from transformers import DynamicCache, StaticCache
 
 from conftest import assert_near, build, decode, tokens
 from headwater import HeadwaterError
-from headwater.mechanisms.contract import KV, Context
 from headwater.models.cache import HeadwaterLayer, HeadwaterStaticLayer
 
 LONG = 400  # bfloat16 rounds whole numbers above 256
@@ -38,12 +37,11 @@ def test_positions_are_not_rounded(make):
 
 def test_a_cache_that_rounds_them_is_refused():
     """As a plain DynamicCache of older versions of transformers does, where values have the dtype of keys."""
-    model = build({"low_rank_kv": {}})
-    mechanism = model.model.layers[0].self_attn.mechanisms["low_rank_kv"]
-    latent, positions = torch.zeros(1, 2, 3, 8, dtype=torch.float64), torch.arange(3)[None, None, :, None]
-    assert mechanism.transform_attended_kv(KV(latent, positions), Context([])).k.shape == (1, 2, 3, 8)
+    attention = build({"low_rank_kv": {}}).model.layers[0].self_attn
+    keys, positions = torch.ones(1, 2, 3, 8, dtype=torch.float64), torch.arange(3)[None, None, :, None]
+    assert attention.rotate_late(keys, positions).shape == keys.shape
     with pytest.raises(HeadwaterError, match=r"rounds the positions.*DynamicCache\(config=model.config\)"):
-        mechanism.transform_attended_kv(KV(latent, positions.bfloat16()), Context([]))
+        attention.rotate_late(keys, positions.bfloat16())
 
 
 def test_a_layer_that_is_not_told_positions_does_not_guess():

@@ -6,6 +6,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from headwater.util.errors import HeadwaterError, check_known, sentence, shown
 
+# Types whose frequencies change with the length of the sequence.
+FOLLOW_LENGTH = "dynamic", "longrope"
 # The fields that transformers' RoPE functions read.
 _KEYS = sorted({*RopeParameters.__annotations__, "mscale", "mscale_all_dim", "truncate"} - {"mrope_section"})
 # Fields that must not be null.

@@ -257,7 +257,8 @@ class Mechanism(nn.Module):
         """Transform what all K heads attend to, k and v [B, K, S, d] -> same, after RoPE and the cache.
 
         What the cache holds and later layers read does not change. All heads then run in one kernel call. In a layer
-        with `LayerPlan.latent_heads` the input is the latent, [B, latent_heads, S, d], and positions, [B, 1, S, 1].
+        with `LayerPlan.latent_heads` k is the latent, [B, latent_heads, S, d], v its positions or nothing, and RoPE
+        comes after this.
         """
         return kv
 

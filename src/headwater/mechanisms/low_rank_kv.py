@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from headwater.config.layers import layer_config
 from headwater.config.plan import Cost, LayerPlan
 from headwater.config.planner import plan_layers
+from headwater.config.rope import FOLLOW_LENGTH
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import KV, Context, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.receivers import check_least
-from headwater.nn.position import FOLLOW_LENGTH, RotaryEmbedding, for_heads, rotate
 from headwater.util.errors import HeadwaterError
 
 
@@ -28,13 +28,13 @@ class LowRankKV(Mechanism):
     """Makes the keys and values of all heads from one vector per token.
 
     Args
-        rank: width of the vector. heads, head_dim: K and d. rotary: module of RoPE's angles; None: without RoPE.
+        rank: width of the vector. heads, head_dim: K and d.
 
     Parameters: `keys` and `values`, U and M, [K, d, rank] each, initialized with standard deviation 1/√rank.
 
         >>> import torch
         >>> from headwater.mechanisms import LowRankKV
-        >>> LowRankKV(96, heads=3, head_dim=64)(torch.randn(2, 16, 96), torch.arange(16)[None]).k.shape
+        >>> LowRankKV(96, heads=3, head_dim=64)(torch.randn(2, 16, 96)).k.shape
         torch.Size([2, 3, 16, 64])
     """
 
@@ -45,9 +45,8 @@ class LowRankKV(Mechanism):
     class Options:
         heads: int | None = None  # width of the cached vector, in heads; default: as many as keys have
 
-    def __init__(self, rank: int, heads: int, head_dim: int, rotary: RotaryEmbedding | None = None) -> None:
+    def __init__(self, rank: int, heads: int, head_dim: int) -> None:
         super().__init__()
-        self.rotary = rotary
         self.keys = nn.Parameter(torch.empty(heads, head_dim, rank))
         self.values = nn.Parameter(torch.empty(heads, head_dim, rank))
         self.reset_parameters()
@@ -55,13 +54,13 @@ class LowRankKV(Mechanism):
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         return torch.normal(0.0, self.keys.shape[2] ** -0.5, self.keys.shape, generator=generator)
 
-    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> KV:
-        """x [B, S, rank] -> keys, after RoPE, and values, [B, K, S, d] each. position_ids: [B or 1, S], with RoPE."""
+    def forward(self, x: Tensor) -> KV:
+        """x [B, S, rank] -> keys, before RoPE, and values, [B, K, S, d] each."""
         k, v = (
             nn.functional.linear(x, maps.flatten(0, 1).to(x.dtype)).unflatten(-1, maps.shape[:2]).transpose(1, 2)
             for maps in (self.keys, self.values)
         )
-        return KV(k if self.rotary is None else rotate(k, *for_heads(*self.rotary(k, position_ids))), v)
+        return KV(k, v)
 
     # In a headwater model
 
@@ -106,9 +105,8 @@ class LowRankKV(Mechanism):
 
     @classmethod
     def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> "LowRankKV":
-        heads, d = len(plan.attends), int(config.head_dim or 0)
-        rotary = RotaryEmbedding(config) if config.position == "rope" else None
-        return cls(plan.latent_heads * d, heads, d, rotary)
+        d = int(config.head_dim or 0)
+        return cls(plan.latent_heads * d, len(plan.attends), d)
 
     @classmethod
     def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
@@ -117,12 +115,8 @@ class LowRankKV(Mechanism):
         return Cost(parameters=made * rank, flops=2 * made * rank, saved=made + angles)
 
     def transform_attended_kv(self, kv: KV, context: Context) -> KV:
-        """k: the vectors, as heads [B, n, S, d]; v: with RoPE the positions [B, 1, S, 1]."""
-        if self.rotary is not None and kv.v.is_floating_point():
-            raise HeadwaterError(
-                "This cache rounds the positions beside a latent; make it with DynamicCache(config=model.config)."
-            )
-        return self(kv.k.transpose(1, 2).flatten(2), None if self.rotary is None else kv.v[:, 0, :, 0])
+        """k: the vectors, as heads [B, n, S, d]."""
+        return self(kv.k.transpose(1, 2).flatten(2))
 
     @classmethod
     def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:

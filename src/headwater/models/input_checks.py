@@ -9,13 +9,13 @@ from transformers import Cache
 
 from headwater.config.plan import LayerPlan
 from headwater.config.planner import name_keepers
+from headwater.config.rope import FOLLOW_LENGTH
 from headwater.config.text import HeadwaterConfig
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.nn.cache_name import CACHE
 from headwater.nn.checks import is_replayed, must_wait, refuse_where
 from headwater.nn.documents import Positions
 from headwater.nn.masks import NewTokens, is_kernel_mask
-from headwater.nn.position import FOLLOW_LENGTH
 from headwater.util.errors import HeadwaterError
 
 

@@ -27,7 +27,7 @@ from headwater.nn.head_groups import GroupSlots, KernelInputs, branch_heads, div
 from headwater.nn.linear import JoinsLinears, apply_linear, make_map
 from headwater.nn.lookback import find_tail
 from headwater.nn.norm import make_norm
-from headwater.nn.position import rotate
+from headwater.nn.position import RotaryEmbedding, for_heads, rotate
 from headwater.util.errors import HeadwaterError
 
 
@@ -65,6 +65,8 @@ class Attention(Staged, JoinsLinears):
         has_weights = any(source.kind == "probabilities" for source in plan.exports)
         self.shows_weights = has_weights or bool(self.mechanisms.stages[Stage.ATTENTION_WEIGHTS.value])
         self.stores_positions = plan.stores_positions(config)
+        rotates_late = plan.latent_heads and config.position == "rope"
+        self.rotary_emb = RotaryEmbedding(config) if rotates_late else None  # of keys that are made from a latent
         self.groups = tuple(GroupSlots.from_plan(plan, group, self.num_key_value_groups) for group in plan.groups)
 
     def forward(
@@ -179,7 +181,17 @@ class Attention(Staged, JoinsLinears):
         """Keys and values that all heads attend to, [B, K, S, d] each."""
         by_group = [group.select_kv(context.sources) for group in self.groups]
         kv = KV(*(join_groups(tensors, dim=1) for tensors in zip(*by_group, strict=True)))
-        return self.run_stage(Stage.ATTENDED_KV, kv, context)
+        k, v = self.run_stage(Stage.ATTENDED_KV, kv, context)
+        return KV(k if self.rotary_emb is None else self.rotate_late(k, kv.v), v)
+
+    def rotate_late(self, k: Tensor, positions: Tensor) -> Tensor:
+        """Rotate keys that were made from a latent, k [B, K, S, d], at positions [B, 1, S, 1]."""
+        assert self.rotary_emb is not None
+        if positions.is_floating_point():
+            raise HeadwaterError(
+                "This cache rounds the positions beside a latent; make it with DynamicCache(config=model.config)."
+            )
+        return rotate(k, *for_heads(*self.rotary_emb(k, positions[:, 0, :, 0])))
 
     def select_inputs(self, q: Tensor, attention_mask: Any, context: Context) -> list[KernelInputs]:
         """Make one kernel call per group of heads that attend to the same layers, or a single one once gathered."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from headwater.config.rope import FOLLOW_LENGTH
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels import can_fuse
 from headwater.kernels.rotary import Rotate
@@ -75,10 +76,6 @@ class RotaryEmbedding(KeepsPrecision):
         cos = (angles.cos() * self.attention_scaling).to(x.dtype)
         sin = (angles.sin() * self.attention_scaling).to(x.dtype)
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-
-
-# RoPE types whose frequencies change with the sequence length.
-FOLLOW_LENGTH = "dynamic", "longrope"
 
 
 def document_lengths(position_ids: Tensor) -> Tensor:
