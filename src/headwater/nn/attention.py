@@ -3,9 +3,9 @@
 project → PROJECTIONS → norms → QKV → RoPE → cache → ATTENDED_KV → ADDED_KEY_VALUES → attend → ATTENTION_WEIGHTS →
 HEAD_OUTPUTS → project
 
-The cache holds what the layer itself projects (keys and values, or a latent and positions); what other layers own is
-read from their caches. With `config.materialise` each layer first gathers the keys and values of all its heads, and
-caches them in any cache.
+The cache holds what the layer itself projects (keys and values, or a latent and positions, from which ATTENDED_KV makes
+keys that then get RoPE); what other layers own is read from their caches. With `config.materialise` each layer first
+gathers the keys and values of all its heads, and caches them in any cache.
 """
 
 from typing import Any
