@@ -372,11 +372,10 @@ def fit_outputs(model: HeadwaterForCausalLM, original: HeadwaterForCausalLM, row
             plan_layers(model.config), _list_attentions(model), _list_attentions(original), strict=True
         ):
             shares = any({attends.k, attends.v} != {plan.index} for attends in plan.attends)
-            linear = attention.o_proj
-            if (pooled or shares or plan.value_part != "v") and isinstance(linear, nn.Linear):
+            if (pooled or shares or plan.value_part != "v") and isinstance(attention.o_proj, nn.Linear):
                 target: list[Tensor] = []
                 stack.enter_context(source.o_proj.register_forward_hook(functools.partial(_keep_output, target)))
-                stack.enter_context(linear.register_forward_pre_hook(functools.partial(_fit_linear, target)))
+                stack.enter_context(attention.o_proj.register_forward_pre_hook(functools.partial(_fit_linear, target)))
         for network in (original, model):
             stack.callback(network.train, network.training)
             network.eval().model(rows.to(network.device), use_cache=False)
