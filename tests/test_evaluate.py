@@ -27,6 +27,7 @@ from conftest import assert_near, build, teach_llama
 from headwater import HeadwaterError
 from headwater.conversion import from_transformers
 from headwater.conversion.latent import make_latent
+from headwater.models.cache import HeadwaterQuantizedCache
 from headwater_lab.data.tokenizer import byte_tokenizer, train_tokenizer
 from headwater_lab.evaluation import build_tables, evaluate, to_json
 from headwater_lab.evaluation import tasks as tasks_module
@@ -133,13 +134,14 @@ def test_measures_of_a_text_are_of_its_nats_tokens_and_bytes(folder):
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("mechanisms", [{}, {"mla": {}}, {"low_rank_kv": {}}, {"kv_source": {}}], ids=str)
+@pytest.mark.parametrize(
+    "mechanisms", [{}, {"mla": {}}, {"low_rank_kv": {}}, {"kv_source": {}}, {"kv_shift": {}, "svformer": {}}], ids=str
+)
 def test_a_quantized_cache_is_read_as_if_tokens_came_one_by_one(mechanisms, bits):
-    """Also by layers that share: transformers' cache then holds their own copies."""
     pytest.importorskip("optimum.quanto")
-    model = build(mechanisms, materialise=True, max_position_embeddings=512).float()
+    model = build(mechanisms, max_position_embeddings=512).float()
     ids = torch.randint(0, model.config.vocab_size, (2, 300))
-    cache = QuantizedCache("quanto", model.config, nbits=bits)
+    cache = HeadwaterQuantizedCache(model.config, bits)
     with torch.no_grad():
         pieces = ids[:, :128], *ids[:, 128:].split(1, dim=1)
         expected = torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
@@ -149,10 +151,25 @@ def test_a_quantized_cache_is_read_as_if_tokens_came_one_by_one(mechanisms, bits
     assert (logits - whole)[:, 128:].abs().max() > 1e-3, "the history is quantized"
 
 
-@pytest.mark.parametrize("fields", [{"sliding_window": 9}, {"mechanisms": {"kv_shift": {}}}], ids=str)
-def test_models_without_a_quantized_cache_are_refused_before_any_is_measured(fields, tmp_path):
+def test_ordinary_keys_and_values_are_quantized_as_by_transformers():
     pytest.importorskip("optimum.quanto")
-    write_model(tmp_path / "model", build(vocab_size=257, max_position_embeddings=512, **fields), byte_tokenizer())
+    model = build(max_position_embeddings=512).float()
+    ids = torch.randint(0, model.config.vocab_size, (2, 300))
+    logits = read_logits(model, ids, 4)
+    model.config.materialise = True
+    model.config.complete_fields()
+    cache = QuantizedCache("quanto", model.config, nbits=4)
+    with torch.no_grad():
+        pieces = ids[:, :128], *ids[:, 128:].split(1, dim=1)
+        expected = torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
+    assert_near(logits, expected, 1e-4)
+
+
+def test_models_without_a_quantized_cache_are_refused_before_any_is_measured(tmp_path):
+    pytest.importorskip("optimum.quanto")
+    write_model(
+        tmp_path / "model", build(vocab_size=257, max_position_embeddings=512, sliding_window=9), byte_tokenizer()
+    )
     text = write(tmp_path / "text" / "a.txt", LETTERS * 30)
     with pytest.raises(HeadwaterError, match=r"model' cannot be read through a quantized cache: "):
         evaluate([str(tmp_path / "model")], text=[str(text)], cache_bits=4)
@@ -160,7 +177,7 @@ def test_models_without_a_quantized_cache_are_refused_before_any_is_measured(fie
 
 def test_a_model_that_ignores_the_cache_is_refused():
     pytest.importorskip("optimum.quanto")
-    model = build(vocab_size=257, max_position_embeddings=512, materialise=True)
+    model = build(vocab_size=257, max_position_embeddings=512)
     model.config.model_type = "other"
     plain = model.forward
     model.forward = lambda input_ids, **options: plain(input_ids, use_cache=False)

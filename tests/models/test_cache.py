@@ -14,6 +14,7 @@ from headwater.mechanisms.contract import KV
 from headwater.mechanisms.shift import read_tail, shift
 from headwater.models.cache import (
     HeadwaterLayer,
+    HeadwaterQuantizedCache,
     HeadwaterSlidingLayer,
     HeadwaterStaticLayer,
     HeadwaterStaticSlidingLayer,
@@ -627,3 +628,49 @@ def test_a_cache_says_for_how_many_rows_it_was_made(mechanisms, static):
         model(tokens(2, 4), past_key_values=cache)
     cache.reset()
     assert_near(decode(model, tokens(3, 5), [2, 3], cache=cache), model(tokens(3, 5), use_cache=False).logits)
+
+
+QUANTIZED = [{}, {"kv_shift": {}}, {"svformer": {}}, {"kv_source": {}}, {"low_rank_kv": {}}]
+
+
+@pytest.mark.parametrize("mechanisms", QUANTIZED, ids=str)
+def test_a_quantized_cache_holds_what_layers_store_in_few_bits(mechanisms):
+    pytest.importorskip("optimum.quanto")
+    model, ids = build(mechanisms, hidden_size=256, num_attention_heads=4, num_key_value_heads=2).float(), tokens(2, 40)
+    whole, cache = DynamicCache(config=model.config), HeadwaterQuantizedCache(model.config, residual_length=8)
+    model(ids, past_key_values=whole)
+    for piece in ids.split(5, dim=1):
+        model(piece, past_key_values=cache)
+    for plain, layer in zip(whole.layers, cache.layers, strict=True):
+        keys, values = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
+        kv = torch.cat((keys, layer.keys), dim=2), torch.cat((values, layer.values), dim=2)
+        for stored, exact in zip(kv, (plain.keys, plain.values), strict=True):
+            assert stored.shape == exact.shape
+            if not exact.is_floating_point():
+                assert torch.equal(stored, exact), "positions stay whole"
+            elif exact.numel() and layer is cache.layers[0]:  # later ones store what was made of rounded numbers
+                assert 0 < (stored - exact).abs().max() < (exact.max() - exact.min()) / 15
+    assert cache_bytes(cache) < 0.5 * cache_bytes(whole), "of fp32, with scales, tails and the last tokens whole"
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert_near(model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits, 1e-4)
+
+
+def test_a_quantized_cache_follows_beams_and_refuses_other_changes():
+    pytest.importorskip("optimum.quanto")
+    model = build({"low_rank_kv": {}, "kv_shift": {}}, hidden_size=256, num_attention_heads=4).float()
+    ids, ending, order = tokens(3, 20), tokens(3, 4), torch.tensor([2, 0, 0])
+    logits = []
+    for rows, reordered in ((ids, True), (ids[order], False)):
+        cache = HeadwaterQuantizedCache(model.config, residual_length=8)
+        for piece in rows.split([13, 7], dim=1):
+            model(piece, past_key_values=cache)
+        if reordered:
+            cache.reorder_cache(order)
+        logits.append(model(ending, past_key_values=cache).logits)
+    assert_near(*logits, 1e-4)
+    for change, argument in (("crop", -1), ("batch_repeat_interleave", 2), ("batch_select_indices", order)):
+        with pytest.raises(HeadwaterError, match="A quantized cache cannot "):
+            getattr(cache, change)(argument)
+    with pytest.raises(HeadwaterError, match="no sliding windows"):
+        HeadwaterQuantizedCache(config(sliding_window=4))

@@ -9,8 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    QuantoQuantizedLayer,
+    StaticLayer,
+)
 
+from headwater.config.text import HeadwaterConfig
 from headwater.util.errors import HeadwaterError
 
 # The tail with the positions of the tokens in all other tails.
@@ -230,6 +237,52 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
         return keys, values
 
 
+class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
+    """A growing layer whose keys and values, or latents, are quantized by quanto in groups of 64, all but the latest.
+
+    What is no key or value stays whole: the positions beside a latent, and tails.
+    """
+
+    def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
+        return super()._quantize(tensor, axis) if tensor.is_floating_point() and tensor.numel() else tensor
+
+    def _dequantize(self, qtensor: Tensor) -> Tensor:
+        return qtensor if type(qtensor) is Tensor else super()._dequantize(qtensor)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        history = super().update(key_states, value_states, *args, **kwargs)
+        self.values = self.values.to(value_states.dtype)  # transformers gives values the dtype of keys
+        return history
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if not hasattr(self, "_pending_beam_idx"):  # transformers before 5.24 leaves what is quantized as it was
+            raise HeadwaterError("Beam search with a quantized cache needs transformers 5.24 or later.")
+        super().reorder_cache(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise _cannot_change("take tokens back")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise _cannot_change("repeat rows")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise _cannot_change("select rows")
+
+
+class HeadwaterQuantizedCache(Cache):
+    """A growing cache of 4 or 2 bits a number, of what the model's layers store. Needs optimum-quanto.
+
+    nbits: 2 or 4. residual_length: when so many tokens have come since, they are quantized with their history.
+    Raises `HeadwaterError` for a model with sliding windows.
+    """
+
+    def __init__(self, config: HeadwaterConfig, nbits: int = 4, residual_length: int = 128) -> None:
+        if any("sliding" in kind for kind in config.layer_types):
+            raise HeadwaterError("A quantized cache has no sliding windows; use DynamicCache(config=model.config).")
+        layers = [HeadwaterQuantizedLayer(nbits, residual_length=residual_length) for _ in config.layer_types]
+        super().__init__(layers=layers)
+
+
 class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     """A static layer: buffers that are allocated once, for `torch.compile`.
 
@@ -348,18 +401,31 @@ def restart_cache(cache: Cache) -> None:
 def cache_bytes(cache: Cache, reserved: bool = False) -> int:
     """Bytes of the keys, values and raw tokens that the cache holds. reserved: count spare memory too."""
     stored = [
-        tensor
+        piece
         for layer in cache.layers
         for tensor in (
-            getattr(layer, "keys", None),
-            getattr(layer, "values", None),
+            *(getattr(layer, name, None) for name in ("keys", "values", "_quantized_keys", "_quantized_values")),
             *(tail for name, tail in getattr(layer, "tails", {}).items() if not name.startswith(POSITIONS)),
         )
         if tensor is not None
+        for piece in _list_pieces(tensor)
     ]
     if reserved:
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in stored}.values())
     return sum(tensor.numel() * tensor.element_size() for tensor in stored)
+
+
+def _cannot_change(what: str) -> HeadwaterError:
+    """Make the error about what transformers would do to the latest tokens alone."""
+    return HeadwaterError(f"A quantized cache cannot {what}; use DynamicCache(config=model.config).")
+
+
+def _list_pieces(tensor: Any) -> list[Tensor]:
+    """The tensors that are stored for one: itself or, of a quantized one, the packed numbers, scales and shifts."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [piece for name in names for piece in _list_pieces(getattr(tensor, name))]
 
 
 def _keep_last(tail: Tensor, x: Tensor, length: int) -> Tensor:

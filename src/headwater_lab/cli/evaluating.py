@@ -47,7 +47,7 @@ def evaluate_models(
     text_column: Column of a table with the text, dotted if nested.
     context: Context in tokens. Default: the model's own; for text, at most 2048.
     stride: Tokens between a text's windows. Default: context / 2.
-    cache_bits: Read texts through transformers' quantized cache (backend quanto) of 2 or 4 bits.
+    cache_bits: Read texts through a quantized cache (backend quanto) of 2 or 4 bits.
     dtype: float32, bfloat16, float16 or float64; auto: as in the checkpoint.
     seed: Seed for choosing few-shot examples and for sampling.
     out: Also write all results to this JSON file.

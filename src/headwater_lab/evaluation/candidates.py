@@ -1,6 +1,5 @@
 """Models to evaluate: headwater's checkpoints and runs, and any causal Hugging Face model."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,9 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
-from headwater.conversion.families import assemble_model, own_tensors
 from headwater.models.load import check_finite, check_size, describe_reason, model_type, read_config, weight_files
 from headwater.models.weights import check_files
 from headwater.util.errors import HeadwaterError, first_line
@@ -82,26 +79,11 @@ class Candidate:
         lengths = (getattr(self.config, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
         return next((length for length in lengths if length), CONTEXT)
 
-    def materialise(self) -> Any:
-        """Copy its config; each layer of a headwater model then caches the usual keys and values. Raises
-        `HeadwaterError` for one that keeps more beside its cache."""
-        config = copy.deepcopy(self.config)
-        if self.is_headwater:
-            config.materialise = True
-            config.complete_fields()
-            plan_layers(config)
-        return config
-
-    def load_model(self, device: str, dtype: str, materialise: bool = False) -> PreTrainedModel:
-        """Load the model with its weights, in eval mode. Raises `HeadwaterError` if any are missing.
-
-        materialise: let each layer of a headwater model cache the usual keys and values.
-        """
+    def load_model(self, device: str, dtype: str) -> PreTrainedModel:
+        """Load the model with its weights, in eval mode. Raises `HeadwaterError` if any are missing."""
         if self.is_headwater:
             check_sums(Path(self.source))
             model = load_model(Path(self.source))
-            if materialise:
-                model = assemble_model(type(model), self.materialise(), own_tensors(model), model)
         else:
             model = self._load_foreign()
         return model.to(device, None if dtype == "auto" else getattr(torch, dtype)).eval()

@@ -113,7 +113,7 @@ def evaluate(
     text: files, folders, globs of text, JSONL, CSV or parquet, or datasets of the hub. text_column: the column of
     tables. context: tokens that a model sees at a time; default for texts the most that all take, up to 2048, and for
     tasks each model's own. stride: tokens that each window adds, default context // 2.
-    cache_bits: 2 or 4: read texts through transformers' quantized cache.
+    cache_bits: 2 or 4: read texts through a quantized cache.
     on_progress: called after each batch with (name, done, of how many): windows of a text, or batches of tasks, whose
     number is not known.
     Raises `HeadwaterError` for anything that is missing or inconsistent, before any model runs.
@@ -153,8 +153,7 @@ def evaluate(
     }
     result = EvaluationResult({}, [], [], [content.facts for content in contents], settings, _read_versions(has_tasks))
     for candidate in candidates:
-        # A quantized cache knows only the usual layers.
-        model = candidate.load_model(device, dtype, materialise=cache_bits is not None)
+        model = candidate.load_model(device, dtype)
         facts = result.models[candidate.name] = _model_facts(candidate, model)
         with forbid_autotuning():  # all models use the same linear kernel, not the one timed to be fastest here
             with _count_batches(model, partial(on_progress, f"{candidate.name}: tasks")):
@@ -181,7 +180,7 @@ def _check_quantized_cache(
         raise HeadwaterError("--cache-bits needs optimum-quanto; install it with `pip install optimum-quanto`.")
     for candidate in candidates:
         try:
-            texts.make_quantized_cache(candidate.materialise(), bits)
+            texts.make_quantized_cache(candidate.config, bits)
         except (ValueError, HeadwaterError) as error:
             raise HeadwaterError(
                 f"{candidate.source!r} cannot be read through a quantized cache: {first_line(error)}"

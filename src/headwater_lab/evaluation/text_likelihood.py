@@ -13,13 +13,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, QuantizedCache
+from transformers import Cache, PreTrainedModel, QuantizedCache
 
+from headwater.config.text import HeadwaterConfig
+from headwater.models.cache import HeadwaterQuantizedCache
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.stream import read_documents
 
-# Bits of transformers' quantized cache, and the latest tokens that it keeps whole.
+# Bits of a quantized cache, and the latest tokens that it keeps whole.
 CacheBits = Literal[2, 4]
 KEPT = 128
 
@@ -69,8 +71,8 @@ def list_windows(targets: int, context: int, stride: int) -> Iterator[tuple[int,
 def read_logits(model: PreTrainedModel, ids: torch.Tensor, cache_bits: CacheBits | None = None) -> torch.Tensor:
     """Compute the logits of each token, ids [B, T] -> [B, T, vocabulary].
 
-    cache_bits: read as if the tokens after the first `KEPT` came one by one, from transformers' quantized cache
-    (backend quanto). It quantizes its history when the last of `KEPT` tokens comes, so the others may come together.
+    cache_bits: read as if the tokens after the first `KEPT` came one by one, from a quantized cache. It quantizes its
+    history when the last of `KEPT` tokens comes, so the others may come together.
     Raises `HeadwaterError` for a model that does not use the cache.
     """
     if cache_bits is None or ids.shape[1] <= KEPT:
@@ -86,8 +88,11 @@ def read_logits(model: PreTrainedModel, ids: torch.Tensor, cache_bits: CacheBits
     return torch.cat(logits, dim=1)
 
 
-def make_quantized_cache(config: Any, bits: CacheBits) -> QuantizedCache:
-    """Make transformers' quantized cache. Raises `ValueError` for a model whose layers it does not know."""
+def make_quantized_cache(config: Any, bits: CacheBits) -> Cache:
+    """Make transformers' quantized cache (backend quanto), or headwater's for one of its models, whose layers quantize
+    what they store. Raises `ValueError` or `HeadwaterError` for layers with sliding windows."""
+    if isinstance(config, HeadwaterConfig):
+        return HeadwaterQuantizedCache(config, bits, KEPT)
     return QuantizedCache("quanto", config, nbits=bits, residual_length=KEPT)
 
 
