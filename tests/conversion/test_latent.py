@@ -41,6 +41,19 @@ def test_half_of_the_cache_of_a_model_without_shared_heads_loses_nothing():
     assert_near(make_latent(model, tokens(4, 40), 32)(ids).logits, model(ids).logits, 1e-6)
 
 
+def test_channels_of_a_latent_are_as_large_so_that_few_bits_lose_little():
+    """Also where few channels of the keys and values hold nearly everything."""
+    torch.manual_seed(0)
+    maps, x = torch.randn(256, 32, dtype=torch.double), torch.randn(200, 32, dtype=torch.double)
+    maps[:3] *= 100
+    keys, values = maps.split(128)
+    down, _ = fit_latent(
+        keys, values, torch.ones(128, dtype=x.dtype), torch.eye(128, dtype=x.dtype), x.T @ x / len(x), 32
+    )
+    sizes = (x @ down.T).square().mean(0)
+    assert sizes.max() < 8 * sizes.mean(), "of 32 channels, unrotated ones are up to 32 times the mean"
+
+
 def test_a_layer_that_adds_nothing_is_converted():
     model, ids = build(), tokens(2, 30, seed=1)
     with torch.no_grad():

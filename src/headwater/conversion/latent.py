@@ -156,4 +156,8 @@ def fit_latent(
     lower = torch.linalg.cholesky(damped)
     maps = weight @ torch.cat((keys, values))
     vectors = torch.linalg.svd(maps @ lower, full_matrices=False)[0][:, :width]
+    # In this basis an error of any channel costs as much. Rotated, all channels are about as large, so that a cache of
+    # few bits, whose steps follow the largest of a group, loses least (as Palu's Hadamard matrices).
+    generator = torch.Generator().manual_seed(0)
+    vectors = vectors @ torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=vectors.dtype))[0]
     return vectors.T @ maps, torch.linalg.solve(weight, vectors)
