@@ -37,6 +37,23 @@ def test_a_task_has_a_first_line_a_last_line_and_few_between(lines):
     assert [line.split("  ")[1] for line in printed()] == ["step 100/200"]
 
 
+def test_work_done_before_says_nothing_of_the_speed(lines):
+    report, seconds = ProgressReport(), [0.0]
+    report.get_time = lambda: seconds[0]
+    with report:
+        report.show("resumed", 700, 1000)
+        report.show("comparison", 0, 1000)
+        report.show("comparison", 800, 1000, done_before=True)
+        for step in range(1, 11):
+            seconds[0] += 2
+            report.show("resumed", 700 + step, 1000)
+            report.show("comparison", 800 + step, 1000)
+        assert [task.time_remaining for task in report.tasks] == [
+            pytest.approx(580, rel=0.1),
+            pytest.approx(380, rel=0.1),
+        ]
+
+
 def test_nothing_is_printed_before_the_work_begins_nor_twice(lines):
     _, printed = lines
     report = ProgressReport()

@@ -240,8 +240,9 @@ def watched_trials(name: str, steps: int, watch: Observer) -> OnChange:
 
     def on_change(job: Job, step: int, status: str) -> None:
         label, is_running = f"{job.folder}", status == "running"
+        is_resumed = label not in done and step > 0
         done[label] = step
-        watch.show(name, sum(done.values()), steps, unit="step")
+        watch.show(name, sum(done.values()), steps, unit="step", done_before=is_resumed)
         if is_running or label in begun:
             begun.add(label)
             total = job.recipe.training.steps

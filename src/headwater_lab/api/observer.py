@@ -29,7 +29,11 @@ class Observer:
         """Receive a notice, such as a warning."""
 
     def show(self, name: str, done: int, total: int | None = None, **changes: Any) -> None:
-        """Receive the progress of a task. changes: its `unit`, `info` and `title`, and whether it is `visible`."""
+        """Receive the progress of a task.
+
+        changes: its `unit`, `info` and `title`, whether it is `visible`, and whether `done` has just counted work that
+        was `done_before`, which says nothing of the speed.
+        """
 
 
 SILENT = Observer()
@@ -44,9 +48,15 @@ class NamedTasks(Progress, Observer):
 
     def update_task(self, name: str, done: int, total: int | None = None, **changes: Any) -> Task:
         """Update the task of this name; the first update creates it."""
-        title, unit = changes.pop("title", name), changes.pop("unit", "")
+        title, unit, done_before = (
+            changes.pop("title", name),
+            changes.pop("unit", ""),
+            changes.pop("done_before", False),
+        )
         if name not in self.tasks_by_name:
-            self.tasks_by_name[name] = self.add_task(title, total=total, unit=unit, info="")
+            self.tasks_by_name[name] = self.add_task(title, total=total, completed=done, unit=unit, info="")
+        elif done_before:
+            self.reset(self.tasks_by_name[name], completed=done)
         self.update(self.tasks_by_name[name], completed=done, **changes)
         return self._tasks[self.tasks_by_name[name]]
 
