@@ -9,13 +9,29 @@ from transformers import DynamicCache
 from conftest import assert_near, build, decode, tokens
 from headwater import HeadwaterError
 from headwater.conversion.convert import fit_outputs, sample_inputs
-from headwater.conversion.latent import convert_layer, expand_latent, fit_latent, latent_config, make_latent, weigh_keys
+from headwater.conversion.latent import (
+    convert_layer,
+    expand_latent,
+    fit_latent,
+    latent_config,
+    make_latent,
+    measure_squares,
+    weigh_keys,
+)
 from headwater.models.cache import cache_bytes
 
 PARTIAL = dict(rope_parameters=dict(rope_theta=10_000.0, partial_rotary_factor=0.5))
 
 
-@pytest.mark.parametrize("fields", [{}, PARTIAL, dict(position="alibi"), dict(output_bias=True)], ids=str)
+NORMED = dict(qk_norm=True, unit_offset_norm=True)
+TWO_KINDS = dict(sliding_window=40, sliding_layers=[1], sliding_fields=dict(rope_parameters=dict(rope_theta=500.0)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, PARTIAL, dict(position="alibi"), dict(output_bias=True), dict(qkv_bias=True), NORMED, TWO_KINDS],
+    ids=str,
+)
 def test_a_latent_that_is_wide_enough_loses_nothing(fields):
     """Keys and values of rank 8, of 32 channels, in a latent of as many."""
     model = build(**fields)
@@ -39,6 +55,35 @@ def test_half_of_the_cache_of_a_model_without_shared_heads_loses_nothing():
     """Keys and values are maps of an input that is as wide as either."""
     model, ids = build(num_key_value_heads=4), tokens(2, 30, seed=1)
     assert_near(make_latent(model, tokens(4, 40), 32)(ids).logits, model(ids).logits, 1e-6)
+
+
+def test_sizes_that_a_norm_takes_away_change_no_latent():
+    """Of a head's keys and queries, which are normed: the latent is chosen by what remains."""
+    latents = []
+    for key_size, query_size in ((1, 1), (30, 1), (1, 30)):
+        model = build(qk_norm=True)
+        with torch.no_grad():
+            attention = model.model.layers[0].self_attn
+            attention.k_proj.weight[:8] *= key_size
+            attention.q_proj.weight[8:16] *= query_size
+            attention.k_norm.weight[:] = torch.linspace(0.2, 3, 8)
+        latents.append(make_latent(model, tokens(4, 40), 8)(tokens(2, 30, seed=1)).logits)
+    assert_near(latents[1], latents[0], 1e-3)
+    assert_near(latents[2], latents[0], 1e-3)
+
+
+def test_biases_take_the_mean_of_keys_and_values():
+    """Of inputs that differ from their mean in 8 directions, a latent of 8 channels loses nothing."""
+    attention = build(qkv_bias=True).model.layers[1].self_attn
+    weights = {name: weight.double() for name, weight in attention.state_dict().items()}
+    torch.manual_seed(0)
+    x = 5 * torch.randn(32).double() + torch.randn(200, 8).double() @ torch.randn(8, 32).double()
+    y = torch.nn.functional.pad(x, (0, 1), value=1.0)
+    converted = convert_layer(weights, y.T @ y / 200, attention.config, 8)
+    for letter, name in (("k", "keys"), ("v", "values")):
+        maps, bias = converted[f"mechanisms.low_rank_kv.{name}"], converted[f"mechanisms.low_rank_kv.{name}_bias"]
+        made = x @ converted["k_proj.weight"].T @ maps.flatten(0, 1).T + bias.flatten()
+        assert_near(made, x @ weights[f"{letter}_proj.weight"].T + weights[f"{letter}_proj.bias"], 1e-4)
 
 
 def test_channels_of_a_latent_are_as_large_so_that_few_bits_lose_little():
@@ -103,7 +148,9 @@ def test_an_error_of_a_key_costs_what_its_scores_and_heads_say(fields, scale):
             squares[pair] = squares[pair + half] = (squares[pair] + squares[pair + half]) / 2
         expected[head // 2] += added * squares
     read = torch.einsum("ohd,ohe->hde", output, output)
-    assert_near(weigh_keys(queries, read, values, x.T @ x / 200, config), scale * expected.flatten().sqrt())
+    gram = x.T @ x / 200
+    squares = measure_squares(queries, gram)
+    assert_near(weigh_keys(squares, read, values, gram, config), scale * expected.flatten().sqrt())
 
 
 def test_the_latent_is_the_best_of_its_rank():
@@ -128,10 +175,11 @@ def test_the_latent_is_the_best_of_its_rank():
 def test_what_a_channel_writes_is_as_large_as_what_reads_it():
     """In mean squares, of the keys' weights relative to the original's."""
     attention, gram = build().model.layers[1].self_attn, sample_inputs(build(), tokens(4, 40))[1]
-    weights = {name: getattr(attention, f"{name}_proj").weight.detach().double() for name in "qkvo"}
-    weights |= {"q": 100 * weights["q"], "k": weights["k"] / 100}
-    down, *maps = convert_layer(weights, gram, build().config, 16)
-    written = down.square().mean(1) / weights["k"].square().mean()
+    weights = {name: weight.double() for name, weight in attention.state_dict().items()}
+    weights["q_proj.weight"] *= 100
+    weights["k_proj.weight"] /= 100
+    down, *maps = convert_layer(weights, gram, build().config, 16).values()
+    written = down.square().mean(1) / weights["k_proj.weight"].square().mean()
     assert_near(torch.cat([x.flatten(0, 1) for x in maps]).square().mean(0) / written, torch.ones(16).double(), 1e-9)
 
 
@@ -157,10 +205,8 @@ def test_fitted_outputs_bring_attention_nearer():
         ({}, 12, "multiple of head_dim, from 8 to 16"),
         ({}, 24, "multiple of head_dim, from 8 to 16"),
         (dict(hidden_size=8, head_dim=8), 16, "multiple of head_dim, from 8 to 8"),
-        (dict(qk_norm=True), 8, "qk_norm"),
-        (dict(qkv_bias=True), 8, "qkv_bias"),
         (dict(mechanisms={"kv_shift": {}}), 8, "mechanisms"),
-        (dict(sliding_window=5, sliding_layers=[1], sliding_fields=dict(head_dim=12)), 8, "sliding_fields"),
+        (dict(sliding_window=5, sliding_layers=[1], sliding_fields=dict(head_dim=12)), 8, "differ in head_dim"),
         (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), 8, "use another rope_type"),
     ],
     ids=str,

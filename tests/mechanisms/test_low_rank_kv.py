@@ -39,9 +39,9 @@ def test_a_cache_that_rounds_them_is_refused():
     """As a plain DynamicCache of older versions of transformers does, where values have the dtype of keys."""
     attention = build({"low_rank_kv": {}}).model.layers[0].self_attn
     keys, positions = torch.ones(1, 2, 3, 8, dtype=torch.float64), torch.arange(3)[None, None, :, None]
-    assert attention.rotate_late(keys, positions).shape == keys.shape
+    assert attention.finish_keys(keys, positions).shape == keys.shape
     with pytest.raises(HeadwaterError, match=r"rounds the positions.*DynamicCache\(config=model.config\)"):
-        attention.rotate_late(keys, positions.bfloat16())
+        attention.finish_keys(keys, positions.bfloat16())
 
 
 def test_a_layer_that_is_not_told_positions_does_not_guess():

@@ -347,7 +347,6 @@ def test_a_latent_is_refused_where_it_cannot_be():
     for fields, said in (
         (dict(mechanisms={"low_rank_kv": {"heads": 0}}), "heads must be at least 1"),
         (dict(mechanisms={"low_rank_kv": {"heads": 3}}), "at most the 2 heads that keys have"),
-        (dict(mechanisms={"low_rank_kv": {}}, qk_norm=True), "qk_norm"),
         (dict(mechanisms={"low_rank_kv": {}, "mla": {}}), "both replace the values of layers; remove one"),
         (dict(mechanisms={"low_rank_kv": {}, "skip_layer": {}}), "in layer 2 they come from several layers"),
         (dict(mechanisms={"low_rank_kv": {}, "kv_source": {"keys": "own"}}), "come from several layers"),

@@ -191,8 +191,10 @@ def sample_heads(model: HeadwaterForCausalLM, rows: Tensor) -> list[dict[str, Te
 
 @torch.no_grad()
 def sample_inputs(model: HeadwaterForCausalLM, rows: Tensor) -> list[Tensor]:
-    """Return the mean of x·xᵀ, [D, D] in fp64, over the inputs x of each layer's attention for rows of tokens."""
-    sums = [torch.zeros(model.config.hidden_size, model.config.hidden_size, dtype=torch.float64) for _ in model.plans]
+    """Return the mean of y·yᵀ, [D + 1, D + 1] in fp64, over y = (x, 1) for the inputs x of each layer's attention, for
+    rows of tokens."""
+    size = model.config.hidden_size + 1
+    sums = [torch.zeros(size, size, dtype=torch.float64) for _ in model.plans]
     with ExitStack() as stack:
         stack.callback(model.train, model.training)
         for total, attention in zip(sums, _list_attentions(model), strict=True):
@@ -203,8 +205,8 @@ def sample_inputs(model: HeadwaterForCausalLM, rows: Tensor) -> list[Tensor]:
 
 
 def _add_squares(total: Tensor, module: nn.Module, inputs: tuple[Tensor]) -> None:
-    """Forward pre-hook: add Σ x·xᵀ to `total`."""
-    x = inputs[0].detach().flatten(0, -2).double().cpu()
+    """Forward pre-hook: add Σ y·yᵀ, y = (x, 1), to `total`."""
+    x = nn.functional.pad(inputs[0].detach().flatten(0, -2).double().cpu(), (0, 1), value=1.0)
     total += x.T @ x
 
 

@@ -1,9 +1,9 @@
 """Conversion of separate keys and values to one cached vector, from which both are made (mechanism `low_rank_kv`).
 
-The keys and values of all heads, before RoPE, are a linear map of attention's input x. It is replaced by B·A·x, the
-best estimate of rank `width` on sample tokens. Keys are weighted by how much the queries read them, values by what the
-output projection reads. A becomes the key projection, and B the maps of `low_rank_kv`. The idea is that of Palu (arXiv
-2407.21118), which estimates keys and values separately, each in groups of heads.
+The keys and values of all heads, before norm and RoPE, are a linear map of attention's input x. It is replaced by
+B·A·x, the best estimate of rank `width` on sample tokens. Keys are weighted by how much the queries read them, values
+by what the output projection reads. A becomes the key projection, and B the maps of `low_rank_kv`. The idea is that of
+Palu (arXiv 2407.21118), which estimates keys and values separately, each in groups of heads.
 
 `expand_latent` goes back: it multiplies A by B, which gives ordinary key and value projections and the same function.
 """
@@ -13,6 +13,7 @@ import copy
 import torch
 from torch import Tensor
 
+from headwater.config.layers import layer_config
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.convert import has_linear_attention, sample_inputs
 from headwater.conversion.families import assemble_model, own_tensors
@@ -22,22 +23,19 @@ from headwater.nn.position import RotaryEmbedding
 from headwater.util.errors import HeadwaterError
 
 MECHANISM = LowRankKV.registered_name()
+MAPS = f"mechanisms.{MECHANISM}."
 # Share of the inputs' mean square that is added to each channel's; and the least relative weight of a value.
 DAMPING, LEAST = 1e-6, 1e-5
 
 
 def latent_config(config: HeadwaterConfig, width: int) -> HeadwaterConfig:
     """The config of `make_latent`. Raises `HeadwaterError` for a model that cannot be converted."""
-    reasons = {
-        "mechanisms": config.mechanisms,
-        "qk_norm": config.qk_norm,
-        "qkv_bias": config.qkv_bias,
-        "sliding_fields": config.sliding_fields,
-    }
-    if found := [name for name, present in reasons.items() if present]:
+    differing = (config.sliding_fields or {}).keys() - {"rope_parameters"}
+    if config.mechanisms or differing:
+        reason = "mechanisms" if config.mechanisms else f"layers that differ in {min(differing)}"
         raise HeadwaterError(
-            f"Keys and values become one latent only in a plain model; this one has {found[0]}. Let layers share, or "
-            "use fewer heads."
+            f"Keys and values become one latent only in a plain model; this one has {reason}. Let layers share, or use "
+            "fewer heads."
         )
     d, heads = int(config.head_dim or 0), int(config.num_key_value_heads or 0)
     most = min(heads, config.hidden_size // d) * d
@@ -60,20 +58,21 @@ def make_latent(model: HeadwaterForCausalLM, rows: Tensor, width: int) -> Headwa
     tensors = {name: tensor.detach().clone() for name, tensor in own_tensors(model).items()}
     for layer, gram in enumerate(sample_inputs(model, rows)):
         prefix = f"model.layers.{layer}.self_attn."
-        weights = {name: tensors[f"{prefix}{name}_proj.weight"].double().cpu() for name in "qkvo"}
-        del tensors[f"{prefix}v_proj.weight"]
-        down, *maps = (
-            tensor.to(model.device, model.dtype) for tensor in convert_layer(weights, gram, model.config, width)
-        )
-        tensors[f"{prefix}k_proj.weight"] = down
-        for name, tensor in zip(("keys", "values"), maps, strict=True):
-            tensors[f"{prefix}mechanisms.{MECHANISM}.{name}"] = tensor
+        weights = {
+            name.removeprefix(prefix): tensor.double().cpu()
+            for name, tensor in tensors.items()
+            if name.startswith(prefix)
+        }
+        for name in ("k_proj.bias", "v_proj.weight", "v_proj.bias"):
+            tensors.pop(f"{prefix}{name}", None)
+        for name, tensor in convert_layer(weights, gram, layer_config(model.config, layer), width).items():
+            tensors[f"{prefix}{name}"] = tensor.to(model.device, model.dtype)
     return assemble_model(type(model), config, tensors, model)
 
 
 def expand_config(config: HeadwaterConfig) -> HeadwaterConfig:
     """The config of `expand_latent`, or `config` itself if there is nothing to expand."""
-    if set(config.mechanisms or {}) != {MECHANISM} or config.qkv_bias:
+    if set(config.mechanisms or {}) != {MECHANISM}:
         return config
     plain = copy.deepcopy(config)
     plain.mechanisms = {}
@@ -93,43 +92,75 @@ def expand_latent(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
         down = tensors[f"{prefix}k_proj.weight"]
         wide = torch.promote_types(down.dtype, torch.float32)
         for letter, name in (("k", "keys"), ("v", "values")):
-            up = tensors.pop(f"{prefix}mechanisms.{MECHANISM}.{name}").flatten(0, 1)
+            up = tensors.pop(f"{prefix}{MAPS}{name}").flatten(0, 1)
             tensors[f"{prefix}{letter}_proj.weight"] = (up.to(wide) @ down.to(wide)).to(down.dtype)
+            if (bias := tensors.pop(f"{prefix}{MAPS}{name}_bias", None)) is not None:
+                tensors[f"{prefix}{letter}_proj.bias"] = bias.flatten()
     return assemble_model(type(model), config, tensors, model)
 
 
-def convert_layer(
-    weights: dict[str, Tensor], gram: Tensor, config: HeadwaterConfig, width: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert the weights "q", "k", "v" and "o" of one layer, [out, in], to a latent of `width`: A [width, D], and the
-    maps from it to keys and values [K, d, width].
+def convert_layer(weights: dict[str, Tensor], gram: Tensor, config: HeadwaterConfig, width: int) -> dict[str, Tensor]:
+    """Convert the weights of one layer's attention, by their names there, to a latent of `width`: A [width, D], and the
+    maps from it to keys and values [K, d, width], with biases [K, d] if there are any.
 
-    gram: the mean of x·xᵀ over sample inputs x of attention, [D, D].
+    gram: the mean of y·yᵀ over y = (x, 1) for sample inputs x of attention, [D + 1, D + 1].
     """
     groups, d = int(config.num_key_value_heads or 0), int(config.head_dim or 0)
-    output = weights["o"].unflatten(1, (-1, d))
+    q, k, v = (join_bias(weights, f"{letter}_proj").unflatten(0, (-1, d)) for letter in "qkv")
+    output = weights["o_proj.weight"].unflatten(1, (-1, d))
     read = torch.einsum("ohd,ohe->hde", output, output)
-    weight_of_keys = weigh_keys(
-        weights["q"].unflatten(0, (-1, d)), read, weights["v"].unflatten(0, (groups, d)), gram, config
-    )
+    squares, weight_of_norms = measure_squares(q, gram), torch.ones(groups, d)
+    if config.qk_norm:
+        gain_q, gain_k = (read_gain(weights, f"{letter}_norm", config) for letter in "qk")
+        squares = gain_q**2 * squares / squares.mean(1, keepdim=True)
+        weight_of_norms = gain_k * weight_of_norms / measure_squares(k, gram).mean(1, keepdim=True).sqrt()
+    weight_of_keys = weigh_keys(squares, read, v, gram, config) * weight_of_norms.abs().flatten()
     read_together = torch.block_diag(*read.unflatten(0, (groups, -1)).sum(1))
-    down, up = fit_latent(weights["k"], weights["v"], weight_of_keys, read_together, gram, width)
+    maps, mean = torch.cat((k, v)).flatten(0, 1), gram[:-1, -1]
+    # A bias takes the mean, and the latent what differs from it.
+    centred = gram[:-1, :-1] - config.qkv_bias * mean.outer(mean)
+    keys, values = maps[:, :-1].split(groups * d)
+    down, up = fit_latent(keys, values, weight_of_keys, read_together, centred, width)
     # An optimizer changes all weights by as much: let those that write a channel be as large, relative to the
     # original's, as those that read it.
-    scale = (up.square().mean(0) * weights["k"].square().mean() / down.square().mean(1)).clamp(min=1e-30) ** 0.25
-    keys, values = (up / scale).unflatten(0, (2, groups, d))
-    return down * scale[:, None], keys, values
+    size = weights["k_proj.weight"].square().mean()
+    scale = (up.square().mean(0) * size / down.square().mean(1)).clamp(min=1e-30) ** 0.25
+    converted = {"k_proj.weight": down * scale[:, None]}
+    pairs = {"": up / scale}
+    if config.qkv_bias:
+        pairs["_bias"] = maps[:, -1] + (maps[:, :-1] - up @ down) @ mean
+    for ending, tensor in pairs.items():
+        for name, part in zip(("keys", "values"), tensor.unflatten(0, (2, groups, d)), strict=True):
+            converted[f"{MAPS}{name}{ending}"] = part
+    return converted
 
 
-def weigh_keys(queries: Tensor, read: Tensor, values: Tensor, gram: Tensor, config: HeadwaterConfig) -> Tensor:
+def join_bias(weights: dict[str, Tensor], name: str) -> Tensor:
+    """A linear map as one of (x, 1), [out, in + 1]."""
+    weight = weights[f"{name}.weight"]
+    bias = weights.get(f"{name}.bias", torch.zeros(len(weight), dtype=weight.dtype))
+    return torch.cat((weight, bias[:, None]), dim=1)
+
+
+def read_gain(weights: dict[str, Tensor], name: str, config: HeadwaterConfig) -> Tensor:
+    """The factor of each channel in a norm, [d]."""
+    return weights[f"{name}.weight"] + config.unit_offset_norm if config.norm_weight else torch.ones(())
+
+
+def measure_squares(heads: Tensor, gram: Tensor) -> Tensor:
+    """The mean square of each channel, [heads, d], of maps [heads, d, D + 1]."""
+    return ((heads @ gram) * heads).sum(2)
+
+
+def weigh_keys(squares: Tensor, read: Tensor, values: Tensor, gram: Tensor, config: HeadwaterConfig) -> Tensor:
     """Find what an error of each channel of the keys costs, [K·d]: √(Σ_h E[q_h²]·E‖W_h·v_h‖²)·scale over the heads h
     that read it, because an error of a score changes what the head adds to the stream by as much.
 
-    queries: [H, d, D]. read: WᵀW of each head's output weights, [H, d, d]. values: [K, d, D]. gram: the mean of x·xᵀ.
+    squares: E[q_h²], [H, d]. read: WᵀW of each head's output weights, [H, d, d]. values: [K, d, D + 1]. gram: the mean
+    of y·yᵀ.
     """
-    shared = len(queries) // len(values)
+    shared = len(squares) // len(values)
     added = (read * (values @ gram @ values.mT).repeat_interleave(shared, 0)).sum((1, 2))
-    squares = ((queries @ gram) * queries).sum(2)  # heads, channels
     scale = config.attention_scale or int(config.head_dim or 0) ** -0.5
     if config.position == "rope":
         scale *= RotaryEmbedding(config).attention_scaling ** 2

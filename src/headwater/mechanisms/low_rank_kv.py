@@ -2,7 +2,8 @@
 
     c = A·x        k_h = RoPE(U_h·c)        v_h = M_h·c        the cache holds c and the token's position
 
-A is the layer's key projection, `heads`·d numbers wide, and there is no value projection. The layer is a plain one
+A is the layer's key projection, `heads`·d numbers wide, and there is no value projection. With `qkv_bias`, keys and
+values have biases and A none; with `qk_norm`, the norm follows U. The layer is a plain one
 whose key and value projections have a low rank, and trains as fast; `headwater.conversion.latent` converts plain models
 to it and back. Unlike `mla`, it keeps RoPE on whole keys, so each decoding step multiplies all cached vectors by U.
 
@@ -28,9 +29,10 @@ class LowRankKV(Mechanism):
     """Makes the keys and values of all heads from one vector per token.
 
     Args
-        rank: width of the vector. heads, head_dim: K and d.
+        rank: width of the vector. heads, head_dim: K and d. bias: whether keys and values have biases.
 
-    Parameters: `keys` and `values`, U and M, [K, d, rank] each, initialized with standard deviation 1/√rank.
+    Parameters: `keys` and `values`, U and M, [K, d, rank] each, initialized with standard deviation 1/√rank;
+    `keys_bias` and `values_bias` [K, d], initialized with 0.
 
         >>> import torch
         >>> from headwater.mechanisms import LowRankKV
@@ -45,22 +47,22 @@ class LowRankKV(Mechanism):
     class Options:
         heads: int | None = None  # width of the cached vector, in heads; default: as many as keys have
 
-    def __init__(self, rank: int, heads: int, head_dim: int) -> None:
+    def __init__(self, rank: int, heads: int, head_dim: int, bias: bool = False) -> None:
         super().__init__()
         self.keys = nn.Parameter(torch.empty(heads, head_dim, rank))
         self.values = nn.Parameter(torch.empty(heads, head_dim, rank))
+        self.keys_bias = nn.Parameter(torch.empty(heads, head_dim)) if bias else None
+        self.values_bias = nn.Parameter(torch.empty(heads, head_dim)) if bias else None
         self.reset_parameters()
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+        if parameter.endswith("bias"):
+            return torch.zeros(self.keys.shape[:2])
         return torch.normal(0.0, self.keys.shape[2] ** -0.5, self.keys.shape, generator=generator)
 
     def forward(self, x: Tensor) -> KV:
         """x [B, S, rank] -> keys, before RoPE, and values, [B, K, S, d] each."""
-        k, v = (
-            nn.functional.linear(x, maps.flatten(0, 1).to(x.dtype)).unflatten(-1, maps.shape[:2]).transpose(1, 2)
-            for maps in (self.keys, self.values)
-        )
-        return KV(k, v)
+        return KV(expand(x, self.keys, self.keys_bias), expand(x, self.values, self.values_bias))
 
     # In a headwater model
 
@@ -75,8 +77,6 @@ class LowRankKV(Mechanism):
             )
         if config.position == "rope" and not config.is_causal:
             raise HeadwaterError("Mechanism 'low_rank_kv' has no RoPE of images; set position to learned.")
-        if config.qk_norm:
-            raise HeadwaterError("Mechanism 'low_rank_kv' has no norm of keys; set qk_norm to false.")
         kind = (config.rope_parameters or {}).get("rope_type")
         if config.position == "rope" and kind in FOLLOW_LENGTH:
             raise HeadwaterError(
@@ -106,13 +106,15 @@ class LowRankKV(Mechanism):
     @classmethod
     def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> "LowRankKV":
         d = int(config.head_dim or 0)
-        return cls(plan.latent_heads * d, len(plan.attends), d)
+        return cls(plan.latent_heads * d, len(plan.attends), d, config.qkv_bias)
 
     @classmethod
     def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         made, rank = 2 * len(plan.attends) * int(config.head_dim or 0), plan.latent_heads * int(config.head_dim or 0)
         angles = 2 * config.rotary_dim if config.position == "rope" else 0
-        return Cost(parameters=made * rank, flops=2 * made * rank, saved=made + angles)
+        normed = config.qk_norm * made // 2
+        biases = config.qkv_bias * made
+        return Cost(parameters=made * rank + biases, flops=2 * made * rank, saved=made + angles + normed)
 
     def transform_attended_kv(self, kv: KV, context: Context) -> KV:
         """k: the vectors, as heads [B, n, S, d]."""
@@ -130,4 +132,10 @@ class LowRankKV(Mechanism):
     # Capabilities
 
     def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
-        return Dim("kv"), SAME, Dim("k", reads=True)
+        return (Dim("kv"), SAME) if parameter.endswith("bias") else (Dim("kv"), SAME, Dim("k", reads=True))
+
+
+def expand(x: Tensor, maps: Tensor, bias: Tensor | None) -> Tensor:
+    """x [B, S, rank], maps [K, d, rank], bias [K, d] -> [B, K, S, d]."""
+    weights = (None if weight is None else weight.flatten(0, 1).to(x.dtype) for weight in (maps, bias))
+    return nn.functional.linear(x, *weights).unflatten(-1, maps.shape[:2]).transpose(1, 2)

@@ -4,8 +4,8 @@ project → PROJECTIONS → norms → QKV → RoPE → cache → ATTENDED_KV →
 HEAD_OUTPUTS → project
 
 The cache holds what the layer itself projects (keys and values, or a latent and positions, from which ATTENDED_KV makes
-keys that then get RoPE); what other layers own is read from their caches. With `config.materialise` each layer first
-gathers the keys and values of all its heads, and caches them in any cache.
+keys that then get their norm and RoPE); what other layers own is read from their caches. With `config.materialise` each
+layer first gathers the keys and values of all its heads, and caches them in any cache.
 """
 
 from typing import Any
@@ -52,11 +52,12 @@ class Attention(Staged, JoinsLinears):
         width, q_width = config.hidden_size, config.num_attention_heads * config.head_dim
         k_width, v_width = len(plan.k_heads) * config.head_dim, len(plan.v_heads) * config.head_dim
         self.q_proj = make_map(config, plan.index, "query", width, q_width, config.qkv_bias)
-        self.k_proj = make_map(config, plan.index, "key", width, k_width, config.qkv_bias)
+        self.k_proj = make_map(config, plan.index, "key", width, k_width, config.qkv_bias and not plan.latent_heads)
         self.v_proj = make_map(config, plan.index, "value", width, v_width, config.qkv_bias)
         self.o_proj = make_map(config, plan.index, "output", q_width, width, config.output_bias)
         self.q_norm = make_norm(config, config.head_dim) if config.qk_norm else None
-        self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and plan.k_heads else None
+        has_keys = plan.k_heads or plan.latent_heads
+        self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and has_keys else None
 
         self.mechanisms = Named.build(config, plan, ATTENTION_STAGES)
         self.stages = self.mechanisms.stages
@@ -93,8 +94,8 @@ class Attention(Staged, JoinsLinears):
         q, k, v = self.project_inputs(x, key_input, value_input)
         for mechanism in self.list_acting(Stage.PROJECTIONS):
             q, (k, v) = mechanism.transform_projections(q, KV(k, v), context)
-        q = q if self.q_norm is None else self.q_norm(q.transpose(1, 2)).transpose(1, 2)
-        k = k if self.k_norm is None else self.k_norm(k.transpose(1, 2)).transpose(1, 2)
+        q = norm_heads(self.q_norm, q)
+        k = k if self.plan.latent_heads else norm_heads(self.k_norm, k)
         raw_v, v = branch_heads(v, "raw" in self.exported_v)
         tensors += q, k, raw_v  # the raw tensors
         for mechanism in self.list_acting(Stage.QKV):
@@ -182,11 +183,13 @@ class Attention(Staged, JoinsLinears):
         by_group = [group.select_kv(context.sources) for group in self.groups]
         kv = KV(*(join_groups(tensors, dim=1) for tensors in zip(*by_group, strict=True)))
         k, v = self.run_stage(Stage.ATTENDED_KV, kv, context)
-        return KV(k if self.rotary_emb is None else self.rotate_late(k, kv.v), v)
+        return KV(self.finish_keys(k, kv.v) if self.plan.latent_heads else k, v)
 
-    def rotate_late(self, k: Tensor, positions: Tensor) -> Tensor:
-        """Rotate keys that were made from a latent, k [B, K, S, d], at positions [B, 1, S, 1]."""
-        assert self.rotary_emb is not None
+    def finish_keys(self, k: Tensor, positions: Tensor) -> Tensor:
+        """Norm and rotate keys that were made from a latent, k [B, K, S, d], at positions [B, 1, S, 1]."""
+        k = norm_heads(self.k_norm, k)
+        if self.rotary_emb is None:
+            return k
         if positions.is_floating_point():
             raise HeadwaterError(
                 "This cache rounds the positions beside a latent; make it with DynamicCache(config=model.config)."
@@ -219,3 +222,8 @@ class Attention(Staged, JoinsLinears):
         out_BTHd = self.run_stage(Stage.HEAD_OUTPUTS, out_BTHd, context)
         x_BTD = apply_linear(self.o_proj, out_BTHd.flatten(2))
         return x_BTD, weights, *(context.sources[slot] for slot in self.exports)
+
+
+def norm_heads(norm: nn.Module | None, x: Tensor) -> Tensor:
+    """Norm each head of x [B, heads, T, d], if there is a norm."""
+    return x if norm is None else norm(x.transpose(1, 2)).transpose(1, 2)

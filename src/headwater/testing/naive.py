@@ -309,7 +309,8 @@ class Reference:
         for mechanism in self.mechanisms:
             q, k, v = self.transform_projections(mechanism, layer, q, k, v)
         if c.qk_norm:
-            q, k = self.norm_heads(f"{name}.q_norm", q), self.norm_heads(f"{name}.k_norm", k)
+            q = self.norm_heads(f"{name}.q_norm", q)
+            k = k if LOW_RANK in self.mechanisms else self.norm_heads(f"{name}.k_norm", k)
         self.raw.append({"q": q, "k": k, "v": v})
         for mechanism in self.mechanisms:
             q, k, v = self.transform_qkv(mechanism, layer, q, k, v)
@@ -391,8 +392,12 @@ class Reference:
     def expand_latent(self, layer: int, kv: int, head: int) -> Tensor:
         """Make the keys or values of a head from the latents of the layer that it attends to."""
         latents = self.bank[self.find_sources(layer, head)[0]][0]
-        name = f"model.layers.{layer}.self_attn.mechanisms.{LOW_RANK}.{('keys', 'values')[kv]}"
+        attention = f"model.layers.{layer}.self_attn"
+        name = f"{attention}.mechanisms.{LOW_RANK}.{('keys', 'values')[kv]}"
         x = torch.cat([latents[part] for part in sorted(latents)], dim=1) @ self.weights[name][head].T
+        x = x + self.weights[f"{name}_bias"][head] if self.layer_config.qkv_bias else x
+        if kv == 0 and self.layer_config.qk_norm:
+            x = self.norm(f"{attention}.k_norm", x)
         return rotate(x, self.compute_angles()) if kv == 0 and self.layer_config.position == "rope" else x
 
     def list_stored_heads(self, layer: int, kv: int) -> list[int]:
