@@ -4,13 +4,16 @@ import math
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, Qwen2Config, Qwen3Config
 
-from conftest import assert_near, build, decode, tokens
+from conftest import assert_near, build, decode, disturb, tokens
 from headwater import HeadwaterError
+from headwater.conversion import from_transformers, to_transformers
 from headwater.conversion.convert import fit_outputs, sample_inputs
+from headwater.conversion.families import find_fitting_family
 from headwater.conversion.latent import (
     convert_layer,
+    expand_config,
     expand_latent,
     fit_latent,
     latent_config,
@@ -117,6 +120,28 @@ def test_a_model_with_a_latent_is_a_plain_one_of_low_rank(width):
         joined = torch.cat((layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight))
         assert torch.linalg.matrix_rank(joined.double(), rtol=1e-6) == width
     assert expand_latent(plain) is plain
+
+
+SIZES = dict(
+    vocab_size=97, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+)
+KINDS = dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"], sliding_window=6)
+FOREIGN = [Qwen2Config(**SIZES), Qwen3Config(**SIZES, attention_bias=True), Gemma3TextConfig(**SIZES, **KINDS)]
+
+
+@pytest.mark.parametrize("described", FOREIGN, ids=lambda described: described.model_type)
+def test_models_with_biases_norms_and_windows_return_to_their_family(described):
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(described).double()
+    disturb(theirs, 0.3)
+    model, ids = from_transformers(theirs), tokens(2, 30, seed=1)
+    latent = make_latent(model, tokens(4, 40), 8)
+    assert_near(decode(latent, ids, [7, 1, 22], cache=DynamicCache(config=latent.config)), latent(ids).logits)
+    back = to_transformers(expand_latent(latent), find_fitting_family(expand_config(latent.config)))
+    assert_near(back.double().eval()(ids).logits, latent(ids).logits, 1e-5)
+    assert type(back) is type(theirs) or described.model_type == "gemma3_text"
+    whole = (make_latent(model, tokens(4, 40), 16)(ids).logits - model(ids).logits).abs().mean()
+    assert whole < (latent(ids).logits - model(ids).logits).abs().mean(), "a wider latent is nearer"
 
 
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
