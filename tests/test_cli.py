@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers.utils import is_optimum_quanto_available
 
 import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
@@ -92,6 +93,18 @@ def test_prompts_from_stdin_and_jsonl(run, recipe, tmp_path, monkeypatch):
             growing = run("generate", tmp_path / "run", *prompts, *options)
             assert run("generate", tmp_path / "run", *prompts, *options, "--cache", "static")[:2] == growing[:2]
             assert growing[0] == 0
+
+    if is_optimum_quanto_available():
+        dynamic, small = (
+            run("generate", tmp_path / "run", made[1]["prompt"] * 40, *greedy, *options)
+            for options in ((), ("--cache-bits", 2))
+        )
+        assert dynamic[0] == small[0] == 0
+        assert len(small[1]) > 40 * len(made[1]["prompt"])
+        sizes = [
+            int(said.partition("cache ")[2].partition(" bytes")[0].replace(",", "")) for *_, said in (dynamic, small)
+        ]
+        assert sizes[1] < sizes[0] / 2
 
     strange = json.dumps({"id": 7, "prompt": "a\u2028b"}, ensure_ascii=False)
     (tmp_path / "many.jsonl").write_text("\n".join([strange] * 5))
@@ -208,6 +221,7 @@ def test_generate_refuses_what_it_cannot_use(run, recipe, tmp_path):
     assert "not a checkpoint" in sentence(run("generate", tmp_path, "x"))
     assert "is not one of 'dynamic', 'static'" in sentence(run("generate", tmp_path, "x", "--cache", "large"))
     assert "--cache static" in sentence(run("generate", tmp_path, "x", "--compile"))
+    assert "--cache-bits" in sentence(run("generate", tmp_path, "x", "--cache", "static", "--cache-bits", 4))
     run("train", recipe, "--out", tmp_path / "run")
     weights = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])

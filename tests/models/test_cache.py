@@ -656,6 +656,17 @@ def test_a_quantized_cache_holds_what_layers_store_in_few_bits(mechanisms):
     assert_near(model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits, 1e-4)
 
 
+@pytest.mark.parametrize("head_dim", [6, 80])
+def test_heads_of_any_width_are_quantized(head_dim):
+    pytest.importorskip("optimum.quanto")
+    model, ids = build(head_dim=head_dim, num_key_value_heads=1).float(), tokens(1, 21)
+    cache = HeadwaterQuantizedCache(model.config, residual_length=4)
+    for piece in ids.split([7, 3, 5, 1, 5], dim=1):
+        logits = model(piece, past_key_values=cache).logits
+    whole = model(ids, use_cache=False).logits[:, -5:]
+    assert (logits - whole).abs().max() < 0.3 * whole.abs().max()
+
+
 def test_a_quantized_cache_follows_beams_and_refuses_other_changes():
     pytest.importorskip("optimum.quanto")
     model = build({"low_rank_kv": {}, "kv_shift": {}}, hidden_size=256, num_attention_heads=4).float()

@@ -3,6 +3,7 @@ keys, and tails, the last raw tokens for mechanisms that look back. They registe
 `HeadwaterConfig.layer_types`, so `DynamicCache(config=…)`, `StaticCache(config=…)` and plain `generate` build them.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.cache_utils import (
     QuantoQuantizedLayer,
     StaticLayer,
 )
+from transformers.utils import is_optimum_quanto_available
 
 from headwater.config.text import HeadwaterConfig
 from headwater.util.errors import HeadwaterError
@@ -238,13 +240,17 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
 
 
 class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
-    """A growing layer whose keys and values, or latents, are quantized by quanto in groups of 64, all but the latest.
+    """A growing layer whose keys and values, or latents, are quantized by quanto in groups of 64 numbers, all but the
+    latest; in smaller ones where the heads of a token are not a multiple of 64 wide.
 
     What is no key or value stays whole: the positions beside a latent, and tails.
     """
 
     def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
-        return super()._quantize(tensor, axis) if tensor.is_floating_point() and tensor.numel() else tensor
+        if not tensor.is_floating_point() or not tensor.numel():
+            return tensor
+        self.q_group_size = math.gcd(64, tensor.shape[1] * tensor.shape[3])
+        return super()._quantize(tensor, axis)
 
     def _dequantize(self, qtensor: Tensor) -> Tensor:
         return qtensor if type(qtensor) is Tensor else super()._dequantize(qtensor)
@@ -273,12 +279,16 @@ class HeadwaterQuantizedCache(Cache):
     """A growing cache of 4 or 2 bits a number, of what the model's layers store. Needs optimum-quanto.
 
     nbits: 2 or 4. residual_length: when so many tokens have come since, they are quantized with their history.
-    Raises `HeadwaterError` for a model with sliding windows.
+    Raises `HeadwaterError` for a model with sliding windows, and without optimum-quanto.
     """
 
     def __init__(self, config: HeadwaterConfig, nbits: int = 4, residual_length: int = 128) -> None:
         if any("sliding" in kind for kind in config.layer_types):
             raise HeadwaterError("A quantized cache has no sliding windows; use DynamicCache(config=model.config).")
+        if not is_optimum_quanto_available():
+            raise HeadwaterError(
+                "A quantized cache needs optimum-quanto; install it with `pip install optimum-quanto`."
+            )
         layers = [HeadwaterQuantizedLayer(nbits, residual_length=residual_length) for _ in config.layer_types]
         super().__init__(layers=layers)
 

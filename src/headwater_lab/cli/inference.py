@@ -36,6 +36,7 @@ def generate_text(
     batch_size: PositiveInt = 16,
     stop: Sequence[str] = (),
     cache: Literal["dynamic", "static"] = "dynamic",
+    cache_bits: Literal[2, 4] | None = None,
     compile: bool = False,
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto",
     device: DeviceName = "auto",
@@ -53,6 +54,7 @@ def generate_text(
     stop: Stop before this text; repeatable.
     cache: dynamic: grows with the text. static: allocated once, so that a GPU replays each token as one CUDA graph; the
         text is the same.
+    cache_bits: Quantize the growing cache to 2 or 4 bits a number; needs optimum-quanto.
     compile: With --cache static: compile the model first, for a minute or so.
     dtype: The dtype to compute in; auto: as in the checkpoint.
     """
@@ -66,6 +68,8 @@ def generate_text(
         raise HeadwaterError("Pass exactly one of: a prompt, - for stdin, --jsonl.")
     need("--jsonl", "--batch-size")
     _check_sampling(temperature, stop)
+    if cache == "static":
+        refuse("with --cache static", "--cache-bits")
     if compile and cache == "dynamic":
         raise HeadwaterError("--compile needs --cache static: with a growing cache, shapes change with every token.")
     if jsonl is not None:
@@ -92,6 +96,7 @@ def generate_text(
             stop=stop,
             stream=jsonl is None,
             decoder=decoder,
+            cache_bits=cache_bits,
         )
         tokens, seconds = tokens + continued.tokens, seconds + continued.seconds
         if jsonl is not None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from pydantic_core import to_json as to_json_bytes
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import is_optimum_quanto_available
 
 import headwater
 from headwater.kernels.autotune import forbid_autotuning
@@ -176,7 +176,7 @@ def _check_quantized_cache(
             f"--cache-bits is for text with a --context of more than {texts.KEPT} tokens: a quantized cache keeps the "
             f"latest {texts.KEPT} whole, and the prompts of most tasks are shorter."
         )
-    if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
+    if not is_optimum_quanto_available():
         raise HeadwaterError("--cache-bits needs optimum-quanto; install it with `pip install optimum-quanto`.")
     for candidate in candidates:
         try:

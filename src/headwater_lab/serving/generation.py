@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StopStringCriteria, TextStreamer
 
-from headwater.models.cache import cache_bytes
+from headwater.models.cache import HeadwaterQuantizedCache, cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST, Decoder
 from headwater.util.errors import HeadwaterError, shown
@@ -67,6 +67,7 @@ def continue_prompts(
     stop: Sequence[str] = (),
     stream: bool = False,
     decoder: Decoder | None = None,
+    cache_bits: int | None = None,
 ) -> Continued:
     """Continue `prompts` as one left-padded batch.
 
@@ -74,7 +75,8 @@ def continue_prompts(
     as transformers and engines do.
     temperature: 0 is greedy. top_k: 0 is no limit. stop: a continuation ends before the first of these strings.
     stream: print a single prompt, and its continuation as it is generated.
-    decoder: use its static cache instead of a growing one; the texts are the same.
+    decoder: use its static cache instead of a growing one; the texts are the same. cache_bits: 2 or 4: quantize a
+    growing cache.
     """
     _check_texts(prompts, stop)
     end = cast(int, separator_id(tokenizer))  # `load_for_generation` has checked that there is one
@@ -99,7 +101,7 @@ def continue_prompts(
             streamer.end()
     else:
         torch.manual_seed(seed)
-        cache = DynamicCache(config=model.config)
+        cache = HeadwaterQuantizedCache(model.config, cache_bits) if cache_bits else DynamicCache(config=model.config)
         options |= sampling | {"do_sample": True} if temperature > 0 else {"do_sample": False}
         if stop:
             options |= {"stop_strings": list(stop), "tokenizer": tokenizer}
