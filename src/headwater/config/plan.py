@@ -241,6 +241,11 @@ class LayerPlan:
         """The heads that this layer stores of what is read as its values."""
         return self.k_heads if self.value_part == "k" else self.v_heads
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether the layer projects keys, or makes them from a latent."""
+        return bool(self.k_heads or self.latent_heads)
+
     def stores_positions(self, config: Any) -> bool:
         """Whether this layer stores positions beside a latent: of keys that get RoPE when they are made from it."""
         return bool(self.latent_heads and self.k_heads) and config.position == "rope"

@@ -66,7 +66,7 @@ def _count_attention(config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         _count_linear(config, plan.index, "value", width, v_width, config.qkv_bias),
         _count_linear(config, plan.index, "output", q_width, width, config.output_bias),
     )
-    norms = config.qk_norm * _norm_parameters(config, config.head_dim) * (2 if plan.k_heads or plan.latent_heads else 1)
+    norms = config.qk_norm * _norm_parameters(config, config.head_dim) * (2 if plan.has_keys else 1)
     saved = 2 * q_width + k_width + v_width
     saved += config.qk_norm * (q_width + k_width * (not plan.latent_heads))  # the norms' inputs
     saved += q_width * (len(plan.groups) > 1)  # inputs of several kernel calls, joined

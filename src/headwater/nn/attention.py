@@ -56,8 +56,7 @@ class Attention(Staged, JoinsLinears):
         self.v_proj = make_map(config, plan.index, "value", width, v_width, config.qkv_bias)
         self.o_proj = make_map(config, plan.index, "output", q_width, width, config.output_bias)
         self.q_norm = make_norm(config, config.head_dim) if config.qk_norm else None
-        has_keys = plan.k_heads or plan.latent_heads
-        self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and has_keys else None
+        self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and plan.has_keys else None
 
         self.mechanisms = Named.build(config, plan, ATTENTION_STAGES)
         self.stages = self.mechanisms.stages
