@@ -27,12 +27,13 @@ PARTIAL = dict(rope_parameters=dict(rope_theta=10_000.0, partial_rotary_factor=0
 
 
 NORMED = dict(qk_norm=True, unit_offset_norm=True)
+LAYER_NORMED = dict(qk_norm=True, norm="layer_norm")
 TWO_KINDS = dict(sliding_window=40, sliding_layers=[1], sliding_fields=dict(rope_parameters=dict(rope_theta=500.0)))
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, PARTIAL, dict(position="alibi"), dict(output_bias=True), dict(qkv_bias=True), NORMED, TWO_KINDS],
+    [{}, PARTIAL, dict(position="alibi"), dict(output_bias=True), dict(qkv_bias=True), NORMED, LAYER_NORMED, TWO_KINDS],
     ids=str,
 )
 def test_a_latent_that_is_wide_enough_loses_nothing(fields):
@@ -102,10 +103,11 @@ def test_channels_of_a_latent_are_as_large_so_that_few_bits_lose_little():
     assert sizes.max() < 8 * sizes.mean(), "of 32 channels, unrotated ones are up to 32 times the mean"
 
 
-def test_a_layer_that_adds_nothing_is_converted():
-    model, ids = build(), tokens(2, 30, seed=1)
+@pytest.mark.parametrize(("fields", "name"), [({}, "o"), (NORMED, "q"), (NORMED, "k"), (LAYER_NORMED, "k")], ids=str)
+def test_a_layer_that_adds_nothing_is_converted(fields, name):
+    model, ids = build(**fields), tokens(2, 30, seed=1)
     with torch.no_grad():
-        model.model.layers[1].self_attn.o_proj.weight.zero_()
+        getattr(model.model.layers[1].self_attn, f"{name}_proj").weight.zero_()
     assert make_latent(model, tokens(4, 40), 16)(ids).logits.isfinite().all()
 
 

@@ -356,3 +356,6 @@ def test_a_latent_is_refused_where_it_cannot_be():
     dynamic = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
     with pytest.raises(HeadwaterError, match="use another rope_type"):
         config({"low_rank_kv": {}}, rope_parameters=dynamic)
+    windows = dict(sliding_window=5, sliding_layers=[1], sliding_fields=dict(rope_parameters=dynamic))
+    with pytest.raises(HeadwaterError, match="use another rope_type"):
+        config({"low_rank_kv": {}}, **windows)

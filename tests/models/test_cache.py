@@ -630,7 +630,8 @@ def test_a_cache_says_for_how_many_rows_it_was_made(mechanisms, static):
     assert_near(decode(model, tokens(3, 5), [2, 3], cache=cache), model(tokens(3, 5), use_cache=False).logits)
 
 
-QUANTIZED = [{}, {"kv_shift": {}}, {"svformer": {}}, {"kv_source": {}}, {"low_rank_kv": {}}]
+QUANTIZED = [{}, {"kv_shift": {}}, {"svformer": {}}, {"kv_source": {}}, {"kv_source": {"values": "own"}}]
+QUANTIZED += [{"low_rank_kv": {}}, {"low_rank_kv": {}, "kv_shift": {}}]
 
 
 @pytest.mark.parametrize("mechanisms", QUANTIZED, ids=str)
@@ -641,6 +642,7 @@ def test_a_quantized_cache_holds_what_layers_store_in_few_bits(mechanisms):
     model(ids, past_key_values=whole)
     for piece in ids.split(5, dim=1):
         model(piece, past_key_values=cache)
+    assert cache_bytes(cache, reserved=True) == cache_bytes(cache)
     for plain, layer in zip(whole.layers, cache.layers, strict=True):
         keys, values = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
         kv = torch.cat((keys, layer.keys), dim=2), torch.cat((values, layer.values), dim=2)
@@ -667,15 +669,18 @@ def test_heads_of_any_width_are_quantized(head_dim):
     assert (logits - whole).abs().max() < 0.3 * whole.abs().max()
 
 
-def test_a_quantized_cache_follows_beams_and_refuses_other_changes():
+@pytest.mark.parametrize("mechanisms", QUANTIZED, ids=str)
+def test_a_quantized_cache_follows_beams_and_refuses_other_changes(mechanisms):
     pytest.importorskip("optimum.quanto")
-    model = build({"low_rank_kv": {}, "kv_shift": {}}, hidden_size=256, num_attention_heads=4).float()
+    model = build(mechanisms, hidden_size=256, num_attention_heads=4).float()
     ids, ending, order = tokens(3, 20), tokens(3, 4), torch.tensor([2, 0, 0])
     logits = []
     for rows, reordered in ((ids, True), (ids[order], False)):
         cache = HeadwaterQuantizedCache(model.config, residual_length=8)
         for piece in rows.split([13, 7], dim=1):
             model(piece, past_key_values=cache)
+            if piece.shape[1] == 13:
+                assert cache_bytes(cache, reserved=True) == cache_bytes(cache), "the prefill is not kept"
         if reordered:
             cache.reorder_cache(order)
         logits.append(model(ending, past_key_values=cache).logits)
@@ -683,5 +688,7 @@ def test_a_quantized_cache_follows_beams_and_refuses_other_changes():
     for change, argument in (("crop", -1), ("batch_repeat_interleave", 2), ("batch_select_indices", order)):
         with pytest.raises(HeadwaterError, match="A quantized cache cannot "):
             getattr(cache, change)(argument)
-    with pytest.raises(HeadwaterError, match="no sliding windows"):
+    with pytest.raises(HeadwaterError, match="made for 3 rows, and the input has 2"):
+        model(tokens(2, 4), past_key_values=cache)
+    with pytest.raises(HeadwaterError, match="cannot have sliding windows"):
         HeadwaterQuantizedCache(config(sliding_window=4))

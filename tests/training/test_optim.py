@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from conftest import build
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.mechanisms import KVShift
 from headwater.util.errors import HeadwaterError
@@ -44,6 +45,14 @@ def test_only_matrices_decay(model):
     }  # fmt: skip
     assert not decayed & kept
     assert decayed | kept == set(model.parameters())
+
+
+def test_no_bias_decays_whatever_its_shape():
+    biased = build({"low_rank_kv": {}}, qkv_bias=True, output_bias=True)
+    matrices = next(group["params"] for group in parameter_groups(biased, 0.1) if group["name"] == "matrices")
+    names = {parameter: name for name, parameter in biased.named_parameters()}
+    assert any(name.endswith("low_rank_kv.keys_bias") for name in names.values())
+    assert not [names[parameter] for parameter in matrices if names[parameter].endswith("bias")]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ class HeadwaterConfig(PreTrainedConfig):
         parallel_residual: x + attention(norm1(x)) + feed_forward(norm2(x)), as in GPT-NeoX.
         first_residual: False removes the residual connection around the first layer's attention (with
             parallel_residual, around the first block): the value-residual paper's test of V_0 against V_1.
-        qk_norm: a norm over each head's width on queries and keys, right after projection, as in Qwen3.
+        qk_norm: a norm over each head's width on queries and keys, right after projection, as in Qwen3 (with
+            `low_rank_kv`, on keys as they are made).
         attention_scale: factor on the scores; default 1/√d.
         attention_softcap: c in c·tanh(scores / c), before the mask, as in Gemma 2; default none. Eager attention only.
         qkv_bias, output_bias, mlp_bias: biases of the query/key/value, attention output and feed-forward layers.

@@ -109,29 +109,23 @@ def convert_layer(weights: dict[str, Tensor], gram: Tensor, config: HeadwaterCon
     q, k, v = (join_bias(weights, f"{letter}_proj").unflatten(0, (-1, d)) for letter in "qkv")
     output = weights["o_proj.weight"].unflatten(1, (-1, d))
     read = torch.einsum("ohd,ohe->hde", output, output)
-    squares, weight_of_norms = measure_squares(q, gram), torch.ones(groups, d)
-    if config.qk_norm:
-        gain_q, gain_k = (read_gain(weights, f"{letter}_norm", config) for letter in "qk")
-        squares = gain_q**2 * squares / squares.mean(1, keepdim=True)
-        weight_of_norms = gain_k * weight_of_norms / measure_squares(k, gram).mean(1, keepdim=True).sqrt()
-    weight_of_keys = weigh_keys(squares, read, v, gram, config) * weight_of_norms.abs().flatten()
+    squares, factors = weigh_norms(weights, q, k, gram, config)
+    weight_of_keys = weigh_keys(squares, read, v, gram, config) * factors.flatten()
     read_together = torch.block_diag(*read.unflatten(0, (groups, -1)).sum(1))
     maps, mean = torch.cat((k, v)).flatten(0, 1), gram[:-1, -1]
     # A bias takes the mean, and the latent what differs from it.
     centred = gram[:-1, :-1] - config.qkv_bias * mean.outer(mean)
     keys, values = maps[:, :-1].split(groups * d)
     down, up = fit_latent(keys, values, weight_of_keys, read_together, centred, width)
+    bias = maps[:, -1] + (maps[:, :-1] - up @ down) @ mean
     # An optimizer changes all weights by as much: let those that write a channel be as large, relative to the
     # original's, as those that read it.
     size = weights["k_proj.weight"].square().mean()
     scale = (up.square().mean(0) * size / down.square().mean(1)).clamp(min=1e-30) ** 0.25
-    converted = {"k_proj.weight": down * scale[:, None]}
-    pairs = {"": up / scale}
+    keys, values = (up / scale).unflatten(0, (2, groups, d))
+    converted = {"k_proj.weight": down * scale[:, None], f"{MAPS}keys": keys, f"{MAPS}values": values}
     if config.qkv_bias:
-        pairs["_bias"] = maps[:, -1] + (maps[:, :-1] - up @ down) @ mean
-    for ending, tensor in pairs.items():
-        for name, part in zip(("keys", "values"), tensor.unflatten(0, (2, groups, d)), strict=True):
-            converted[f"{MAPS}{name}{ending}"] = part
+        converted[f"{MAPS}keys_bias"], converted[f"{MAPS}values_bias"] = bias.unflatten(0, (2, groups, d))
     return converted
 
 
@@ -142,9 +136,22 @@ def join_bias(weights: dict[str, Tensor], name: str) -> Tensor:
     return torch.cat((weight, bias[:, None]), dim=1)
 
 
-def read_gain(weights: dict[str, Tensor], name: str, config: HeadwaterConfig) -> Tensor:
-    """The factor of each channel in a norm, [d]."""
-    return weights[f"{name}.weight"] + config.unit_offset_norm if config.norm_weight else torch.ones(())
+def weigh_norms(
+    weights: dict[str, Tensor], q: Tensor, k: Tensor, gram: Tensor, config: HeadwaterConfig
+) -> tuple[Tensor, Tensor]:
+    """Find the mean squares of the queries [H, d], after their norm if there is one, and the factor that the keys' norm
+    puts on an error of each channel [K, d], on average. q, k: maps of (x, 1), [heads, d, D + 1]."""
+    if not config.qk_norm:
+        return measure_squares(q, gram), torch.ones(k.shape[:2], dtype=k.dtype)
+    sizes = []
+    for letter, maps in (("q", q), ("k", k)):
+        if config.norm == "layer_norm":
+            maps = maps - maps.mean(1, keepdim=True)
+        squares = measure_squares(maps, gram)
+        gain = weights[f"{letter}_norm.weight"] + config.unit_offset_norm if config.norm_weight else 1
+        sizes.append((squares, gain / (squares.mean(1, keepdim=True) + config.norm_eps).sqrt()))
+    (squares, factors_of_q), (_, factors_of_k) = sizes
+    return squares * factors_of_q**2, factors_of_k.abs().expand(k.shape[:2])
 
 
 def measure_squares(heads: Tensor, gram: Tensor) -> Tensor:
@@ -187,8 +194,8 @@ def fit_latent(
     lower = torch.linalg.cholesky(damped)
     maps = weight @ torch.cat((keys, values))
     vectors = torch.linalg.svd(maps @ lower, full_matrices=False)[0][:, :width]
-    # In this basis an error of any channel costs as much. Rotated, all channels are about as large, so that a cache of
-    # few bits, whose steps follow the largest of a group, loses least (as Palu's Hadamard matrices).
+    # In this basis an error costs the same in every channel. After a rotation, all channels have about the same size,
+    # so a cache of few bits, whose steps follow the largest of a group, loses least (as with Palu's Hadamard matrices).
     generator = torch.Generator().manual_seed(0)
     vectors = vectors @ torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=vectors.dtype))[0]
     return vectors.T @ maps, torch.linalg.solve(weight, vectors)

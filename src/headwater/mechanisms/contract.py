@@ -257,8 +257,8 @@ class Mechanism(nn.Module):
         """Transform what all K heads attend to, k and v [B, K, S, d] -> same, after RoPE and the cache.
 
         What the cache holds and later layers read does not change. All heads then run in one kernel call. In a layer
-        with `LayerPlan.latent_heads` k is the latent, [B, latent_heads, S, d], v its positions or nothing, and RoPE
-        comes after this.
+        with `LayerPlan.latent_heads` k is the latent, [B, latent_heads, S, d], v its positions or nothing, and the
+        keys' norm and RoPE come after this.
         """
         return kv
 

@@ -3,9 +3,9 @@
     c = A·x        k_h = RoPE(U_h·c)        v_h = M_h·c        the cache holds c and the token's position
 
 A is the layer's key projection, `heads`·d numbers wide, and there is no value projection. With `qkv_bias`, keys and
-values have biases and A none; with `qk_norm`, the norm follows U. The layer is a plain one
-whose key and value projections have a low rank, and trains as fast; `headwater.conversion.latent` converts plain models
-to it and back. Unlike `mla`, it keeps RoPE on whole keys, so each decoding step multiplies all cached vectors by U.
+values have biases and A none; with `qk_norm`, the norm follows U. The layer is a plain one whose key and value
+projections have a low rank, and trains as fast; `headwater.conversion.latent` converts plain models to it and back.
+Unlike `mla`, it keeps RoPE on whole keys, so each decoding step multiplies all cached vectors by U.
 
 Departures: keys and values have one vector in common, as in `mla`, and all heads read it; Palu has one for the keys and
 one for the values of each group of heads.
@@ -61,8 +61,8 @@ class LowRankKV(Mechanism):
         return torch.normal(0.0, self.keys.shape[2] ** -0.5, self.keys.shape, generator=generator)
 
     def forward(self, x: Tensor) -> KV:
-        """x [B, S, rank] -> keys, before RoPE, and values, [B, K, S, d] each."""
-        return KV(expand(x, self.keys, self.keys_bias), expand(x, self.values, self.values_bias))
+        """x [B, S, rank] -> keys, before their norm and RoPE, and values, [B, K, S, d] each."""
+        return KV(expand_heads(x, self.keys, self.keys_bias), expand_heads(x, self.values, self.values_bias))
 
     # In a headwater model
 
@@ -77,8 +77,9 @@ class LowRankKV(Mechanism):
             )
         if config.position == "rope" and not config.is_causal:
             raise HeadwaterError("Mechanism 'low_rank_kv' has no RoPE of images; set position to learned.")
-        kind = (config.rope_parameters or {}).get("rope_type")
-        if config.position == "rope" and kind in FOLLOW_LENGTH:
+        layers = (layer_config(config, layer) for layer in range(config.num_hidden_layers))
+        kinds = {(layer.rope_parameters or {}).get("rope_type") for layer in layers if layer.position == "rope"}
+        for kind in sorted(kinds & {*FOLLOW_LENGTH}):
             raise HeadwaterError(
                 f"Mechanism 'low_rank_kv' rotates keys when they are read, and the frequencies of rope_type {kind!r} "
                 "depend on the length at which they are made; use another rope_type."
@@ -131,11 +132,14 @@ class LowRankKV(Mechanism):
 
     # Capabilities
 
+    def choose_group(self, parameter: str) -> str | None:
+        return "vectors" if parameter.endswith("bias") else None
+
     def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         return (Dim("kv"), SAME) if parameter.endswith("bias") else (Dim("kv"), SAME, Dim("k", reads=True))
 
 
-def expand(x: Tensor, maps: Tensor, bias: Tensor | None) -> Tensor:
+def expand_heads(x: Tensor, maps: Tensor, bias: Tensor | None) -> Tensor:
     """x [B, S, rank], maps [K, d, rank], bias [K, d] -> [B, K, S, d]."""
-    weights = (None if weight is None else weight.flatten(0, 1).to(x.dtype) for weight in (maps, bias))
-    return nn.functional.linear(x, *weights).unflatten(-1, maps.shape[:2]).transpose(1, 2)
+    bias = None if bias is None else bias.flatten().to(x.dtype)
+    return nn.functional.linear(x, maps.flatten(0, 1).to(x.dtype), bias).unflatten(-1, maps.shape[:2]).transpose(1, 2)

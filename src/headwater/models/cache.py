@@ -240,30 +240,32 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
 
 
 class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
-    """A growing layer whose keys and values, or latents, are quantized by quanto in groups of 64 numbers, all but the
-    latest; in smaller ones where the heads of a token are not a multiple of 64 wide.
+    """A growing layer whose keys and values, or latents, are quantized by quanto in groups of 64 numbers, or of 32 or
+    16 where a token's heads are not a multiple of 64 wide.
 
-    What is no key or value stays whole: the positions beside a latent, and tails.
+    These stay whole: the latest tokens, positions beside a latent, tails, and heads that are not a multiple of 16 wide.
     """
 
     def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
-        if not tensor.is_floating_point() or not tensor.numel():
-            return tensor
-        self.q_group_size = math.gcd(64, tensor.shape[1] * tensor.shape[3])
-        return super()._quantize(tensor, axis)
+        self.q_group_size = math.gcd(64, tensor.shape[1] * tensor.shape[3])  # the next line reads it
+        is_quantized = tensor.is_floating_point() and tensor.numel() and self.q_group_size >= 16
+        return super()._quantize(tensor, axis) if is_quantized else tensor
 
     def _dequantize(self, qtensor: Tensor) -> Tensor:
         return qtensor if type(qtensor) is Tensor else super()._dequantize(qtensor)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         history = super().update(key_states, value_states, *args, **kwargs)
-        self.values = self.values.to(value_states.dtype)  # transformers gives values the dtype of keys
+        if self.keys.ndim != 4 or not self.keys.shape[2]:  # all is quantized: keep the shapes and dtypes, no memory
+            self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
         return history
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if not hasattr(self, "_pending_beam_idx"):  # transformers before 5.24 leaves what is quantized as it was
             raise HeadwaterError("Beam search with a quantized cache needs transformers 5.24 or later.")
         super().reorder_cache(beam_idx)
+        if not self.keys.numel() and self.values.numel():  # transformers reorders the latest tokens if there are keys
+            self.values = self.values.index_select(0, beam_idx.to(self.values.device))
 
     def crop(self, tokens_to_remove: int) -> None:
         raise _cannot_change("take tokens back")
@@ -276,7 +278,7 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
 
 
 class HeadwaterQuantizedCache(Cache):
-    """A growing cache of 4 or 2 bits a number, of what the model's layers store. Needs optimum-quanto.
+    """A growing cache that stores what the model's layers store in 4 or 2 bits a number. Needs optimum-quanto.
 
     nbits: 2 or 4. residual_length: when so many tokens have come since, they are quantized with their history.
     Raises `HeadwaterError` for a model with sliding windows, and without optimum-quanto.
@@ -284,7 +286,7 @@ class HeadwaterQuantizedCache(Cache):
 
     def __init__(self, config: HeadwaterConfig, nbits: int = 4, residual_length: int = 128) -> None:
         if any("sliding" in kind for kind in config.layer_types):
-            raise HeadwaterError("A quantized cache has no sliding windows; use DynamicCache(config=model.config).")
+            raise HeadwaterError("A quantized cache cannot have sliding windows; use one that is not quantized.")
         if not is_optimum_quanto_available():
             raise HeadwaterError(
                 "A quantized cache needs optimum-quanto; install it with `pip install optimum-quanto`."
@@ -426,7 +428,7 @@ def cache_bytes(cache: Cache, reserved: bool = False) -> int:
 
 
 def _cannot_change(what: str) -> HeadwaterError:
-    """Make the error about what transformers would do to the latest tokens alone."""
+    """Make the error of an operation that transformers would apply only to the tokens that are not quantized yet."""
     return HeadwaterError(f"A quantized cache cannot {what}; use DynamicCache(config=model.config).")
 
 

@@ -31,8 +31,8 @@ class Observer:
     def show(self, name: str, done: int, total: int | None = None, **changes: Any) -> None:
         """Receive the progress of a task.
 
-        changes: its `unit`, `info` and `title`, whether it is `visible`, and whether `done` has just counted work that
-        was `done_before`, which says nothing of the speed.
+        changes: its `unit`, `info` and `title`, and whether it is `visible`. done_before: `done` now includes work of
+        an earlier run, which does not count towards the speed.
         """
 
 
