@@ -2,11 +2,15 @@
 
 import io
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from headwater.testing.small_models import build
+from headwater_lab.api.comparing import watched_trials
+from headwater_lab.api.observer import Observer
 from headwater_lab.cli import arguments, progress
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.data.text import TextSettings
@@ -127,3 +131,21 @@ def test_bars_do_not_draw_over_a_result(monkeypatch):
     bars, _, after = terminal.file.getvalue().partition("the result")
     assert "run" in bars
     assert not re.search(r"\x1b\[\d*[AK]", after), "the cursor moves up, or a line is erased"
+
+
+def test_a_comparison_says_which_steps_an_earlier_run_did():
+    shown = []
+
+    class Watch(Observer):
+        def show(self, name, done, total=None, **changes):
+            shown.append((name, done, changes.get("done_before")))
+
+    recipe = SimpleNamespace(training=SimpleNamespace(steps=9))
+    jobs = [SimpleNamespace(folder=Path(name), label=name, recipe=recipe) for name in "ab"]
+    on_change = watched_trials("comparison", 18, Watch())
+    on_change(jobs[0], 9, "finished")
+    on_change(jobs[1], 0, "running")
+    on_change(jobs[1], 4, "running")
+    assert [call for call in shown if call[0] == "comparison"] == [
+        ("comparison", 9, True), ("comparison", 9, False), ("comparison", 13, False),
+    ]  # fmt: skip
