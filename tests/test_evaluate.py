@@ -152,8 +152,9 @@ def test_a_quantized_cache_is_read_as_if_tokens_came_one_by_one(mechanisms, bits
 
 
 def test_ordinary_keys_and_values_are_quantized_as_by_transformers():
+    """Whose groups are of 64 numbers."""
     pytest.importorskip("optimum.quanto")
-    model = build(max_position_embeddings=512).float()
+    model = build(head_dim=64, max_position_embeddings=512).float()
     ids = torch.randint(0, model.config.vocab_size, (2, 300))
     logits = read_logits(model, ids, 4)
     model.config.materialise = True
