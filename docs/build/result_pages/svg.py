@@ -129,7 +129,7 @@ def draw_caches(rows: Sequence[Mapping[str, str]], caption: str) -> str:
         axes.set_xscale("log", base=2)
         shown: list[int] = []
         for size in sorted({int(row["cache, bytes a token"].replace(",", "")) for row in rows}):
-            if not shown or size > 1.05 * shown[-1]:  # labels would overlap
+            if not shown or size > 1.15 * shown[-1]:  # labels would overlap
                 shown.append(size)
         axes.set_xticks(shown, [f"{size:,}" for size in shown])
         axes.tick_params(axis="x", rotation=45)
