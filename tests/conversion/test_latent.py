@@ -61,6 +61,18 @@ def test_half_of_the_cache_of_a_model_without_shared_heads_loses_nothing():
     assert_near(make_latent(model, tokens(4, 40), 32)(ids).logits, model(ids).logits, 1e-6)
 
 
+def test_what_a_layer_norm_takes_away_changes_no_latent():
+    """What all channels of a head have in common."""
+    latents = []
+    for common in (0, 3):
+        model = build(**LAYER_NORMED)
+        with torch.no_grad():
+            keys = model.model.layers[0].self_attn.k_proj.weight
+            keys[:8] += common * keys[8]
+        latents.append(make_latent(model, tokens(4, 40), 8)(tokens(2, 30, seed=1)).logits)
+    assert_near(latents[1], latents[0], 1e-6)
+
+
 def test_sizes_that_a_norm_takes_away_change_no_latent():
     """Of a head's keys and queries, which are normed: the latent is chosen by what remains."""
     latents = []

@@ -107,6 +107,8 @@ def convert_layer(weights: dict[str, Tensor], gram: Tensor, config: HeadwaterCon
     """
     groups, d = int(config.num_key_value_heads or 0), int(config.head_dim or 0)
     q, k, v = (join_bias(weights, f"{letter}_proj").unflatten(0, (-1, d)) for letter in "qkv")
+    if config.qk_norm and config.norm == "layer_norm":  # it takes away what all channels of a head have in common
+        q, k = (heads - heads.mean(1, keepdim=True) for heads in (q, k))
     output = weights["o_proj.weight"].unflatten(1, (-1, d))
     read = torch.einsum("ohd,ohe->hde", output, output)
     squares, factors = weigh_norms(weights, q, k, gram, config)
@@ -145,8 +147,6 @@ def weigh_norms(
         return measure_squares(q, gram), torch.ones(k.shape[:2], dtype=k.dtype)
     sizes = []
     for letter, maps in (("q", q), ("k", k)):
-        if config.norm == "layer_norm":
-            maps = maps - maps.mean(1, keepdim=True)
         squares = measure_squares(maps, gram)
         gain = weights[f"{letter}_norm.weight"] + config.unit_offset_norm if config.norm_weight else 1
         sizes.append((squares, gain / (squares.mean(1, keepdim=True) + config.norm_eps).sqrt()))

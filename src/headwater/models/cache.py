@@ -247,9 +247,8 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
     """
 
     def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
-        self.q_group_size = math.gcd(64, tensor.shape[1] * tensor.shape[3])  # the next line reads it
-        is_quantized = tensor.is_floating_point() and tensor.numel() and self.q_group_size >= 16
-        return super()._quantize(tensor, axis) if is_quantized else tensor
+        self.q_group_size = math.gcd(64, tensor.shape[1] * tensor.shape[3])  # read below; 1 for positions
+        return super()._quantize(tensor, axis) if tensor.numel() and self.q_group_size >= 16 else tensor
 
     def _dequantize(self, qtensor: Tensor) -> Tensor:
         return qtensor if type(qtensor) is Tensor else super()._dequantize(qtensor)

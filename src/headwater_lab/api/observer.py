@@ -46,13 +46,11 @@ class NamedTasks(Progress, Observer):
         super().__init__(*columns, **options)
         self.tasks_by_name: dict[str, TaskID] = {}
 
-    def update_task(self, name: str, done: int, total: int | None = None, **changes: Any) -> Task:
+    def update_task(
+        self, name: str, done: int, total: int | None = None, done_before: bool = False, **changes: Any
+    ) -> Task:
         """Update the task of this name; the first update creates it."""
-        title, unit, done_before = (
-            changes.pop("title", name),
-            changes.pop("unit", ""),
-            changes.pop("done_before", False),
-        )
+        title, unit = changes.pop("title", name), changes.pop("unit", "")
         if name not in self.tasks_by_name:
             self.tasks_by_name[name] = self.add_task(title, total=total, completed=done, unit=unit, info="")
         elif done_before:
