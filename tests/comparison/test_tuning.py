@@ -106,6 +106,15 @@ def test_a_run_with_a_best_rate_at_the_end_says_so(here, tmp_path):
     assert [line.split()[5] for line in said] == ["base", "shift"]
 
 
+def test_a_single_rate_is_taken_without_tuning_runs(here, tmp_path):
+    made = tiny({"arms": {"base": {}, "shift": SHIFT}, "learning_rates": [2e-3]})
+    outcomes = run_comparison(made, tmp_path)
+    assert {outcome.record.recipe["training"]["learning_rate"] for outcome in outcomes} == {2e-3}
+    assert not list(tmp_path.rglob("tuning"))
+    again = run_comparison(made, tmp_path)
+    assert [outcome.record for outcome in again] == [outcome.record for outcome in outcomes]
+
+
 def test_with_a_threshold_the_rate_with_the_fewest_steps_to_it_wins(tmp_path):
     made = tiny({"learning_rates": [1e-3, 1e-2, 3e-2], "tuning_seeds": [7, 8], "threshold": 0.9})
     tries = list_tuning_trials(made, tmp_path)

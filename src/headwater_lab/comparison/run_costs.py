@@ -52,8 +52,8 @@ def price_runs(recipe: Recipe, vocab_size: int | None = None, price: Price | Non
     by_size: dict[str, list[RunCost]] = {}
     for trial, cost in _price_trials(list_trials(recipe, Path()), count):
         by_size.setdefault(trial.experiment.size or recipe.name, []).append(cost)
-    if section.tried_rates:
-        by_size = {TUNING: [cost for _, cost in _price_trials(list_tuning_trials(recipe, Path()), count)]} | by_size
+    if tries := list_tuning_trials(recipe, Path()):
+        by_size = {TUNING: [cost for _, cost in _price_trials(tries, count)]} | by_size
     costs = [_sum_costs(name, group) for name, group in by_size.items()]
     costs += [_sum_costs(ALL, costs)] if len(costs) > 1 else []
     if price is None or price.hardware is None:

@@ -74,7 +74,8 @@ def run_comparison(
         rates: dict[str, float] = {}
         if section.tried_rates:
             tries = _choose_tuning_trials(recipe, out, only)
-            rates = choose_rates(tries, run_trials(tries, workers, on_change))
+            rates = choose_rates(tries, run_trials(tries, workers, on_change) if tries else [])
+            rates = rates or dict.fromkeys(section.arms, section.tried_rates[0])
             name_outermost(rates, section.tried_rates, tell)
             trials = [replace(t, recipe=choose_rate(t.recipe, section, rates[t.experiment.arm])) for t in trials]
         check_settings(recipe, rates, runs, out)

@@ -169,9 +169,11 @@ def make_tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Pat
 
 
 def list_tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
-    """List every arm at every learning rate with every tuning seed: the same budget for each arm."""
+    """List every arm at every learning rate with every tuning seed, the same budget for each; none for a single rate."""
     section = recipe.compare
     assert section is not None
+    if len(section.tried_rates) == 1:
+        return []
     return [
         make_tuning_trial(recipe, arm, rate, seed, out)
         for seed in section.tuning_seeds

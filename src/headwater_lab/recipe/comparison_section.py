@@ -39,7 +39,7 @@ class Compare(Settings):
     """Measure after the runs what each arm costs: times of training and of generation (docs/compare.md)."""
     learning_rates: list[Annotated[float, Field(gt=0)]] = []
     """Try each arm at each of these first; the arm gets the best by mean over `tuning_seeds`. With several `sizes`, all
-    use the rate found for the first."""
+    use the rate found for the first. A single one is taken as it is."""
     tuning_seeds: Annotated[list[Seed], IF_TUNED] = Field(default=[1000], min_length=1)
     """Seeds for tuning, which are not part of the comparison."""
     sizes: dict[str, dict[str, Any]] = {}

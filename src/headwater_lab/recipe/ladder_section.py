@@ -29,7 +29,7 @@ class Ladder(Settings):
     for each budget where its rate differs."""
     multipliers: list[Positive] = []
     """Try each arm at these multiples of the law's rate, at the smallest size and budget, on `tuning_seeds`; the arm
-    gets the best at all sizes."""
+    gets the best at all sizes. A single one is taken as it is."""
     projections: list[Annotated[float, Field(gt=0)]] = []
     """FLOPs for which the report predicts each arm's loss, by laws that need three `depths`."""
 
