@@ -20,6 +20,10 @@ CASES = [
     ({"svformer": {}}, {}),
     ({"kv_source": {"keys": "yoco", "values": "last"}}, {}),
     (EVERYTHING, {"num_key_value_heads": 4}),
+    ({"mla": {}, "kv_source": {}}, {"num_key_value_heads": 1, "partial_rotary_factor": 0.5}),
+    ({"low_rank_kv": {"heads": 1}}, {"sliding_window": 5, "sliding_layers": [1], "attention_softcap": 2.0}),
+    ({"low_rank_kv": {}, "kv_source": {}, "kv_shift": {}}, {"qkv_bias": True, "qk_norm": True}),
+    ({"low_rank_kv": {}}, {"position": "alibi", "num_key_value_heads": 2}),
     ({"mudd": {}, "short_conv": {"sites": ["attention_input", "feed_forward_hidden"]}}, {"sliding_window": 5}),
 ]
 
@@ -29,7 +33,8 @@ CASES = [
 def test_a_block_has_the_bytes_of_the_plan(mechanisms, changes, element):
     asked = config(mechanisms, **changes)
     page = Page(asked, plan_layers(asked), 16, element)
-    assert page.history == 16 * cache_bytes_per_token(asked, element)
+    positions = 4 * sum(plan.stores_positions(asked) for plan in plan_layers(asked))  # which a server counts
+    assert page.history == 16 * (cache_bytes_per_token(asked, element) - positions)
     # Of one token's cache what is no history are the raw tokens; each begins at a multiple of 8 bytes.
     raw = cache_bytes(asked, 0, element_size=element)
     tails = sum(len(plan.inputs) if part == "input" else 1 for plan in plan_layers(asked) for part, *_ in plan.tails)

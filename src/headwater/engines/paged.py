@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwater.engines.pages import ALIGNED, Page, Room
 from headwater.nn.engine import AttentionLayer, Engine
-from headwater.nn.head_groups import select_heads
+from headwater.nn.head_groups import join_groups, select_heads
 from headwater.nn.position import alibi_slopes
 from headwater.util.errors import HeadwaterError
 
@@ -180,17 +180,12 @@ class PagedEngine(Engine):
     def attend(self, attention: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.memory is None or self.batch is None:
             return torch.zeros_like(q).transpose(1, 2)
-        layer, per_key = attention.layer_idx, attention.num_key_value_groups
-        q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
-        self.write_tokens(layer, k, v)
-        outputs = []
-        for group in attention.plan.groups:
-            begin, end = group.first * per_key, (group.first + group.size) * per_key
-            keys = select_heads(self.view_store(group.k, "k", q.dtype), group.k_heads)
-            value_part = attention.plan.all_layers[group.v].value_part
-            values = select_heads(self.view_store(group.v, value_part, q.dtype), group.v_heads)
-            outputs.append(self.read_heads(attention, q[:, begin:end], keys, values, begin))
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).unsqueeze(1)
+        self.write_tokens(attention.layer_idx, k[:, :, 0], v[:, :, 0])
+        return self.read_layer(attention, q[:, :, 0]).unsqueeze(1)
+
+    @abstractmethod
+    def read_layer(self, attention: Any, q: Tensor) -> Tensor:
+        """Return what each head of q [N, H, d] reads, [N, H, d]. attention: the layer, an `Attention`."""
 
     def slopes_of(self, attention: AttentionLayer, start: int, count: int) -> Tensor | None:
         """ALiBi's slopes of `count` of a layer's query heads, from `start` on, in fp32; None without ALiBi."""
@@ -207,6 +202,19 @@ class PagedEngine(Engine):
         for kind, x in (("k", k), ("v", v)):
             if x.shape[1]:
                 self.view_store(layer, kind, x.dtype)[self.batch.token_blocks, :, self.batch.token_offsets] = x
+
+
+class KernelEngine(PagedEngine):
+    """A `PagedEngine` with a kernel that reads keys and values out of blocks."""
+
+    def read_layer(self, attention: AttentionLayer, q: Tensor) -> Tensor:
+        per_key, outputs = attention.num_key_value_groups, []
+        for group in attention.plan.groups:
+            begin, end = group.first * per_key, (group.first + group.size) * per_key
+            keys = select_heads(self.view_store(group.k, "k", q.dtype), group.k_heads)
+            values = select_heads(self.view_store(group.v, "v", q.dtype), group.v_heads)
+            outputs.append(self.read_heads(attention, q[:, begin:end], keys, values, begin))
+        return join_groups(outputs, dim=1)
 
     @abstractmethod
     def read_heads(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:

@@ -128,7 +128,8 @@ def check_servable(config: HeadwaterConfig) -> None:
             )
     for plan in plan_layers(config):
         for stage in INSIDE_KERNEL:
-            if acting := plan.at(stage):
+            acting = plan.at(stage)
+            if acting and not (plan.latent_heads and stage is Stage.ATTENDED_KV):
                 raise HeadwaterError(
                     f"Mechanism {acting[0]!r} acts at the stage {stage.value!r}, between the cache and what heads "
                     "read, which a server's attention kernel does alone; serve this model with headwater serve, "

@@ -180,7 +180,12 @@ class Attention(Staged, JoinsLinears):
     def gather_kv(self, context: Context) -> KV:
         """Keys and values that all heads attend to, [B, K, S, d] each."""
         by_group = [group.select_kv(context.sources) for group in self.groups]
-        kv = KV(*(join_groups(tensors, dim=1) for tensors in zip(*by_group, strict=True)))
+        return self.transform_history(
+            KV(*(join_groups(tensors, dim=1) for tensors in zip(*by_group, strict=True))), context
+        )
+
+    def transform_history(self, kv: KV, context: Context) -> KV:
+        """Make what heads attend to, [B, K, S, d] each, of what caches hold for all of them."""
         k, v = self.run_stage(Stage.ATTENDED_KV, kv, context)
         return KV(self.finish_keys(k, kv.v) if self.plan.latent_heads else k, v)
 

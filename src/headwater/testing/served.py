@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from headwater.engines.paged import FlatBatch, PagedEngine
+from headwater.engines.gathering import GatheringEngine, needs_gathering
+from headwater.engines.paged import FlatBatch, KernelEngine
 from headwater.engines.pages import Page
 from headwater.engines.split import Portion
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -25,7 +26,7 @@ from headwater.nn.engine import AttentionLayer
 TAKEN_BACK = 2
 
 
-class NaiveEngine(PagedEngine):
+class NaiveEngine(KernelEngine):
     """Attention over the blocks of one sequence after another."""
 
     def read_heads(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
@@ -71,7 +72,8 @@ class Server:
         element = next(model.parameters()).element_size()
         share = share or Portion(model.config)
         page = Page(share.narrow_config, share.plans, self.size, element, TAKEN_BACK)
-        self.engine = NaiveEngine(page, share.slopes)
+        kind = GatheringEngine if any(map(needs_gathering, share.plans)) else NaiveEngine
+        self.engine = kind(page, share.slopes)
         self.prefix_blocks: dict[tuple[int, ...], int] = {}  # prefix -> its block
         self.block_count = 0
 

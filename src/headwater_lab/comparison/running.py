@@ -27,6 +27,7 @@ from headwater_lab.comparison.trials import (
     order_jobs,
 )
 from headwater_lab.comparison.tuning import choose_rates, name_outermost
+from headwater_lab.recipe.comparison_section import Compare
 from headwater_lab.recipe.recipe import Recipe, naming_arm
 from headwater_lab.training.records import ENDED, find_record
 from headwater_lab.training.stages import list_configs
@@ -73,10 +74,7 @@ def run_comparison(
         _check_models(trials)
         rates: dict[str, float] = {}
         if section.tried_rates:
-            tries = _choose_tuning_trials(recipe, out, only)
-            rates = choose_rates(tries, run_trials(tries, workers, on_change) if tries else [])
-            rates = rates or dict.fromkeys(section.arms, section.tried_rates[0])
-            name_outermost(rates, section.tried_rates, tell)
+            rates = _tune_rates(section, _choose_tuning_trials(recipe, out, only), workers, on_change, tell)
             trials = [replace(t, recipe=choose_rate(t.recipe, section, rates[t.experiment.arm])) for t in trials]
         check_settings(recipe, rates, runs, out)
         adopt_experiment(recipe, runs, out)
@@ -88,6 +86,17 @@ def run_comparison(
             if section.baseline in arms:
                 measure_prices(arms, section.baseline, find_folder(recipe, size, out), tell)
         return outcomes
+
+
+def _tune_rates(
+    section: Compare, tries: list[Trial], workers: int | None, on_change: OnChange | None, tell: Told
+) -> dict[str, float]:
+    """Find each arm's learning rate by its tuning runs, of which a single rate needs none."""
+    if not tries:
+        return dict.fromkeys(section.arms, section.tried_rates[0])
+    rates = choose_rates(tries, run_trials(tries, workers, on_change))
+    name_outermost(rates, section.tried_rates, tell)
+    return rates
 
 
 def _check_models(trials: Sequence[Trial]) -> None:

@@ -169,7 +169,7 @@ def make_tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Pat
 
 
 def list_tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
-    """List every arm at every learning rate with every tuning seed, the same budget for each; none for a single rate."""
+    """List every arm at every learning rate with every tuning seed, the same for each arm; none for a single rate."""
     section = recipe.compare
     assert section is not None
     if len(section.tried_rates) == 1:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headwater.engines.paged import PagedEngine
+from headwater.engines.paged import KernelEngine
 from headwater.nn.engine import AttentionLayer
 
 
@@ -24,8 +24,8 @@ def kernel(**arguments: Any) -> Tensor:
     return fa_utils.flash_attn_varlen_func(**arguments, fa_version=version)
 
 
-class FlashEngine(PagedEngine):
-    """`PagedEngine` with vLLM's FlashAttention. A block's keys are [heads, tokens, d], as for CPUs, read by strides."""
+class FlashEngine(KernelEngine):
+    """vLLM's FlashAttention over blocks, whose keys are [heads, tokens, d], as for CPUs, read by strides."""
 
     def read_heads(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
         batch: Any = self.batch

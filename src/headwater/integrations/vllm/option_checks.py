@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from headwater.config.layers import layer_config
 from headwater.config.planner import plan_layers
+from headwater.engines.gathering import needs_gathering
 from headwater.engines.pages import check_servable
 from headwater.engines.split import Portion
 from headwater.integrations.vllm import describe_older
@@ -62,9 +63,9 @@ def _list_refusals(vllm_config: Any) -> list[tuple[bool, str]]:
             "pipeline_parallel_size.",
         ),
         (
-            any(plan.value_part == "k" for plan in plan_layers(model.hf_config)),
-            "vLLM's kernels store keys and values in different orders, so they cannot read keys as values; export the "
-            "model with --materialise, which stores both, or use headwater serve.",
+            parallel.world_size > 1 and any(map(needs_gathering, plan_layers(model.hf_config))),
+            "headwater's plugin serves a model whose heads read latents, or keys as values, in one process only; leave "
+            "out tensor_parallel_size.",
         ),
         (
             model.quantization is not None,
@@ -126,6 +127,8 @@ def _check_blocks(config: Any, cache: Any, device: str) -> None:
             "This model keeps raw tokens at the ends of blocks, so prefixes match by whole blocks; leave out "
             "prefix_match_unit."
         )
+    if any(map(needs_gathering, plan_layers(config))):
+        return
     # FlashAttention supports the multiples of 8 up to 256.
     sizes = CPUAttentionBackend.get_supported_head_sizes() if device == "cpu" else list(range(8, 257, 8))
     for layer in range(config.num_hidden_layers):

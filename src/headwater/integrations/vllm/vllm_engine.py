@@ -19,8 +19,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_i
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from headwater.config.layers import layer_config
+from headwater.config.plan import LayerPlan
 from headwater.config.planner import plan_layers
-from headwater.engines.paged import FlatBatch, PagedEngine
+from headwater.engines.gathering import GatheringEngine, needs_gathering
+from headwater.engines.paged import FlatBatch, KernelEngine, PagedEngine
 from headwater.engines.pages import Page
 from headwater.engines.split import Portion
 from headwater.integrations.vllm.flash import FlashEngine
@@ -91,7 +93,7 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         # vLLM requires equal block sizes in all processes.
         least = max(Page(share.narrow_config, share.plans, *size, spare).size for share in shares)
         self.config, self.num_heads, self.name = portion.config, len(portion.queries), name
-        kind = CPUEngine if vllm_config.device_config.device_type == "cpu" else FlashEngine
+        kind = choose_engine(vllm_config.device_config.device_type, portion.plans)
         self.engine = kind(Page(portion.narrow_config, portion.plans, *size, spare, least), portion.slopes)
         self.kv_cache = torch.tensor([])
         vllm_config.compilation_config.static_forward_context[name] = self
@@ -133,8 +135,15 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         self.engine.batch = batch
 
 
-class CPUEngine(PagedEngine):
-    """`PagedEngine` with vLLM's kernel for CPUs."""
+def choose_engine(device: str, plans: Sequence[LayerPlan]) -> type[PagedEngine]:
+    """Choose how layers read their blocks on a device."""
+    if any(map(needs_gathering, plans)):
+        return GatheringEngine
+    return CPUEngine if device == "cpu" else FlashEngine
+
+
+class CPUEngine(KernelEngine):
+    """`KernelEngine` with vLLM's kernel for CPUs."""
 
     def __init__(self, page: Page, slopes: Tensor | None = None) -> None:
         super().__init__(page, slopes)
