@@ -189,13 +189,83 @@ def test_a_model_that_ignores_the_cache_is_refused():
         read_logits(model, torch.zeros(1, 200, dtype=torch.long), 4)
 
 
+def run_example(monkeypatch, name, *arguments):
+    script = TASKS.parent / name
+    monkeypatch.setattr("sys.argv", [str(word) for word in (script, *arguments)])
+    return runpy.run_path(str(script), run_name="__main__")
+
+
+FOLLOWED = {
+    "lowercase": ([], "all is well.", "All is well."),
+    "capitals": ([], "ALL IS WELL.", "ALL is WELL."),
+    "bullets": ([2], "Two:\n* a\n* b", "* a\n* b\n* c"),
+    "words": (["river", "bread"], "Bread by the River!", "Breads by the river."),
+    "without": (["is"], "This island.", "It IS."),
+    "commas": ([], "One and two.", "One, two."),
+    "ending": (["I hope this helps."], "Yes. I hope this helps.\n", "I hope this helps. Yes."),
+    "quotes": ([], '"Yes."', '"Yes."!'),
+    "shorter": ([3], "One two.", "One two three."),
+    "longer": ([3], "One two three.", "One two."),
+    "postscript": ([], "Dear friend, yes.\nP.S. No.", "Dear friend, yes."),
+    "json": ([], '```json\n{"a": 1}\n```', '{"a": 1'),
+}
+
+
+def test_each_instruction_is_told_from_its_opposite():
+    example = runpy.run_path(str(TASKS.parent / "instructions.py"))
+    assert FOLLOWED.keys() == example["INSTRUCTIONS"].keys()
+    for name, (values, right, wrong) in FOLLOWED.items():
+        scores = [
+            example["check_answer"]({"instruction": name, "values": values, "completion": answer})
+            for answer in (right, wrong, " ")
+        ]
+        assert scores == [True, False, False], name
+
+
+def test_instructions_are_written_checked_and_made_into_texts(tmp_path, monkeypatch, capsys):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    for topics in ("testing", "healing"):
+        run_example(
+            monkeypatch,
+            "instructions.py",
+            "write",
+            tmp_path,
+            "--topics",
+            topics,
+            "--items",
+            24,
+            "--out",
+            tmp_path / topics,
+        )
+    rows = [json.loads(line) for line in (tmp_path / "testing").read_text().splitlines()]
+    assert [row["instruction"] for row in rows] == [*FOLLOWED] * 2
+    assert 0 < (tmp_path / "healing").read_text().count("instruction") < 24
+
+    def answer(name, *answers):
+        lines = [json.dumps(row | {"completion": answers[number % len(answers)]}) for number, row in enumerate(rows)]
+        (tmp_path / name).write_text("\n".join(lines))
+        return tmp_path / name
+
+    silent, wordless = answer("silent", ""), answer("wordless", "", "-")
+    run_example(monkeypatch, "instructions.py", "check", silent, wordless)
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert "0.0 ± 0.0 % of 24" in first
+    # Every second prompt is answered, with "-".
+    followed = sum(name in ("capitals", "commas", "without") for name in [*FOLLOWED][1::2]) * 2
+    assert f"{100 * followed / 24:.1f} ± " in second
+    assert f"minus the first {100 * followed / 24:.1f}" in second
+    run_example(monkeypatch, "instructions.py", "texts", wordless, "--out", tmp_path / "texts.jsonl", "--end", "$")
+    texts = [json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert texts[1] == rows[1]["prompt"] + "-$"
+
+
 def test_numbers_hidden_in_a_text_are_asked_for(tmp_path, run, monkeypatch):
     write_model(tmp_path / "model", build(vocab_size=257, max_position_embeddings=512), byte_tokenizer())
     text = write(tmp_path / "text" / "a.txt", "".join(f"Sentence {number} says so. " for number in range(60)))
-    script = TASKS.parent / "needle.py"
     arguments = [text / "a.txt", tmp_path / "model", "--tokens", 500, "--items", 6, "--out", tmp_path / "needle"]
-    monkeypatch.setattr("sys.argv", [str(word) for word in (script, *arguments)])
-    runpy.run_path(str(script), run_name="__main__")
+    run_example(monkeypatch, "needle.py", *arguments)
     items = [json.loads(line) for line in (tmp_path / "needle" / "needle_500.jsonl").read_text().splitlines()]
     assert len(items) == 6
     for index, item in enumerate(items):
