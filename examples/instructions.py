@@ -1,13 +1,21 @@
-"""Measure whether a model follows instructions that a program can check, and write its answers as texts to heal on:
+"""Measure whether a chat model follows instructions that a program can check, and make texts of its answers to heal on:
 
-    python examples/instructions.py write smollm2 --out asked.jsonl
-    headwater generate smollm2 --jsonl asked.jsonl --temperature 0 --stop '<|im_end|>' > original.jsonl
-    headwater generate smaller --jsonl asked.jsonl --temperature 0 --stop '<|im_end|>' > smaller.jsonl
+    headwater retrofit HuggingFaceTB/SmolLM2-135M-Instruct --out original
+    python examples/instructions.py write original --out asked.jsonl
+    headwater generate original --jsonl asked.jsonl --temperature 0 --max-new-tokens 400 > original.jsonl
+    headwater generate smaller --jsonl asked.jsonl --temperature 0 --max-new-tokens 400 > smaller.jsonl
     python examples/instructions.py check original.jsonl smaller.jsonl
 
-The second file is compared with the first, prompt by prompt. With `--topics healing`, `write` asks about other topics,
-half of the time without an instruction; `texts` makes texts of the answers, for `headwater convert --text`.
-The instructions are of the kind of IFEval (arXiv 2311.07911).
+The second model is compared with the first, prompt by prompt. An answer of fewer than five words follows nothing.
+To make texts:
+
+    python examples/instructions.py write original --topics healing --items 2000 --out prompts.jsonl
+    headwater generate original --jsonl prompts.jsonl --max-new-tokens 400 > answers.jsonl
+    python examples/instructions.py texts answers.jsonl --out texts.jsonl
+    headwater convert original --latent-width 192 --heal 1M --text texts.jsonl --out smaller
+
+They are about other topics, and half of them have instructions of the same kinds. The kinds are like those of IFEval
+(arXiv 2311.07911).
 """
 
 import argparse
@@ -16,7 +24,7 @@ import math
 import random
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -37,13 +45,13 @@ ENDINGS = "Thank you for reading.", "I hope this helps.", "That is all for now."
 
 
 def find_words(answer: str) -> list[str]:
-    return re.findall(r"[a-z']+", answer.lower())
+    return re.findall(r"[a-z]+(?:'[a-z]+)*", answer.lower().replace("’", "'"))
 
 
 def is_json(answer: str) -> bool:
     try:
-        return isinstance(json.loads(answer.strip().removeprefix("```json").strip("`\n ")), dict)
-    except ValueError:
+        return isinstance(json.loads(re.sub(r"^```(json)?|```$", "", answer.strip(), flags=re.IGNORECASE)), dict)
+    except (ValueError, RecursionError):
         return False
 
 
@@ -51,15 +59,13 @@ INSTRUCTIONS = {
     "lowercase": Instruction(
         "Write your whole answer in lowercase letters, without any capital letter.",
         lambda draw: [],
-        lambda answer: answer == answer.lower(),
+        str.islower,
     ),
-    "capitals": Instruction(
-        "Write your whole answer in capital letters.", lambda draw: [], lambda answer: answer == answer.upper()
-    ),
+    "capitals": Instruction("Write your whole answer in capital letters.", lambda draw: [], str.isupper),
     "bullets": Instruction(
         "Answer with exactly {0} bullet points, each on a line of its own that begins with '* '.",
         lambda draw: [draw.randint(2, 5)],
-        lambda answer, count: len(re.findall(r"^\s*\* ", answer, re.MULTILINE)) == count,
+        lambda answer, count: len(re.findall(r"^\* ", answer, re.MULTILINE)) == count,
     ),
     "words": Instruction(
         "Use the words '{0}' and '{1}' in your answer.",
@@ -80,7 +86,7 @@ INSTRUCTIONS = {
     "quotes": Instruction(
         "Put your whole answer in double quotation marks.",
         lambda draw: [],
-        lambda answer: len(answer.strip()) > 2 and answer.strip()[0] + answer.strip()[-1] == '""',
+        lambda answer: re.fullmatch(r'["“][^"“”]+["”]', answer.strip()) is not None,
     ),
     "shorter": Instruction(
         "Answer in fewer than {0} words.",
@@ -120,58 +126,76 @@ TOPICS = {
 
 
 def write_prompts(options: argparse.Namespace) -> None:
-    """Write prompts in the model's chat format, each with its instruction and values."""
+    """Write different prompts in the model's chat format, with their instructions."""
     tokenizer, draw = AutoTokenizer.from_pretrained(options.model), random.Random(f"{options.topics}:{options.seed}")
-    topics = TOPICS[options.topics].split(", ")
-    with options.out.open("x", encoding="utf-8") as file:
-        for number in range(options.items):
-            row, content = {}, draw.choice(REQUESTS).format(draw.choice(topics))
-            if options.topics == "testing" or draw.random() < 0.5:
-                name = [*INSTRUCTIONS][number % len(INSTRUCTIONS)]
-                values = INSTRUCTIONS[name].draw(draw)
-                row, content = (
-                    {"instruction": name, "values": values},
-                    f"{content} {INSTRUCTIONS[name].text.format(*values)}",
-                )
-            chat = [{"role": "user", "content": content}]
-            prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            file.write(json.dumps({"prompt": prompt} | row) + "\n")
+    if tokenizer.chat_template is None:
+        sys.exit(f"{options.model} has no chat template; pass a chat model.")
+    rows: dict[str, dict[str, Any]] = {}
+    for _ in range(20 * options.items):
+        name = [*INSTRUCTIONS][len(rows) % len(INSTRUCTIONS)]
+        content = draw.choice(REQUESTS).format(draw.choice(TOPICS[options.topics].split(", ")))
+        row: dict[str, Any] = {}
+        if options.topics == "testing" or draw.random() < 0.5:
+            row = {"instruction": name, "values": INSTRUCTIONS[name].draw(draw)}
+            content += " " + INSTRUCTIONS[name].text.format(*row["values"])
+        chat = [{"role": "user", "content": content}]
+        prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        # `headwater generate` adds the token that begins a text.
+        prompt = prompt.removeprefix(tokenizer.bos_token or "") if tokenizer("").input_ids else prompt
+        rows[content] = {"prompt": prompt, "content": content} | row
+        if len(rows) == options.items:
+            return write_rows(options.out, rows.values())
+    sys.exit(f"There are not {options.items:,} different prompts; pass fewer --items.")
 
 
 def write_texts(options: argparse.Namespace) -> None:
-    """Write each prompt with its answer as a text."""
-    with options.out.open("x", encoding="utf-8") as file:
-        for row in read_rows(options.answers):
-            file.write(json.dumps({"text": row["prompt"] + row["completion"] + options.end}) + "\n")
+    """Write each request with its answer as a conversation, unless the answer was cut off."""
+    rows = [row for row in read_answers(options.answers) if row.get("finish_reason") != "length"]
+    pairs = [(("user", row["content"]), ("assistant", row["completion"])) for row in rows]
+    write_rows(options.out, ({"messages": [{"role": r, "content": c} for r, c in pair]} for pair in pairs))
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    if path.exists():
+        sys.exit(f"{path} exists; choose another --out.")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def read_answers(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        sys.exit(f"There is no file {path}.")
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    if not all({"content", "completion"} <= row.keys() for row in rows):
+        sys.exit(f"{path} is not what headwater generate --jsonl prints for the prompts of write.")
+    return rows
 
 
 def check_answers(options: argparse.Namespace) -> None:
     """Print how many instructions each file's answers follow, with standard errors."""
-    files = {path: read_rows(path) for path in options.answers}
-    prompts = [[row["prompt"] for row in rows] for rows in files.values()]
-    if any(others != prompts[0] for others in prompts):
-        sys.exit("The files answer different prompts; generate them from the same one.")
-    scores = {path: [float(check_answer(row)) for row in rows] for path, rows in files.items()}
-    first = next(iter(scores.values()))
+    files = {path: read_answers(path) for path in options.answers}
+    first = files[options.answers[0]]
+    if any([row["content"] for row in rows] != [row["content"] for row in first] for rows in files.values()):
+        sys.exit("The files answer different prompts; generate them from the same ones.")
+    if len(first) < 2 or not all("instruction" in row for row in first):
+        sys.exit(f"{options.answers[0]} needs at least two prompts of --topics testing, with an instruction each.")
+    scores = {path: [float(is_followed(row)) for row in rows] for path, rows in files.items()}
     for path, followed in scores.items():
         line = f"{path}: {show_mean(followed)} % of {len(followed)} instructions"
-        if followed is not first:
-            line += f", minus the first {show_mean([a - b for a, b in zip(followed, first, strict=True)])}"
-        print(line)
-    names = [row["instruction"] for row in next(iter(files.values()))]
-    for name in INSTRUCTIONS:
+        if path != options.answers[0]:
+            pairs = zip(followed, scores[options.answers[0]], strict=True)
+            line += f", minus the first {show_mean([new - old for new, old in pairs])}"
+        cut = sum(row.get("finish_reason") == "length" for row in files[path])
+        print(line + (f"; {cut} answers were cut off" if cut else ""))
+    names = [row["instruction"] for row in first]
+    for name in dict.fromkeys(names):
         shares = [fmean(s for s, of in zip(followed, names, strict=True) if of == name) for followed in scores.values()]
         print(f"  {name:10}", *(f"{100 * share:5.0f}" for share in shares))
 
 
-def check_answer(row: dict[str, Any]) -> bool:
-    """Whether an answer follows its instruction; an empty one never does."""
+def is_followed(row: dict[str, Any]) -> bool:
+    """Whether an answer of five words or more follows its instruction."""
     answer = row["completion"]
-    return bool(answer.strip()) and INSTRUCTIONS[row["instruction"]].is_followed(answer, *row["values"])
+    return len(find_words(answer)) >= 5 and INSTRUCTIONS[row["instruction"]].is_followed(answer, *row["values"])
 
 
 def show_mean(values: list[float]) -> str:
@@ -182,14 +206,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     write = commands.add_parser("write", help=write_prompts.__doc__)
-    write.add_argument("model", help="a model with a chat template: a folder or a name on the hub")
+    write.add_argument("model", help="a chat model: a folder or a name on the hub")
     write.add_argument("--topics", choices=[*TOPICS], default="testing")
     write.add_argument("--items", type=int, default=240)
     write.add_argument("--seed", type=int, default=0)
     write.set_defaults(run=write_prompts)
     texts = commands.add_parser("texts", help=write_texts.__doc__)
     texts.add_argument("answers", type=Path)
-    texts.add_argument("--end", default="<|im_end|>\n", help="what ends an answer in the chat format")
     texts.set_defaults(run=write_texts)
     for command in (write, texts):
         command.add_argument("--out", type=Path, required=True, help="the new JSONL file")

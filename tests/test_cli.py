@@ -73,13 +73,16 @@ def test_prompts_from_stdin_and_jsonl(run, recipe, tmp_path, monkeypatch):
     assert "36 tokens" in err
     made = [json.loads(line) for line in out.splitlines()]
     assert [row["prompt"] + row["completion"] for row in made] == single
+    assert {row["finish_reason"] for row in made} == {"length"}
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     assert run("generate", tmp_path / "run", "--jsonl", "-", *greedy)[1] == out
 
     stop = made[0]["completion"][4]
     code, out, _ = run("generate", tmp_path / "run", "--jsonl", tmp_path / "prompts.jsonl", *greedy, "--stop", stop)
-    assert [json.loads(line)["completion"] for line in out.splitlines()] == [
-        row["completion"].split(stop)[0] for row in made
+    stopped = [json.loads(line) for line in out.splitlines()]
+    assert [row["completion"] for row in stopped] == [row["completion"].split(stop)[0] for row in made]
+    assert [row["finish_reason"] for row in stopped] == [
+        "stop" if stop in row["completion"] else "length" for row in made
     ]
     # A text of several tokens, which streaming must hold back until it is clear that it is not the end.
     for row, begun in zip(made, (slice(3, 6), slice(0, 2), slice(8, 11)), strict=True):

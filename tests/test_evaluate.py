@@ -196,18 +196,18 @@ def run_example(monkeypatch, name, *arguments):
 
 
 FOLLOWED = {
-    "lowercase": ([], "all is well.", "All is well."),
-    "capitals": ([], "ALL IS WELL.", "ALL is WELL."),
-    "bullets": ([2], "Two:\n* a\n* b", "* a\n* b\n* c"),
-    "words": (["river", "bread"], "Bread by the River!", "Breads by the river."),
-    "without": (["is"], "This island.", "It IS."),
-    "commas": ([], "One and two.", "One, two."),
+    "lowercase": ([], "all is well with me, 1.", "12345 67890 - all of it is Well."),
+    "capitals": ([], "ALL IS WELL WITH ME.", "ALL IS WELL WITH me."),
+    "bullets": ([2], "Two of them:\n* one\n* and two", "* one of them\n  * and two of them"),
+    "words": (["river", "bread"], "The 'bread' lies by the River!", "The breads lie by the river."),
+    "without": (["is"], "This island wasn't near us.", "It 'IS' near to us."),
+    "commas": ([], "One and two and three.", "One, two, three, four, five."),
     "ending": (["I hope this helps."], "Yes. I hope this helps.\n", "I hope this helps. Yes."),
-    "quotes": ([], '"Yes."', '"Yes."!'),
-    "shorter": ([3], "One two.", "One two three."),
-    "longer": ([3], "One two three.", "One two."),
-    "postscript": ([], "Dear friend, yes.\nP.S. No.", "Dear friend, yes."),
-    "json": ([], '```json\n{"a": 1}\n```', '{"a": 1'),
+    "quotes": ([], "“Yes, that is all well.”", '"Yes" and "No" and so "on and on"'),
+    "shorter": ([6], "It’s one of the words.", "It’s one of the six words."),
+    "longer": ([6], "It's one of the six words.", "It’s one of the words."),
+    "postscript": ([], "Dear friend, yes, it is.\nP.S. No.", "Dear friend, yes, it is."),
+    "json": ([], '```JSON\n{"a": "one two three four"}\n```', '{"a": "one two three four"' + "[" * 5000),
 }
 
 
@@ -215,50 +215,59 @@ def test_each_instruction_is_told_from_its_opposite():
     example = runpy.run_path(str(TASKS.parent / "instructions.py"))
     assert FOLLOWED.keys() == example["INSTRUCTIONS"].keys()
     for name, (values, right, wrong) in FOLLOWED.items():
-        scores = [
-            example["check_answer"]({"instruction": name, "values": values, "completion": answer})
-            for answer in (right, wrong, " ")
-        ]
-        assert scores == [True, False, False], name
+        rows = [{"instruction": name, "values": values, "completion": answer} for answer in (right, wrong, "x", "")]
+        assert [example["is_followed"](row) for row in rows] == [True, False, False, False], name
 
 
 def test_instructions_are_written_checked_and_made_into_texts(tmp_path, monkeypatch, capsys):
     tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+
+    def use(*words):
+        run_example(monkeypatch, "instructions.py", *words)
+
+    with pytest.raises(SystemExit, match="has no chat template"):
+        use("write", tmp_path, "--out", tmp_path / "testing")
     tokenizer.chat_template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     for topics in ("testing", "healing"):
-        run_example(
-            monkeypatch,
-            "instructions.py",
-            "write",
-            tmp_path,
-            "--topics",
-            topics,
-            "--items",
-            24,
-            "--out",
-            tmp_path / topics,
-        )
+        use("write", tmp_path, "--topics", topics, "--items", 24, "--out", tmp_path / topics)
+    with pytest.raises(SystemExit, match="exists; choose another --out"):
+        use("write", tmp_path, "--items", 24, "--out", tmp_path / "testing")
+    with pytest.raises(SystemExit, match="not 100,000 different prompts"):
+        use("write", tmp_path, "--topics", "healing", "--items", 100_000, "--out", tmp_path / "more")
     rows = [json.loads(line) for line in (tmp_path / "testing").read_text().splitlines()]
     assert [row["instruction"] for row in rows] == [*FOLLOWED] * 2
+    assert len({row["prompt"] for row in rows}) == 24
+    assert all(row["prompt"].endswith(f"<{row['content']}>") for row in rows)
     assert 0 < (tmp_path / "healing").read_text().count("instruction") < 24
 
-    def answer(name, *answers):
+    def answer(name, *answers, rows=rows):
         lines = [json.dumps(row | {"completion": answers[number % len(answers)]}) for number, row in enumerate(rows)]
-        (tmp_path / name).write_text("\n".join(lines))
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
         return tmp_path / name
 
-    silent, wordless = answer("silent", ""), answer("wordless", "", "-")
-    run_example(monkeypatch, "instructions.py", "check", silent, wordless)
+    silent, loud = answer("silent", ""), answer("loud", "", "IT IS ALL ONE,\u2028FOR ALL")
+    use("check", silent, loud)
     first, second = capsys.readouterr().out.splitlines()[:2]
     assert "0.0 ± 0.0 % of 24" in first
-    # Every second prompt is answered, with "-".
-    followed = sum(name in ("capitals", "commas", "without") for name in [*FOLLOWED][1::2]) * 2
-    assert f"{100 * followed / 24:.1f} ± " in second
-    assert f"minus the first {100 * followed / 24:.1f}" in second
-    run_example(monkeypatch, "instructions.py", "texts", wordless, "--out", tmp_path / "texts.jsonl", "--end", "$")
-    texts = [json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
-    assert texts[1] == rows[1]["prompt"] + "-$"
+    # Every second prompt is answered, and of these kinds only capitals.
+    assert "8.3 ± 5.8 %" in second
+    assert "minus the first 8.3 ± 5.8" in second
+    topics = [json.loads(line) for line in (tmp_path / "healing").read_text().splitlines()]
+    for files, message in (
+        ([tmp_path / "none"], "no file"),
+        ([tmp_path / "testing"], "not what headwater generate"),
+        ([answer("topics", "x", rows=topics)], "an instruction each"),
+        ([silent, answer("fewer", "x", rows=rows[1:])], "different prompts"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            use("check", *files)
+    half = [row | {"finish_reason": ("stop", "length")[number % 2]} for number, row in enumerate(rows)]
+    use("texts", answer("half", "A.", "B", rows=half), "--out", tmp_path / "texts.jsonl")
+    texts = [json.loads(line)["messages"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert [[message["content"] for message in text] for text in texts] == [[row["content"], "A."] for row in rows[::2]]
+    assert {message["role"] for text in texts for message in text} == {"user", "assistant"}
 
 
 def test_numbers_hidden_in_a_text_are_asked_for(tmp_path, run, monkeypatch):

@@ -44,7 +44,8 @@ def generate_text(
     """Continue a prompt and print the text as it is generated; or continue many prompts, as JSONL.
 
     prompt: The text to continue; - reads it from stdin.
-    jsonl: JSONL file with one {"prompt": "…"} per line, or - for stdin; continued in batches, printed as JSONL.
+    jsonl: JSONL file with one {"prompt": "…"} per line, or - for stdin; continued in batches, printed as JSONL
+        with "completion" and "finish_reason" (stop or length).
     max_new_tokens: Maximum number of tokens to generate.
     temperature: Sampling temperature; 0 is greedy.
     top_p: Sample from the most likely tokens with this total probability.
@@ -100,8 +101,9 @@ def generate_text(
         )
         tokens, seconds = tokens + continued.tokens, seconds + continued.seconds
         if jsonl is not None:
-            for row, completion in zip(batch, continued.texts, strict=True):
-                print_result(row | {"completion": completion}, [], as_json=True)
+            for row, completion, finished in zip(batch, continued.texts, continued.finished, strict=True):
+                result = {"completion": completion, "finish_reason": "stop" if finished else "length"}
+                print_result(row | result, [], as_json=True)
     stderr.print(
         f"{tokens} tokens, {tokens / seconds:,.0f} tokens/s, cache {continued.cache_bytes:,} bytes "
         f"({continued.reserved_bytes:,} reserved)",

@@ -44,9 +44,11 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
 
 @dataclass(frozen=True)
 class Continued:
-    """The result of `continue_prompts`: continuations, tokens, seconds, and the cache's bytes and reserved bytes."""
+    """The result of `continue_prompts`: continuations, whether each ended by itself, tokens, seconds, and the cache's
+    bytes and reserved bytes."""
 
     texts: list[str]
+    finished: list[bool]
     tokens: int
     seconds: float
     cache_bytes: int
@@ -108,8 +110,11 @@ def continue_prompts(
         generated = model.generate(ids, attention_mask=mask, past_key_values=cache, streamer=streamer, **options)
     seconds = time.perf_counter() - started
     new = generated[:, longest:]
-    texts = [before_stop(tokenizer.decode(row, skip_special_tokens=True), stop) for row in new]
-    return Continued(texts, int(new.ne(end).sum()), seconds, cache_bytes(cache), cache_bytes(cache, reserved=True))
+    whole = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
+    texts = [before_stop(text, stop) for text in whole]
+    finished = [text != cut or bool(row.eq(end).any()) for text, cut, row in zip(whole, texts, new, strict=True)]
+    tokens = int(new.ne(end).sum())
+    return Continued(texts, finished, tokens, seconds, cache_bytes(cache), cache_bytes(cache, reserved=True))
 
 
 def _check_texts(prompts: Sequence[str], stop: Sequence[str]) -> None:

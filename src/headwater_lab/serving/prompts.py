@@ -39,8 +39,10 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
             raise HeadwaterError(f"Line {number} of {name!r} is not JSON: {error}.") from error
         if not (isinstance(content, dict) and isinstance(content.get("prompt"), str)):
             raise HeadwaterError(f'Line {number} of {name!r} has no text under "prompt".')
-        if "completion" in content:
-            raise HeadwaterError(f'Line {number} of {name!r} has a "completion", which would be replaced; rename it.')
+        if replaced := sorted(content.keys() & {"completion", "finish_reason"}):
+            raise HeadwaterError(
+                f'Line {number} of {name!r} has a "{replaced[0]}", which would be replaced; rename it.'
+            )
         if unread := sorted(content.keys() & OF_ALL_LINES):
             raise HeadwaterError(
                 f"Line {number} of {name!r} has {unread[0]!r}, which is not read from a line; it is an option of the "
