@@ -53,7 +53,7 @@ def tiny(tmp_path):
         ("reporting.save_every=100", "in a run of 2 steps"),
         ("compare.margin=0.1; compare={baseline: a, arms: {a: {}, b: {seed: 1}}}", "compare.arms.b.seed has no effect"),
         ("compare.margin=0.1; compare={baseline: a, arms: {a: {}}}", "without compare.sequential=true"),
-        ("compare.tuning_seeds=[5]; compare={baseline: a, arms: {a: {}}}", "without compare.learning_rates"),
+        ("compare.tuning_seeds=[5]; compare={baseline: a, arms: {a: {}}}", "without learning rates to choose from"),
     ],
 )
 def test_a_field_without_effect_is_refused(tiny, override, why):
@@ -102,7 +102,7 @@ READERS = {
     "reporting.log_every": "reporting.log_every=2",
     "reporting.evaluate_every": "reporting.evaluate_every=2",
     "reporting.save_every": "reporting.save_every=1",
-    "compare.tuning_seeds": "compare={tuning_seeds: [5], learning_rates: [0.1], baseline: a, arms: {a: {}}}",
+    "compare.tuning_seeds": "compare={tuning_seeds: [5], learning_rates: [0.1, 0.2], baseline: a, arms: {a: {}}}",
     "compare.margin": DECIDED,
     "compare.min_seeds": f"{DECIDED}; compare.min_seeds=9",
     "compare.max_seeds": f"{DECIDED}; compare.max_seeds=9",

@@ -372,7 +372,10 @@ def test_a_plan_cannot_change_after_its_results_and_fixed_seeds_become_part_of_o
             SEQUENTIAL | {"arms": {"base": {}, "long": {}}, "budget_arms": ["long"]},
             "needs an arm other than the baseline and its",
         ),
-        (SEQUENTIAL | {"learning_rates": [1e-3], "tuning_seeds": [7], "arms": {"base": {}, "b": {}}}, r"share \[7\]"),
+        (
+            SEQUENTIAL | {"learning_rates": [1e-3, 1e-2], "tuning_seeds": [7], "arms": {"base": {}, "b": {}}},
+            r"share \[7\]",
+        ),
     ],
 )
 def test_wrong_fields_are_one_sentence(section, message):

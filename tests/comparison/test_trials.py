@@ -69,7 +69,7 @@ def test_what_cannot_be_trained_side_by_side_is_refused(tmp_path, compare, train
     [
         ({"seeds": [1, 2, 1]}, "seeds has an entry twice"),
         ({"learning_rates": [0.1, 0.2], "tuning_seeds": [8, 8]}, "tuning_seeds has an entry twice"),
-        ({"learning_rates": [1e-3], "tuning_seeds": [1]}, r"share \[1\]"),
+        ({"learning_rates": [1e-3, 1e-2], "tuning_seeds": [1]}, r"share \[1\]"),
         ({"learning_rates": [0]}, "learning_rates"),
         ({"learning_rates": [1e-3, 1.0000000001e-3]}, "names a rate twice"),
         ({"arms": {"base": {}, "other": {"seed": 3}}}, r"arms.other.seed has no effect"),

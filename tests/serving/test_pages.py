@@ -9,12 +9,14 @@ from conftest import assert_near, build, config
 from headwater import HeadwaterError
 from headwater.config.planner import plan_layers
 from headwater.cost.counts import cache_bytes, cache_bytes_per_token
+from headwater.engines.gathering import GatheringEngine
 from headwater.engines.paged import FlatBatch
 from headwater.engines.pages import Page, check_servable
 from headwater.mechanisms import KVShift
 from headwater.testing.served import NaiveEngine, Server, make_prompts
 
 EVERYTHING = {"value_residual": {}, "skip_layer": {}, "kv_shift": {"window": 3}, "smear": {}, "ngram_memory": {}}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 CASES = [
     ({}, {}),
     ({"svformer": {}}, {}),
@@ -77,6 +79,22 @@ def test_layers_with_more_heads_are_served_as_alone(mechanisms):
         assert_near(logits, alone[row][position])
 
 
+@pytest.mark.parametrize("mechanisms", [{"low_rank_kv": {}}, {"mla": {}}])
+def test_blocks_before_a_window_may_hold_anything(mechanisms):
+    """A server gives them to other sequences, which may write numbers that are not finite."""
+    model, ids = build(mechanisms, num_key_value_heads=1, sliding_window=4), torch.arange(1, 14)
+    engine = GatheringEngine(Page(model.config, model.plans, 4, 8))
+    engine.bind_memory(torch.full((5, engine.page.size), 0xFF, dtype=torch.uint8))
+    assert torch.isnan(engine.view_store(0, "k", torch.float64)).all()
+    steps = [(0, 12, [1, 2, 3, 0]), (12, 13, [0, 0, 3, 4])]
+    for start, end, blocks in steps:
+        engine.batch = FlatBatch(torch.tensor([0, end - start]), torch.tensor([end]), torch.tensor([blocks]), 4)
+        with torch.no_grad():
+            hidden = model.model.serve_tokens(ids[start:end], engine.batch.position, engine)
+    with torch.no_grad():
+        assert_near(model.logits(hidden)[-1], model(ids[None], use_cache=False).logits[0, -1])
+
+
 def test_raw_tokens_without_room_are_an_error(monkeypatch):
     model = build({"kv_shift": {}})
     engine = NaiveEngine(Page(model.config, model.plans, 4, 8))
@@ -95,7 +113,12 @@ def test_raw_tokens_without_room_are_an_error(monkeypatch):
         ({"value_residual": {"target": "probabilities"}}, {}, "'value_residual' with its options needs masks"),
         ({"persistent_memory": {}}, {}, "'persistent_memory' with its options needs masks"),
         ({"blend": {"mechanisms": {"svformer": {}}}}, {}, "'blend' acts at the stage 'transform_attended_kv'"),
-        ({}, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' follow"),
+        ({}, {"rope_parameters": DYNAMIC}, "'dynamic' follow"),
+        (
+            {},
+            {"sliding_window": 5, "sliding_layers": [1], "sliding_fields": {"rope_parameters": DYNAMIC}},
+            "'dynamic' f",
+        ),
     ],
 )
 def test_what_a_server_cannot_run_is_refused(mechanisms, changes, message):

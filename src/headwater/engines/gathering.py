@@ -39,17 +39,24 @@ class GatheringEngine(PagedEngine):
         return torch.cat([self.read_sequence(attention, *sequence) for sequence in sequences])
 
     def read_sequence(self, attention: Attention, q: Tensor, blocks: Tensor, length: int) -> Tensor:
-        """Return what each head of a sequence's last tokens, q [T, H, d], reads from all `length` tokens, [T, H, d]."""
-        plan, blocks = attention.plan, blocks[: -(-length // self.page.block_size)]
+        """Return what each head of a sequence's last tokens, q [T, H, d], reads from all `length` tokens, [T, H, d].
+
+        Blocks before a sliding window are left out: the server may have given them to other sequences.
+        """
+        plan, size, window = attention.plan, self.page.block_size, attention.sliding_window
+        first = 0 if window is None else max(0, length - len(q) - window + 1) // size
+        positions = torch.arange(first * size, length, device=q.device)
+        blocks = blocks[first : -(-length // size)]
         keys = [self.gather_heads(group.k, "k", group.k_heads, blocks, q.dtype) for group in plan.groups]
-        k = join_groups(keys, dim=1)[:, :, :length]
+        k = join_groups(keys, dim=1)[:, :, : len(positions)]
         if plan.latent_heads:
-            v = torch.arange(length, device=q.device)[None, None, :, None]
+            v = positions[None, None, :, None]
         else:
             parts = [(group.v, plan.all_layers[group.v].value_part, group.v_heads) for group in plan.groups]
-            v = join_groups([self.gather_heads(*part, blocks, q.dtype) for part in parts], dim=1)[:, :, :length]
+            values = [self.gather_heads(*part, blocks, q.dtype) for part in parts]
+            v = join_groups(values, dim=1)[:, :, : len(positions)]
         k, v = attention.transform_history(KV(k, v), Context([]))
-        q, mask = q.transpose(0, 1)[None], self.make_mask(attention, q, length)
+        q, mask = q.transpose(0, 1)[None], self.make_mask(attention, q, positions)
         kernel = attention_kernel("sdpa" if attention.softcap is None else "eager", q, k)
         return kernel(attention, q, k, v, mask, scaling=attention.scaling, softcap=attention.softcap)[0][0]
 
@@ -57,15 +64,16 @@ class GatheringEngine(PagedEngine):
         """Copy some heads of a layer's keys or values from a sequence's blocks, [1, heads, tokens, d]."""
         return select_heads(self.view_store(layer, kind, dtype)[blocks], heads).transpose(0, 1).flatten(1, 2)[None]
 
-    def make_mask(self, attention: Attention, q: Tensor, length: int) -> Tensor | None:
-        """Mask of the last tokens, q [T, H, d], over `length` keys; None where sdpa needs no mask."""
+    def make_mask(self, attention: Attention, q: Tensor, positions: Tensor) -> Tensor | None:
+        """Mask of the last tokens, q [T, H, d], over keys at `positions` [S]; None where sdpa needs no mask."""
         (count, heads, _), window = q.shape, attention.sliding_window
         slopes = self.slopes_of(attention, 0, heads)
-        if slopes is None and window is None and attention.softcap is None and count in (1, length):
+        if slopes is None and window is None and attention.softcap is None and count in (1, len(positions)):
             return None
-        positions = torch.arange(length, device=q.device)
         distance = positions[-count:, None] - positions
-        visible = (distance >= 0) & (distance < (length if window is None else window))
+        visible = distance >= 0
+        if window is not None:
+            visible &= distance < window
         if slopes is None:
             return visible[None, None]
         bias = -slopes.to(q.device)[:, None, None] * distance

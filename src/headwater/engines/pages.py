@@ -11,6 +11,7 @@ finds the tokens before those, as long as no more than `spare` are taken back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +20,7 @@ from headwater.config.capabilities import KeepsState, LimitsKernels
 from headwater.config.layers import layer_config
 from headwater.config.plan import LayerPlan, Stage
 from headwater.config.planner import plan_layers
+from headwater.config.rope import FOLLOW_LENGTH
 from headwater.cost.counts import ID, kept_numbers
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
@@ -126,18 +128,25 @@ def check_servable(config: HeadwaterConfig) -> None:
                 f"Mechanism {name!r} keeps a state in the cache, and a server's cache has raw tokens only; serve this "
                 "model with headwater serve, without --engine."
             )
-    for plan in plan_layers(config):
+    _check_stages(plan_layers(config))
+    layers = [layer_config(config, layer) for layer in range(config.num_hidden_layers)]
+    kinds = {(layer.rope_parameters or {}).get("rope_type") for layer in layers if layer.position == "rope"}
+    for kind in sorted(kinds & {*FOLLOW_LENGTH}):
+        raise HeadwaterError(
+            f"The frequencies of rope_type {kind!r} follow the longest sequence of a call, but a server batches many "
+            "requests into one call; serve this model with headwater serve, without --engine."
+        )
+
+
+def _check_stages(plans: Sequence[LayerPlan]) -> None:
+    """Raise `HeadwaterError` if a mechanism acts between the cache and what heads read."""
+    for plan in plans:
         for stage in INSIDE_KERNEL:
-            acting = plan.at(stage)
-            if acting and not (plan.latent_heads and stage is Stage.ATTENDED_KV):
+            expands = plan.latent_heads and stage is Stage.ATTENDED_KV  # by one mechanism, as `gathering` does it
+            acting = plan.at(stage)[1 if expands else 0 :]
+            if acting:
                 raise HeadwaterError(
                     f"Mechanism {acting[0]!r} acts at the stage {stage.value!r}, between the cache and what heads "
                     "read, which a server's attention kernel does alone; serve this model with headwater serve, "
                     "without --engine."
                 )
-    kind = (config.rope_parameters or {}).get("rope_type")
-    if config.position == "rope" and kind in ("dynamic", "longrope"):
-        raise HeadwaterError(
-            f"The frequencies of rope_type {kind!r} follow the longest sequence of a call, but a server batches many "
-            "requests into one call; serve this model with headwater serve, without --engine."
-        )

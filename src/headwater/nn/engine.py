@@ -29,6 +29,6 @@ class Engine(ABC):
     def attend(self, attention: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the new tokens' k and v, and return what each head of q reads, [B, T, H, d].
 
-        q [B, H, T, d]; k, v [B, heads, T, d] of the heads that the layer stores, after RoPE. Whose keys and values each
-        head attends to is in `attention.plan.groups`.
+        q [B, H, T, d]; k, v [B, heads, T, d] of the heads that the layer stores, after RoPE; a latent is stored before
+        it, with positions as v. Whose keys and values each head attends to is in `attention.plan.groups`.
         """

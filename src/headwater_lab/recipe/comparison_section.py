@@ -11,7 +11,7 @@ from headwater.util.errors import nearest
 from headwater_lab.recipe.ladder_section import Ladder
 from headwater_lab.util.settings import Count, ReadIf, Seed, Settings
 
-IF_TUNED = ReadIf(lambda recipe, name: bool(recipe.compare.tried_rates), "without compare.learning_rates")
+IF_TUNED = ReadIf(lambda recipe, name: len(recipe.compare.tried_rates) > 1, "without learning rates to choose from")
 IF_SEQUENTIAL = ReadIf(lambda recipe, name: recipe.compare.sequential, "without compare.sequential=true")
 
 
@@ -100,7 +100,7 @@ class Compare(Settings):
             raise ValueError(f"compare.match={self.match} would make all compare.budget_arms the same; leave one out")
         if self.learning_rates and self.ladder is not None:
             raise ValueError("compare.learning_rates and compare.ladder both set the rate; use ladder.multipliers")
-        if self.tried_rates and (shared := set(self.all_seeds) & set(self.tuning_seeds)):
+        if len(self.tried_rates) > 1 and (shared := set(self.all_seeds) & set(self.tuning_seeds)):
             raise ValueError(
                 f"compare.tuning_seeds and compare.seeds share {sorted(shared)}; seeds that choose a rate flatter it, "
                 f"so use other tuning_seeds"

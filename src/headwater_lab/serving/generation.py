@@ -83,10 +83,7 @@ def continue_prompts(
     _check_texts(prompts, stop)
     end = cast(int, separator_id(tokenizer))  # `load_for_generation` has checked that there is one
     warn_of_unknown(tokenizer, prompts)
-    if begin:
-        rows = [frame_text(tokenizer)[0] + ids for ids in encode_plainly(tokenizer, prompts)]
-    else:
-        rows = [tokenizer(prompt).input_ids or [end] for prompt in prompts]
+    rows = _encode_prompts(tokenizer, prompts, begin, end)
     longest = max(map(len, rows))
     _check_length(model, longest, max_new_tokens)
     ids = torch.tensor([[end] * (longest - len(row)) + row for row in rows], device=model.device)
@@ -110,11 +107,25 @@ def continue_prompts(
         generated = model.generate(ids, attention_mask=mask, past_key_values=cache, streamer=streamer, **options)
     seconds = time.perf_counter() - started
     new = generated[:, longest:]
-    whole = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
-    texts = [before_stop(text, stop) for text in whole]
-    finished = [text != cut or bool(row.eq(end).any()) for text, cut, row in zip(whole, texts, new, strict=True)]
-    tokens = int(new.ne(end).sum())
-    return Continued(texts, finished, tokens, seconds, cache_bytes(cache), cache_bytes(cache, reserved=True))
+    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
+    ends = new.eq(end).any(dim=1).tolist()
+    return Continued(
+        [before_stop(text, stop) for text in texts],
+        [ended or before_stop(text, stop) != text for text, ended in zip(texts, ends, strict=True)],
+        int(new.ne(end).sum()),
+        seconds,
+        cache_bytes(cache),
+        cache_bytes(cache, reserved=True),
+    )
+
+
+def _encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], begin: bool, end: int
+) -> list[list[int]]:
+    """The token ids of each prompt. begin: as in `continue_prompts`. end: the only token of an empty prompt."""
+    if begin:
+        return [frame_text(tokenizer)[0] + ids for ids in encode_plainly(tokenizer, prompts)]
+    return [tokenizer(prompt).input_ids or [end] for prompt in prompts]
 
 
 def _check_texts(prompts: Sequence[str], stop: Sequence[str]) -> None:
