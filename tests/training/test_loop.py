@@ -1,11 +1,13 @@
 """Training: what a run does, and that an interrupted one ends where an undisturbed one does."""
 
+import gc
 import itertools
 import json
 import os
 import signal
 import subprocess
 import time
+import weakref
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -55,6 +57,26 @@ def test_a_run_learns_and_records_what_it_did(recipe, tmp_path):
     assert record.flops == training_flops(model.config, 32) * record.tokens
     assert record.identity == made.identity
     assert sum(d.nats for d in record.documents) > 0
+
+
+def test_a_run_frees_the_model_of_an_earlier_one(recipe, tmp_path, monkeypatch):
+    """Stages, and a conversion's control, follow in one process."""
+    models, alive = [], []
+    plain = loop.TrainingRun.__init__
+
+    def watch(run, *arguments):
+        alive.append(sum(model() is not None for model in models))
+        plain(run, *arguments)
+        models.append(weakref.ref(run.model))
+
+    monkeypatch.setattr(loop.TrainingRun, "__init__", watch)
+    gc.disable()  # as if no collection came by itself
+    try:
+        for name in ("a", "b"):
+            train(recipe(training={"steps": 2}), tmp_path / name)
+    finally:
+        gc.enable()
+    assert alive == [0, 0]
 
 
 def test_a_start_that_drowns_the_tokens_is_told_of_once(recipe, tmp_path):

@@ -37,6 +37,7 @@ class FlatBatch:
         self.within = torch.arange(self.count, device=starts.device) - starts[self.sequence]  # among its new tokens
         self.position = self.first_position[self.sequence] + self.within
         self.lookbacks: dict[tuple[int, int], Lookback] = {}
+        self.histories: dict[int | None, Any] = {}  # by sliding window, for `gathering`
 
     @cached_property
     def token_blocks(self) -> Tensor:

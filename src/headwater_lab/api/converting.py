@@ -119,8 +119,8 @@ def convert(
             result = _write_start(folder, records[-1], dtype)
             publish_model(result, folder)
             if name not in measures:  # else measured before an interruption
-                model = open_trained(result).model.to(device)
-                measures[name] = measure_held_out(f"measuring the {title}", model, built, watch)
+                label = f"measuring the {title}"
+                measures[name] = measure_held_out(label, open_trained(result).model.to(device), built, watch)
                 _write_measures(out, source, price, measures)
         _report_conversion(out, records[0], price, measures, source, watch)
     return records[0]

@@ -6,6 +6,7 @@ results, `Saver` saves everything. Batches are prepared in another thread while 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import threading
@@ -91,6 +92,7 @@ def train(
     that the first one writes to `folder`/record.json. Raises `HeadwaterError` for errors that the user can fix, and
     `Interrupted` after SIGINT or SIGTERM, with everything saved.
     """
+    gc.collect()  # an earlier run of this process is in cycles, with its model, gradients and optimizer
     early_warnings: list[str] = []  # warnings before the journal exists
     begin = None if trunk is None else partial(start_branch, trunk, recipe, folder)
     with (
