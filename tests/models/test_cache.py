@@ -15,6 +15,7 @@ from headwater.mechanisms.shift import read_tail, shift
 from headwater.models.cache import (
     HeadwaterLayer,
     HeadwaterQuantizedCache,
+    HeadwaterQuantizedLayer,
     HeadwaterSlidingLayer,
     HeadwaterStaticLayer,
     HeadwaterStaticSlidingLayer,
@@ -692,3 +693,20 @@ def test_a_quantized_cache_follows_beams_and_refuses_other_changes(mechanisms):
         model(tokens(2, 4), past_key_values=cache)
     with pytest.raises(HeadwaterError, match="cannot have sliding windows"):
         HeadwaterQuantizedCache(config(sliding_window=4))
+
+
+def test_a_common_direction_costs_a_quantized_layer_no_bits():
+    pytest.importorskip("optimum.quanto")
+    torch.manual_seed(0)
+    direction, noise = torch.randn(1, 3, 1, 64), 0.1 * torch.randn(2, 3, 400, 64)
+    x = noise + direction * (1 + torch.rand(2, 1, 400, 1))
+    x[:, :, 0] = noise[:, :, 0]  # as an attention sink, which is unlike all others
+    layer = HeadwaterQuantizedLayer(4)
+    for piece in x.split((130, 70, 60, 140), dim=2):
+        history, _ = layer.update(piece, piece[:, :0])
+        assert_near(history[:, :, :4], x[:, :, :4], 0)
+        last, earlier = history, layer._dequantize(layer._quantized_keys)
+    assert (earlier - x).square().mean() < 0.02 * noise.square().mean()
+    # What was quantized three times is no further off than what was quantized once.
+    errors = (last - x).square()[:, :, 4:260].mean((0, 1, 3))
+    assert errors[:126].mean() < 1.1 * errors[196:].mean()

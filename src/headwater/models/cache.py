@@ -5,7 +5,7 @@ keys, and tails, the last raw tokens for mechanisms that look back. They registe
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -239,19 +239,55 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
         return keys, values
 
 
+class Centered(NamedTuple):
+    """Keys, values or a latent [B, heads, S, d] as first tokens, and others that are shares·mean + difference.
+
+    first [B, heads, n, d]; mean [B, heads, 1, d]; shares [B, 1, S - n, 1]; difference: quantized by quanto.
+    """
+
+    first: Tensor
+    mean: Tensor
+    shares: Tensor
+    difference: Any
+
+
 class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
     """A growing layer whose keys and values, or latents, are quantized by quanto in groups of 64 numbers, or of 32 or
     16 where a token's heads are not a multiple of 64 wide.
 
-    These stay whole: the latest tokens, positions beside a latent, tails, and heads that are not a multiple of 16 wide.
+    Most of a latent points in one direction in all tokens. So each token's part along the mean is stored as one number,
+    and only the difference is quantized. These stay whole: the first tokens, to which many heads attend most (arXiv
+    2309.17453); the latest; positions beside a latent; tails; and heads that are not a multiple of 16 wide.
     """
 
-    def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
-        self.q_group_size = math.gcd(64, tensor.shape[1] * tensor.shape[3])  # read below; 1 for positions
-        return super()._quantize(tensor, axis) if tensor.numel() and self.q_group_size >= 16 else tensor
+    FIRST = 4
 
-    def _dequantize(self, qtensor: Tensor) -> Tensor:
-        return qtensor if type(qtensor) is Tensor else super()._dequantize(qtensor)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, axis_key=0, axis_value=-1, **kwargs)  # names of two `centers`, not quanto's axes
+        self.centers: dict[int, tuple[Tensor, Tensor]] = {}  # mean and shares: numbers that are quantized again stay
+
+    def _quantize(self, tensor: Tensor, axis: int) -> Any:
+        self.q_group_size = math.gcd(64, tensor.shape[1] * tensor.shape[3])  # read below; 1 for positions
+        if not tensor.shape[1] or tensor.shape[2] <= self.FIRST or self.q_group_size < 16:
+            return tensor
+        first, others = tensor[:, :, : self.FIRST].clone(), tensor[:, :, self.FIRST :]
+        if axis not in self.centers:
+            self.centers[axis] = others.mean(dim=2, keepdim=True), others.new_zeros(len(others), 1, 0, 1)
+        mean, shares = self.centers[axis]
+        products = (others[:, :, shares.shape[2] :] * mean).sum((1, 3), keepdim=True)
+        shares = torch.cat((shares, products / mean.square().sum((1, 3), keepdim=True).clamp(min=1e-9)), dim=2)
+        self.centers[axis] = mean, shares
+        return Centered(first, mean, shares, super()._quantize(others - shares * mean, 0))
+
+    def _dequantize(self, qtensor: Any) -> Tensor:
+        if not isinstance(qtensor, Centered):
+            return qtensor
+        others = super()._dequantize(qtensor.difference) + qtensor.shares * qtensor.mean
+        return torch.cat((qtensor.first, others), dim=2)
+
+    def reset(self) -> None:
+        super().reset()
+        self.centers.clear()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         history = super().update(key_states, value_states, *args, **kwargs)
@@ -263,6 +299,7 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
         if not hasattr(self, "_pending_beam_idx"):  # transformers before 5.24 leaves what is quantized as it was
             raise HeadwaterError("Beam search with a quantized cache needs transformers 5.24 or later.")
         super().reorder_cache(beam_idx)
+        self.centers = {axis: (mean[beam_idx], shares[beam_idx]) for axis, (mean, shares) in self.centers.items()}
         if not self.keys.numel() and self.values.numel():  # transformers reorders the latest tokens if there are keys
             self.values = self.values.index_select(0, beam_idx.to(self.values.device))
 
@@ -432,7 +469,9 @@ def _cannot_change(what: str) -> HeadwaterError:
 
 
 def _list_pieces(tensor: Any) -> list[Tensor]:
-    """The tensors that are stored for one: itself or, of a quantized one, the packed numbers, scales and shifts."""
+    """The tensors that are stored for one: itself or, of a quantized one, all of its parts."""
+    if isinstance(tensor, Centered):
+        return [*tensor[:3], *_list_pieces(tensor.difference)]
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
