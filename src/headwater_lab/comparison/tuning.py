@@ -19,10 +19,10 @@ WORST = -1e30
 
 def find_tuned_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
     """Find the best learning rate of an arm by the runs in `out`; None until they are finished, with these settings."""
+    if recipe.compare is not None and len(recipe.compare.tried_rates) == 1:
+        return recipe.compare.tried_rates[0]
     outcomes = []
     trials = [trial for trial in list_tuning_trials(recipe, out) if trial.experiment.arm == arm]
-    if not trials and recipe.compare is not None:
-        return recipe.compare.tried_rates[0]
     for trial in trials:
         record = find_record(trial.folder)
         if record is None or record.status not in ENDED or record.describe_difference(trial.recipe):
