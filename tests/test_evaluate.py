@@ -22,6 +22,7 @@ from transformers import (
     RwkvConfig,
     T5Config,
 )
+from transformers.utils import is_optimum_quanto_available
 
 from conftest import assert_near, build, teach_llama
 from headwater import HeadwaterError
@@ -33,8 +34,9 @@ from headwater_lab.evaluation import build_tables, evaluate, to_json
 from headwater_lab.evaluation import tasks as tasks_module
 from headwater_lab.evaluation.candidates import find_candidates, same_tokenizer, unique_names
 from headwater_lab.evaluation.paired_differences import Items, compare_items
+from headwater_lab.evaluation.quantized_reading import read_quantized
 from headwater_lab.evaluation.tasks import GROUPS, parse_tasks
-from headwater_lab.evaluation.text_likelihood import list_windows, read_logits, sum_log_likelihoods
+from headwater_lab.evaluation.text_likelihood import list_windows, sum_log_likelihoods
 from headwater_lab.training.records import Event
 from headwater_lab.training.saving import write_model
 
@@ -145,7 +147,12 @@ def test_a_quantized_cache_is_read_as_if_tokens_came_one_by_one(mechanisms, bits
     with torch.no_grad():
         pieces = ids[:, :128], *ids[:, 128:].split(1, dim=1)
         expected = torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
-        logits, whole = read_logits(model, ids, bits), read_logits(model, ids)
+        whole = model(ids).logits
+        with read_quantized(model, bits) as count:
+            logits = model(ids).logits
+            model(ids[:, :128])
+    assert (count.rows, count.longer) == (4, 2)
+    assert_near(model(ids).logits, whole, 1e-4)
     # The order of sums may move a number across the border between two steps.
     assert (logits - expected).abs().max() < 0.2 * (logits - whole).abs().max()
     assert_near(logits[:, :128], whole[:, :128], 1e-4)
@@ -160,7 +167,8 @@ def test_what_all_tokens_share_is_not_quantized():
         if name.endswith("v_proj.bias"):
             torch.nn.init.normal_(bias, std=5.0)
     ids = torch.randint(0, model.config.vocab_size, (2, 300))
-    logits = read_logits(model, ids, 4)
+    with torch.no_grad(), read_quantized(model, 4):
+        logits = model(ids).logits
     model.config.materialise = True
     model.config.complete_fields()
     cache = QuantizedCache("quanto", model.config, nbits=4)
@@ -187,8 +195,22 @@ def test_a_model_that_ignores_the_cache_is_refused():
     model.config.model_type = "other"
     plain = model.forward
     model.forward = lambda input_ids, **options: plain(input_ids, use_cache=False)
-    with pytest.raises(HeadwaterError, match="has no cache of keys and values"):
-        read_logits(model, torch.zeros(1, 200, dtype=torch.long), 4)
+    with pytest.raises(HeadwaterError, match="has no cache of keys and values"), read_quantized(model, 4):
+        model(torch.zeros(1, 200, dtype=torch.long))
+
+
+def test_generation_begins_with_a_quantized_cache():
+    pytest.importorskip("optimum.quanto")
+    model, options = build(max_position_embeddings=512).float(), {"max_new_tokens": 40, "do_sample": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    ids = torch.randint(0, model.config.vocab_size, (2, 200))
+    whole = model.generate(ids, **options)
+    expected = model.generate(ids, past_key_values=HeadwaterQuantizedCache(model.config, 2), **options)
+    with read_quantized(model, 2) as count:
+        read = model.generate(ids, **options)
+    assert (count.rows, count.longer) == (2, 2)
+    assert torch.equal(torch.stack(read.logits), torch.stack(expected.logits))
+    assert not torch.equal(read.logits[1], whole.logits[1])
 
 
 def run_example(monkeypatch, name, *arguments):
@@ -290,6 +312,15 @@ def test_numbers_hidden_in_a_text_are_asked_for(tmp_path, run, monkeypatch):
     code, printed, said = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", "--context", 512)
     assert code == 0, said
     assert "needle_500" in printed
+    if not is_optimum_quanto_available():
+        return
+    options = "--task-files", TASKS, "--tasks", "closing", "--cache-bits", 2
+    code, printed, said = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", *options[4:])
+    assert code == 0, said
+    assert "6 of 6 rows of tasks were longer than the 128 latest tokens" in " ".join(printed.split())
+    code, printed, said = run("evaluate", tmp_path / "model", *options)
+    assert code == 0, said
+    assert "model: 0 of " in printed
 
 
 @pytest.mark.parametrize("kind", ["of transformers", "a latent"])
@@ -507,8 +538,7 @@ def write(file: Path, text: str) -> Path:
         (["--text", "./nowhere.txt"], "There is no file or folder"),
         (["--text", TASKS, "--context", "8", "--stride", "9"], "use at most 8"),
         (["--text", TASKS, "--dtype", "int8"], "--dtype must be one of"),
-        (["--text", TASKS, "--task-files", TASKS, "--cache-bits", "4"], "--cache-bits is for text"),
-        (["--text", TASKS, "--cache-bits", "4"], "a --context of more than 128 tokens"),
+        (["--text", TASKS, "--cache-bits", "4"], "with --cache-bits, use a longer --context"),
         (["--text", TASKS, "--out", "nowhere/a.json"], "no folder 'nowhere'"),
     ],
 )

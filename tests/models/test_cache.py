@@ -695,6 +695,24 @@ def test_a_quantized_cache_follows_beams_and_refuses_other_changes(mechanisms):
         HeadwaterQuantizedCache(config(sliding_window=4))
 
 
+@pytest.mark.parametrize("mechanisms", QUANTIZED, ids=str)
+@pytest.mark.parametrize("padding", [1, 3, 8])
+def test_padding_does_not_change_what_a_quantized_cache_holds(padding, mechanisms):
+    pytest.importorskip("optimum.quanto")
+    model, ids = build(mechanisms, hidden_size=256, num_attention_heads=4).float(), tokens(2, 32)
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    cache, alone = (HeadwaterQuantizedCache(model.config, residual_length=4) for _ in range(2))
+    for start, end in ((0, 15), (15, 20), (20, 21), (21, 32)):
+        logits = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits
+        expected = model(ids[1:, max(padding, start) : end], past_key_values=alone).logits
+        assert_near(logits[1:, -expected.shape[1] :], expected, 1e-4)
+    cache.reorder_cache(torch.tensor([1, 1]))
+    ids, mask = ids[[1, 1]], torch.nn.functional.pad(mask[[1, 1]], (0, 5), value=1)
+    logits = model(ids[:, :5], attention_mask=mask, past_key_values=cache).logits
+    assert_near(logits, model(ids[:1, :5], past_key_values=alone).logits.expand_as(logits), 1e-4)
+
+
 def test_a_common_direction_costs_a_quantized_layer_no_bits():
     pytest.importorskip("optimum.quanto")
     torch.manual_seed(0)

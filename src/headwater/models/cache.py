@@ -240,9 +240,10 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
 
 
 class Centered(NamedTuple):
-    """Keys, values or a latent [B, heads, S, d] as first tokens, and others that are shares·mean + difference.
+    """Keys, values or a latent [B, heads, S, d] as a row's first tokens, and others that are shares·mean + difference.
 
-    first [B, heads, n, d]; mean [B, heads, 1, d]; shares [B, 1, S - n, 1]; difference: quantized by quanto.
+    first [B, heads, n, d]; mean [B, heads, 1, d]; shares [B, 1, S - n, 1]; difference: quantized by quanto. Padding on
+    the left is among the others.
     """
 
     first: Tensor
@@ -265,14 +266,16 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, axis_key=0, axis_value=-1, **kwargs)  # names of two `centers`, not quanto's axes
         self.centers: dict[int, tuple[Tensor, Tensor]] = {}  # mean and shares: numbers that are quantized again stay
+        self.starts: Tensor | None = None  # [B], the index of each row's first token; None without padding on the left
 
     def _quantize(self, tensor: Tensor, axis: int) -> Any:
         self.q_group_size = math.gcd(64, tensor.shape[1] * tensor.shape[3])  # read below; 1 for positions
         if not tensor.shape[1] or tensor.shape[2] <= self.FIRST or self.q_group_size < 16:
             return tensor
+        tensor = self._move_first(tensor)
         first, others = tensor[:, :, : self.FIRST].clone(), tensor[:, :, self.FIRST :]
         if axis not in self.centers:
-            self.centers[axis] = others.mean(dim=2, keepdim=True), others.new_zeros(len(others), 1, 0, 1)
+            self.centers[axis] = self._average(others), others.new_zeros(len(others), 1, 0, 1)
         mean, shares = self.centers[axis]
         products = (others[:, :, shares.shape[2] :] * mean).sum((1, 3), keepdim=True)
         shares = torch.cat((shares, products / mean.square().sum((1, 3), keepdim=True).clamp(min=1e-9)), dim=2)
@@ -283,11 +286,29 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
         if not isinstance(qtensor, Centered):
             return qtensor
         others = super()._dequantize(qtensor.difference) + qtensor.shares * qtensor.mean
-        return torch.cat((qtensor.first, others), dim=2)
+        return self._move_first(torch.cat((qtensor.first, others), dim=2), back=True)
+
+    def _move_first(self, tensor: Tensor, back: bool = False) -> Tensor:
+        """Move each row's first tokens before its padding, or back: [B, heads, S, d] -> [B, heads, S, d]."""
+        if self.starts is None:
+            return tensor
+        slots, starts = torch.arange(tensor.shape[2], device=tensor.device), self.starts[:, None]
+        begins, count = (starts, self.FIRST) if back else (self.FIRST, starts)  # of the part that goes to the front
+        order = torch.where(slots < begins, slots + count, slots - begins)
+        order = torch.where(slots < starts + self.FIRST, order, slots)
+        return tensor.gather(2, order[:, None, :, None].expand_as(tensor))
+
+    def _average(self, others: Tensor) -> Tensor:
+        """Average the others than a row's first tokens, without padding: [B, heads, S, d] -> [B, heads, 1, d]."""
+        if self.starts is None:
+            return others.mean(dim=2, keepdim=True)
+        real = (torch.arange(others.shape[2], device=others.device) >= self.starts[:, None])[:, None, :, None]
+        return (others * real).sum(dim=2, keepdim=True) / real.sum(dim=2, keepdim=True).clamp(min=1)
 
     def reset(self) -> None:
         super().reset()
         self.centers.clear()
+        self.starts = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         history = super().update(key_states, value_states, *args, **kwargs)
@@ -300,6 +321,7 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
             raise HeadwaterError("Beam search with a quantized cache needs transformers 5.24 or later.")
         super().reorder_cache(beam_idx)
         self.centers = {axis: (mean[beam_idx], shares[beam_idx]) for axis, (mean, shares) in self.centers.items()}
+        self.starts = None if self.starts is None else self.starts[beam_idx]
         if not self.keys.numel() and self.values.numel():  # transformers reorders the latest tokens if there are keys
             self.values = self.values.index_select(0, beam_idx.to(self.values.device))
 
@@ -329,6 +351,15 @@ class HeadwaterQuantizedCache(Cache):
             )
         layers = [HeadwaterQuantizedLayer(nbits, residual_length=residual_length) for _ in config.layer_types]
         super().__init__(layers=layers)
+
+    def find_starts(self, attention_mask: Tensor | None) -> None:
+        """Find each row's first token in the mask [B, T] of the tokens that the cache begins with."""
+        if attention_mask is None or attention_mask.ndim != 2 or self.get_seq_length():
+            return
+        starts = attention_mask.ne(0).cumsum(dim=1).eq(0).sum(dim=1)
+        starts = starts.clamp(max=max(0, attention_mask.shape[1] - HeadwaterQuantizedLayer.FIRST))
+        for layer in self.layers:
+            layer.starts = starts if starts.any() else None
 
 
 class HeadwaterStaticLayer(_TailMixin, StaticLayer):

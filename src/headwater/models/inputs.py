@@ -15,6 +15,7 @@ from headwater.config.plan import LayerPlan
 from headwater.config.planner import output_only_from
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Ancestors
+from headwater.models.cache import HeadwaterQuantizedCache
 from headwater.models.input_checks import (
     CachedLayer,
     check_cache,
@@ -149,6 +150,8 @@ def prepare_inputs(spec: InputSpec, arguments: ForwardArguments) -> ModelInputs:
     masks = split_masks(spec, arguments.attention_mask)
     # A mask that says which tokens are real, or what they see, whatever the kind of layer.
     attention_mask = None if is_prepared(arguments.attention_mask) else next(iter(masks.values()))
+    if isinstance(cache, HeadwaterQuantizedCache):
+        cache.find_starts(attention_mask)
     check_gaps(attention_mask, arguments.input_ids, spec.lookback.limit > 0 or True in spec.kinds)
     served = is_served(arguments)
     cu_seq_lens = None if served else arguments.kwargs.get("cu_seq_lens_q")

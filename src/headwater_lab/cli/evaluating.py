@@ -47,7 +47,7 @@ def evaluate_models(
     text_column: Column of a table with the text, dotted if nested.
     context: Context in tokens. Default: the model's own; for text, at most 2048.
     stride: Tokens between a text's windows. Default: context / 2.
-    cache_bits: Read texts through a quantized cache (backend quanto) of 2 or 4 bits.
+    cache_bits: Read through a quantized cache (backend quanto) of 2 or 4 bits; the latest 128 tokens stay whole.
     dtype: float32, bfloat16, float16 or float64; auto: as in the checkpoint.
     seed: Seed for choosing few-shot examples and for sampling.
     out: Also write all results to this JSON file.
@@ -56,7 +56,7 @@ def evaluate_models(
     from headwater_lab import evaluation
     from headwater_lab.util import outputs
 
-    need("--text", "--stride", "--text-column", "--cache-bits")
+    need("--text", "--stride", "--text-column")
     need("--tasks or --task-files", "--shots")
     if out is not None:
         check_writable(out)
@@ -97,6 +97,11 @@ def _print_models(result: EvaluationResult) -> None:
         for name, count in facts.get("cut_prompts", {}).items():
             say(f"{facts['task']}: {count:,} prompts are longer than the context of {name}; they lost their beginning.")
     for name, facts in result.models.items():
+        if count := facts.get("rows_of_tasks"):
+            say(
+                f"{name}: {count['longer']:,} of {count['read']:,} rows of tasks were longer than the {count['whole']} "
+                "latest tokens, which a quantized cache keeps whole; the others were read without it."
+            )
         size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocab_size']:,}"
         say(f"{name}: {facts['family']}, {size}, documents begin with {facts['begins_with']}")
         for label, counts in facts.get("texts", {}).items():

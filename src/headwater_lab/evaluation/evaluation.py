@@ -4,7 +4,7 @@ import importlib.metadata
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,8 @@ from headwater_lab.evaluation import text_likelihood as texts
 from headwater_lab.evaluation.candidates import CONTEXT, DTYPES, Candidate, find_candidates, same_tokenizer
 from headwater_lab.evaluation.core_suite import load_suites
 from headwater_lab.evaluation.paired_differences import Difference, Items, compare_items
+from headwater_lab.evaluation.quantized_reading import KEPT, CacheBits, RowCount, make_quantized_cache, read_quantized
 from headwater_lab.evaluation.tasks import RunOptions, Score
-from headwater_lab.evaluation.text_likelihood import CacheBits
 from headwater_lab.util.machine import usable_device
 from headwater_lab.util.terminal import Table, lined
 
@@ -113,7 +113,7 @@ def evaluate(
     text: files, folders, globs of text, JSONL, CSV or parquet, or datasets of the hub. text_column: the column of
     tables. context: tokens that a model sees at a time; default for texts the most that all take, up to 2048, and for
     tasks each model's own. stride: tokens that each window adds, default context // 2.
-    cache_bits: 2 or 4: read texts through a quantized cache.
+    cache_bits: 2 or 4: read texts and prompts through a quantized cache, as `read_quantized` says.
     on_progress: called after each batch with (name, done, of how many): windows of a text, or batches of tasks, whose
     number is not known.
     Raises `HeadwaterError` for anything that is missing or inconsistent, before any model runs.
@@ -130,9 +130,9 @@ def evaluate(
     candidates = find_candidates(models, trust_remote_code)
     measures = choose_measures(candidates) if text else []
     window, stride = _choose_window(candidates, context, stride)
-    _check_quantized_cache(cache_bits, candidates, window, has_tasks)
+    _check_quantized_cache(cache_bits, candidates, window if text else None)
     contents = [texts.read_text(source, limit, text_column) for source in text]
-    on_texts = _TextScorer(contents, measures, window, stride, batch_size, cache_bits, on_progress)
+    on_texts = _TextScorer(contents, measures, window, stride, batch_size, on_progress)
     options = RunOptions(batch_size, limit, context, seed)
     suites = load_suites(tasks, task_files, shots) if has_tasks else []
 
@@ -155,32 +155,33 @@ def evaluate(
     for candidate in candidates:
         model = candidate.load_model(device, dtype)
         facts = result.models[candidate.name] = _model_facts(candidate, model)
-        with forbid_autotuning():  # all models use the same linear kernel, not the one timed to be fastest here
+        reading = nullcontext(RowCount()) if cache_bits is None else read_quantized(model, cache_bits)
+        # All models use the same linear kernel, not the one timed to be fastest here.
+        with forbid_autotuning(), reading as count:
             with _count_batches(model, partial(on_progress, f"{candidate.name}: tasks")):
                 for suite in suites:
                     result.add_scores(candidate.name, suite.run_tasks(candidate, model, options))
+            if cache_bits is not None and has_tasks:
+                facts["rows_of_tasks"] = {"read": count.rows, "longer": count.longer, "whole": KEPT}
             result.add_scores(candidate.name, on_texts.score_model(candidate, model, facts))
         del model
     result.compare_models()
     return result
 
 
-def _check_quantized_cache(
-    bits: CacheBits | None, candidates: Sequence[Candidate], window: int, has_tasks: bool
-) -> None:
-    """Raise `HeadwaterError` if a quantized cache is asked for and cannot be measured."""
+def _check_quantized_cache(bits: CacheBits | None, candidates: Sequence[Candidate], window: int | None) -> None:
+    """Raise `HeadwaterError` if a quantized cache cannot be used. window: tokens that are read of text, if any is."""
     if bits is None:
         return
-    if has_tasks or window <= texts.KEPT:
+    if window is not None and window <= KEPT:
         raise HeadwaterError(
-            f"--cache-bits is for text with a --context of more than {texts.KEPT} tokens: a quantized cache keeps the "
-            f"latest {texts.KEPT} whole, and the prompts of most tasks are shorter."
+            f"A quantized cache keeps the latest {KEPT} tokens whole; with --cache-bits, use a longer --context."
         )
     if not is_optimum_quanto_available():
         raise HeadwaterError("--cache-bits needs optimum-quanto; install it with `pip install optimum-quanto`.")
     for candidate in candidates:
         try:
-            texts.make_quantized_cache(candidate.config, bits)
+            make_quantized_cache(candidate.config, bits)
         except (ValueError, HeadwaterError) as error:
             raise HeadwaterError(
                 f"{candidate.source!r} cannot be read through a quantized cache: {first_line(error)}"
@@ -227,7 +228,6 @@ class _TextScorer:
     window: int
     stride: int
     batch_size: int
-    cache_bits: CacheBits | None
     on_progress: Callable[[str, int, int | None], None]
 
     def score_model(self, candidate: Candidate, model: PreTrainedModel, facts: dict[str, Any]) -> Iterator[Score]:
@@ -241,7 +241,6 @@ class _TextScorer:
                 context=self.window,
                 stride=self.stride,
                 batch_size=self.batch_size,
-                cache_bits=self.cache_bits,
                 on_batch=partial(self.on_progress, f"{candidate.name}: {content.name}"),
             )
             tokens = np.array([len(row) for row in ids], dtype=float)

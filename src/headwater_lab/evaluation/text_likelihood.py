@@ -9,21 +9,15 @@ the others, so it overlaps more.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import Cache, PreTrainedModel, QuantizedCache
+from transformers import PreTrainedModel
 
-from headwater.config.text import HeadwaterConfig
-from headwater.models.cache import HeadwaterQuantizedCache
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.corpus import Document
 from headwater_lab.data.stream import read_documents
-
-# Bits of a quantized cache, and the latest tokens that it keeps whole.
-CacheBits = Literal[2, 4]
-KEPT = 128
 
 
 @dataclass(frozen=True)
@@ -68,34 +62,6 @@ def list_windows(targets: int, context: int, stride: int) -> Iterator[tuple[int,
         done = end
 
 
-def read_logits(model: PreTrainedModel, ids: torch.Tensor, cache_bits: CacheBits | None = None) -> torch.Tensor:
-    """Compute the logits of each token, ids [B, T] -> [B, T, vocabulary].
-
-    cache_bits: read as if the tokens after the first `KEPT` came one by one, from a quantized cache. It quantizes its
-    history when the last of `KEPT` tokens comes, so the others may come together.
-    Raises `HeadwaterError` for a model that does not use the cache.
-    """
-    if cache_bits is None or ids.shape[1] <= KEPT:
-        return model(input_ids=ids, use_cache=False).logits
-    cache = make_quantized_cache(model.config, cache_bits)
-    first, rest = ids[:, :KEPT], ids[:, KEPT:]
-    groups = [first, *(piece for group in rest.split(KEPT, dim=1) for piece in group.split(KEPT - 1, dim=1))]
-    logits = []
-    for piece in groups:
-        logits.append(model(input_ids=piece, past_key_values=cache).logits)
-        if cache.get_seq_length() == 0:
-            raise HeadwaterError(f"A {model.config.model_type} model has no cache of keys and values to quantize.")
-    return torch.cat(logits, dim=1)
-
-
-def make_quantized_cache(config: Any, bits: CacheBits) -> Cache:
-    """Make transformers' quantized cache (backend quanto), or headwater's for one of its models, whose layers quantize
-    what they store. Raises `ValueError` or `HeadwaterError` for layers with sliding windows."""
-    if isinstance(config, HeadwaterConfig):
-        return HeadwaterQuantizedCache(config, bits, KEPT)
-    return QuantizedCache("quanto", config, nbits=bits, residual_length=KEPT)
-
-
 @torch.no_grad()
 def sum_log_likelihoods(
     model: PreTrainedModel,
@@ -105,12 +71,10 @@ def sum_log_likelihoods(
     context: int,
     stride: int,
     batch_size: int,
-    cache_bits: CacheBits | None = None,
     on_batch: Callable[[int, int], None] = lambda done, total: None,
 ) -> np.ndarray:
     """Sum the log-likelihood of each document in nats (negative), in fp64; documents: token ids without `begin`.
 
-    cache_bits: see `read_logits`.
     on_batch: called with the numbers of finished and of all windows. Raises `HeadwaterError` for ids that the model
     does not have.
     """
@@ -132,7 +96,7 @@ def sum_log_likelihoods(
         inputs = torch.full((len(batch), longest), begin)
         for row, (index, start, end, _) in enumerate(batch):
             inputs[row, : end - start] = torch.from_numpy(rows[index][start:end])
-        logits = read_logits(model, inputs.to(model.device), cache_bits)
+        logits = model(input_ids=inputs.to(model.device), use_cache=False).logits
         for row, (index, start, end, scored) in enumerate(batch):
             targets = torch.from_numpy(rows[index][end - scored + 1 : end + 1]).to(logits.device)
             scores = logits[row, end - start - scored : end - start]
