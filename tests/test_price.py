@@ -66,6 +66,10 @@ def test_generation_reads_weights_once_and_every_cache():
     weights, read = 2 * cost.weights_read(CONFIG), cost.cache_bytes_read(CONFIG, 128, 2)
     assert one.generation_ceiling == pytest.approx(1e11 / (weights + read))
     assert eight.generation_ceiling == pytest.approx(8 * 1e11 / (weights + 8 * read))
+    computes = replace(DEVICE, bandwidth=1e30)
+    limited = price(CONFIG, hardware=computes, batch=8, precision="bf16-true").at[0].limits
+    peak = computes.peak(Precision("bf16-true"))
+    assert limited.generation_ceiling == pytest.approx(peak / cost.decoding_flops(CONFIG, 128))
     fits = one.most_sequences
     beside = 1e9 - 2 * sum(cost.parameters(CONFIG).values())
     assert cost.cache_bytes(CONFIG, 128, fits, 2) <= beside < cost.cache_bytes(CONFIG, 128, fits + 1, 2)

@@ -194,6 +194,20 @@ def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True) -> 
     return tokens * (sum(below.values()) + _count_shared(config).flops) + sum(above.values()) + head
 
 
+def decoding_flops(config: HeadwaterConfig, tokens: int) -> float:
+    """FLOPs of generating the token after `tokens` tokens, of which the last is not in the cache yet.
+
+    Mechanisms that make keys and values of what is cached make those of all attended tokens again.
+    """
+    plans, flops = plan_layers(config), 2.0 * config.hidden_size * config.vocab_size + _count_shared(config).flops
+    for plan in plans:
+        layer = layer_config(config, plan.index)
+        attended = min(tokens, layer.sliding_window or tokens)
+        again = (resolve(name).count_cost(config.mechanisms[name], layer, plan) for name in plan.at(Stage.ATTENDED_KV))
+        flops += sum(_layer_flops(config, [plan], [attended]).values()) + (attended - 1) * _add_up(again).flops
+    return flops
+
+
 def _layer_flops(config: HeadwaterConfig, plans: Sequence[LayerPlan], attended: Sequence[float]) -> dict[str, float]:
     """FLOPs of some of the blocks, per token that attends to `attended` tokens in each."""
     configs = [layer_config(config, plan.index) for plan in plans]

@@ -20,7 +20,8 @@ class Limits:
     training_ceiling: tokens or images/s of all devices, if only matmuls ran, at the peak.
     days, device_hours: for the budget at `mfu` of the peak; None without a budget.
     largest_batch: rows or images per device, which holds the full state; 0 if none fits.
-    generation_ceiling: of text, tokens/s of one device generating `batch` sequences, if it only read weights and cache.
+    generation_ceiling: of text, tokens/s of one device generating `batch` sequences, if it only read weights and cache,
+        or only multiplied matrices, whichever is slower.
     most_sequences: of text, how many sequences' caches fit in memory with the weights.
     inference_ceiling: images/s of one device classifying, if only matmuls ran, at the peak.
     """
@@ -42,7 +43,7 @@ class AtContext:
     context: tokens per row, or of an image. image_size: None for text; what follows it is None for images.
     forward: forward FLOPs by part, causal for text. step_bytes: training state and activations with the chosen
     gradient checkpointing. forward_full, training_full: count the whole square of scores. prefill: FLOPs of a
-    prompt of this length and its last token's logits, for the whole batch.
+    prompt of this length and its last token's logits, for the whole batch. decoding: of generating one more token.
     """
 
     context: int
@@ -56,6 +57,7 @@ class AtContext:
     forward_full: dict[str, float] | None = None
     training_full: float | None = None
     prefill: float | None = None
+    decoding: float | None = None
     cache_bytes: int | None = None
 
 
@@ -151,7 +153,7 @@ def price(
             device_hours=None if hours is None else hours * devices,
             largest_batch=int(free // count_activations(length, 1, False)),
             largest_batch_checkpointed=int(free // count_activations(length, 1, True)),
-            **(running if of_images else _limit_generation(config, device, length, batch, element)),
+            **(running if of_images else _limit_generation(config, device, length, batch, precision)),
         )
 
     def price_at(length: int) -> AtContext:
@@ -199,17 +201,20 @@ def _count_text(config: HeadwaterConfig, length: int, batch: int, element: int) 
         forward_full=full,
         training_full=3 * sum(full.values()),
         prefill=batch * cost.prefill_flops(config, length),
+        decoding=cost.decoding_flops(config, length),
         cache_bytes=cost.cache_bytes(config, length, batch, element),
     )
 
 
 def _limit_generation(
-    config: HeadwaterConfig, device: Hardware, length: int, batch: int, element: int
+    config: HeadwaterConfig, device: Hardware, length: int, batch: int, precision: Precision
 ) -> dict[str, Any]:
+    element = precision.compute.itemsize
     bytes_read = element * cost.weights_read(config) + batch * cost.cache_bytes_read(config, length, element)
     free = max(0.0, device.memory - element * sum(cost.parameters(config).values()))
+    rates = device.bandwidth * batch / bytes_read, device.peak(precision) / cost.decoding_flops(config, length)
     return dict(
-        generation_ceiling=batch * device.bandwidth / bytes_read,
+        generation_ceiling=min(rates),
         most_sequences=int(free // cost.cache_bytes(config, length, 1, element)),
     )
 

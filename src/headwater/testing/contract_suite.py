@@ -512,6 +512,23 @@ class Contract:
                 operations.append(operation_counter.count)
         assert operations[0] == operations[1], f"operations in rows of {T} and of {3 * T} tokens: {operations}"
 
+    def test_decoding_takes_the_stated_work(self, case):
+        """FLOPs of generating a token are as stated, after few cached tokens and after many."""
+        config = copy.deepcopy(case.model.config)
+        config._attn_implementation = "eager"
+        with torch.device("meta"), torch.no_grad():
+            model = HeadwaterForCausalLM(config).eval()
+            for length in (T, 3 * T):
+                ids, cache = torch.zeros(1, length, dtype=torch.long), DynamicCache(config=config)
+                model(ids[:, 1:], past_key_values=cache)
+                with FlopCounterMode(display=False) as counter:
+                    model(ids[:, :1], past_key_values=cache)
+                stated, measured = cost.decoding_flops(config, length), counter.get_total_flops()
+                assert measured == stated, (
+                    f"count_cost() is off by {measured - stated:+,.6g} FLOPs for the token after {length - 1} cached "
+                    f"ones: the model takes {measured:,.6g}, and {stated:,.6g} are counted."
+                )
+
     def test_starts_are_drawn_by_name(self, case):
         """Initial parameters depend neither on earlier draws nor on the model's other mechanisms."""
         torch.manual_seed(7)

@@ -281,6 +281,7 @@ def _say_price(priced: ConversionPrice, recipe: Recipe, watch: Observer) -> None
     rows = [
         ["cache, bytes a token", *(f"{side['cache_bytes_per_token']:,}" for side in sides)],
         ["cache of a row", *(f"{si(side['cache_bytes'])}B" for side in sides)],
+        ["FLOPs of generating a token after a row", *(si(side["decoding_flops"]) for side in sides)],
         ["parameters", *(f"{side['parameters']:,}" for side in sides)],
     ]
     watch.say(lined("", "before", "after", rows=rows))

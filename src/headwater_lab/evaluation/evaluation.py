@@ -4,7 +4,7 @@ import importlib.metadata
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,10 @@ from headwater_lab.data.corpus import check_column_is_read
 from headwater_lab.data.tokenizer import Encoder
 from headwater_lab.evaluation import text_likelihood as texts
 from headwater_lab.evaluation.candidates import CONTEXT, DTYPES, Candidate, find_candidates, same_tokenizer
-from headwater_lab.evaluation.core_suite import load_suites
+from headwater_lab.evaluation.core_suite import CoreSuite, load_suites
 from headwater_lab.evaluation.paired_differences import Difference, Items, compare_items
-from headwater_lab.evaluation.quantized_reading import KEPT, CacheBits, RowCount, make_quantized_cache, read_quantized
-from headwater_lab.evaluation.tasks import RunOptions, Score
+from headwater_lab.evaluation.quantized_reading import KEPT, CacheBits, make_quantized_cache, read_quantized
+from headwater_lab.evaluation.tasks import RunOptions, Score, Tasks
 from headwater_lab.util.machine import usable_device
 from headwater_lab.util.terminal import Table, lined
 
@@ -153,20 +153,30 @@ def evaluate(
     }
     result = EvaluationResult({}, [], [], [content.facts for content in contents], settings, _read_versions(has_tasks))
     for candidate in candidates:
-        model = candidate.load_model(device, dtype)
-        facts = result.models[candidate.name] = _model_facts(candidate, model)
-        reading = nullcontext(RowCount()) if cache_bits is None else read_quantized(model, cache_bits)
-        # All models use the same linear kernel, not the one timed to be fastest here.
-        with forbid_autotuning(), reading as count:
-            with _count_batches(model, partial(on_progress, f"{candidate.name}: tasks")):
-                for suite in suites:
-                    result.add_scores(candidate.name, suite.run_tasks(candidate, model, options))
-            if cache_bits is not None and has_tasks:
-                facts["rows_of_tasks"] = {"read": count.rows, "longer": count.longer, "whole": KEPT}
-            result.add_scores(candidate.name, on_texts.score_model(candidate, model, facts))
-        del model
+        _score_model(result, candidate, suites, options, on_texts)
     result.compare_models()
     return result
+
+
+def _score_model(
+    result: EvaluationResult,
+    candidate: Candidate,
+    suites: Sequence[Tasks | CoreSuite],
+    options: RunOptions,
+    on_texts: "_TextScorer",
+) -> None:
+    """Add the scores and facts of one model."""
+    settings, name = result.settings, candidate.name
+    model = candidate.load_model(settings["device"], settings["dtype"])
+    facts = result.models[name] = _model_facts(candidate, model)
+    # All models use the same linear kernel, not the one timed to be fastest here.
+    with forbid_autotuning(), read_quantized(model, settings["cache_bits"]) as count:
+        with _count_batches(model, partial(on_texts.on_progress, f"{name}: tasks")):
+            for suite in suites:
+                result.add_scores(name, suite.run_tasks(candidate, model, options))
+        if suites and settings["cache_bits"] is not None:
+            facts["rows_of_tasks"] = {"read": count.rows, "longer": count.longer, "whole": KEPT}
+        result.add_scores(name, on_texts.score_model(candidate, model, facts))
 
 
 def _check_quantized_cache(bits: CacheBits | None, candidates: Sequence[Candidate], window: int | None) -> None:

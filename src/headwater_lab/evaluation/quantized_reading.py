@@ -35,15 +35,18 @@ class RowCount:
 
 
 @contextmanager
-def read_quantized(model: PreTrainedModel, bits: CacheBits) -> Iterator[RowCount]:
+def read_quantized(model: PreTrainedModel, bits: CacheBits | None) -> Iterator[RowCount]:
     """Let all calls without a cache, and `generate`, use a quantized cache. Yields the count of rows that they read.
 
     A call gives the logits as if the tokens after the first `KEPT` came one by one. The cache quantizes its history
     when the last of `KEPT` tokens comes, so the others may come together. `generate` reads its prompt at once, and
-    quantizes it for the tokens that it adds.
+    quantizes it for the tokens that it adds. With `bits` None all is as without this.
     Raises `HeadwaterError` for a model that does not use the cache.
     """
     plain_forward, plain_generate, count = model.forward, model.generate, RowCount()
+    if bits is None:
+        yield count
+        return
 
     @wraps(plain_forward)
     def forward(input_ids: Tensor, **options: Any) -> Any:

@@ -105,6 +105,7 @@ def price_conversion(
 
     def measure_size(config: HeadwaterConfig) -> dict[str, int]:
         return {
+            "decoding_flops": int(cost.decoding_flops(config, context)),
             "parameters": (count := sum(cost.parameters(config).values())),
             "cache_bytes_per_token": cost.cache_bytes_per_token(config, element),
             "cache_bytes": cost.cache_bytes(config, context, 1, element),
