@@ -17,9 +17,8 @@ from headwater_lab.util.machine_speed import find_hardware, measure_machine
 from headwater_lab.util.terminal import si
 
 DEVICE = Hardware("toy", flops=1e12, flops_fp32=2e11, memory=1e9, bandwidth=1e11, source="made up")
-CONFIG = HeadwaterConfig(
-    vocab_size=1000, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=128
-)
+SHAPE = dict(vocab_size=1000, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=128)
+CONFIG = HeadwaterConfig(**SHAPE)
 
 
 def test_time_follows_from_flops():
@@ -73,6 +72,13 @@ def test_generation_reads_weights_once_and_every_cache():
     fits = one.most_sequences
     beside = 1e9 - 2 * sum(cost.parameters(CONFIG).values())
     assert cost.cache_bytes(CONFIG, 128, fits, 2) <= beside < cost.cache_bytes(CONFIG, 128, fits + 1, 2)
+
+
+def test_keys_and_values_of_a_latent_are_made_again_for_every_token():
+    latent = HeadwaterConfig(**SHAPE, num_key_value_heads=2, mechanisms={"low_rank_kv": {}})
+    before, after = (cost.decoding_flops(latent, tokens) for tokens in (50, 90))
+    attention, made = 4 * 64, 2 * (2 * 32) * 32  # 32 channels become two keys and two values, 64 numbers
+    assert after - before == 40 * 4 * (attention + made)
 
 
 def test_prices_are_json_and_a_table():

@@ -242,14 +242,15 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
 class Centered(NamedTuple):
     """Keys, values or a latent [B, heads, S, d] as a row's first tokens, and others that are shares·mean + difference.
 
-    first [B, heads, n, d]; mean [B, heads, 1, d]; shares [B, 1, S - n, 1]; difference: quantized by quanto. Padding on
-    the left is among the others.
+    first [B, heads, n, d]; mean [B, heads, 1, d]; shares [B, 1, S - n, 1]; difference: quantized by quanto; starts: see
+    `HeadwaterQuantizedLayer`. Padding on the left is among the others.
     """
 
     first: Tensor
     mean: Tensor
     shares: Tensor
     difference: Any
+    starts: Tensor | None
 
 
 class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
@@ -272,7 +273,7 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
         self.q_group_size = math.gcd(64, tensor.shape[1] * tensor.shape[3])  # read below; 1 for positions
         if not tensor.shape[1] or tensor.shape[2] <= self.FIRST or self.q_group_size < 16:
             return tensor
-        tensor = self._move_first(tensor)
+        tensor = self._move_first(tensor, self.starts)
         first, others = tensor[:, :, : self.FIRST].clone(), tensor[:, :, self.FIRST :]
         if axis not in self.centers:
             self.centers[axis] = self._average(others), others.new_zeros(len(others), 1, 0, 1)
@@ -280,19 +281,19 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
         products = (others[:, :, shares.shape[2] :] * mean).sum((1, 3), keepdim=True)
         shares = torch.cat((shares, products / mean.square().sum((1, 3), keepdim=True).clamp(min=1e-9)), dim=2)
         self.centers[axis] = mean, shares
-        return Centered(first, mean, shares, super()._quantize(others - shares * mean, 0))
+        return Centered(first, mean, shares, super()._quantize(others - shares * mean, 0), self.starts)
 
     def _dequantize(self, qtensor: Any) -> Tensor:
         if not isinstance(qtensor, Centered):
             return qtensor
         others = super()._dequantize(qtensor.difference) + qtensor.shares * qtensor.mean
-        return self._move_first(torch.cat((qtensor.first, others), dim=2), back=True)
+        return self._move_first(torch.cat((qtensor.first, others), dim=2), qtensor.starts, back=True)
 
-    def _move_first(self, tensor: Tensor, back: bool = False) -> Tensor:
+    def _move_first(self, tensor: Tensor, starts: Tensor | None, back: bool = False) -> Tensor:
         """Move each row's first tokens before its padding, or back: [B, heads, S, d] -> [B, heads, S, d]."""
-        if self.starts is None:
+        if starts is None:
             return tensor
-        slots, starts = torch.arange(tensor.shape[2], device=tensor.device), self.starts[:, None]
+        slots, starts = torch.arange(tensor.shape[2], device=tensor.device), starts[:, None]
         begins, count = (starts, self.FIRST) if back else (self.FIRST, starts)  # of the part that goes to the front
         order = torch.where(slots < begins, slots + count, slots - begins)
         order = torch.where(slots < starts + self.FIRST, order, slots)
