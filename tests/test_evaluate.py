@@ -22,7 +22,6 @@ from transformers import (
     RwkvConfig,
     T5Config,
 )
-from transformers.utils import is_optimum_quanto_available
 
 from conftest import assert_near, build, teach_llama
 from headwater import HeadwaterError
@@ -151,7 +150,7 @@ def test_a_quantized_cache_is_read_as_if_tokens_came_one_by_one(mechanisms, bits
         with read_quantized(model, bits) as count:
             logits = model(ids).logits
             model(ids[:, :128])
-    assert (count.rows, count.longer) == (4, 2)
+    assert (count.rows, count.quantized) == (4, 2)
     assert_near(model(ids).logits, whole, 1e-4)
     # The order of sums may move a number across the border between two steps.
     assert (logits - expected).abs().max() < 0.2 * (logits - whole).abs().max()
@@ -194,21 +193,26 @@ def test_a_model_that_ignores_the_cache_is_refused():
     model = build(vocab_size=257, max_position_embeddings=512)
     model.config.model_type = "other"
     plain = model.forward
-    model.forward = lambda input_ids, **options: plain(input_ids, use_cache=False)
-    with pytest.raises(HeadwaterError, match="has no cache of keys and values"), read_quantized(model, 4):
-        model(torch.zeros(1, 200, dtype=torch.long))
+    model.forward = ignoring = lambda input_ids, **options: plain(input_ids, use_cache=False)
+    ids = torch.zeros(1, 200, dtype=torch.long)
+    for call in (lambda: model(ids), lambda: model.generate(ids, max_new_tokens=2)):
+        with pytest.raises(HeadwaterError, match="has no cache of keys and values"), read_quantized(model, 4):
+            call()
+    assert model.forward is ignoring
+    with pytest.raises(HeadwaterError, match="is read without attention_mask"), read_quantized(model, 4):
+        model(ids, attention_mask=torch.ones(1, 200))
 
 
 def test_generation_begins_with_a_quantized_cache():
     pytest.importorskip("optimum.quanto")
     model, options = build(max_position_embeddings=512).float(), {"max_new_tokens": 40, "do_sample": False}
     options |= {"output_logits": True, "return_dict_in_generate": True}
-    ids = torch.randint(0, model.config.vocab_size, (2, 200))
+    ids = torch.randint(0, model.config.vocab_size, (2, 60))  # a prompt is quantized at once, however short it is
     whole = model.generate(ids, **options)
     expected = model.generate(ids, past_key_values=HeadwaterQuantizedCache(model.config, 2), **options)
     with read_quantized(model, 2) as count:
         read = model.generate(ids, **options)
-    assert (count.rows, count.longer) == (2, 2)
+    assert (count.rows, count.quantized) == (2, 2)
     assert torch.equal(torch.stack(read.logits), torch.stack(expected.logits))
     assert not torch.equal(read.logits[1], whole.logits[1])
 
@@ -312,12 +316,11 @@ def test_numbers_hidden_in_a_text_are_asked_for(tmp_path, run, monkeypatch):
     code, printed, said = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", "--context", 512)
     assert code == 0, said
     assert "needle_500" in printed
-    if not is_optimum_quanto_available():
-        return
-    options = "--task-files", TASKS, "--tasks", "closing", "--cache-bits", 2
-    code, printed, said = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", *options[4:])
+    pytest.importorskip("optimum.quanto")
+    code, printed, said = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", "--cache-bits", 2)
     assert code == 0, said
-    assert "6 of 6 rows of tasks were longer than the 128 latest tokens" in " ".join(printed.split())
+    assert "model: 6 of 6 rows of tasks were read from a quantized cache" in " ".join(printed.split())
+    options = "--task-files", TASKS, "--tasks", "closing", "--cache-bits", 2
     code, printed, said = run("evaluate", tmp_path / "model", *options)
     assert code == 0, said
     assert "model: 0 of " in printed

@@ -699,7 +699,7 @@ def test_a_quantized_cache_follows_beams_and_refuses_other_changes(mechanisms):
 @pytest.mark.parametrize("padding", [1, 3, 8])
 def test_padding_does_not_change_what_a_quantized_cache_holds(padding, mechanisms):
     pytest.importorskip("optimum.quanto")
-    model, ids = build(mechanisms, hidden_size=256, num_attention_heads=4).float(), tokens(2, 32)
+    model, ids = build(mechanisms, hidden_size=256, num_attention_heads=4), tokens(2, 32)
     mask = torch.ones_like(ids)
     mask[1, :padding] = 0
     cache, alone = (HeadwaterQuantizedCache(model.config, residual_length=4) for _ in range(2))
@@ -712,6 +712,35 @@ def test_padding_does_not_change_what_a_quantized_cache_holds(padding, mechanism
         mask = torch.nn.functional.pad(mask[[1, 0]] if start == 0 else mask, (0, end - start), value=1)
         logits = model(ids[:, start:end], attention_mask=mask, past_key_values=cache).logits
         assert_near(logits[:1], model(ids[:1, start:end], past_key_values=alone).logits, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("real", [1, 3, 4, 5, 40])
+def test_few_tokens_after_padding_are_quantized_as_well_as_alone(real, dtype):
+    pytest.importorskip("optimum.quanto")
+    torch.manual_seed(0)
+    x = (100 * torch.randn(1, 2, 1, 64) + torch.randn(2, 2, 1300, 64)).to(dtype)
+    errors = []
+    for starts, rows in ((torch.tensor([0, 900 - real]), x), (None, x[1:, :, 900 - real :])):
+        layer = HeadwaterQuantizedLayer(4)
+        layer.starts = starts
+        for piece in (rows[:, :, : starts[1] + real if starts is not None else real], rows[:, :, -400:]):
+            layer.update(piece, piece[:, :0])
+        kept = layer._dequantize(layer._quantized_keys)
+        errors.append((kept[-1:, :, -400:] - x[1:, :, -400:]).float().square().mean().sqrt())
+    assert errors[0] < 1.5 * errors[1] + 0.2
+
+
+def test_first_tokens_stay_whole_when_a_padded_prompt_comes_in_chunks():
+    pytest.importorskip("optimum.quanto")
+    model, ids, mask = build(num_key_value_heads=4, head_dim=16).float(), tokens(2, 40), torch.ones(2, 40)
+    mask[1, :25] = 0
+    cache, whole = HeadwaterQuantizedCache(model.config, 2, residual_length=4), DynamicCache(config=model.config)
+    model(ids, attention_mask=mask, past_key_values=whole)
+    for end in (10, 20, 30, 40):
+        model(ids[:, end - 10 : end], attention_mask=mask[:, :end], past_key_values=cache)
+    first = cache.layers[0]
+    assert_near(first._dequantize(first._quantized_keys)[1, :, 25:29], whole.layers[0].keys[1, :, 25:29], 1e-5)
 
 
 def test_a_common_direction_costs_a_quantized_layer_no_bits():

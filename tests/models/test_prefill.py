@@ -314,7 +314,9 @@ def test_training_draws_the_numbers_of_all_tokens():
 # Its price
 
 
-@pytest.mark.parametrize("mechanisms", [{}, MAP, YOCO | {"pattention": {}, "output_gate": {}}])
+@pytest.mark.parametrize(
+    "mechanisms", [{}, MAP, MAP | {"low_rank_kv": {}}, YOCO | {"pattention": {}, "output_gate": {}}]
+)
 def test_flops_of_a_prompt_are_those_of_the_real_model(mechanisms):
     made = config(mechanisms, num_hidden_layers=DEPTH, attn_implementation="eager")
     with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -190,8 +190,9 @@ def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True) -> 
         config, plans[:first_layer], [attended_tokens(c, tokens, causal) for c in configs[:first_layer]]
     )
     above = _layer_flops(config, plans[first_layer:], attended[first_layer:])
+    again = sum(_expansion_flops(config, plans[i], attended[i] - 1) for i in range(first_layer, len(plans)))
     head = 2.0 * config.hidden_size * config.vocab_size
-    return tokens * (sum(below.values()) + _count_shared(config).flops) + sum(above.values()) + head
+    return tokens * (sum(below.values()) + _count_shared(config).flops) + sum(above.values()) + again + head
 
 
 def decoding_flops(config: HeadwaterConfig, tokens: int) -> float:
@@ -201,11 +202,15 @@ def decoding_flops(config: HeadwaterConfig, tokens: int) -> float:
     """
     plans, flops = plan_layers(config), 2.0 * config.hidden_size * config.vocab_size + _count_shared(config).flops
     for plan in plans:
-        layer = layer_config(config, plan.index)
-        attended = min(tokens, layer.sliding_window or tokens)
-        again = (resolve(name).count_cost(config.mechanisms[name], layer, plan) for name in plan.at(Stage.ATTENDED_KV))
-        flops += sum(_layer_flops(config, [plan], [attended]).values()) + (attended - 1) * _add_up(again).flops
+        attended = min(tokens, layer_config(config, plan.index).sliding_window or tokens)
+        flops += sum(_layer_flops(config, [plan], [attended]).values()) + _expansion_flops(config, plan, attended - 1)
     return flops
+
+
+def _expansion_flops(config: HeadwaterConfig, plan: LayerPlan, tokens: float) -> float:
+    """FLOPs of making keys and values of what a layer's cache holds for `tokens` tokens."""
+    names, layer = () if config.materialise else plan.at(Stage.ATTENDED_KV), layer_config(config, plan.index)
+    return tokens * sum(resolve(name).count_cost(config.mechanisms[name], layer, plan).flops for name in names)
 
 
 def _layer_flops(config: HeadwaterConfig, plans: Sequence[LayerPlan], attended: Sequence[float]) -> dict[str, float]:
@@ -270,7 +275,7 @@ def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4
     numbers = 0
     for plan in plan_layers(config):
         layer = layer_config(config, plan.index)
-        heads = plan.latent_heads or 2 * layer.num_key_value_heads
+        heads = plan.latent_heads * (not config.materialise) or 2 * layer.num_key_value_heads
         numbers += heads * layer.head_dim * min(tokens, layer.sliding_window or tokens)
     return numbers * element_size
 

@@ -240,17 +240,17 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
 
 
 class Centered(NamedTuple):
-    """Keys, values or a latent [B, heads, S, d] as a row's first tokens, and others that are shares·mean + difference.
+    """Keys, values or a latent [B, heads, S, d] as shares·mean + difference, except for each row's first tokens.
 
-    first [B, heads, n, d]; mean [B, heads, 1, d]; shares [B, 1, S - n, 1]; difference: quantized by quanto; starts: see
-    `HeadwaterQuantizedLayer`. Padding on the left is among the others.
+    first [B, heads, n, d], and their slots [B, 1, n, 1] among the tokens; mean [B, heads, 1, d]; shares [B, 1, S, 1];
+    difference: quantized by quanto.
     """
 
     first: Tensor
+    first_slots: Tensor
     mean: Tensor
     shares: Tensor
     difference: Any
-    starts: Tensor | None
 
 
 class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
@@ -267,44 +267,39 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, axis_key=0, axis_value=-1, **kwargs)  # names of two `centers`, not quanto's axes
         self.centers: dict[int, tuple[Tensor, Tensor]] = {}  # mean and shares: numbers that are quantized again stay
-        self.starts: Tensor | None = None  # [B], the index of each row's first token; None without padding on the left
+        self.starts: Tensor | None = None  # [B], how many tokens of padding each row begins with; None: no padding
 
     def _quantize(self, tensor: Tensor, axis: int) -> Any:
-        self.q_group_size = math.gcd(64, tensor.shape[1] * tensor.shape[3])  # read below; 1 for positions
-        if not tensor.shape[1] or tensor.shape[2] <= self.FIRST or self.q_group_size < 16:
+        rows, heads, length, width = tensor.shape
+        self.q_group_size = math.gcd(64, heads * width)  # read below; 1 for positions
+        if not heads or length <= self.FIRST or self.q_group_size < 16:
             return tensor
-        tensor = self._move_first(tensor, self.starts)
-        first, others = tensor[:, :, : self.FIRST].clone(), tensor[:, :, self.FIRST :]
+        slots = torch.arange(length, device=tensor.device)
+        starts = slots.new_zeros(rows) if self.starts is None else self.starts.to(tensor.device)
+        starts = starts.clamp(max=length - self.FIRST)[:, None]
+        first_slots = (starts + slots[: self.FIRST])[:, None, :, None]
+        first = tensor.take_along_dim(first_slots, dim=2)
         if axis not in self.centers:
-            self.centers[axis] = self._average(others), others.new_zeros(len(others), 1, 0, 1)
+            others = slots >= starts + self.FIRST
+            others |= ~others.any(dim=1, keepdim=True)  # so few tokens so far: their mean, with padding
+            weights = (others / others.sum(dim=1, keepdim=True))[:, None, :, None]
+            self.centers[axis] = (tensor * weights).sum(dim=2, keepdim=True).to(tensor.dtype), tensor[:, :1, :0, :1]
         mean, shares = self.centers[axis]
-        products = (others[:, :, shares.shape[2] :] * mean).sum((1, 3), keepdim=True)
-        shares = torch.cat((shares, products / mean.square().sum((1, 3), keepdim=True).clamp(min=1e-9)), dim=2)
+        direction = mean.to(
+            torch.promote_types(mean.dtype, torch.float32)
+        )  # squares of large numbers overflow in half precision
+        direction = direction / direction.square().sum((1, 3), keepdim=True).clamp(min=1e-9)
+        new_shares = (tensor[:, :, shares.shape[2] :] * direction).sum((1, 3), keepdim=True)
+        shares = torch.cat((shares, new_shares.to(tensor.dtype)), dim=2)
         self.centers[axis] = mean, shares
-        return Centered(first, mean, shares, super()._quantize(others - shares * mean, 0), self.starts)
+        difference = (tensor - shares * mean).scatter(2, first_slots.expand_as(first), 0)
+        return Centered(first, first_slots, mean, shares, super()._quantize(difference, 0))
 
     def _dequantize(self, qtensor: Any) -> Tensor:
         if not isinstance(qtensor, Centered):
             return qtensor
-        others = super()._dequantize(qtensor.difference) + qtensor.shares * qtensor.mean
-        return self._move_first(torch.cat((qtensor.first, others), dim=2), qtensor.starts, back=True)
-
-    def _move_first(self, tensor: Tensor, starts: Tensor | None, back: bool = False) -> Tensor:
-        """Move each row's first tokens before its padding, or back: [B, heads, S, d] -> [B, heads, S, d]."""
-        if starts is None:
-            return tensor
-        slots, starts = torch.arange(tensor.shape[2], device=tensor.device), starts[:, None]
-        begins, count = (starts, self.FIRST) if back else (self.FIRST, starts)  # of the part that goes to the front
-        order = torch.where(slots < begins, slots + count, slots - begins)
-        order = torch.where(slots < starts + self.FIRST, order, slots)
-        return tensor.gather(2, order[:, None, :, None].expand_as(tensor))
-
-    def _average(self, others: Tensor) -> Tensor:
-        """Average the others than a row's first tokens, without padding: [B, heads, S, d] -> [B, heads, 1, d]."""
-        if self.starts is None:
-            return others.mean(dim=2, keepdim=True)
-        real = (torch.arange(others.shape[2], device=others.device) >= self.starts[:, None])[:, None, :, None]
-        return (others * real).sum(dim=2, keepdim=True) / real.sum(dim=2, keepdim=True).clamp(min=1)
+        history = super()._dequantize(qtensor.difference) + qtensor.shares * qtensor.mean
+        return history.scatter(2, qtensor.first_slots.expand_as(qtensor.first), qtensor.first)
 
     def reset(self) -> None:
         super().reset()
@@ -322,7 +317,6 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
             raise HeadwaterError("Beam search with a quantized cache needs transformers 5.24 or later.")
         super().reorder_cache(beam_idx)
         self.centers = {axis: (mean[beam_idx], shares[beam_idx]) for axis, (mean, shares) in self.centers.items()}
-        self.starts = None if self.starts is None else self.starts[beam_idx]
         if not self.keys.numel() and self.values.numel():  # transformers reorders the latest tokens if there are keys
             self.values = self.values.index_select(0, beam_idx.to(self.values.device))
 
@@ -354,13 +348,11 @@ class HeadwaterQuantizedCache(Cache):
         super().__init__(layers=layers)
 
     def find_starts(self, attention_mask: Tensor | None) -> None:
-        """Find each row's first token in the mask [B, T] of the tokens that the cache begins with."""
-        if attention_mask is None or attention_mask.ndim != 2 or self.get_seq_length():
-            return
-        starts = attention_mask.ne(0).cumsum(dim=1).eq(0).sum(dim=1)
-        starts = starts.clamp(max=max(0, attention_mask.shape[1] - HeadwaterQuantizedLayer.FIRST))
-        for layer in self.layers:
-            layer.starts = starts if starts.any() else None
+        """Find where each row begins, in the mask [B, S] of all tokens so far: padding is not what stays whole."""
+        if attention_mask is not None and attention_mask.ndim == 2:
+            starts = attention_mask.ne(0).cumsum(dim=1).eq(0).sum(dim=1)
+            for layer in self.layers:
+                layer.starts = starts
 
 
 class HeadwaterStaticLayer(_TailMixin, StaticLayer):
@@ -503,7 +495,7 @@ def _cannot_change(what: str) -> HeadwaterError:
 def _list_pieces(tensor: Any) -> list[Tensor]:
     """The tensors that are stored for one: itself or, of a quantized one, all of its parts."""
     if isinstance(tensor, Centered):
-        return [*tensor[:3], *_list_pieces(tensor.difference)]
+        return [*tensor[:-1], *_list_pieces(tensor.difference)]
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

@@ -47,7 +47,7 @@ def evaluate_models(
     text_column: Column of a table with the text, dotted if nested.
     context: Context in tokens. Default: the model's own; for text, at most 2048.
     stride: Tokens between a text's windows. Default: context / 2.
-    cache_bits: Read through a quantized cache (backend quanto) of 2 or 4 bits; the latest 128 tokens stay whole.
+    cache_bits: Read through a quantized cache (backend quanto) of 2 or 4 bits, which is quantized every 128 tokens.
     dtype: float32, bfloat16, float16 or float64; auto: as in the checkpoint.
     seed: Seed for choosing few-shot examples and for sampling.
     out: Also write all results to this JSON file.
@@ -99,8 +99,8 @@ def _print_models(result: EvaluationResult) -> None:
     for name, facts in result.models.items():
         if count := facts.get("rows_of_tasks"):
             say(
-                f"{name}: {count['longer']:,} of {count['read']:,} rows of tasks were longer than the {count['whole']} "
-                "latest tokens, which a quantized cache keeps whole; the others were read without it."
+                f"{name}: {count['quantized']:,} of {count['read']:,} rows of tasks were read from a quantized cache; "
+                "the others are too short for it."
             )
         size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocab_size']:,}"
         say(f"{name}: {facts['family']}, {size}, documents begin with {facts['begins_with']}")

@@ -175,7 +175,7 @@ def _score_model(
             for suite in suites:
                 result.add_scores(name, suite.run_tasks(candidate, model, options))
         if suites and settings["cache_bits"] is not None:
-            facts["rows_of_tasks"] = {"read": count.rows, "longer": count.longer, "whole": KEPT}
+            facts["rows_of_tasks"] = {"read": count.rows, "quantized": count.quantized}
         result.add_scores(name, on_texts.score_model(candidate, model, facts))
 
 
@@ -184,9 +184,7 @@ def _check_quantized_cache(bits: CacheBits | None, candidates: Sequence[Candidat
     if bits is None:
         return
     if window is not None and window <= KEPT:
-        raise HeadwaterError(
-            f"A quantized cache keeps the latest {KEPT} tokens whole; with --cache-bits, use a longer --context."
-        )
+        raise HeadwaterError(f"A cache is quantized every {KEPT} tokens; with --cache-bits, use a longer --context.")
     if not is_optimum_quanto_available():
         raise HeadwaterError("--cache-bits needs optimum-quanto; install it with `pip install optimum-quanto`.")
     for candidate in candidates:

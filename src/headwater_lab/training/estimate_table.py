@@ -70,7 +70,7 @@ class PriceTable(SideBySide):
         if self.is_shortened:
             self.add_rows(estimates, {f"FLOPs of a prompt, {self.batch}": "prefill"})
         if self.unit == "token":
-            self.add_rows(estimates, {"FLOPs of generating one more token": "decoding"})
+            self.add_rows(estimates, {"FLOPs of one sequence's next token": "decoding"})
         memory = {f"cache bytes, {self.batch}": "cache_bytes", f"activation bytes, {self.batch}": "activation_bytes"}
         self.add_rows(estimates, memory)
         self.add_rows(estimates, {"  gradient checkpointing": "activation_bytes_checkpointed"}, ratio=False)
