@@ -5,6 +5,7 @@ import math
 import runpy
 import shutil
 import sys
+from functools import wraps
 from pathlib import Path
 
 import numpy as np
@@ -193,7 +194,7 @@ def test_a_model_that_ignores_the_cache_is_refused():
     model = build(vocab_size=257, max_position_embeddings=512)
     model.config.model_type = "other"
     plain = model.forward
-    model.forward = ignoring = lambda input_ids, **options: plain(input_ids, use_cache=False)
+    model.forward = ignoring = wraps(plain)(lambda input_ids, **options: plain(input_ids, use_cache=False))
     ids = torch.zeros(1, 200, dtype=torch.long)
     for call in (lambda: model(ids), lambda: model.generate(ids, max_new_tokens=2)):
         with pytest.raises(HeadwaterError, match="has no cache of keys and values"), read_quantized(model, 4):

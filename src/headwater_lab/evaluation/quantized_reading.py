@@ -69,7 +69,7 @@ def read_quantized(model: PreTrainedModel, bits: CacheBits | None) -> Iterator[R
     def generate(input_ids: Tensor, **options: Any) -> Any:
         count.add_rows(len(input_ids), True)
         cache = make_quantized_cache(model.config, bits)
-        generated = plain_generate(input_ids, **{CACHE: cache}, **options)
+        generated = plain_generate(input_ids, **{cache_name: cache}, **options)
         _check_used(model, cache)
         return generated
 
