@@ -285,9 +285,8 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
             weights = (others / others.sum(dim=1, keepdim=True))[:, None, :, None]
             self.centers[axis] = (tensor * weights).sum(dim=2, keepdim=True).to(tensor.dtype), tensor[:, :1, :0, :1]
         mean, shares = self.centers[axis]
-        direction = mean.to(
-            torch.promote_types(mean.dtype, torch.float32)
-        )  # squares of large numbers overflow in half precision
+        # Squares of large numbers overflow in half precision.
+        direction = mean.to(torch.promote_types(mean.dtype, torch.float32))
         direction = direction / direction.square().sum((1, 3), keepdim=True).clamp(min=1e-9)
         new_shares = (tensor[:, :, shares.shape[2] :] * direction).sum((1, 3), keepdim=True)
         shares = torch.cat((shares, new_shares.to(tensor.dtype)), dim=2)
