@@ -741,6 +741,9 @@ def test_first_tokens_stay_whole_when_a_padded_prompt_comes_in_chunks():
         model(ids[:, end - 10 : end], attention_mask=mask[:, :end], past_key_values=cache)
     first = cache.layers[0]
     assert_near(first._dequantize(first._quantized_keys)[1, :, 25:29], whole.layers[0].keys[1, :, 25:29], 1e-5)
+    cache.reset()  # without a mask, rows begin at once again
+    model(ids, past_key_values=cache)
+    assert first.starts is None
 
 
 def test_a_common_direction_costs_a_quantized_layer_no_bits():

@@ -267,7 +267,7 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, axis_key=0, axis_value=-1, **kwargs)  # names of two `centers`, not quanto's axes
         self.centers: dict[int, tuple[Tensor, Tensor]] = {}  # mean and shares: numbers that are quantized again stay
-        self.starts: Tensor | None = None  # [B], how many tokens of padding each row begins with; None: no padding
+        self.starts: Tensor | None = None  # [B], how many tokens of padding each row begins with; None: none
 
     def _quantize(self, tensor: Tensor, axis: int) -> Any:
         rows, heads, length, width = tensor.shape
@@ -291,19 +291,18 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
         new_shares = (tensor[:, :, shares.shape[2] :] * direction).sum((1, 3), keepdim=True)
         shares = torch.cat((shares, new_shares.to(tensor.dtype)), dim=2)
         self.centers[axis] = mean, shares
-        difference = (tensor - shares * mean).scatter(2, first_slots.expand_as(first), 0)
+        difference = (tensor - shares * mean).scatter_(2, first_slots.expand_as(first), 0)
         return Centered(first, first_slots, mean, shares, super()._quantize(difference, 0))
 
     def _dequantize(self, qtensor: Any) -> Tensor:
         if not isinstance(qtensor, Centered):
             return qtensor
         history = super()._dequantize(qtensor.difference) + qtensor.shares * qtensor.mean
-        return history.scatter(2, qtensor.first_slots.expand_as(qtensor.first), qtensor.first)
+        return history.scatter_(2, qtensor.first_slots.expand_as(qtensor.first), qtensor.first)
 
     def reset(self) -> None:
         super().reset()
         self.centers.clear()
-        self.starts = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         history = super().update(key_states, value_states, *args, **kwargs)
@@ -348,10 +347,10 @@ class HeadwaterQuantizedCache(Cache):
 
     def find_starts(self, attention_mask: Tensor | None) -> None:
         """Find where each row begins, in the mask [B, S] of all tokens so far: padding is not what stays whole."""
-        if attention_mask is not None and attention_mask.ndim == 2:
-            starts = attention_mask.ne(0).cumsum(dim=1).eq(0).sum(dim=1)
-            for layer in self.layers:
-                layer.starts = starts
+        is_known = attention_mask is not None and attention_mask.ndim == 2
+        starts = attention_mask.ne(0).cumsum(dim=1).eq(0).sum(dim=1) if is_known else None
+        for layer in self.layers:
+            layer.starts = starts
 
 
 class HeadwaterStaticLayer(_TailMixin, StaticLayer):
