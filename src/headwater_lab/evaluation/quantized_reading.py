@@ -89,7 +89,8 @@ def _check_used(model: PreTrainedModel, cache: Cache) -> None:
 
 
 def _split_tokens(ids: Tensor) -> list[Tensor]:
-    """Split ids [B, T] where the cache quantizes: after the first `KEPT`; then after `KEPT` - 1 tokens and one more."""
+    """Split ids [B, T] where the cache quantizes: after the first `KEPT`; then after `KEPT` - 1 tokens and one more,
+    because older transformers takes the tokens of a call for one."""
     first, rest = ids[:, :KEPT], ids[:, KEPT:]
     return [first, *(piece for group in rest.split(KEPT, dim=1) for piece in group.split(KEPT - 1, dim=1))]
 
