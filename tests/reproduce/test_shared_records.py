@@ -152,6 +152,34 @@ def test_the_commands(packed, run, tmp_path):
     assert "6 runs: nothing is missing" in out
 
 
+def test_an_unpacked_comparison_is_continued(packed, run, tmp_path):
+    from headwater_lab import compare
+
+    file, folder = tmp_path / "ada.jsonl", tmp_path / "runs"
+    write_runs(file, parse_lines([line for line in packed if line["record"]["seed"] != 2]))
+    assert "4 runs unpacked" in run("records", "unpack", file, "--out", folder)[1]
+    changes = ["training.steps=4", "training.warmup_steps=1", "reporting.log_every=2", "compare.seeds=[0,1,2]"]
+    with forking():
+        compared = compare("demo/induction", folder, overrides=changes, arms=["1 layer + KV shift"], workers=1)
+    assert len(compared.comparisons[0].records) == 6
+    code, _, err = run("records", "pack", folder, "--out", tmp_path / "both.jsonl", "--by", "Grace")
+    assert (code, err) == (0, "")
+    both = read_runs(tmp_path / "both.jsonl")
+    assert {line.record.seed: line.by for line in both} == {0: "Ada", 1: "Ada", 2: "Grace"}
+    results = {line["run"]: line["record"]["held_out"][-1] for line in packed}
+    assert {line.run: json.loads(line.record.model_dump_json())["held_out"][-1] for line in both} == results
+    # A run that is there is left, and another in its place is not replaced.
+    assert "0 runs unpacked" in run("records", "unpack", file, "--out", folder)[1]
+    code, _, err = run("records", "unpack", tmp_path / "both.jsonl", "--out", folder)
+    assert (code, err) == (0, "")
+    changed = deepcopy(packed)
+    changed[0]["record"]["tokens"] = 7
+    write_runs(tmp_path / "changed.jsonl", parse_lines(changed))
+    code, _, err = run("records", "unpack", tmp_path / "changed.jsonl", "--out", folder)
+    assert code == 2
+    assert "is not that run of the file" in err
+
+
 def test_the_page_of_the_site(packed, tmp_path):
     sys.path.insert(0, str(ROOT / "docs" / "build"))
     from result_pages import pages

@@ -18,7 +18,7 @@ def pack_records(folder: FolderPath, *, out: FilePath, by: str) -> None:
 
     folder: The output folder of `headwater compare`.
     out: The file to write, JSON Lines.
-    by: Who ran them.
+    by: Who ran them; runs that were unpacked from a file keep the name that is there.
     """
     extras.check_extra("report")
     from headwater_lab.papers.kept import write_runs
@@ -30,6 +30,21 @@ def pack_records(folder: FolderPath, *, out: FilePath, by: str) -> None:
     runs = pack_records(folder, by)
     write_runs(out, runs)
     say(f"{counted(len(runs), 'run')} written to {out}")
+
+
+@command(records, "records unpack mine.jsonl --out runs/mine")
+def unpack_records(path: FilePath, *, out: FolderPath) -> None:
+    """Unpack a file of records into a folder, where `headwater compare` trains what is missing.
+
+    path: A file of `headwater records pack`.
+    out: The output folder of `headwater compare`.
+    """
+    extras.check_extra("report")
+    from headwater_lab.papers.kept import read_runs
+    from headwater_lab.papers.shared_records import unpack_runs
+
+    check_writable(out, folder=True)
+    say(f"{counted(unpack_runs(read_runs(path), out), 'run')} unpacked to {out}")
 
 
 @command(records, "records check mine.jsonl")

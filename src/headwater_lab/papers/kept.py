@@ -86,6 +86,20 @@ def write_runs(file: Path, runs: Iterable[KeptRun]) -> None:
     replace_text(file, "\n".join(line for _, line in lines) + "\n")
 
 
+def dump_record(record: RunRecord) -> str:
+    """Dump a record as JSON, without losses of single documents."""
+    return record.model_dump_json(exclude={"documents"})
+
+
+def write_run(run: KeptRun, out: Path) -> None:
+    """Write the record of a run into its folder below `out`, which keeps who ran it and that there are no weights."""
+    folder = out / run.run
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
+    (folder / RESTORED).write_text(run.by, encoding="utf-8")
+    write_record(run.record, folder)
+
+
 def judge_recorded(names: Iterable[str], scale: ScaleName, runs: Sequence[KeptRun]) -> Iterator[Reproduction]:
     """Judge each of these tables that has finished runs among `runs` and needs no models, without training."""
     with TemporaryDirectory() as folder:
@@ -145,10 +159,7 @@ def _write_records(runs: Sequence[KeptRun], work: Work) -> tuple[list[RunRecord]
         if _find_trial(line.record, recipe, folder, work.trials) is None:
             outdated += 1
         elif not list_checkpoints(folder) and not (folder / RECORD).exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in (MARK, RESTORED):
-                (folder / name).touch()
-            write_record(line.record, folder)
+            write_run(line, work.out)
             restored.append(line.record)
     return restored, outdated
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.papers.kept import KeptRun
+from headwater_lab.papers.arms import RESTORED
+from headwater_lab.papers.kept import KeptRun, dump_record, write_run
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.reports.comparison import Comparison, read_comparisons
-from headwater_lab.training.records import ENDED, RunRecord, list_records, read_record, write_record
+from headwater_lab.training.records import ENDED, RunRecord, find_record, list_records, read_record
 from headwater_lab.util.terminal import counted
 
 # Seeds of each arm, without which a comparison is no entry.
@@ -18,25 +19,42 @@ MIN_SEEDS = 3
 
 
 def pack_records(folder: Path, by: str) -> list[KeptRun]:
-    """Collect the ended runs of comparisons below `folder`. by: who ran them. Raises `HeadwaterError` for none."""
+    """Collect the ended runs of comparisons below `folder`.
+
+    by: who ran them, except those of `unpack_runs`, which have their own. Raises `HeadwaterError` if there are none.
+    """
     runs = []
     for path in list_records(folder):
         record = read_record(path)
         if record.experiment is not None and record.status in ENDED:
-            run = path.parent.relative_to(folder).as_posix()
-            runs.append(KeptRun(run=run, by=by, record=record))
+            run, mark = path.parent.relative_to(folder).as_posix(), path.with_name(RESTORED)
+            earlier = mark.read_text(encoding="utf-8") if mark.exists() else ""
+            runs.append(KeptRun(run=run, by=earlier or by, record=record))
     if not runs:
         raise HeadwaterError(f"There are no finished runs of a comparison under {str(folder)!r}.")
     return runs
 
 
+def unpack_runs(runs: Sequence[KeptRun], out: Path) -> int:
+    """Write the records of some runs below `out`, for `headwater compare` to continue; return their number.
+
+    A run that is there is left as it is. Raises `HeadwaterError` if a run's folder has other contents; nothing is
+    written then.
+    """
+    missing = [run for run in runs if not (out / run.run).exists()]
+    for folder, run in ((out / run.run, run) for run in runs if run not in missing):
+        earlier = find_record(folder)
+        if earlier is None or dump_record(earlier) != dump_record(run.record):
+            raise HeadwaterError(f"{str(folder)!r} is not that run of the file; choose another --out, or move it away.")
+    for run in missing:
+        write_run(run, out)
+    return len(missing)
+
+
 def compute_comparisons(runs: Sequence[KeptRun]) -> list[Comparison]:
     """Compute the comparisons of some runs anew from their records. Raises `HeadwaterError` as `read_comparisons`."""
     with TemporaryDirectory() as folder:
-        for line in runs:
-            target = Path(folder) / line.run
-            target.mkdir(parents=True, exist_ok=True)
-            write_record(line.record, target)
+        unpack_runs(runs, Path(folder))
         return read_comparisons(Path(folder))
 
 
