@@ -50,7 +50,8 @@ NOT_RUN = {
     r"^headwater generate .* --compile\b": "it compiles for minutes",
     r"^headwater generate CHECKPOINT - ": "it reads what is typed",
     r"^headwater bench train --base vit\b": "images have no context to make smaller; tests/vision runs it",
-    r"EleutherAI/|togethercomputer/": "it reads models or tokenizers from the hub",
+    r"EleutherAI/|togethercomputer/| gpt2 ": "it reads models or tokenizers from the hub",
+    r"^headwater records check ": "it asks for a commit without changes; tests/reproduce runs it",
 }
 # What to append to a command, by the beginning of its name, where it has the option: the last one given counts.
 SMALL = {
@@ -133,6 +134,17 @@ def train_model(path: Path, run: Run) -> None:
     lab.train(RECIPE, path, overrides=list(smaller(parse(RECIPE, "here"))))
 
 
+def train_trunk(path: Path, run: Run) -> None:
+    """A shorter run of the page's recipe, for a longer one to branch off."""
+    small = smaller(load_recipe("shift.yaml", []))
+    lab.train("shift.yaml", path, overrides=[*small, "training.schedule=wsd", "training.steps=3"])
+
+
+def train_arms(path: Path, run: Run) -> None:
+    recipe = {**RECIPE, "compare": {"baseline": "vanilla", "arms": {"vanilla": {"model": {"mechanisms": None}}}}}
+    lab.compare(recipe, path, overrides=list(smaller(parse(recipe, "here"))), workers=1)
+
+
 def train_classifier(path: Path, run: Run) -> None:
     small = smaller(load_recipe(find_recipe("vision/digits"), []))
     assert run("train", "vision/digits", *small, "--out", path)[0] == 0
@@ -160,6 +172,8 @@ ASSUMED: dict[str, Callable[[Path, Run], None]] = {
     r"CHECKPOINT|runs/(mine|a|b|first)|runs/demo/\w+/[\w-]+-\d": train_model,
     r"(runs/)?llama": functools.partial(save_foreign, LlamaConfig, LlamaForCausalLM),
     r"(runs/)?mistral": functools.partial(save_foreign, MistralConfig, MistralForCausalLM),
+    r"runs/short": train_trunk,
+    r"runs/arms": train_arms,
     r"runs/digits": train_classifier,
     r"runs/(code|prose)": train_grown,
     r"(texts/\*|\w+)\.txt": write_text,
@@ -406,8 +420,8 @@ WRONG = {
     "an arm": ("train demo/induction --arm none", "none"),
     "a table": ("reproduce kv-shifting/figure-99", "figure-99"),
     "what no command above writes": ("runs runs/nothing", "runs/nothing"),
-    "what it writes": ("recipes\nwritten to somewhere", "somewhere"),
-    "its error": ("recipes\nheadwater: There is no recipe.", "recipes"),
+    "what it writes": ("list recipes\nwritten to somewhere", "somewhere"),
+    "its error": ("list recipes\nheadwater: There is no recipe.", "recipes"),
 }
 
 
