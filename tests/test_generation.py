@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from conftest import build
+from headwater.models.decoding import Decoder
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.serving.generation import _Stream, continue_prompts
@@ -48,3 +49,17 @@ def test_a_stream_holds_back_what_may_be_the_end(pieces, shown, capsys):
 def test_what_is_no_text_is_refused(prompt, stop):
     with pytest.raises(HeadwaterError, match=r"surrogate|empty"):
         continue_prompts(build(vocab_size=257), byte_tokenizer(), [prompt], stop=stop)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_text_ends_at_every_stop_token_of_the_model(static):
+    model, tokenizer = build(vocab_size=257).eval(), byte_tokenizer()
+    decoder = Decoder(model) if static else None
+    options = {"max_new_tokens": 12, "temperature": 0, "decoder": decoder}
+    free = continue_prompts(model, tokenizer, ["ab", "cde"], **options)
+    assert not any(free.finished)
+    model.generation_config.eos_token_id = list(range(256))
+    ended = continue_prompts(model, tokenizer, ["ab", "cde"], **options)
+    assert all(ended.finished)
+    assert ended.tokens == 0
+    assert all(len(text) <= 1 for text in ended.texts)

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     BertConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -28,6 +29,8 @@ from transformers import (
 from conftest import build, config, disturb, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.conversion import FAMILIES, from_transformers, to_transformers
+from headwater.conversion.export import export_family
+from headwater_lab.data.tokenizer import byte_tokenizer
 
 OLD = dict(vocab_size=101, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64)
 OLD |= dict(bos_token_id=1, eos_token_id=2)
@@ -245,6 +248,36 @@ def test_a_folder(name, dtype, tmp_path):
     loaded = HeadwaterForCausalLM.from_pretrained(tmp_path / "ours")
     assert torch.equal(loaded(IDS).logits, ours(IDS).logits)
     assert loaded.generation_config.eos_token_id == 2
+
+
+def read_as_transformers_4(config: dict) -> tuple[float, dict | None]:
+    """The base of the angles and their scaling, as LlamaConfig and GPTNeoXConfig of transformers 4.57 read them."""
+    if config["model_type"] == "gpt_neox":
+        return config.get("rotary_emb_base", 10000), {"share": config.get("rotary_pct", 0.25)}
+    return config.get("rope_theta", 10000.0), config.get("rope_scaling")
+
+
+PLAIN, HALF = rope("default"), rope("default", partial_rotary_factor=0.5)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "scaling"),
+    [
+        (LlamaConfig(**NEW, **LLAMA3), {k: v for k, v in LLAMA3["rope_parameters"].items() if k != "rope_theta"}),
+        (LlamaConfig(**NEW, **PLAIN), None),
+        (GPTNeoXConfig(**OLD, **HALF), {"share": 0.5}),
+    ],
+)
+def test_an_export_reads_the_same_in_transformers_4(theirs, scaling, tmp_path):
+    model = AutoModelForCausalLM.from_config(theirs)
+    disturb(model)
+    export_family(from_transformers(model), tmp_path / "export", theirs.model_type, byte_tokenizer())
+    assert read_as_transformers_4(json.loads((tmp_path / "export" / "config.json").read_text())) == (5000.0, scaling)
+    settings = json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert torch.equal(again.eval()(IDS).logits, model.eval()(IDS).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "export")("ab").input_ids == byte_tokenizer()("ab").input_ids
 
 
 def test_weights_as_pytorch_saves_them(tmp_path):

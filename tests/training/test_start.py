@@ -7,13 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.growth import pairs_of
 from headwater.growth.parameter_tokens import maps_of
 from headwater.mechanisms import Pattention
 from headwater_lab import grow
+from headwater_lab.data.tokenizer import byte_tokenizer
+from headwater_lab.evaluation.candidates import find_candidates
+from headwater_lab.serving.generation import load_for_generation
 from headwater_lab.training.checkpoints import newest_checkpoint, read_history, read_optimizer_state
 from headwater_lab.training.loop import TrainingRun, train
 from headwater_lab.training.records import read_record
@@ -390,3 +393,26 @@ def test_tokens_under_other_ids_are_no_addition(model_of_words, tmp_path):
                 begun(tmp_path / "other")
         else:
             assert begun(tmp_path / "other").config.vocab_size == 32
+
+
+def test_a_model_from_elsewhere_keeps_how_it_begins_and_ends_texts(recipe, tmp_path):
+    """Stop tokens may stand only in generation_config.json; texts begin with its tokenizer's begin-of-text token."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=258, **sizes))
+    llama.generation_config = GenerationConfig(eos_token_id=[256, 97], do_sample=True, temperature=0.3)
+    for saved in (llama, tokenizer):
+        saved.save_pretrained(tmp_path / "llama")
+    data = {"tokenizer": str(tmp_path / "llama")}
+    for steps in (2, 4):
+        begun = recipe(model={}, data=data, training={"steps": steps}, **start(tmp_path / "llama"))
+        train(begun, tmp_path / "run", resume=True)
+    model, tokenizer, begin = load_for_generation(tmp_path / "run")
+    settings = json.loads((newest_checkpoint(tmp_path / "run") / "generation_config.json").read_text())
+    assert (settings["eos_token_id"], settings["do_sample"], settings["temperature"]) == ([256, 97], True, 0.3)
+    original, trained = find_candidates([str(tmp_path / "llama"), str(tmp_path / "run")])
+    assert not begin
+    assert trained.adds_begin
+    assert trained.begin == original.begin == 257
+    assert model.generation_config.eos_token_id == [256, 97]

@@ -1,5 +1,6 @@
 """Export: a checkpoint folder that plain transformers loads, with `trust_remote_code=True` and without headwater."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from headwater.conversion.latent import expand_latent
 from headwater.models.card import CARD, make_card
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.input_checks import check_paged
+from headwater.models.load import CONFIG, read_object
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import check_free, local, stage_folder
+from headwater.util.files import check_free, local, replace_text, stage_folder
 
 _MATERIALISE = "--materialise (in Python: materialise)"
 
@@ -71,6 +73,23 @@ def export_family(
     return folder
 
 
+def _add_older_names(folder: Path) -> None:
+    """Add the names by which transformers 4 and converters of other engines read RoPE and tokenizers.
+
+    transformers 4 ignores `rope_parameters` without a word, and computes with its default angles.
+    """
+    config = read_object(folder / CONFIG)
+    rope = dict(config.get("rope_parameters") or {})
+    if theta := rope.pop("rope_theta", None):  # GPT-NeoX has names of its own
+        older = {"rope_theta": theta, "rope_scaling": rope if rope.get("rope_type") != "default" else None}
+        if config["model_type"] == "gpt_neox":
+            older |= {"rotary_emb_base": theta, "rotary_pct": rope.get("partial_rotary_factor", 1.0)}
+        replace_text(folder / CONFIG, json.dumps(config | older, indent=2) + "\n")
+    if (file := folder / "tokenizer_config.json").exists():
+        text = file.read_text(encoding="utf-8")
+        replace_text(file, text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
+
+
 def _write_folder(
     model: PreTrainedModel,
     folder: Path,
@@ -82,6 +101,8 @@ def _write_folder(
         model.save_pretrained(beside)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)
+        if origin is not None:
+            _add_older_names(beside)
         if not isinstance(card, str):
             options = {"name": folder.name} | dict(card or {})
             card = str(make_card(model, has_preparer=tokenizer is not None, origin=origin, **options))

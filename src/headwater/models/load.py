@@ -330,11 +330,16 @@ def build_model(
             ignore_mismatched_sizes=True,  # mismatches are in the list that this returns
         )
     model.name_or_path = model.config.name_or_path = str(folder)
+    read_generation_config(model, folder)
+    return model, mismatches
+
+
+def read_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """Give a model the stop tokens and sampling settings in a folder, if there are any. Raises `HeadwaterError`."""
     if os.path.lexists(file := folder / GENERATION):
         read_object(file)
         with reading(repr(str(file)), "correct it, or remove it"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model, mismatches
 
 
 def _list_tensor_names(folder: Path) -> Iterator[list[str]]:

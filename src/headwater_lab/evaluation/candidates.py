@@ -15,7 +15,7 @@ from headwater.models.load import check_finite, check_size, describe_reason, mod
 from headwater.models.weights import check_files
 from headwater.util.errors import HeadwaterError, first_line
 from headwater_lab.data.tokenizer import frame_text, separator_id
-from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint, read_history
+from headwater_lab.training.checkpoints import began_elsewhere, check_sums, load_model, newest_checkpoint
 from headwater_lab.training.hub_models import check_source, explaining_code
 from headwater_lab.training.trained_models import read_tokenizer
 
@@ -29,7 +29,7 @@ PROBE = "Sphinx of black quartz,\n\tjudge my vow: 1234.5 + 67 = 1302; naïve 水
 class Candidate:
     """A model to evaluate, before its weights are read.
 
-    begin: the token before each document: headwater's separator for models trained by headwater, otherwise the
+    begin: the token before each document: headwater's separator for models that began here, otherwise the
     tokenizer's begin-of-text token, or else its end-of-text token.
     is_headwater: whether it is a headwater checkpoint. adds_begin: whether its tokenizer decides how a prompt
         begins.
@@ -140,14 +140,14 @@ def _read_candidate(name: str, source: str, trust_remote_code: bool) -> Candidat
         raise HeadwaterError(
             f"{source!r} has no tokenizer, so it cannot read text; add its tokenizer's files to that folder."
         )
-    trained_here = is_headwater and any(event.kind == "trained" for event in read_history(path))
+    began_here = is_headwater and not began_elsewhere(path)
     if separator_id(tokenizer) is None:
         raise HeadwaterError(
             f"The tokenizer of {source!r} has neither an end-of-text nor a begin-of-text token to begin a document "
             "with; add one with tokenizer.add_special_tokens."
         )
-    begin = frame_text(tokenizer)[0][0] if trained_here or tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    candidate = Candidate(name, source, config, tokenizer, begin, is_headwater, not trained_here, trust_remote_code)
+    begin = frame_text(tokenizer)[0][0] if began_here or tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    candidate = Candidate(name, source, config, tokenizer, begin, is_headwater, not began_here, trust_remote_code)
     _ = candidate.skeleton
     return candidate
 

@@ -18,7 +18,7 @@ from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.data.tokenizer import encode_plainly, frame_text, separator_id, warn_of_unknown
 from headwater_lab.data.tokenizer_files import find_tokenizer
 from headwater_lab.serving.stops import UntilStop, before_stop
-from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint, read_history
+from headwater_lab.training.checkpoints import began_elsewhere, check_sums, load_model, newest_checkpoint
 
 
 def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase, bool]:
@@ -37,9 +37,9 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
             f"The tokenizer in {str(path)!r} has neither an end-of-text nor a begin-of-text token to start a text "
             f"with; add its tokenizer_config.json, or use the tokenizer the model was trained with."
         )
-    model.generation_config = GenerationConfig()  # `continue_prompts` reports what is needed
-    history = read_history(path)
-    return model.eval(), tokenizer, not history or history[0].kind != "retrofitted"
+    # `continue_prompts` sets the rest.
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
+    return model.eval(), tokenizer, not began_elsewhere(path)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def continue_prompts(
     decoder: Decoder | None = None,
     cache_bits: int | None = None,
 ) -> Continued:
-    """Continue `prompts` as one left-padded batch.
+    """Continue `prompts` as one left-padded batch, each up to a stop token of the model or its tokenizer.
 
     begin: put the token before each that training here puts before a document; otherwise only what the tokenizer adds,
     as transformers and engines do.
@@ -82,6 +82,7 @@ def continue_prompts(
     """
     _check_texts(prompts, stop)
     end = cast(int, separator_id(tokenizer))  # `load_for_generation` has checked that there is one
+    ends = torch.tensor(_list_ends(model, end))
     warn_of_unknown(tokenizer, prompts)
     rows = _encode_prompts(tokenizer, prompts, begin, end)
     longest = max(map(len, rows))
@@ -90,10 +91,10 @@ def continue_prompts(
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
     streamer = _Stream(tokenizer, stop) if stream else None
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": end, "eos_token_id": end}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": end, "eos_token_id": ends.tolist()}
     started = time.perf_counter()
     if decoder is not None:
-        watch = _watch_tokens(tokenizer, ids, end, streamer, stop)
+        watch = _watch_tokens(tokenizer, ids, ends, streamer, stop)
         generated = decoder(ids, mask, seed=seed, watch=watch, **sampling, **options)
         cache = decoder.cache
         if streamer is not None:
@@ -106,17 +107,24 @@ def continue_prompts(
             options |= {"stop_strings": list(stop), "tokenizer": tokenizer}
         generated = model.generate(ids, attention_mask=mask, past_key_values=cache, streamer=streamer, **options)
     seconds = time.perf_counter() - started
-    new = generated[:, longest:]
+    new = generated[:, longest:].cpu()
     texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
-    ends = new.eq(end).any(dim=1).tolist()
+    is_end = torch.isin(new, ends)
+    ended = is_end.any(dim=1).tolist()
     return Continued(
         [before_stop(text, stop) for text in texts],
-        [ended or before_stop(text, stop) != text for text, ended in zip(texts, ends, strict=True)],
-        int(new.ne(end).sum()),
+        [at_end or before_stop(text, stop) != text for text, at_end in zip(texts, ended, strict=True)],
+        int(is_end.logical_not().sum()),
         seconds,
         cache_bytes(cache),
         cache_bytes(cache, reserved=True),
     )
+
+
+def _list_ends(model: HeadwaterForCausalLM, separator: int) -> list[int]:
+    """List the tokens that end a text: the separator of documents, and those of the model."""
+    ends = model.generation_config.eos_token_id
+    return sorted({separator, *([] if ends is None else [ends] if isinstance(ends, int) else ends)})
 
 
 def _encode_prompts(
@@ -150,7 +158,11 @@ def _check_length(model: HeadwaterForCausalLM, tokens: int, max_new_tokens: int)
 
 
 def _watch_tokens(
-    tokenizer: PreTrainedTokenizerBase, prompts: torch.Tensor, end: int, streamer: _Stream | None, stop: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: torch.Tensor,
+    ends: torch.Tensor,
+    streamer: _Stream | None,
+    stop: Sequence[str],
 ) -> Callable[[torch.Tensor], bool]:
     """Make a function that prints each step's tokens, and returns whether every row has ended."""
     if streamer is not None:
@@ -165,7 +177,7 @@ def _watch_tokens(
         if at_stop is None:
             return False
         steps.append(tokens)
-        ended.logical_or_(at_stop(torch.stack(steps, dim=1), None) | (tokens == end))
+        ended.logical_or_(at_stop(torch.stack(steps, dim=1), None) | torch.isin(tokens, ends))
         return bool(ended.all())
 
     return watch

@@ -352,6 +352,12 @@ def read_history(path: Path) -> list[Event]:
         return TypeAdapter(list[Event]).validate_python(events)
 
 
+def began_elsewhere(path: Path) -> bool:
+    """Whether the model in checkpoint `path` was converted from another family, whose tokenizer begins its texts."""
+    history = read_history(path)
+    return bool(history) and history[0].kind == "retrofitted"
+
+
 def read_optimizer_state(path: Path) -> dict[str, Tensor]:
     """Read the optimizer state in a checkpoint, unsharded, by name; empty if there is none."""
     return _read_unsharded(path, lambda name: name.startswith("optimizer."))

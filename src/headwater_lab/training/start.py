@@ -35,7 +35,7 @@ from headwater.kernels.fused_loss import Divergence, scale_log_softmax
 from headwater.mechanisms.capabilities import ActsInTraining, Step
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
-from headwater.models.load import CONFIG, model_type, read_config
+from headwater.models.load import CONFIG, model_type, read_config, read_generation_config
 from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.precision import Precision
 from headwater_lab.data.base import LABELS, Batch, Data
@@ -492,6 +492,8 @@ class Setup:
             self.optimizers = make_optimizers(self.model, training)
             steppers = fabric.setup_optimizers(*self.optimizers)
         self.config = self.model.config
+        if self.beginning is not None:
+            read_generation_config(self.model, self.beginning.path)
         self.steppers = steppers if isinstance(steppers, tuple) else (steppers,)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.scalars = list_scalars(self.model) if is_sharded(training) else []
