@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.prepare import Options, prepare
 from headwater_lab.data.prepared import PreparedSettings
 from headwater_lab.data.shards import Shards, open_prepared
-from headwater_lab.data.token_files import CHUNK, TokenSource
+from headwater_lab.data.token_files import CHUNK, HELD_OUT, TokenSource
 from headwater_lab.data.tokenizer import (
     byte_tokenizer,
     character_tokenizer,
@@ -153,6 +154,61 @@ def test_a_shard_is_held_out(tmp_path, bpe, documents, stated):
         prepare(TokenSource(str(held_out), "llm.c", str(held_out)), tmp_path / "again", bpe)
 
 
+def test_held_out_files_are_never_trained_on(tmp_path, bpe, documents, monkeypatch):
+    """However their path is written; and a folder's name counts as well as a file's."""
+    end = load_tokenizer(bpe).eos_token_id
+    for folder in ("in/val", "in/train", "in/interval"):
+        (tmp_path / folder).mkdir(parents=True)
+    write_olmo(tmp_path / "in/train/a.npy", documents[:30], end)
+    write_olmo(tmp_path / "in/interval/a.npy", documents[30:40], end)
+    write_olmo(tmp_path / "in/val/a.npy", documents[40:], end)
+    monkeypatch.chdir(tmp_path)
+    for number, held_out in enumerate((None, "in/val", str(tmp_path / "in/val"), "in/train/../val")):
+        prepare(TokenSource("in", "olmo", held_out), tmp_path / f"out-{number}", bpe)
+        prepared = open_prepared(tmp_path / f"out-{number}")
+        assert sorted(read_all(prepared.train)) == sorted([end, *document] for document in documents[:40])
+        assert read_all(prepared.held_out) == [[end, *document] for document in documents[40:]]
+    held_out_names = {"valid.bin": True, "x_valid_0.bin": True, "validation.bin": True, "valley.bin": False}
+    for name, is_held_out in held_out_names.items():
+        assert bool(HELD_OUT.search(name)) == is_held_out
+
+
+ENDINGS = {"nanogpt": ".bin", "olmo": ".npy"}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_wider_tokens_without_a_header_are_refused(tmp_path, documents, name):
+    """Where token 0 separates documents, every token would be a document of its own."""
+    tokenizer = train_tokenizer(texts(200), 400)
+    assert tokenizer.eos_token_id == 0
+    tokenizer.save_pretrained(tmp_path / "bpe")
+    ids = [token for document in documents for token in (*document, 0)]
+    (tmp_path / f"a{ENDINGS[name]}").write_bytes(np.array(ids, "<u4").tobytes())
+    with pytest.raises(HeadwaterError, match="Every second number"):
+        prepare(TokenSource(str(tmp_path / f"a{ENDINGS[name]}"), name), tmp_path / "out", str(tmp_path / "bpe"))
+
+
+def test_a_document_is_framed_as_text_is(tmp_path):
+    """Tokenizers such as Llama's begin a text with another token than the one that ends it."""
+    tokenizer = train_tokenizer(texts(200), 400)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    first, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
+    tokenizer.save_pretrained(tmp_path / "bpe")
+    plain = [tokenizer(text, add_special_tokens=False).input_ids for text in texts(60)]
+    write_megatron(tmp_path / "a.bin", [[first, *ids] for ids in plain], end)
+    write_nanogpt(tmp_path / "b.bin", [[first, *ids] for ids in plain], end)
+    write_llm_c(tmp_path / "c.bin", plain, first)
+    expected = sorted([first, *ids, end] for ids in plain)
+    sources = {"a": ("megatron", None), "b": ("nanogpt", None), "c": ("llm.c", first)}
+    for stem, (name, border) in sources.items():
+        source = TokenSource(str(tmp_path / f"{stem}.bin"), name, border=border)
+        prepare(source, tmp_path / stem, str(tmp_path / "bpe"), Options(held_out=0.2))
+        prepared = open_prepared(tmp_path / stem)
+        assert sorted(read_all(prepared.train) + read_all(prepared.held_out)) == expected
+        assert {document.text for document in prepared.read_evaluation()} <= set(texts(60))
+
+
 def test_another_token_can_separate_documents(tmp_path, bpe, documents):
     write_nanogpt(tmp_path / "a.bin", documents, border := load_tokenizer(bpe).convert_tokens_to_ids("q"))
     assert not any(border in document for document in documents)
@@ -225,6 +281,8 @@ HOSTILE = {
     "npy truncated": ("npy", "a.npy", lambda content: content[:-9], "is damaged"),
     "npy of objects": ("npy", "a.npy", lambda content: content.replace(b"'<i8'", b"'|O' "), "has no numbers"),
     "npy of floats": ("npy", "a.npy", lambda content: content.replace(b"'<i8'", b"'<f8'"), "an array of float64"),
+    "npy header": ("npy", "a.npy", lambda content: content.replace(b"'shape': (", b"'shape': [", 1), "is damaged"),
+    "npy longer": ("npy", "a.npy", lambda content: content + b"1234", "bytes, not"),
     "negative": ("npy", "a.npy", lambda content: content[:-8] + pack("q", [-1]), "has token -1"),
     "index": ("Megatron", "a.idx", change(0, b"TNTIDX"), "is no index of Megatron"),
     "index's version": ("Megatron", "a.idx", change(9, b"\2"), "is no index of Megatron"),
@@ -232,7 +290,14 @@ HOSTILE = {
     "index's end": ("Megatron", "a.idx", lambda content: content[:-1], "bytes, not"),
     "index's header": ("Megatron", "a.idx", lambda content: content[:20], "shorter than the header"),
     "sequences": ("Megatron", "a.idx", change(18, b"\xff" * 8), "bytes, not"),
-    "documents": ("Megatron", "a.idx", lambda content: content[:-8] + b"\xff" * 8, "outside of the file"),
+    "documents": ("Megatron", "a.idx", lambda content: content[:-8] + b"\xff" * 8, "all documents in order"),
+    "documents stop early": (
+        "Megatron",
+        "a.idx",
+        lambda content: content[:-8] + pack("q", [119]),
+        "all documents in order",
+    ),
+    "another place": ("Megatron", "a.idx", change(34 + 4 * 120 + 8, pack("q", [1])), "one after another"),
     "order": ("Megatron", "a.idx", lambda content: content[:-24] + pack("q", [0, 0, 0]), "in order"),
     "tokens of the index": ("Megatron", "a.bin", lambda content: content[:-2], "its index says"),
 }

@@ -25,8 +25,8 @@ from headwater_lab.data.tokenizer import Encoder
 CHUNK = 2**20
 # The documents, and the tokens of each, that show whether the tokenizer is the right one.
 TRIED, TRIED_TOKENS = 64, 1024
-# Names of held-out files, if none are named: val.bin, fineweb_val_000000.bin.
-HELD_OUT = re.compile(r"(^|[_-])val(idation)?[_.-]")
+# Names of held-out files, if none are named: val.bin, fineweb_val_000000.bin, val/part-0.npy.
+HELD_OUT = re.compile(r"(^|[_/-])val(id(ation)?)?[_./-]")
 LLM_C_HEADER = 256 * 4
 # (magic number, version) -> type of the tokens.
 LLM_C_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
@@ -53,8 +53,8 @@ def map_llm_c(file: Path, vocab_size: int) -> Mapped:
 
 
 def map_nanogpt(file: Path, vocab_size: int) -> Mapped:
-    """Map a file of nanoGPT: uint16 without a header."""
-    return _map_array(file, "<u2"), None
+    """Map a file of nanoGPT: uint16 without a header, or uint32 for a larger vocabulary."""
+    return _map_plain(file, "<u2" if vocab_size <= 2**16 else "<u4"), None
 
 
 def map_olmo(file: Path, vocab_size: int) -> Mapped:
@@ -62,13 +62,15 @@ def map_olmo(file: Path, vocab_size: int) -> Mapped:
     with file.open("rb") as start:
         has_header = start.read(6) == b"\x93NUMPY"
     if not has_header:
-        return _map_array(file, "<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4"), None
+        return _map_plain(file, "<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4"), None
     try:
         ids = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+    except Exception as error:  # NumPy evaluates the header as Python, which can raise anything
         raise HeadwaterError(f"{str(file)!r} is damaged or has no numbers: {error}; copy it again.") from error
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
         raise HeadwaterError(f"{str(file)!r} is an array of {ids.dtype}, {ids.shape}; write a flat array of token ids.")
+    if (size := ids.offset + ids.nbytes) != file.stat().st_size:
+        raise HeadwaterError(f"{str(file)!r} has {file.stat().st_size:,} bytes, not {size:,}; copy it again.")
     return ids, None
 
 
@@ -99,12 +101,13 @@ def map_megatron(file: Path, vocab_size: int) -> Mapped:
     ids = _map_array(file, MEGATRON_TYPES[code])
     if (total := int(lengths.sum(dtype=np.int64))) != len(ids):
         raise HeadwaterError(f"{str(file)!r} has {len(ids):,} tokens, but its index says {total:,}; copy both again.")
-    if documents == 0 or firsts.min() < 0 or firsts.max() > count:
-        raise HeadwaterError(f"{str(index)!r} lists documents outside of the file; copy it again.")
+    ends = lengths.cumsum(dtype=np.int64)
+    if (lengths < 0).any() or (places != (ends - lengths) * ids.itemsize).any():
+        raise HeadwaterError(f"{str(index)!r} does not list its sequences one after another; copy it again.")
+    if documents < 2 or (firsts[0], firsts[-1]) != (0, count) or (firsts[1:] < firsts[:-1]).any():
+        raise HeadwaterError(f"{str(index)!r} does not list all documents in order; copy it again.")
     starts = places[firsts[firsts < count]] // ids.itemsize  # the last entry is the end
-    if not len(starts) or starts[0] != 0 or starts[-1] >= len(ids) or (starts[1:] < starts[:-1]).any():
-        raise HeadwaterError(f"{str(index)!r} does not list its documents in order; copy it again.")
-    return ids, starts
+    return ids, starts[starts < len(ids)]
 
 
 # The format's name for --tokens -> the ending of its files, and its reader.
@@ -114,6 +117,17 @@ FORMATS = {
     "megatron": (".bin", map_megatron),
     "olmo": (".npy", map_olmo),
 }
+
+
+def _map_plain(file: Path, kind: str) -> np.ndarray:
+    """Map a file without a header as `_map_array`. Raises `HeadwaterError` if its tokens have twice as many bytes."""
+    ids = _map_array(file, kind)
+    if len(ids) > 3 and not ids[1 : 2 * CHUNK : 2].any():
+        raise HeadwaterError(
+            f"Every second number of {str(file)!r} is 0, so its tokens have more than {ids.itemsize} bytes; write "
+            f"{ids.itemsize} bytes a token, or name the tokenizer that made it with --tokenizer."
+        )
+    return ids
 
 
 def _map_array(file: Path, kind: str, start: int = 0) -> np.ndarray:
@@ -158,8 +172,9 @@ class TokenStream:
         self.suffix, self.reader = FORMATS[source.tokens]
         files = self._list_files(source.source)
         held_out = self._list_files(source.held_out_source) if source.held_out_source else {}
-        held_out = held_out or {file: name for file, name in files.items() if HELD_OUT.search(file.name)}
-        train = {file: name for file, name in files.items() if file not in held_out}
+        held_out = held_out or {file: name for file, name in files.items() if HELD_OUT.search(name)}
+        aside = {file.resolve() for file in held_out}
+        train = {file: name for file, name in files.items() if file.resolve() not in aside}
         if not train:
             raise HeadwaterError(f"{source.source!r} has only held-out files; name files to train on too.")
         in_train = False if held_out else None
@@ -178,7 +193,10 @@ class TokenStream:
     @property
     def fingerprint(self) -> list[Any]:
         """Return names, sizes and times of the files, which must not change meanwhile."""
-        return fingerprint_files([name for _, name, _ in self.files], [file for file, _, _ in self.files])
+        files = {name: file for file, name, _ in self.files}
+        if self.source.tokens == "megatron":
+            files |= {f"index of {name}": file.with_suffix(".idx") for name, file in files.items()}
+        return fingerprint_files([*files], [*files.values()])
 
     def __iter__(self) -> Iterator[Document]:
         restored: list[bool] = []
@@ -204,13 +222,22 @@ class TokenStream:
                 self._check_range(document, piece, file)
                 if starts is not None and document[-1] == self.border:  # some programs end every document with it
                     document = document[:-1]
-                if len(document):
+                if len(document := self._strip_frame(document)):
                     yield document.astype("<u4")
         is_optional = self.source.tokens == "nanogpt" and self.source.border is None
         if starts is None and not borders and not is_optional:
             raise HeadwaterError(
                 f"Token {self.border} occurs nowhere in {str(file)!r}; name the token between documents with --border."
             )
+
+    def _strip_frame(self, ids: np.ndarray) -> np.ndarray:
+        """Leave out the tokens that every document is given anyway, at its begin and end."""
+        head, tail = self.encoder.frame
+        if len(head) and np.array_equal(ids[: len(head)], head):
+            ids = ids[len(head) :]
+        if len(tail) and np.array_equal(ids[-len(tail) :], tail):
+            ids = ids[: -len(tail)]
+        return ids
 
     def _check_range(self, ids: np.ndarray, position: int, file: Path) -> None:
         """Raise `HeadwaterError` if one of the ids, which begin at `position` of the file, is beyond the vocabulary."""
@@ -228,10 +255,11 @@ class TokenStream:
         ids = ids[~np.isin(ids, self.encoder.tokenizer.all_special_ids)][:TRIED_TOKENS]
         again = self.encoder([self._decode_ids(ids)])[0]
         half = -(-len(ids) // 2)  # the end may be cut within a word
-        return len(ids) > 0 and np.array_equal(again[:half], ids[:half])
+        return len(ids) > 1 and np.array_equal(again[:half], ids[:half])  # single tokens of any file are restored
 
     def _decode_ids(self, ids: np.ndarray) -> str:
-        return str(self.encoder.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
+        decode = self.encoder.tokenizer.decode
+        return str(decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _check_tokenizer(self, restored: Sequence[bool]) -> None:
         """Raise `HeadwaterError` unless the tokenizer restores most documents; a few begin within a word."""

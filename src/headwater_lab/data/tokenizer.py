@@ -234,17 +234,16 @@ class Encoder:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_documents(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Encode documents, texts as `frame_text` says, conversations as their template does, ids after a separator."""
+        """Encode documents: texts and ids as `frame_text` says, conversations as their template does."""
         texts = [[] if document.is_chat or len(document.ids) else _cut_parts(document.text) for document in documents]
         rows = iter(self(list(chain.from_iterable(texts))))
+        head, tail = self.frame
         return [
             self.chat(document.text, document.id)
             if document.is_chat
             else Encoded(
                 np.concatenate(
-                    ([self.separator], document.ids)
-                    if len(document.ids)
-                    else (self.frame[0], *islice(rows, len(pieces)), self.frame[1])
+                    (head, *([document.ids] if len(document.ids) else islice(rows, len(pieces))), tail)
                 ).astype(self.dtype),
                 None,
                 len(document.data),
