@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from conftest import forking
+from headwater import HeadwaterError
 from headwater_lab.papers.kept import KeptRun, read_runs, write_runs
 from headwater_lab.papers.shared_records import compute_comparisons, find_missing, find_problems
 
@@ -109,6 +110,62 @@ def test_bits_per_byte_follow_from_the_loss(packed):
     assert problem == f"{lines[5]['run']}: its bits per byte at step 4 do not follow from its loss."
 
 
+def test_a_loss_that_is_missing_or_zero_is_seen(packed):
+    for loss in (0.0, None):
+        lines = deepcopy(packed)
+        metrics = lines[0]["record"]["held_out"][-1]["metrics"]
+        metrics |= {"bits_per_byte": 1.0} | ({} if loss is None else {"loss": loss})
+        if loss is None:
+            del metrics["loss"]
+        assert find_problems(parse_lines(lines)) == [f"{lines[0]['run']}: it has bits per byte at step 4, but no loss."]
+
+
+def test_honest_runs_pass(packed):
+    """One run in two comparisons, a mean over domains, and steps that continue over stages."""
+    lines = deepcopy(packed)
+    lines.append(deepcopy(lines[0]) | {"run": "another/run"})
+    assert find_problems(parse_lines(lines)) == []
+    lines = deepcopy(packed)
+    for number, line in enumerate(lines):
+        metrics = line["record"]["held_out"][-1]["metrics"]
+        metrics |= {"loss/a": 2.0 + number, "bits_per_byte/a": 1.0 + number / 2, "loss/b": 3.0, "bits_per_byte/b": 1.0}
+        metrics |= {"loss": (5.0 + number) / 2, "bits_per_byte": (2.0 + number / 2) / 2}
+    assert find_problems(parse_lines(lines)) == []
+    lines = deepcopy(packed)
+    numbers = ("parameters", "tokens", "flops", "seconds", "total_tokens", "total_flops", "result")
+    stage = dict.fromkeys(numbers, 1)
+    lines[0]["record"]["stages"] = [stage | {"name": n, "folder": f"stages/{n}", "steps": 4} for n in "ab"]
+    lines[0]["record"]["held_out"][-1]["step"] = 8
+    assert find_problems(parse_lines(lines)) == []
+
+
+def test_by_a_plan_a_decided_arm_has_fewer_seeds(packed):
+    lines = deepcopy(packed)
+    arms = ["1 layer", "1 layer + KV shift", "decided"]
+    extra = [deepcopy(line) for line in lines if line["record"]["seed"] == 2]
+    for line in extra:
+        line["run"] += "-more"
+        line["record"]["seed"] = 3
+    lines += [*extra, *(deepcopy(line) for line in lines if line["record"]["experiment"]["arm"] == arms[1])]
+    for line in lines[-3:]:
+        line["run"] += "-decided"
+        line["record"]["experiment"]["arm"] = arms[2]
+    assert len(list_missing(lines)) == 1  # without a plan, arms have equal seeds
+    plan = {"seeds": [*range(6)], "min_seeds": 3, "margin": 0.1, "arms": arms[1:], "baseline": arms[0]}
+    for line in lines:
+        line["record"]["experiment"]["seed_plan"] = plan
+    assert list_missing(lines) == []
+    for line in lines[-3:]:
+        line["record"]["seed"] += 1
+    assert list_missing(lines) == ["the seeds of decided are not the first ones of its plan."]
+
+
+@pytest.mark.parametrize("name", ["", ".", "./x", "x/", "x//y", "a\0b", "../x", "/x", "x/record.json", "x/.restored"])
+def test_a_run_has_the_plain_name_of_a_folder(packed, tmp_path, name):
+    with pytest.raises(ValueError, match="folder"):
+        parse_lines([packed[0] | {"run": name}])
+
+
 def test_an_entry_has_three_seeds_of_each_arm_and_the_same(packed):
     by_arm = {
         arm: [line for line in packed if line["record"]["experiment"]["arm"] == arm]
@@ -180,6 +237,28 @@ def test_an_unpacked_comparison_is_continued(packed, run, tmp_path):
     assert "is not that run of the file" in err
 
 
+def test_unpacked_runs_are_not_continued_on_other_data(packed, run, tmp_path):
+    """The same settings may name other texts on another machine; this is said before anything is trained."""
+    recipe = {
+        "name": "texts",
+        "data": {"kind": "text", "source": str(tmp_path / "text.txt"), "context": 16, "held_out": 0.3},
+        "model": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "training": {"steps": 2, "batch_size": 2, "warmup_steps": 0, "threads": 1},
+        "compare": {"baseline": "a", "seeds": [0], "arms": {"a": {}}},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    command = ("compare", tmp_path / "recipe.yaml", "--out", tmp_path / "runs", "--workers", 1)
+    (tmp_path / "text.txt").write_text("Some text that a model reads.\n\n" * 100)
+    with forking():
+        assert run(*command)[0] == 0
+        (tmp_path / "text.txt").write_text("Other text that a model reads.\n\n" * 100)
+        assert run(*command)[0] == 0  # nothing is trained
+        code, _, err = run(*command, "compare.seeds=[0,1]")
+    assert code == 2
+    assert "holds a run trained on other data" in err
+    assert not (tmp_path / "runs/texts/a-1").exists()
+
+
 def test_the_page_of_the_site(packed, tmp_path):
     sys.path.insert(0, str(ROOT / "docs" / "build"))
     from result_pages import pages
@@ -190,3 +269,6 @@ def test_the_page_of_the_site(packed, tmp_path):
     assert "Run by Ada" in page
     assert "1 layer + KV shift" in page
     assert pages.write_shared_page()  # every file in the repository passes
+    write_runs(tmp_path / "ada.jsonl", parse_lines(packed[:-1]))
+    with pytest.raises(HeadwaterError, match="has 2 seeds"):
+        pages.write_shared_page(tmp_path)

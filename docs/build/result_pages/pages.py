@@ -10,7 +10,7 @@ from pathlib import Path
 from headwater.util.errors import HeadwaterError
 from headwater_lab.papers.kept import read_runs
 from headwater_lab.papers.result import lay_out_cells, table_caption
-from headwater_lab.papers.shared_records import compute_comparisons, find_problems
+from headwater_lab.papers.shared_records import check_runs
 from headwater_lab.reports.comparison import Comparison
 from headwater_lab.reports.words import result_rows
 
@@ -291,9 +291,10 @@ def write_shared_page(folder: Path = RESULTS / "shared") -> str:
     ]
     for file in sorted(folder.glob("*.jsonl")):
         runs = read_runs(file)
-        if problems := find_problems(runs):
+        comparisons, problems = check_runs(runs)
+        if problems:
             raise HeadwaterError(f"{file}: {problems[0]}")
-        for comparison in compute_comparisons(runs):
+        for comparison in comparisons:
             rows = result_rows(comparison)
             source = Source(
                 f"headwater records check results/{folder.name}/{file.name}",

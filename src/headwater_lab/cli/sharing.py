@@ -62,10 +62,9 @@ def check_records(path: Path) -> None:
     from headwater_lab.papers.result import describe_machine
 
     runs = shared_records.pack_records(path, "whoever packs them") if path.is_dir() else read_runs(path)
-    problems = shared_records.find_problems(runs)
-    for comparison in shared_records.compute_comparisons(runs):
+    comparisons, problems = shared_records.check_runs(runs)
+    for comparison in comparisons:
         print_comparison(comparison)
-        problems += [f"{comparison.heading}: {missing}" for missing in shared_records.find_missing(comparison)]
     machines = sorted({describe_machine(run.record) for run in runs})
     say(f"run by {', '.join(sorted({run.by or 'nobody named' for run in runs}))} on {'; '.join(machines)}")
     if problems:

@@ -84,6 +84,28 @@ def check_earlier_runs(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
             )
 
 
+def check_data(trials: Sequence[Trial]) -> None:
+    """Raise `HeadwaterError` if some trials are trained, and others would be trained on other data.
+
+    A folder, or a file of records, may be from another machine. The data are built only if a trial is missing.
+    """
+    records = [(trial, find_record(trial.folder)) for trial in trials if not trial.recipe.stages]
+    ended = [(trial, record) for trial, record in records if record is not None and record.status in ENDED]
+    missing = [trial for trial, record in records if record is None or record.status not in ENDED]
+    for settings in {trial.recipe.data.model_dump_json(): trial.recipe.data for trial in missing}.values():
+        if not (earlier := [(trial, record) for trial, record in ended if trial.recipe.data == settings]):
+            continue
+        description = settings.build().description
+        for trial, record in earlier:
+            if any(record.data.get(name) != description.get(name) for name in ("sha256", "held_out_sha256")):
+                python = record.data.get("python")
+                data = "other data" if python is None else f"{record.data['source']!r} of Python {python}"
+                raise HeadwaterError(
+                    f"{str(trial.folder)!r} holds a run trained on {data}, which differs from the data here; restore "
+                    "the data, or choose another --out."
+                )
+
+
 def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns, out: Path) -> None:
     """Raise `HeadwaterError` if the settings or code of any run differ from the recipe's for its arm and seed.
 

@@ -9,6 +9,7 @@ import torch
 from headwater_lab.comparison.budget import match_arms
 from headwater_lab.comparison.earlier import (
     adopt_experiment,
+    check_data,
     check_earlier_runs,
     check_settings,
     find_earlier_runs,
@@ -72,9 +73,11 @@ def run_comparison(
         runs = find_earlier_runs(recipe, trials, out, shared)
         check_earlier_runs(recipe, runs, out)
         _check_models(trials)
+        tuning = _choose_tuning_trials(recipe, out, only) if section.tried_rates else []
+        check_data([*tuning, *trials])
         rates: dict[str, float] = {}
         if section.tried_rates:
-            rates = _tune_rates(section, _choose_tuning_trials(recipe, out, only), workers, on_change, tell)
+            rates = _tune_rates(section, tuning, workers, on_change, tell)
             trials = [replace(t, recipe=choose_rate(t.recipe, section, rates[t.experiment.arm])) for t in trials]
         check_settings(recipe, rates, runs, out)
         adopt_experiment(recipe, runs, out)

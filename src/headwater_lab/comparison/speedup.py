@@ -34,6 +34,8 @@ from headwater_lab.training.records import RunRecord
 
 # marin's exponent of FLOPs: its law is L = 1.6 + A / C^0.0941.
 PINNED_EXPONENT = 0.0941
+# Fewest bytes of a token for which its constants are used. Its tokenizer's (Llama 3) have 4 to 5.
+PINNED_BYTES = 3.0
 
 Constants = Literal["pinned", "fitted"]
 CONSTANTS: tuple[Constants, ...] = ("pinned", "fitted")
@@ -68,6 +70,9 @@ def measure_speedups(
     leave out each in turn, as in `fit_scaling`. times: by size and arm, the time per token over the baseline's; without
     it, from the runs.
     """
+    records = [run for run in records if run.status == "finished" and run.held_out]
+    if not records:
+        return []
     metric = choose_metric(records)
     by_size = {size: [run for run in records if size_of(run) == size] for size in map(size_of, records)}
     runs = {(arm, size): arms for size in by_size for arm, arms in finished_runs(by_size[size]).items()}
@@ -80,7 +85,9 @@ def measure_speedups(
             continue
         pair = points[arm, size], points[baseline, size]
         time = (times or {}).get(size, {}).get(arm) or _check_machines([runs[arm, size], runs[baseline, size]])
-        missing = _explain_unpinned(pair) if in_nats else "not in nats per token"
+        missing = "not in nats per token"
+        if in_nats:
+            missing = _explain_unpinned(pair) or _explain_tokens([*runs[arm, size].values()], metric)
         speedups.append(_fill_in(Speedup(arm, size, "pinned", missing=missing), *pair, [], time))
         ladder = ladders.get(size, [])
         missing = _explain_unfitted(ladder)
@@ -129,6 +136,14 @@ def _explain_unfitted(ladder: Sequence[Points]) -> str:
 def _explain_unpinned(pair: Sequence[Points]) -> str:
     lowest = min((point[0] for points in pair for point in points.values()), default=math.inf)
     return "" if lowest > PINNED_E else f"loss below {PINNED_E}"
+
+
+def _explain_tokens(runs: Sequence[RunRecord], metric: str) -> str:
+    """Explain why these tokens do not have marin's constants, which are of subwords; "" if they may."""
+    bits = metric.replace("loss", "bits_per_byte")
+    ends = [run.held_out[-1].metrics for run in runs]
+    lengths = [end[metric] / (end[bits] * math.log(2)) for end in ends if end.get(bits)]
+    return f"only {min(lengths):.1f} bytes a token" if min(lengths, default=math.inf) < PINNED_BYTES else ""
 
 
 def _fill_in(speedup: Speedup, arm: Points, base: Points, ladder: Sequence[Points], time: float | None) -> Speedup:

@@ -5,10 +5,9 @@ A line is a run as JSON: `run`, its folder below the output folder, `by`, who ra
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
@@ -51,7 +50,9 @@ class KeptRun(BaseModel):
     @field_validator("run")
     @classmethod
     def _below(cls, run: str) -> str:
-        if PurePosixPath(run).is_absolute() or ".." in PurePosixPath(run).parts:
+        path = PurePosixPath(run)
+        is_plain = path.as_posix() == run != "." and not path.is_absolute() and "\0" not in run
+        if not is_plain or {"..", RECORD, MARK, RESTORED}.intersection(path.parts):
             raise ValueError("not a folder below the output folder")
         return run
 
@@ -196,29 +197,6 @@ def keep_runs(file: Path, work: Work, tell: Tell) -> None:
                 f"{counted(differing, 'run')} not added to {str(file)!r}, whose runs had other data; use another file "
                 "with another --out"
             )
-
-
-def check_restored(work: Work) -> None:
-    """Raise `HeadwaterError` if runs that `restore_runs` wrote were trained on other data than new runs would be."""
-    built: dict[str, Mapping[str, Any]] = {}
-    for recipe, _ in work.list_comparisons():
-        for folder in (path.parent for path in list_records(work.trials / recipe.name)):
-            if not (folder / RESTORED).exists():
-                continue
-            record = read_record(folder)
-            trial = _find_trial(record, recipe, folder, work.trials)
-            if trial is None:
-                continue
-            key = trial.recipe.data.model_dump_json()
-            if key not in built:
-                built[key] = trial.recipe.data.build().description
-            if any(record.data.get(name) != built[key].get(name) for name in ("sha256", "held_out_sha256")):
-                python = record.data.get("python")
-                data = "other data" if python is None else f"{record.data['source']!r} of Python {python}"
-                raise HeadwaterError(
-                    f"{str(work.trials)!r} has runs from a file, trained on {data}, which differs from the data "
-                    "here; use another --out without that file."
-                )
 
 
 def _find_trial(record: RunRecord, recipe: Recipe, folder: Path, trials: Path) -> Trial | None:

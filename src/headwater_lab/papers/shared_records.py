@@ -11,7 +11,7 @@ from headwater_lab.papers.arms import RESTORED
 from headwater_lab.papers.kept import KeptRun, dump_record, write_run
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.reports.comparison import Comparison, read_comparisons
-from headwater_lab.training.records import ENDED, RunRecord, find_record, list_records, read_record
+from headwater_lab.training.records import ENDED, RunRecord, SeedPlan, find_record, list_records, read_record
 from headwater_lab.util.terminal import counted
 
 # Seeds of each arm, without which a comparison is no entry.
@@ -58,24 +58,44 @@ def compute_comparisons(runs: Sequence[KeptRun]) -> list[Comparison]:
         return read_comparisons(Path(folder))
 
 
+def check_runs(runs: Sequence[KeptRun]) -> tuple[list[Comparison], list[str]]:
+    """Compute the comparisons of some runs, and list what is wrong or missing for entries, in sentences."""
+    comparisons = compute_comparisons(runs)
+    lacking = [f"{comparison.heading}: {line}" for comparison in comparisons for line in find_missing(comparison)]
+    return comparisons, [*find_problems(runs), *lacking]
+
+
 def find_problems(runs: Sequence[KeptRun]) -> list[str]:
     """List what is wrong with the runs of a file, in sentences: of each run, then of runs together."""
     problems = [f"{line.run}: {problem}" for line in runs for problem in _check_record(line.record, line.by)]
-    curves: dict[str, str] = {}
-    ratios: dict[str, float] = {}
+    curves: dict[str, KeptRun] = {}
+    ratios: dict[tuple[str, str], float] = {}
     for line in runs:
-        # On the same text, bits per byte are the loss times a constant.
-        for point in line.record.held_out:
-            bits, loss = (point.metrics.get(name) or math.nan for name in ("bits_per_byte", "loss"))
-            if not math.isfinite(ratio := bits / loss):
-                continue
-            if not math.isclose(ratio, ratios.setdefault(repr(line.record.recipe.get("data")), ratio), rel_tol=1e-6):
-                problems.append(f"{line.run}: its bits per byte at step {point.step} do not follow from its loss.")
+        problems += [f"{line.run}: {problem}" for problem in _check_bits(line.record, ratios)]
         # Two seeds never give the same losses, so one was copied from the other.
         points = repr([(point.step, point.loss) for point in line.record.curve])
-        if line.record.curve and (earlier := curves.setdefault(points, line.run)) != line.run:
-            problems.append(f"{line.run}: its curve is that of {earlier}.")
+        earlier = curves.setdefault(points, line)
+        if line.record.curve and earlier.record.identity != line.record.identity:
+            problems.append(f"{line.run}: its curve is that of {earlier.run}.")
     return problems
+
+
+def _check_bits(record: RunRecord, ratios: dict[tuple[str, str], float]) -> Iterator[str]:
+    """List evaluations whose bits per byte are not the loss times the constant of their text.
+
+    ratios: these constants, by data and domain; new ones are added.
+    """
+    for point in record.held_out:
+        for suffix in [f"/{name}" for name in record.domains] or [""]:
+            bits, loss = point.metrics.get(f"bits_per_byte{suffix}"), point.metrics.get(f"loss{suffix}")
+            if bits is None or not math.isfinite(bits):
+                continue
+            if not loss:
+                yield f"it has bits per byte at step {point.step}, but no loss."
+            elif math.isfinite(loss):
+                ratio = ratios.setdefault((repr(record.recipe.get("data")), suffix), bits / loss)
+                if not math.isclose(bits / loss, ratio, rel_tol=1e-6):
+                    yield f"its bits per byte at step {point.step} do not follow from its loss."
 
 
 def _check_record(record: RunRecord, by: str) -> Iterator[str]:
@@ -102,7 +122,7 @@ def _check_record(record: RunRecord, by: str) -> Iterator[str]:
 
 def _check_points(record: RunRecord) -> Iterator[str]:
     """List what is wrong with the points of a record's curve and evaluations."""
-    steps = record.recipe["training"]["steps"]
+    steps = sum(stage.steps for stage in record.stages) or record.recipe["training"]["steps"]
     curve, last = record.curve, record.held_out[-1] if record.held_out else None
     if not curve:
         yield "it has no training curve; set reporting.log_every."
@@ -127,6 +147,13 @@ def find_missing(comparison: Comparison) -> list[str]:
     for arm, of_arm in seeds.items():
         if len(of_arm) < MIN_SEEDS:
             missing.append(f"{arm} has {counted(len(of_arm))}; an entry has at least {MIN_SEEDS}.")
-        elif lacking := sorted(seeds[comparison.baseline] ^ of_arm):
+        elif comparison.plan is not None and of_arm != {*comparison.plan.seeds[: len(of_arm)]}:
+            missing.append(f"the seeds of {arm} are not the first ones of its plan.")
+        elif lacking := sorted(_find_differing(of_arm, seeds[comparison.baseline], comparison.plan)):
             missing.append(f"{arm} and {comparison.baseline} differ in the seeds {', '.join(map(str, lacking))}.")
     return missing
+
+
+def _find_differing(seeds: set[int], baseline: set[int], plan: SeedPlan | None) -> set[int]:
+    """Find the seeds that an arm or its baseline lacks. By a plan, a decided arm has fewer."""
+    return seeds ^ baseline if plan is None else seeds - baseline

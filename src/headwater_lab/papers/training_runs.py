@@ -6,7 +6,6 @@ from headwater.util import extras
 from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.running import list_jobs, run_comparison
 from headwater_lab.papers.arms import RESTORED, finished_runs
-from headwater_lab.papers.kept import check_restored
 from headwater_lab.papers.table import reads_models
 from headwater_lab.papers.work import Work
 from headwater_lab.training.records import RECORD
@@ -28,8 +27,6 @@ def train_table(work: Work, workers: int | None, comparing: Comparing) -> list[O
                 (run.folder / RECORD).unlink()
                 (run.folder / RESTORED).unlink()
     missing = {arm.recipe.name for arm, _ in work.list_missing()}
-    if missing:
-        check_restored(work)
     for recipe, only in work.list_comparisons():
         if recipe.name in missing:
             steps = sum(job.steps for job in list_jobs(recipe, work.trials, only))
