@@ -162,11 +162,13 @@ def test_core_is_the_mean_of_centred_accuracies_over_all_tasks(models, tmp_path)
             centred.append((acc["a"].figure - base) / (1 - base))
             errors["a"].append(acc["a"].stderr / (1 - base))
             errors["b − a"].append(compare_items("b", acc["b"], "a", acc["a"]).stderr / (1 - base))
-        [row] = [row for row in result.rows if (row.task, row.metric) == ("CORE", f"centred, {version}")]
+        [row] = [
+            row for row in result.rows if (row.task, row.metric) == ("CORE, 11 items a task", f"centred, {version}")
+        ]
         assert row.figures["a"].value == pytest.approx(np.mean(centred))
         for figure, name in ((row.figures["a"], "a"), (row.differences[0], "b − a")):
             assert figure.stderr == pytest.approx(math.sqrt(sum(error**2 for error in errors[name])) / 22)
-    [facts] = [facts for facts in result.tasks if facts["task"] == "CORE"]
+    [facts] = [facts for facts in result.tasks if facts["task"] == "CORE, 11 items a task"]
     assert facts["missing"] == []
 
 
@@ -190,6 +192,13 @@ def test_a_limit_draws_the_same_items_for_all_models_from_the_whole_file(models,
     for model in "ab":
         items = [find_items(result, "core/winograd", "bits per byte", model).values for result in (every, some)]
         assert items[1] == pytest.approx(items[0][chosen], rel=1e-5)
+
+
+def test_a_part_of_the_items_is_not_called_core_alone(models, files):
+    result = evaluate(models[:1], ["core"], task_files=files, limit=3)
+    assert {row.task for row in result.rows if "of 22" in row.task} == {f"CORE-{len(KINDS)} of 22, 3 items a task"}
+    with pytest.raises(HeadwaterError, match="name core/NAME@0 for a task with others"):
+        evaluate(models[:1], ["core"], task_files=files, shots=0)
 
 
 def test_prompts_that_do_not_fit_are_counted(models, files, run):

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ from saved import SHIFT, Here, changed_times, record
 import headwater_lab as lab
 from headwater import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
+from headwater_lab.api.comparing import _report_overruled
 from headwater_lab.comparison.running import run_comparison
 from headwater_lab.comparison.scaling import Estimate, fit_scaling
 from headwater_lab.comparison.trials import list_trials, list_tuning_trials
 from headwater_lab.comparison.tuning import find_score, find_tuned_rate
-from headwater_lab.optimization.laws import LAWS, Hyperparameters
+from headwater_lab.optimization.laws import LAWS, READ_FIELDS, Hyperparameters
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.reports.page import _judge_speedup, write_report
 from headwater_lab.training.records import list_records, read_record
@@ -65,6 +67,34 @@ def test_laws_at_their_references():
     wide = LAWS["nanochat"](680_000_000, 1536, 8 * 1.156e9, base)
     batch = 2**19 * 8**0.383
     assert wide == pytest.approx((batch, 0.02 * math.sqrt(batch / 2**19), 5e6, 0.5, 0.05))
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_what_a_law_reads_of_a_recipe_is_listed(law):
+    """The warm-up is in tokens, and so changes with the rows of a step too."""
+    fields = {"batch_size": 32, "learning_rate": 0.02, "warmup_steps": 7, "decay_fraction": 0.3, "weight_decay": 0.2}
+
+    def follow(batch_size, learning_rate, warmup_steps, decay_fraction, weight_decay):
+        base = Hyperparameters(batch_size, learning_rate, warmup_steps * batch_size, decay_fraction, weight_decay)
+        return LAWS[law](85_000_000, 768, 1.156e9, base)
+
+    read = {name for name, value in fields.items() if follow(**fields) != follow(**fields | {name: 2 * value})}
+    assert read == {*READ_FIELDS[law]}
+
+
+def test_settings_that_a_ladder_replaces_are_told():
+    told = []
+    watch = SimpleNamespace(tell=told.append)
+    _report_overruled(ladder(training={"learning_rate": 0.5, "weight_decay": 0.3}), [], watch)
+    assert [line.partition(";")[0] for line in told] == [
+        "training.batch_size has no effect, because compare.ladder sets it",
+        "training.learning_rate has no effect, because compare.ladder sets it",
+    ]
+    told.clear()
+    nanochat = {"law": "nanochat", "branches": False, "tokens_per_parameter": [90]}
+    made = ladder(nanochat, {"learning_rate": 0.5, "steps": 44, "warmup_steps": 0})
+    _report_overruled(made, ["training.learning_rate=0.5"], watch)
+    assert [line.split()[0] for line in told] == ["training.steps"]
 
 
 def test_a_ladder_has_the_law_s_settings_at_every_rung():

@@ -13,6 +13,7 @@ from headwater.util.files import sha256_of
 from headwater_lab.comparison.pool import run_trials, train_job
 from headwater_lab.comparison.running import list_jobs
 from headwater_lab.comparison.trials import list_trials, order_jobs
+from headwater_lab.training.branching import can_branch
 from headwater_lab.training.checkpoints import find_damage, list_checkpoints, step_of
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import read_record
@@ -163,6 +164,16 @@ def test_a_run_whose_rate_has_decayed_is_not_made_longer(recipe, tmp_path):
     train(recipe(training=WSD | {"steps": 20}), tmp_path / "again", resume=True)
     train(recipe(training=WSD | {"steps": 20}), tmp_path / "whole")
     same_end(tmp_path / "whole", tmp_path / "again")
+
+
+def test_a_damaged_trunk_is_no_trunk(recipe, tmp_path):
+    """A comparison then trains the run from its start, which gives the same."""
+    short, long = (recipe(training=WSD | {"steps": steps}) for steps in (10, 20))
+    train(short, tmp_path / "trunk")
+    assert can_branch(tmp_path / "trunk", long)
+    for file in (tmp_path / "trunk").glob("checkpoints/*/model.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    assert not can_branch(tmp_path / "trunk", long)
 
 
 def test_a_comparison_branches_its_budgets(recipe, tmp_path):

@@ -18,6 +18,7 @@ from headwater_lab.comparison import running, search
 from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.running import ArmKey
 from headwater_lab.comparison.trials import Job, describe_runs, list_trials
+from headwater_lab.optimization.laws import READ_FIELDS
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import read_recipe
 from headwater_lab.recipe.unread import find_overruled
@@ -169,15 +170,19 @@ def compare(
 
 
 def _report_overruled(recipe: Recipe, overrides: Sequence[str], watch: Observer) -> None:
-    """Report the overrides that no trial of a recipe's comparison uses."""
+    """Report the overrides, and fields of a recipe with a ladder, that no trial of its comparison uses."""
     if (section := recipe.compare) is None:
         return
     setters = {"seed": "compare.seeds"}
     if section.tried_rates:
         setters["training.learning_rate"] = "compare.ladder" if section.ladder else "compare.learning_rates"
-    keys = [key for key in (text.partition("=")[0] for text in overrides) if key in setters]
-    for key in dict.fromkeys([*keys, *find_overruled(recipe, recipe.trials().values(), overrides)]):
-        setter = setters.get(key, "every arm or size")
+    keys, everything, read = [text.partition("=")[0] for text in overrides], "every arm or size", set()
+    if section.ladder is not None:
+        everything, read = "compare.ladder", {f"training.{name}" for name in READ_FIELDS[section.ladder.law]}
+        keys += [f"training.{name}" for name in sorted(recipe.training.model_fields_set)]
+    overruled = [*(key for key in keys if key in setters), *find_overruled(recipe, recipe.trials().values(), keys)]
+    for key in dict.fromkeys(key for key in overruled if key not in read):
+        setter = setters.get(key, everything)
         watch.tell(f"{key} has no effect, because {setter} sets it; change it in the recipe's compare section.")
 
 

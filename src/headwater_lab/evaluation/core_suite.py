@@ -223,13 +223,21 @@ class CoreSuite:
                     yield make_score(loaded.label, loaded.shots, metric, items, facts)
         missing = [name for name in TASKS if name not in self.names]
         for metric, members in averaged.items():
-            yield make_score(self.label, None, metric, average_items(members), {"task": self.label, "missing": missing})
+            label = self.label if options.limit is None else f"{self.label}, {options.limit} items a task"
+            yield make_score(label, None, metric, average_items(members), {"task": label, "missing": missing})
 
 
 def load_suites(names: Sequence[str], files: Path | None, shots: int | None) -> list[Tasks | CoreSuite]:
-    """Load lm-eval's tasks and those of CORE. names: none for all of lm-eval's in `files`."""
+    """Load lm-eval's tasks, with `shots` examples, and those of CORE. names: none for all of lm-eval's in `files`.
+
+    Raises `HeadwaterError` for shots of CORE alone, whose tasks have their own, and as the suites do.
+    """
     of_core = [name for name in names if name == SUITE or name.startswith((f"{SUITE}/", f"{SUITE}@"))]
     others = [name for name in names if name not in of_core]
+    if of_core and not others and shots is not None:
+        raise HeadwaterError(
+            f"--shots is for lm-eval's tasks, and CORE states its own; name {SUITE}/NAME@{shots} for a task with others."
+        )
     suites: list[Tasks | CoreSuite] = [CoreSuite(of_core, files)] if of_core else []
     return [Tasks(others, files, shots), *suites] if others or not of_core else suites
 

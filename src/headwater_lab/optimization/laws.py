@@ -41,5 +41,11 @@ def follow_nanochat(parameters: int, width: int, tokens: float, base: Hyperparam
 
 
 LAWS = {"olmo": follow_olmo, "marin": follow_marin, "nanochat": follow_nanochat}
+# The fields of `training:` in a recipe that a law reads; it replaces the others of its fields.
+READ_FIELDS = {
+    "olmo": ("weight_decay",),
+    "marin": ("batch_size", "weight_decay"),
+    "nanochat": ("learning_rate", "warmup_steps", "batch_size", "weight_decay"),
+}
 # Laws by which the constant rate of a run depends on its tokens, so that runs of several lengths share no trunk.
 OF_TOKENS = ("marin", "nanochat")

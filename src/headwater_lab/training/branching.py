@@ -16,7 +16,16 @@ from pathlib import Path
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import stage_folder
 from headwater_lab.recipe.recipe import DECAY_FIELDS, Recipe, parse
-from headwater_lab.training.checkpoints import FACTS, FOLDER, SUMS, check_sums, list_checkpoints, read_progress, step_of
+from headwater_lab.training.checkpoints import (
+    FACTS,
+    FOLDER,
+    SUMS,
+    check_sums,
+    find_damage,
+    list_checkpoints,
+    read_progress,
+    step_of,
+)
 from headwater_lab.training.run_folder import METRICS
 from headwater_lab.training.saving import link_or_copy, sync_files, write_sums
 from headwater_lab.training.start import list_changes
@@ -29,11 +38,14 @@ def find_branch_point(trunk: Path, trunk_recipe: Recipe, recipe: Recipe) -> Path
 
 
 def can_branch(trunk: Path, recipe: Recipe) -> bool:
-    """Whether a run with the settings of the run `trunk` can branch off it. Raises `HeadwaterError` as `parse`."""
+    """Whether a run with the settings of the run `trunk` can branch off an intact checkpoint of it.
+
+    Raises `HeadwaterError` as `parse`.
+    """
     if not (checkpoints := list_checkpoints(trunk)):
         return False
     point = find_branch_point(trunk, parse(read_progress(checkpoints[-1]).recipe, repr(str(trunk))), recipe)
-    return point is not None and not read_progress(point).kept
+    return point is not None and find_damage(point) is None and not read_progress(point).kept
 
 
 def _describe_change(trunk: Recipe, recipe: Recipe) -> str:
