@@ -236,7 +236,7 @@ def load_suites(names: Sequence[str], files: Path | None, shots: int | None) -> 
     others = [name for name in names if name not in of_core]
     if of_core and not others and shots is not None:
         raise HeadwaterError(
-            f"--shots is for lm-eval's tasks, and CORE states its own; name {SUITE}/NAME@{shots} for a task with others."
+            f"--shots is for lm-eval's tasks, and CORE has its own; name {SUITE}/NAME@{shots} for a task with others."
         )
     suites: list[Tasks | CoreSuite] = [CoreSuite(of_core, files)] if of_core else []
     return [Tasks(others, files, shots), *suites] if others or not of_core else suites
