@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -55,7 +56,7 @@ from headwater.models.cache import cache_bytes
 from headwater.testing import Case, Contract
 from headwater.testing.naive import Reference, find_sources, mix
 from headwater_lab.api.converting import _write_start
-from headwater_lab.data.tokenizer import load_tokenizer
+from headwater_lab.data.tokenizer import load_tokenizer, train_tokenizer
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.recipe.start_section import CacheConversion, Change, changed_config
@@ -963,6 +964,35 @@ def test_what_cannot_be_finished_is_refused_before_anything_is_trained(written, 
         assert not (tmp_path / "out").exists()
 
 
+def test_the_plan_says_memory_time_and_passes(written, tmp_path, run):
+    def plan(*settings, heal="4k"):
+        command = ["convert", written / "llama", "--num-key-value-heads", "1", "--heal", heal, "--plan", *settings]
+        code, said, told = run(*command, "--text", written / "texts", "data.context=64", "training.batch_size=8")
+        assert code == 0, told
+        said = " ".join(said.split())
+        assert re.search(r"about \d+:\d\d:\d\d at the speed of a pass through the original here", said)
+        amount, unit = re.search(r"about ([\d.]+) ([kMG]?)B of memory in a step", said).groups()
+        return float(amount) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[unit], " ".join(told.split())
+
+    plain, told = plan()
+    assert "Healing reads the text" not in told
+    assert plan("training.gradient_checkpointing=true")[0] < plain
+    assert plan("training.ema_decay=0.9")[0] > plain
+    assert "Healing reads the text" in plan(heal="1M")[1]
+
+
+def test_another_tokenizer_is_refused_before_anything_is_measured(written, tmp_path, run):
+    """Of as many tokens, so that only they show it."""
+    train_tokenizer(["some other words " * 20], 257).save_pretrained(tmp_path / "other")
+    goal = ["--num-key-value-heads", "1", "--heal", "4k", f"data.tokenizer={tmp_path / 'other'}", "data.context=16"]
+    for more in ([], ["--plan"]):
+        command = ["convert", written / "llama", *goal, "--text", written / "texts", "--out", tmp_path / "out", *more]
+        code, _, said = run(*command)
+        assert code == 2
+        assert "not the one" in " ".join(said.split())
+        assert not (tmp_path / "out").exists()
+
+
 def test_the_plan_needs_the_text(written, tmp_path, run):
     given = ["--num-key-value-heads", "1", "--heal", "4k", "--plan"]
     code, _, said = run("convert", written / "llama", *given, "--text", str(tmp_path / "none" / "*.txt"))
@@ -1099,6 +1129,7 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
             "uses one device",
         ),
         (["--mechanism", "nothing"], "no mechanism"),
+        (["--latent-width", "16", "--no-anneal"], "--no-anneal has no effect with --latent-width"),
         (["--num-key-value-heads", "1", "--heal", "1k", "start.checkpoint=x"], "leave out start.checkpoint"),
         (["--num-key-value-heads", "1", "--heal", "1k", "model.hidden_size=64"], "The model is SOURCE, and"),
         (["--num-key-value-heads", "1", "start.convert.anneal=false"], "use --no-anneal"),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, DynamicCache, StaticCache
+from transformers import AutoConfig, DynamicCache, LlamaConfig, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
 from conftest import assert_near, build, config, decode, document_positions, shared, tokens
@@ -693,6 +693,10 @@ def test_a_quantized_cache_follows_beams_and_refuses_other_changes(mechanisms):
         model(tokens(2, 4), past_key_values=cache)
     with pytest.raises(HeadwaterError, match="cannot have sliding windows"):
         HeadwaterQuantizedCache(config(sliding_window=4))
+    with pytest.raises(HeadwaterError, match="not for a LlamaConfig"):
+        HeadwaterQuantizedCache(LlamaConfig())
+    with pytest.raises(HeadwaterError, match="2 or 4 bits a number, not 8"):
+        HeadwaterQuantizedCache(config(), 8)
 
 
 @pytest.mark.parametrize("mechanisms", QUANTIZED, ids=str)

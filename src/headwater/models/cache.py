@@ -331,11 +331,17 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
 class HeadwaterQuantizedCache(Cache):
     """A growing cache that stores what the model's layers store in 4 or 2 bits a number. Needs optimum-quanto.
 
-    nbits: 2 or 4. residual_length: when so many tokens have come since, they are quantized with their history.
-    Raises `HeadwaterError` for a model with sliding windows, and without optimum-quanto.
+    nbits: 2 or 4. residual_length: when so many tokens have come since, they are quantized with their history. With
+    padding, pass `attention_mask` as [B, S], which shows each row's first tokens: these stay whole.
+    Raises `HeadwaterError` for other numbers of bits, for another library's model or one with sliding windows, and
+    without optimum-quanto.
     """
 
     def __init__(self, config: HeadwaterConfig, nbits: int = 4, residual_length: int = 128) -> None:
+        if not isinstance(config, HeadwaterConfig):
+            raise HeadwaterError(f"This cache is for headwater's models, and not for a {type(config).__name__}.")
+        if nbits not in (2, 4):
+            raise HeadwaterError(f"A quantized cache has 2 or 4 bits a number, not {nbits}.")
         if any("sliding" in kind for kind in config.layer_types):
             raise HeadwaterError("A quantized cache cannot have sliding windows; use one that is not quantized.")
         if not is_optimum_quanto_available():

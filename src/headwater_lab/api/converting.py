@@ -1,6 +1,7 @@
 """Conversion to a smaller cache: its training, cost and savings."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from headwater.util.files import replace_text
 from headwater_lab.api.common import explain_plain, measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.api.training import watch_training
+from headwater_lab.comparison.prices import choose_device
 from headwater_lab.data.base import Data
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import change_recipe, load_recipe
@@ -37,13 +39,15 @@ from headwater_lab.training.stages import (
     uses_processes,
     write_recipe,
 )
-from headwater_lab.training.start import MAY_DIFFER
+from headwater_lab.training.start import MAY_DIFFER, check_tokenizer
 from headwater_lab.training.trained_models import Trained, data_settings, open_source, open_trained, warn_changed_data
 from headwater_lab.util.output_folder import occupy_folder
 from headwater_lab.util.terminal import lined, si
 
 # Tokens in a row, if the model has positions for as many, and rows in a step.
 CONTEXT, ROWS = 512, 8
+# Passes over a text up to which repeated text is about as good as new text (arXiv 2305.16264).
+PASSES = 4
 
 
 @quiet()
@@ -92,10 +96,17 @@ def convert(
     element, config = dtype.itemsize, trained.model.config
     price_conversion(recipe, config, element)  # raises before the text is read
     built = _build_data(recipe, checkpoint, source, text)
+    check_tokenizer(source, config, trained.tokenizer, built)
     rows = getattr(built, "held_out_rows", 0)
     price = price_conversion(recipe, config, element, rows, build_control(recipe) if control else None)
     _say_price(price, recipe, watch)
+    if (passes := price.tokens / (built.description.get("train_tokens") or math.inf)) > PASSES:
+        watch.tell(
+            f"Healing reads the text {passes:.0f} times, and more than {PASSES} times are worth little "
+            "(arXiv 2305.16264); pass more text, or a smaller --heal."
+        )
     if only_plan:
+        _say_time(price, trained.model.to(choose_device(recipe)), built.context, watch)
         return None
     if price.rows < rows:
         watch.tell(f"Measuring on the way uses {price.rows:,} of {rows:,} held-out rows.")
@@ -169,8 +180,7 @@ def _make_recipe(
     recipe = change_recipe(values, overrides, "the recipe")
     if any(uses_processes(run) for run, _ in list_stages(recipe, Path())):
         raise HeadwaterError(
-            "headwater convert uses one device; for several, train the stages of its recipe one by one with "
-            "`headwater train RECIPE --stage NAME` (docs/convert.md)."
+            "headwater convert uses one device; leave out training.devices, training.nodes and training.strategy."
         )
     return recipe
 
@@ -291,6 +301,19 @@ def _say_price(priced: ConversionPrice, recipe: Recipe, watch: Observer) -> None
         f"healing on {priced.tokens:,} tokens: {sum(priced.flops.values()):.3g} FLOPs ({costs}); about "
         f"{si(priced.step_bytes)}B of memory in a step{teacher_share}"
     )
+
+
+def _say_time(priced: ConversionPrice, model: HeadwaterForCausalLM, context: int, watch: Observer) -> None:
+    """Tell how long a conversion takes at the speed of a pass through the original."""
+    ids = torch.arange(2 * context, device=model.device).reshape(2, context) % model.config.vocab_size
+    with torch.inference_mode():
+        for _ in range(2):  # the first one is slower
+            started = time.perf_counter()
+            float(model(ids, use_cache=False).logits[0, -1, 0])
+            seconds = time.perf_counter() - started
+    flops = ids.numel() * sum(forward_flops(model.config, context).values())
+    left = timedelta(seconds=round(sum(priced.flops.values()) / flops * seconds))
+    watch.say(f"about {left} at the speed of a pass through the original here")
 
 
 def _report_conversion(

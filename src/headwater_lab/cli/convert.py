@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.arguments import mechanisms_of, new_folder
-from headwater_lab.cli.options import MAKE, FolderPath, command
+from headwater_lab.cli.options import MAKE, FolderPath, command, exclude
 from headwater_lab.cli.progress import ProgressReport
 
 
@@ -52,6 +52,7 @@ def convert_model(
             "Choose how to make the cache smaller: --mechanism NAME to let layers share, --num-key-value-heads N, or "
             "--latent-width N."
         )
+    exclude("--latent-width", "--no-anneal")
     if text is not None:
         local_files(text)  # raises if there are none, also with --plan
     with ProgressReport() as report:

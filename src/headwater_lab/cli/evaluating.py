@@ -99,8 +99,8 @@ def _print_models(result: EvaluationResult) -> None:
     for name, facts in result.models.items():
         if count := facts.get("rows_of_tasks"):
             say(
-                f"{name}: {count['quantized']:,} of {count['read']:,} rows of tasks were read from a quantized cache; "
-                "the others are too short for it."
+                f"{name}: at most {count['quantized']:,} of {count['read']:,} rows of tasks were read from a quantized "
+                "cache; the others are too short for it."
             )
         size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocab_size']:,}"
         say(f"{name}: {facts['family']}, {size}, documents begin with {facts['begins_with']}")

@@ -112,7 +112,9 @@ def price_conversion(
             "weights_bytes": count * element,
         }
 
-    teacher_bytes = 0 if teacher is None else measure_size(teacher)["weights_bytes"]
+    if teacher is not None and teacher is not config:
+        element = (teacher.dtype or torch.float32).itemsize
+    teacher_bytes = 0 if teacher is None else element * sum(cost.parameters(teacher).values())
     return ConversionPrice(
         measure_size(config),
         measure_size(configs[-1]),
@@ -152,7 +154,8 @@ def _price_stages(
     chain = recipe.chain(lambda *_: Path())
     for name, config, (run, _) in zip(recipe.stage_names, configs, chain, strict=True):
         training, tokens = run.training, run.rows * context
-        step = price(config, context=context, batch=training.batch_size, precision=training.precision)
+        settings = PlannedModel(config, training, run).list_settings(context, training.precision)
+        step = price(config, context=context, batch=training.batch_size, precision=training.precision, **settings)
         # Before the first step, at regular steps, and after the last.
         evaluations = 1 - -training.steps // (run.reporting.evaluate_every or training.steps)
         logits = 4 * config.vocab_size * context  # bytes of a row's in fp32

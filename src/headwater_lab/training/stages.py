@@ -234,6 +234,7 @@ def build_conversion(
         "reporting": {
             "evaluate_every": max(1, constant // 4),
             "log_every": 10,
+            "save_every": max(1, min(200, steps // 25)),
             "keep_checkpoints": 1,
             "tensorboard": False,
         },

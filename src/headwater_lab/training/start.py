@@ -70,6 +70,7 @@ from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, is_of_images, 
 if TYPE_CHECKING:  # reading runs does not need the trainer's packages
     from lightning_fabric import Fabric
     from lightning_fabric.wrappers import _FabricModule
+    from transformers import PreTrainedTokenizerBase
 
 # Most tokens, and rows, on which a conversion measures and aligns keys and values.
 SAMPLE, SAMPLE_ROWS = 16_384, 32
@@ -344,13 +345,19 @@ def _check_data(config: HeadwaterConfig, path: Path, data: Data, start: Start) -
         return
     if start.new_classifier:
         raise HeadwaterError("start.new_classifier is for image models; leave it out for text.")
+    check_tokenizer(source, config, find_tokenizer(path), data)
+    _check_positions("checkpoint", config, data.context)
+
+
+def check_tokenizer(
+    source: str, config: HeadwaterConfig, tokenizer: PreTrainedTokenizerBase | None, data: Data
+) -> None:
+    """Raise `HeadwaterError` if the tokens of data are not those of the model `source`, or more than it knows."""
     if config.vocab_size < data.vocab_size:
         raise HeadwaterError(
             f"The checkpoint's vocabulary has {config.vocab_size} tokens and the data's {data.vocab_size}; use the "
             "tokenizer the model was trained with (data.tokenizer), or one that adds tokens to it."
         )
-    _check_positions("checkpoint", config, data.context)
-    tokenizer = find_tokenizer(path)
     if tokenizer is not None and data.tokenizer is not None and not has_all_tokens(data.tokenizer, tokenizer):
         raise HeadwaterError(
             f"The data's tokenizer is not the one {source!r} was trained with, nor one that adds tokens "
@@ -448,7 +455,7 @@ def advise_on_memory(training: Training, of_images: bool, world: int) -> Iterato
             raise
         ways = {
             "training.gradient_checkpointing=true": not training.gradient_checkpointing,
-            "training.loss_chunk_tokens=1024": training.loss_chunk_tokens is None and not of_images,
+            "training.loss_chunk_tokens=1024": not (training.loss_chunk_tokens or training.distillation or of_images),
             "a smaller training.batch_size with a larger training.gradient_accumulation_steps": True,
             "training.strategy=fsdp on several devices": not is_sharded(training),
         }
