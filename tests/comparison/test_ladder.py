@@ -14,9 +14,10 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.api.comparing import _report_overruled
 from headwater_lab.comparison.running import run_comparison
 from headwater_lab.comparison.scaling import Estimate, fit_scaling
-from headwater_lab.comparison.trials import list_trials, list_tuning_trials
+from headwater_lab.comparison.trials import choose_rate, list_trials, list_tuning_trials
 from headwater_lab.comparison.tuning import find_score, find_tuned_rate
 from headwater_lab.optimization.laws import LAWS, READ_FIELDS, Hyperparameters
+from headwater_lab.papers.kept import _find_trial
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.reports.page import _judge_speedup, write_report
 from headwater_lab.training.records import list_records, read_record
@@ -116,6 +117,23 @@ def test_a_ladder_has_the_law_s_settings_at_every_rung():
         rows = round(2048 * 160 * (size / 108e6) ** (2 / 3) / 16)
         rate = float(f"{0.0047 / 2 * (size / 108e6) ** (-1 / 3):.4g}")
         assert batches == {(round(ratio * size / rows / 16), rows, rate, round(size / rows / 16))}
+
+
+def test_a_record_of_a_ladder_is_known_by_its_rate(tmp_path):
+    """Tables that keep runs in a file find tuning runs, and trials at any multiplier tried."""
+    made = ladder({"multipliers": [0.5, 1, 2]}, tuning_seeds=[1000])
+    tuning = [(trial, trial.recipe) for trial in list_tuning_trials(made, tmp_path)]
+    trials = [
+        (trial, choose_rate(trial.recipe, made.compare, rate))
+        for trial in list_trials(made, tmp_path)
+        for rate in (0.5, 2)
+    ]
+    assert len(tuning) == 6
+    for trial, tuned in tuning + trials:
+        values = {"experiment": trial.experiment, "recipe": tuned.model_dump(mode="json"), "identity": tuned.identity}
+        run = record(trial.experiment.arm, trial.recipe.seed, 0.5).model_copy(update=values)
+        assert _find_trial(run, made, trial.folder, tmp_path).folder == trial.folder
+        assert _find_trial(run.model_copy(update={"identity": "another"}), made, trial.folder, tmp_path) is None
 
 
 def test_accumulated_batches_are_the_law_s():

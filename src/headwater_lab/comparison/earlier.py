@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from headwater.util.errors import HeadwaterError, NotTrusted
-from headwater_lab.comparison.trials import Trial, choose_rate, make_plan, make_trial
+from headwater_lab.comparison.trials import Trial, choose_rate, find_tried_rate, make_plan, make_trial
 from headwater_lab.comparison.tuning import find_tuned_rate
-from headwater_lab.recipe.comparison_section import Compare
 from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.records import (
@@ -120,7 +119,7 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns
         if section.tried_rates:
             if experiment.arm not in rate_by_arm:
                 tuned = find_tuned_rate(recipe, experiment.arm, out)
-                rate_by_arm[experiment.arm] = _find_rate(section, expected, record) if tuned is None else tuned
+                rate_by_arm[experiment.arm] = find_tried_rate(expected, section, record) if tuned is None else tuned
             expected = choose_rate(expected, section, rate_by_arm[experiment.arm])
         difference = record.describe_difference(expected)
         if difference and (record.status in ENDED or list_checkpoints(folder)):
@@ -133,15 +132,6 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns
                 f"recipe now has {json.dumps(expected.reporting.evaluate_every)}, which determines when an arm reaches "
                 "compare.threshold; set it back, or choose another --out."
             )
-
-
-def _find_rate(section: Compare, expected: Recipe, record: RunRecord) -> float:
-    """Find the tried rate of a record whose tuning runs are missing. expected: its recipe, not yet tuned."""
-    rate = record.recipe["training"]["learning_rate"]
-    ways = (
-        tried for tried in section.tried_rates if choose_rate(expected, section, tried).training.learning_rate == rate
-    )
-    return rate if section.ladder is None else next(ways, 1.0)
 
 
 def adopt_experiment(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:

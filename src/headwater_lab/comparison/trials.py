@@ -12,7 +12,7 @@ from headwater_lab.comparison.budget import match_arms
 from headwater_lab.recipe.comparison_section import Compare
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.checkpoints import STAGES
-from headwater_lab.training.records import Experiment, SeedPlan
+from headwater_lab.training.records import Experiment, RunRecord, SeedPlan
 from headwater_lab.util.names import file_name
 
 
@@ -186,6 +186,15 @@ def choose_rate(recipe: Recipe, section: Compare | None, rate: float) -> Recipe:
     """Copy a trial's recipe with one of `compare.tried_rates`: a rate, or a multiple of the ladder's for this size."""
     of_ladder = section is not None and section.ladder is not None
     return set_rate(recipe, rate * recipe.training.learning_rate if of_ladder else rate)
+
+
+def find_tried_rate(recipe: Recipe, section: Compare, record: RunRecord) -> float:
+    """Find the entry of `compare.tried_rates` that a record ran at. recipe: its trial's, not yet tuned."""
+    rate = float(record.recipe["training"]["learning_rate"])
+    if section.ladder is None:
+        return rate
+    rates = {tried: choose_rate(recipe, section, tried).training.learning_rate for tried in section.tried_rates}
+    return next((tried for tried, value in rates.items() if value == rate), 1.0)
 
 
 def set_rate(recipe: Recipe, rate: float) -> Recipe:

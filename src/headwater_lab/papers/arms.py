@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.trials import find_folder, make_slug, make_trial, set_rate
+from headwater_lab.comparison.trials import choose_rate, find_folder, find_tried_rate, make_slug, make_trial
 from headwater_lab.comparison.tuning import find_tuned_rate
 from headwater_lab.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName
 from headwater_lab.recipe.recipe import Recipe
@@ -145,7 +145,8 @@ def find_arm(
 def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
     """Read the runs of an arm by seed: finished or diverged, with exactly these settings."""
     runs: dict[int, FinishedRun] = {}
-    tuned = arm.recipe.compare is not None and arm.recipe.compare.learning_rates
+    section = arm.recipe.compare
+    tuned = section is not None and section.tried_rates
     rate = find_tuned_rate(arm.recipe, arm.arm, out) if tuned and arm.devices == 1 else None
     for seed in arm.seeds:
         if arm.recipe.compare and not arm.folder(seed, out).is_dir():  # because computing settings takes time
@@ -153,11 +154,11 @@ def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
         recipe, folder = arm.run(seed, out)
         if (record := find_record(folder)) is None:
             continue
-        if tuned and arm.devices > 1:  # trained by hand, at a learning rate that somebody chose
-            rate = record.recipe["training"]["learning_rate"]
+        if section is not None and tuned and arm.devices > 1:  # trained by hand, at a learning rate that somebody chose
+            rate = find_tried_rate(recipe, section, record)
         if tuned and rate is None:
             continue
-        recipe = recipe if rate is None else set_rate(recipe, rate)
+        recipe = recipe if rate is None else choose_rate(recipe, section, rate)
         if record.status in ENDED and record.identity == recipe.identity:
             runs[seed] = FinishedRun(record, folder)
     return runs

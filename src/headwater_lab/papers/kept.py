@@ -6,6 +6,7 @@ A line is a run as JSON: `run`, its folder below the output folder, `by`, who ra
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
@@ -16,7 +17,7 @@ from headwater.models.load import reading
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import explain_absence, replace_text
 from headwater_lab.comparison.running import list_jobs
-from headwater_lab.comparison.trials import Trial, make_trial, make_tuning_trial, set_rate
+from headwater_lab.comparison.trials import Trial, choose_rate, find_tried_rate, make_trial, make_tuning_trial
 from headwater_lab.papers.arms import RESTORED, finished_runs
 from headwater_lab.papers.result import Reproduction, describe_machine, reproduce_table
 from headwater_lab.papers.table import ScaleName, find_table, reads_models
@@ -204,15 +205,15 @@ def _find_trial(record: RunRecord, recipe: Recipe, folder: Path, trials: Path) -
     experiment, section = record.experiment, recipe.compare
     if experiment is None or section is None or experiment.arm not in section.arms:
         return None
-    rate = record.recipe["training"]["learning_rate"]
+    if experiment.size not in (section.sizes or [None]):
+        return None
+    trial = make_trial(recipe, experiment.arm, record.seed, trials, experiment.size)
+    rate = find_tried_rate(trial.recipe, section, record)
     if experiment.phase == "tuning":
         trial = make_tuning_trial(recipe, experiment.arm, rate, record.seed, trials)
-    elif experiment.size in (section.sizes or [None]):
-        trial = make_trial(recipe, experiment.arm, record.seed, trials, experiment.size)
-    else:
-        return None
-    settings = set_rate(trial.recipe, rate) if section.learning_rates else trial.recipe
-    return trial if trial.folder == folder and settings.identity == record.identity else None
+    elif section.tried_rates:
+        trial = replace(trial, recipe=choose_rate(trial.recipe, section, rate))
+    return trial if trial.folder == folder and trial.recipe.identity == record.identity else None
 
 
 def _dump_settings(record: RunRecord) -> str:

@@ -37,9 +37,9 @@ def estimate_price(arms: list[SizedArm], scale: ScaleName) -> tuple[float, float
             runs.append((list(list_stages(arm.recipe))[: arm.recipe.stage_names.index(arm.arm) + 1], 1))
         else:  # all seeds have the same cost
             runs.append((list(list_stages(arm.recipe.arm(arm.arm, arm.seeds[0], arm.size))), len(arm.seeds)))
-            if len(section.learning_rates) > 1:  # rates are tuned at the first size, for all sizes
+            if len(section.tried_rates) > 1:  # rates are tuned at the first size, for all sizes
                 tuned = arm.recipe.arm(arm.arm, section.tuning_seeds[0], next(iter(section.sizes), None))
-                runs.append((list(list_stages(tuned)), len(section.learning_rates) * len(section.tuning_seeds)))
+                runs.append((list(list_stages(tuned)), len(section.tried_rates) * len(section.tuning_seeds)))
         for of_run, number in runs:
             for identity, flops, steps in of_run:
                 costs[arm.recipe.name, identity] = flops * number, steps * number

@@ -50,7 +50,7 @@ class Work:
     @property
     def trials(self) -> Path:
         """The folder of its runs."""
-        tuned = any(recipe.compare is not None and recipe.compare.learning_rates for _, recipe in self.recipes)
+        tuned = any(recipe.compare is not None and recipe.compare.tried_rates for _, recipe in self.recipes)
         return trials_folder(self.out, self.scale, self.overrides, tuned)
 
     @property
