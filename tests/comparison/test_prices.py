@@ -78,6 +78,15 @@ def test_each_size_is_measured(tmp_path, clock):
     assert deep["arms"]["shift"]["flops"] > shallow["arms"]["shift"]["flops"]
 
 
+def test_budgets_of_a_size_are_measured_once(tmp_path, clock):
+    sizes = {"short": {}, "long": {"training": {"steps": 9}}, "deep": DEEP}
+    run_comparison(tiny({"arms": {"base": {}, "shift": SHIFT}, "sizes": sizes, "costs": True}), tmp_path)
+    assert len(clock) == 4
+    stored = [read_prices(file.parent) for file in sorted(tmp_path.rglob(PRICES))]
+    assert [prices.arms.keys() for prices in stored] == [{"base", "shift"}] * 3
+    assert sum(prices.arms == stored[-1].arms for prices in stored) == 2
+
+
 def test_other_machines_and_versions_are_measured_again(tmp_path, clock, monkeypatch):
     arms = arms_of(tiny({"arms": {"base": {}}}))
     measure_prices(arms, "base", tmp_path)

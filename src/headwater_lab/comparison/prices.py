@@ -114,12 +114,20 @@ def check_priced(arms: Mapping[str, Recipe]) -> None:
             raise HeadwaterError(f"Costs are measured for whole runs on one device, but the arm {name!r} has {reason}.")
 
 
-def measure_prices(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> Prices:
+def measure_prices(
+    arms: Mapping[str, Recipe],
+    baseline: str,
+    folder: Path,
+    tell: Told = lambda line: None,
+    measured: dict[tuple[str, str], ArmPrice] | None = None,
+) -> Prices:
     """Time the arms, one after the other, and write prices.json in `folder`, unless it has them.
 
-    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. Raises `HeadwaterError` as
-    `check_priced` does.
+    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. measured: prices by the
+    settings of arm and baseline, which are taken from there, and added: budgets of one size do the same work a step.
+    Raises `HeadwaterError` as `check_priced` does.
     """
+    measured = {} if measured is None else measured
     check_priced(arms)
     threads = torch.get_num_threads()
     trial_threads = arms[baseline].training.threads or 1  # the same number as in trials
@@ -133,8 +141,10 @@ def measure_prices(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell
             return prices
         prices = Prices(**machine, baseline=baseline, settings=find_identities(arms))
         for name, recipe in arms.items():
-            tell(f"prices: {name} on {prices.device_name}")
-            prices.arms[name] = _measure_price(recipe, arms[baseline])
+            if (key := (prices.settings[name], prices.settings[baseline])) not in measured:
+                tell(f"prices: {name} on {prices.device_name}")
+                measured[key] = _measure_price(recipe, arms[baseline])
+            prices.arms[name] = measured[key]
         replace_text(folder / PRICES, prices.model_dump_json(indent=1) + "\n")
         return prices
     finally:

@@ -15,7 +15,7 @@ from headwater_lab.comparison.earlier import (
     find_earlier_runs,
 )
 from headwater_lab.comparison.pool import OnChange, Outcome, run_trials
-from headwater_lab.comparison.prices import Told, check_priced, choose_device, measure_prices
+from headwater_lab.comparison.prices import ArmPrice, Told, check_priced, choose_device, measure_prices
 from headwater_lab.comparison.rounds import run_sequentially
 from headwater_lab.comparison.trials import (
     Job,
@@ -85,9 +85,10 @@ def run_comparison(
             outcomes = run_sequentially(trials, plan, section.baseline, workers, on_change)
         else:
             outcomes = run_trials(trials, workers, on_change)
+        measured: dict[tuple[str, str], ArmPrice] = {}
         for size, arms in priced:
             if section.baseline in arms:
-                measure_prices(arms, section.baseline, find_folder(recipe, size, out), tell)
+                measure_prices(arms, section.baseline, find_folder(recipe, size, out), tell, measured)
         return outcomes
 
 
