@@ -32,8 +32,8 @@ def ended(made, out, **changes):
     return made
 
 
-def place(trial, folder, **changes):
-    done = record(trial.experiment.arm, trial.recipe.seed, 0.5, metric="accuracy")
+def place(trial, folder, result=0.5, **changes):
+    done = record(trial.experiment.arm, trial.recipe.seed, result, metric="accuracy")
     own = {
         "experiment": trial.experiment,
         "recipe": trial.recipe.model_dump(mode="json", exclude={"compare"}),
@@ -48,6 +48,27 @@ def test_runs_of_the_comparison_stay_and_seeds_are_added(tmp_path, here):
     run_comparison(tiny({"arms": ARMS, "seeds": [1, 2]}), tmp_path)
     assert [label for label, *_ in here.trained] == ["base · seed 2", "wide · seed 2"]
     assert read_comparisons(tmp_path)[0].seeds == [0, 1, 2]
+
+
+def test_runs_on_other_data_are_refused_if_more_are_to_be_trained(tmp_path, here):
+    ended(tiny({"arms": ARMS}), tmp_path, data={"sha256": "another"})
+    run_comparison(tiny({"arms": ARMS}), tmp_path)
+    with pytest.raises(HeadwaterError, match="holds a run trained on other data"):
+        run_comparison(tiny({"arms": ARMS, "seeds": [0, 1, 2]}), tmp_path)
+    with pytest.raises(HeadwaterError, match="holds a run with other settings"):
+        run_comparison(tiny({"arms": ARMS, "seeds": [0, 1, 2]}, data={"length": 10}), tmp_path)
+    assert here.trained == []
+
+
+def test_a_decided_comparison_does_not_look_at_the_data(tmp_path):
+    """Its plan has more seeds, which are not trained."""
+    made = tiny({"arms": ARMS, **PLAN})
+    for trial in list_trials(made, tmp_path):
+        if trial.recipe.seed in made.compare.all_seeds[:2]:
+            result = 0.5 + 0.001 * trial.recipe.seed * (trial.experiment.arm == "wide")
+            place(trial, trial.folder, result, data={"sha256": "another"})
+    outcomes = run_comparison(made, tmp_path)
+    assert {outcome.record.seed for outcome in outcomes} == {*made.compare.all_seeds[:2]}
 
 
 @pytest.mark.parametrize(

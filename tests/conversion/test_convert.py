@@ -970,7 +970,7 @@ def test_the_plan_says_memory_time_and_passes(written, tmp_path, run):
         code, said, told = run(*command, "--text", written / "texts", "data.context=64", "training.batch_size=8")
         assert code == 0, told
         said = " ".join(said.split())
-        assert re.search(r"about \d+:\d\d:\d\d at the speed of a pass through the original here", said)
+        assert re.search(r"The conversion takes about \d+:\d\d:\d\d, judged by", said)
         amount, unit = re.search(r"about ([\d.]+) ([kMG]?)B of memory in a step", said).groups()
         return float(amount) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[unit], " ".join(told.split())
 

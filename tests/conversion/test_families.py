@@ -257,6 +257,10 @@ def read_as_transformers_4(config: dict) -> tuple[float, dict | None]:
     return config.get("rope_theta", 10000.0), config.get("rope_scaling")
 
 
+NESTED = {
+    "full_attention": rope("linear", factor=8.0)["rope_parameters"],
+    "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+}
 PLAIN, HALF = rope("default"), rope("default", partial_rotary_factor=0.5)
 
 
@@ -266,18 +270,28 @@ PLAIN, HALF = rope("default"), rope("default", partial_rotary_factor=0.5)
         (LlamaConfig(**NEW, **LLAMA3), {k: v for k, v in LLAMA3["rope_parameters"].items() if k != "rope_theta"}),
         (LlamaConfig(**NEW, **PLAIN), None),
         (GPTNeoXConfig(**OLD, **HALF), {"share": 0.5}),
+        (
+            Gemma3TextConfig(**NEW, head_dim=8, layer_types=KINDS[-3:], rope_parameters=NESTED),
+            {"rope_type": "linear", "factor": 8.0},
+        ),
     ],
 )
 def test_an_export_reads_the_same_in_transformers_4(theirs, scaling, tmp_path):
     model = AutoModelForCausalLM.from_config(theirs)
     disturb(model)
-    export_family(from_transformers(model), tmp_path / "export", theirs.model_type, byte_tokenizer())
-    assert read_as_transformers_4(json.loads((tmp_path / "export" / "config.json").read_text())) == (5000.0, scaling)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<a>"]})
+    export_family(from_transformers(model), tmp_path / "export", theirs.model_type, tokenizer)
+    written = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert read_as_transformers_4(written) == (5000.0, scaling)
+    assert written.get("rope_local_base_freq") == (700.0 if theirs.model_type == "gemma3_text" else None)
     settings = json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == ["<a>"]
+    assert "extra_special_tokens" not in settings
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert torch.equal(again.eval()(IDS).logits, model.eval()(IDS).logits)
-    assert AutoTokenizer.from_pretrained(tmp_path / "export")("ab").input_ids == byte_tokenizer()("ab").input_ids
+    assert AutoTokenizer.from_pretrained(tmp_path / "export")("b<a>").input_ids == tokenizer("b<a>").input_ids
 
 
 def test_weights_as_pytorch_saves_them(tmp_path):

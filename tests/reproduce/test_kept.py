@@ -206,7 +206,7 @@ def test_restored_runs_on_another_text_are_told_before_others_are_trained_beside
     assert run("reproduce", "paper/text", "--out", paper / "two")[0] == 0  # there is nothing to train
     code, _, said = run("reproduce", "paper/text", "compare.seeds=[0,1]", "--out", paper / "two")
     assert code == 2
-    assert "which differs from the data here; restore the data" in " ".join(said.split())
+    assert "which differs from the data here; choose another --out" in " ".join(said.split())
     assert not (paper / "two" / "cpu" / "trials" / "text" / "vanilla-1").exists()
 
 

@@ -1,6 +1,7 @@
 """Comparisons that others ran, as a file: what is missing or changed is seen, and verdicts are computed anew."""
 
 import json
+import shutil
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -251,12 +252,29 @@ def test_unpacked_runs_are_not_continued_on_other_data(packed, run, tmp_path):
     (tmp_path / "text.txt").write_text("Some text that a model reads.\n\n" * 100)
     with forking():
         assert run(*command)[0] == 0
+        packing = ("records", "pack", tmp_path / "runs", "--out", tmp_path / "a.jsonl", "--by", "Ada")
+        assert run(*packing)[0] == 0
+        shutil.rmtree(tmp_path / "runs")
+        assert run("records", "unpack", tmp_path / "a.jsonl", "--out", tmp_path / "runs")[0] == 0
         (tmp_path / "text.txt").write_text("Other text that a model reads.\n\n" * 100)
         assert run(*command)[0] == 0  # nothing is trained
         code, _, err = run(*command, "compare.seeds=[0,1]")
     assert code == 2
     assert "holds a run trained on other data" in err
     assert not (tmp_path / "runs/texts/a-1").exists()
+
+
+def test_runs_with_stages_are_not_unpacked(packed, run, tmp_path):
+    """`compare` looks for the runs of their stages, which are not in the file, and would train all again."""
+    lines = deepcopy(packed)
+    stage = dict.fromkeys(("parameters", "tokens", "flops", "seconds", "total_tokens", "total_flops", "result"), 1)
+    lines[0]["record"]["stages"] = [stage | {"name": "a", "folder": "stages/a", "steps": 4}]
+    write_runs(tmp_path / "a.jsonl", parse_lines(lines))
+    code, _, err = run("records", "unpack", tmp_path / "a.jsonl", "--out", tmp_path / "runs")
+    assert code == 2
+    assert f"{lines[0]['run']} has stages" in err
+    assert not list((tmp_path / "runs").glob("**/record.json"))
+    assert list_missing(lines) == []
 
 
 def test_the_page_of_the_site(packed, tmp_path):

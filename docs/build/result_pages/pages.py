@@ -285,7 +285,7 @@ def tabulate_arms(comparison: Comparison, title: str) -> PageTable:
 def write_shared_page(folder: Path = RESULTS / "shared") -> str:
     """Write the page of comparisons that others ran: every file of the folder, each checked, with its verdicts."""
     parts = [
-        f"# Comparisons by others\n\n{GENERATED}\n"
+        f"# Shared comparisons\n\n{GENERATED}\n"
         "Each file was packed by `headwater records pack` and passes `headwater records check`. The verdicts below are "
         "computed from its runs. [How to add one](../reproduce.md#share-your-runs).\n",
     ]

@@ -79,15 +79,23 @@ def _add_older_names(folder: Path) -> None:
     transformers 4 ignores `rope_parameters` without a word, and computes with its default angles.
     """
     config = read_object(folder / CONFIG)
-    rope = dict(config.get("rope_parameters") or {})
-    if theta := rope.pop("rope_theta", None):  # GPT-NeoX has names of its own
-        older = {"rope_theta": theta, "rope_scaling": rope if rope.get("rope_type") != "default" else None}
-        if config["model_type"] == "gpt_neox":
-            older |= {"rotary_emb_base": theta, "rotary_pct": rope.get("partial_rotary_factor", 1.0)}
-        replace_text(folder / CONFIG, json.dumps(config | older, indent=2) + "\n")
+    rope = config.get("rope_parameters") or {}
+    scaling = dict(rope.get("full_attention", rope))
+    older = {}
+    if theta := scaling.pop("rope_theta", None):
+        older = {"rope_theta": theta, "rope_scaling": scaling if scaling.get("rope_type") != "default" else None}
+        if config["model_type"] == "gpt_neox":  # it has names of its own
+            older |= {"rotary_emb_base": theta, "rotary_pct": scaling.get("partial_rotary_factor", 1.0)}
+    if "sliding_attention" in rope:
+        older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    replace_text(folder / CONFIG, json.dumps(config | older, indent=2) + "\n")
     if (file := folder / "tokenizer_config.json").exists():
-        text = file.read_text(encoding="utf-8")
-        replace_text(file, text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
+        settings = read_object(file)
+        if settings.get("tokenizer_class") == "TokenizersBackend":
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(settings.get("extra_special_tokens"), list):
+            settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+        replace_text(file, json.dumps(settings, indent=2) + "\n")
 
 
 def _write_folder(

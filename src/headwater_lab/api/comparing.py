@@ -176,14 +176,20 @@ def _report_overruled(recipe: Recipe, overrides: Sequence[str], watch: Observer)
     setters = {"seed": "compare.seeds"}
     if section.tried_rates:
         setters["training.learning_rate"] = "compare.ladder" if section.ladder else "compare.learning_rates"
-    keys, everything, read = [text.partition("=")[0] for text in overrides], "every arm or size", set()
+    keys, used = [text.partition("=")[0] for text in overrides], set()
     if section.ladder is not None:
-        everything, read = "compare.ladder", {f"training.{name}" for name in READ_FIELDS[section.ladder.law]}
+        by_law = next(iter(section.sizes.values()))["training"]
+        in_arms = [arm.get("training") or {} for arm in section.arms.values()]
+        used = {
+            f"training.{name}" for name in READ_FIELDS[section.ladder.law] if not all(name in arm for arm in in_arms)
+        }
+        setters = {f"training.{name}": "compare.ladder" for name in by_law} | setters
         keys += [f"training.{name}" for name in sorted(recipe.training.model_fields_set)]
-    overruled = [*(key for key in keys if key in setters), *find_overruled(recipe, recipe.trials().values(), keys)]
-    for key in dict.fromkeys(key for key in overruled if key not in read):
-        setter = setters.get(key, everything)
-        watch.tell(f"{key} has no effect, because {setter} sets it; change it in the recipe's compare section.")
+    fixed = [key for key in keys if key == "seed" or (section.tried_rates and key == "training.learning_rate")]
+    for key in dict.fromkeys([*fixed, *find_overruled(recipe, recipe.trials().values(), keys)]):
+        if key not in used:
+            setter = setters.get(key, "every arm or size")
+            watch.tell(f"{key} has no effect, because {setter} sets it; change it in the recipe's compare section.")
 
 
 def _check_titles(titles: list[str], searches: bool) -> None:

@@ -102,8 +102,8 @@ def convert(
     _say_price(price, recipe, watch)
     if (passes := price.tokens / (built.description.get("train_tokens") or math.inf)) > PASSES:
         watch.tell(
-            f"Healing reads the text {passes:.0f} times, and more than {PASSES} times are worth little "
-            "(arXiv 2305.16264); pass more text, or a smaller --heal."
+            f"Healing reads the text {passes:.1f} times; beyond {PASSES}, repeated text is worth little "
+            "(arXiv 2305.16264). Pass more text, or a smaller --heal."
         )
     if only_plan:
         _say_time(price, trained.model.to(choose_device(recipe)), built.context, watch)
@@ -312,8 +312,8 @@ def _say_time(priced: ConversionPrice, model: HeadwaterForCausalLM, context: int
             float(model(ids, use_cache=False).logits[0, -1, 0])
             seconds = time.perf_counter() - started
     flops = ids.numel() * sum(forward_flops(model.config, context).values())
-    left = timedelta(seconds=round(sum(priced.flops.values()) / flops * seconds))
-    watch.say(f"about {left} at the speed of a pass through the original here")
+    whole = timedelta(seconds=round(sum(priced.flops.values()) / flops * seconds))
+    watch.say(f"The conversion takes about {whole}, judged by a pass through the original on this machine.")
 
 
 def _report_conversion(

@@ -52,7 +52,7 @@ def prepare_corpus(
     held_out: Share of the documents to hold out, chosen by hash.
     tokens: Format of token files: llm.c (and modded-nanogpt), nanogpt, megatron or olmo; --tokenizer made them.
     border: Id of the token between the documents of token files; default: the tokenizer's end of text.
-    held_out_source: Token files to hold out; default: those with "val" in their names, or else a share.
+    held_out_source: Token files to hold out; default: those named val or validation, or else a share.
     workers: Tokenizer threads; default: one per core, up to 16.
     """
     from headwater_lab.data.prepare import Options, prepare

@@ -83,25 +83,28 @@ def check_earlier_runs(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
             )
 
 
-def check_data(trials: Sequence[Trial]) -> None:
-    """Raise `HeadwaterError` if some trials are trained, and others would be trained on other data.
+def check_data(trials: Sequence[Trial], comparison: Sequence[Trial]) -> None:
+    """Raise `HeadwaterError` if some of these trials are to be trained on other data than trials of the comparison.
 
     A folder, or a file of records, may be from another machine. The data are built only if a trial is missing.
     """
-    records = [(trial, find_record(trial.folder)) for trial in trials if not trial.recipe.stages]
-    ended = [(trial, record) for trial, record in records if record is not None and record.status in ENDED]
-    missing = [trial for trial, record in records if record is None or record.status not in ENDED]
-    for settings in {trial.recipe.data.model_dump_json(): trial.recipe.data for trial in missing}.values():
-        if not (earlier := [(trial, record) for trial, record in ended if trial.recipe.data == settings]):
+    ended = {
+        trial.folder: record for trial in comparison if (record := find_record(trial.folder)) and not record.stages
+    }
+    ended = {folder: record for folder, record in ended.items() if record.status in ENDED}
+    missing = [trial.recipe.data for trial in trials if trial.folder not in ended and not trial.recipe.stages]
+    for settings in {data.model_dump_json(): data for data in missing}.values():
+        values = settings.model_dump(mode="json")
+        if not (earlier := [item for item in ended.items() if item[1].recipe.get("data") == values]):
             continue
         description = settings.build().description
-        for trial, record in earlier:
+        for folder, record in earlier:
             if any(record.data.get(name) != description.get(name) for name in ("sha256", "held_out_sha256")):
                 python = record.data.get("python")
                 data = "other data" if python is None else f"{record.data['source']!r} of Python {python}"
                 raise HeadwaterError(
-                    f"{str(trial.folder)!r} holds a run trained on {data}, which differs from the data here; restore "
-                    "the data, or choose another --out."
+                    f"{str(folder)!r} holds a run trained on {data}, which differs from the data here; choose another "
+                    "--out, or restore the data."
                 )
 
 

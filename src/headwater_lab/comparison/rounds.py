@@ -1,6 +1,7 @@
 """Seeds in rounds until every arm is decided: decided arms stop, and the baseline stops with the last of them."""
 
 from headwater.util.errors import HeadwaterError
+from headwater_lab.comparison.earlier import check_data
 from headwater_lab.comparison.pool import OnChange, Outcome, count_workers, run_trials
 from headwater_lab.comparison.statistics import find_standings
 from headwater_lab.comparison.trials import Trial
@@ -25,6 +26,7 @@ def run_sequentially(
     outcomes: list[Outcome] = []
     count = plan.min_seeds
     while round_trials := rounds.take_trials(count):
+        check_data(round_trials, trials)
         round_outcomes = run_trials(round_trials, workers, on_change)
         outcomes += round_outcomes
         records = [outcome.record for outcome in round_outcomes if outcome.record is not None]

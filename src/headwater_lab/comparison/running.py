@@ -74,7 +74,7 @@ def run_comparison(
         check_earlier_runs(recipe, runs, out)
         _check_models(trials)
         tuning = _choose_tuning_trials(recipe, out, only) if section.tried_rates else []
-        check_data([*tuning, *trials])
+        check_data(tuning if plan is not None else [*tuning, *trials], [*tuning, *trials])
         rates: dict[str, float] = {}
         if section.tried_rates:
             rates = _tune_rates(section, tuning, workers, on_change, tell)

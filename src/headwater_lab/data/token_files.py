@@ -2,7 +2,7 @@
 
 A reader maps a file to its token ids, and to the first token of each document if the format has an index. Without one,
 a token between documents separates them, whether the program writes it before or after each. That token is left out
-here, since every document of a prepared folder begins with the tokenizer's.
+here, since every document of a prepared folder is given the tokenizer's own.
 """
 
 import hashlib
@@ -148,7 +148,8 @@ class TokenSource:
     """Token files of another program."""
 
     source: str
-    """A file, folder or glob. Files with "val" in their names are held out, unless others are named."""
+    """A file, folder or glob. Files named val, valid or validation, or in such a folder, are held out, unless others
+    are named."""
     tokens: str
     """Their format, of `FORMATS`."""
     held_out_source: str | None = None
@@ -202,7 +203,7 @@ class TokenStream:
         restored: list[bool] = []
         for file, name, is_held_out in self.files:
             for index, ids in enumerate(self._read_documents(file)):
-                if len(restored) < TRIED:
+                if len(restored) < TRIED and len(ids) > 1:  # single tokens of any file are restored
                     restored.append(self._is_restored(ids, file))
                     if len(restored) == TRIED:
                         self._check_tokenizer(restored)
@@ -255,7 +256,7 @@ class TokenStream:
         ids = ids[~np.isin(ids, self.encoder.tokenizer.all_special_ids)][:TRIED_TOKENS]
         again = self.encoder([self._decode_ids(ids)])[0]
         half = -(-len(ids) // 2)  # the end may be cut within a word
-        return len(ids) > 1 and np.array_equal(again[:half], ids[:half])  # single tokens of any file are restored
+        return len(ids) > 0 and np.array_equal(again[:half], ids[:half])
 
     def _decode_ids(self, ids: np.ndarray) -> str:
         decode = self.encoder.tokenizer.decode

@@ -15,7 +15,13 @@ from headwater.models.load import check_finite, check_size, describe_reason, mod
 from headwater.models.weights import check_files
 from headwater.util.errors import HeadwaterError, first_line
 from headwater_lab.data.tokenizer import frame_text, separator_id
-from headwater_lab.training.checkpoints import began_elsewhere, check_sums, load_model, newest_checkpoint
+from headwater_lab.training.checkpoints import (
+    check_sums,
+    is_from_elsewhere,
+    load_model,
+    newest_checkpoint,
+    read_history,
+)
 from headwater_lab.training.hub_models import check_source, explaining_code
 from headwater_lab.training.trained_models import read_tokenizer
 
@@ -140,7 +146,8 @@ def _read_candidate(name: str, source: str, trust_remote_code: bool) -> Candidat
         raise HeadwaterError(
             f"{source!r} has no tokenizer, so it cannot read text; add its tokenizer's files to that folder."
         )
-    began_here = is_headwater and not began_elsewhere(path)
+    # An export has no history; its tokenizer decides.
+    began_here = is_headwater and bool(history := read_history(path)) and not is_from_elsewhere(history)
     if separator_id(tokenizer) is None:
         raise HeadwaterError(
             f"The tokenizer of {source!r} has neither an end-of-text nor a begin-of-text token to begin a document "

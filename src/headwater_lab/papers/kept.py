@@ -89,8 +89,8 @@ def write_runs(file: Path, runs: Iterable[KeptRun]) -> None:
 
 
 def dump_record(record: RunRecord) -> str:
-    """Dump a record as JSON, without losses of single documents."""
-    return record.model_dump_json(exclude={"documents"})
+    """Dump what a run was, as JSON: not in which comparison it is read, nor losses of single documents."""
+    return record.model_dump_json(exclude={"documents", "experiment"})
 
 
 def write_run(run: KeptRun, out: Path) -> None:
@@ -100,6 +100,12 @@ def write_run(run: KeptRun, out: Path) -> None:
     (folder / MARK).touch()
     (folder / RESTORED).write_text(run.by, encoding="utf-8")
     write_record(run.record, folder)
+
+
+def read_runner(folder: Path) -> str:
+    """Read who ran the run in a folder that `write_run` wrote; "" for a run that was trained there."""
+    mark = folder / RESTORED
+    return mark.read_text(encoding="utf-8") if mark.exists() and not list_checkpoints(folder) else ""
 
 
 def judge_recorded(names: Iterable[str], scale: ScaleName, runs: Sequence[KeptRun]) -> Iterator[Reproduction]:
@@ -188,7 +194,7 @@ def keep_runs(file: Path, work: Work, tell: Tell) -> None:
                 if hashes.setdefault(_dump_settings(record), record.data_hashes) != record.data_hashes:
                     differing += 1
                     continue
-                runs[run] = KeptRun(run=run, record=record)
+                runs[run] = KeptRun(run=run, by=read_runner(path.parent), record=record)
                 added += 1
         if added:
             write_runs(file, runs.values())

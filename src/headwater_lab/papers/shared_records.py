@@ -7,8 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.papers.arms import RESTORED
-from headwater_lab.papers.kept import KeptRun, dump_record, write_run
+from headwater_lab.papers.kept import KeptRun, dump_record, read_runner, write_run
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.reports.comparison import Comparison, read_comparisons
 from headwater_lab.training.records import ENDED, RunRecord, SeedPlan, find_record, list_records, read_record
@@ -27,24 +26,27 @@ def pack_records(folder: Path, by: str) -> list[KeptRun]:
     for path in list_records(folder):
         record = read_record(path)
         if record.experiment is not None and record.status in ENDED:
-            run, mark = path.parent.relative_to(folder).as_posix(), path.with_name(RESTORED)
-            earlier = mark.read_text(encoding="utf-8") if mark.exists() else ""
-            runs.append(KeptRun(run=run, by=earlier or by, record=record))
+            run = path.parent.relative_to(folder).as_posix()
+            runs.append(KeptRun(run=run, by=read_runner(path.parent) or by, record=record))
     if not runs:
         raise HeadwaterError(f"There are no finished runs of a comparison under {str(folder)!r}.")
     return runs
 
 
 def unpack_runs(runs: Sequence[KeptRun], out: Path) -> int:
-    """Write the records of some runs below `out`, for `headwater compare` to continue; return their number.
+    """Write the records of some runs below `out`, and return how many; `headwater compare` then trains what is missing.
 
-    A run that is there is left as it is. Raises `HeadwaterError` if a run's folder has other contents; nothing is
-    written then.
+    A run that is there is left as it is. Raises `HeadwaterError` if a run's folder has other contents, and for runs
+    with stages, each of which `compare` would look for; nothing is written then.
     """
-    missing = [run for run in runs if not (out / run.run).exists()]
-    for folder, run in ((out / run.run, run) for run in runs if run not in missing):
-        earlier = find_record(folder)
-        if earlier is None or dump_record(earlier) != dump_record(run.record):
+    missing = []
+    for run in runs:
+        folder = out / run.run
+        if run.record.stages:
+            raise HeadwaterError(f"{run.run} has stages, whose runs are not in the file, so it cannot be continued.")
+        if not folder.exists():
+            missing.append(run)
+        elif (earlier := find_record(folder)) is None or dump_record(earlier) != dump_record(run.record):
             raise HeadwaterError(f"{str(folder)!r} is not that run of the file; choose another --out, or move it away.")
     for run in missing:
         write_run(run, out)
@@ -54,7 +56,8 @@ def unpack_runs(runs: Sequence[KeptRun], out: Path) -> int:
 def compute_comparisons(runs: Sequence[KeptRun]) -> list[Comparison]:
     """Compute the comparisons of some runs anew from their records. Raises `HeadwaterError` as `read_comparisons`."""
     with TemporaryDirectory() as folder:
-        unpack_runs(runs, Path(folder))
+        for run in runs:
+            write_run(run, Path(folder))
         return read_comparisons(Path(folder))
 
 

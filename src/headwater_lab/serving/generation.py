@@ -18,7 +18,13 @@ from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.data.tokenizer import encode_plainly, frame_text, separator_id, warn_of_unknown
 from headwater_lab.data.tokenizer_files import find_tokenizer
 from headwater_lab.serving.stops import UntilStop, before_stop
-from headwater_lab.training.checkpoints import began_elsewhere, check_sums, load_model, newest_checkpoint
+from headwater_lab.training.checkpoints import (
+    check_sums,
+    is_from_elsewhere,
+    load_model,
+    newest_checkpoint,
+    read_history,
+)
 
 
 def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase, bool]:
@@ -39,7 +45,7 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
         )
     # `continue_prompts` sets the rest.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
-    return model.eval(), tokenizer, not began_elsewhere(path)
+    return model.eval(), tokenizer, not is_from_elsewhere(read_history(path))
 
 
 @dataclass(frozen=True)

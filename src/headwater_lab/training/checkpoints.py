@@ -352,10 +352,9 @@ def read_history(path: Path) -> list[Event]:
         return TypeAdapter(list[Event]).validate_python(events)
 
 
-def began_elsewhere(path: Path) -> bool:
-    """Whether the model in checkpoint `path` was converted from another family, whose tokenizer begins its texts."""
-    history = read_history(path)
-    return bool(history) and history[0].kind == "retrofitted"
+def is_from_elsewhere(history: Sequence[Event]) -> bool:
+    """Whether a model with this history was trained elsewhere first; its tokenizer then decides how texts begin."""
+    return bool(history) and history[0].kind == "retrofitted" and "source" in history[0].details
 
 
 def read_optimizer_state(path: Path) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from headwater.models.card import CARD
 from headwater.models.load import read_object
 from headwater.util.hub import is_path
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.checkpoints import FOLDER, newest_checkpoint
+from headwater_lab.training.checkpoints import FOLDER, is_from_elsewhere, newest_checkpoint
 from headwater_lab.training.records import CONTROL, CONVERSION, RECORD, Event, RunRecord, find_record
 from headwater_lab.training.trained_models import Trained, last_training
 
@@ -103,7 +103,7 @@ def _describe_training(record: RunRecord, trained: Trained) -> str:
     ]
     device = environment.device_name or environment.device
     count = f"{environment.world_size} × " if environment.world_size > 1 else ""
-    since = " after its source's own training, which is not recorded" if _is_retrofitted(trained) else ""
+    since = " after its source's own training, which is not recorded" if is_from_elsewhere(trained.history) else ""
     lines = [
         f"Recipe: {', '.join(optimizer)}, seed {record.seed}.",
         f"Data: {', '.join(data)}." if data else "",
@@ -113,11 +113,6 @@ def _describe_training(record: RunRecord, trained: Trained) -> str:
         f"{environment.transformers}.",
     ]
     return "\n".join(f"- {line}" for line in lines if line)
-
-
-def _is_retrofitted(trained: Trained) -> bool:
-    """Whether the model was trained elsewhere first, on data that nothing here tells."""
-    return trained.history[0].kind == "retrofitted"
 
 
 def _read_conversion(checkpoint: Path) -> dict[str, dict[str, float]]:
@@ -156,7 +151,7 @@ def _describe_results(record: RunRecord, trained: Trained) -> str:
     lines = [["metric", *models], ["---"] * (1 + len(models))]
     lines += [[name.replace("_", " "), *(f"{model[name]:.4f}" for model in models.values())] for name in metrics]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    if _is_retrofitted(trained):
+    if is_from_elsewhere(trained.history):
         line += " The source may have been trained on it."
     explanation = " ".join([line, *_explain_metrics(metrics, record.recipe.get("data", {}).get("context"))])
     return f"{table}\n\n{explanation}"

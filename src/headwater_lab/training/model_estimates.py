@@ -112,9 +112,10 @@ def price_conversion(
             "weights_bytes": count * element,
         }
 
-    if teacher is not None and teacher is not config:
-        element = (teacher.dtype or torch.float32).itemsize
-    teacher_bytes = 0 if teacher is None else element * sum(cost.parameters(teacher).values())
+    teacher_bytes = 0
+    if teacher is not None:
+        width = element if teacher is config else (teacher.dtype or torch.float32).itemsize
+        teacher_bytes = width * sum(cost.parameters(teacher).values())
     return ConversionPrice(
         measure_size(config),
         measure_size(configs[-1]),
