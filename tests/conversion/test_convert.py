@@ -981,6 +981,20 @@ def test_the_plan_says_memory_time_and_passes(written, tmp_path, run):
     assert "Healing reads the text" in plan(heal="1M")[1]
 
 
+def test_a_teacher_in_another_precision_does_not_change_the_cache(written, tmp_path, run):
+    llama().bfloat16().save_pretrained(tmp_path / "half")
+    load_tokenizer("bytes").save_pretrained(tmp_path / "half")
+    command = ["convert", tmp_path / "half", "--num-key-value-heads", "1", "--heal", "4k", "--plan"]
+    command += ["--text", written / "texts", "data.context=16"]
+    rows, teachers = [], []
+    for teacher in (tmp_path / "half", written / "llama"):
+        said = " ".join(run(*command, f"training.distillation.teacher={teacher}")[1].split())
+        rows.append(re.search(r"cache, bytes a token ([\d,]+ [\d,]+)", said)[1])
+        teachers.append(float(re.search(r"of which the teacher ([\d.]+)", said)[1]))
+    assert rows[0] == rows[1]
+    assert teachers[1] == pytest.approx(2 * teachers[0], rel=0.05)
+
+
 def test_another_tokenizer_is_refused_before_anything_is_measured(written, tmp_path, run):
     """Of as many tokens, so that only they show it."""
     train_tokenizer(["some other words " * 20], 257).save_pretrained(tmp_path / "other")
