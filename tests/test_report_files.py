@@ -15,6 +15,7 @@ from PIL import Image
 import headwater_lab as lab
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.trials import list_trials
+from headwater_lab.data.tokenizer import train_tokenizer
 from headwater_lab.reports import FORMATS, read_comparisons, write_report
 from headwater_lab.reports.comparison import group_by_experiment
 from headwater_lab.reports.curves import choose_y_limits, make_arm_curves
@@ -37,11 +38,14 @@ SIGNS = {
 
 
 @pytest.fixture(scope="module")
-def folder(recipe, tmp_path_factory):
+def folder(recipe, corpus, tmp_path_factory):
     """Three arms with difficult names, one of which diverges, at three sizes."""
+    subwords = tmp_path_factory.mktemp("subwords")
+    train_tokenizer([file.read_text() for file in sorted(corpus.iterdir())], 400).save_pretrained(subwords)
     made = recipe(
         name="tiny_1",
         title="50 % of #1 & _all_",
+        data={"tokenizer": str(subwords)},
         model={"mechanisms": {}, "num_hidden_layers": 1},
         training={"steps": 12, "batch_size": 4, "warmup_steps": 0},
         reporting={"evaluate_every": 4, "save_every": None},

@@ -160,6 +160,23 @@ def test_what_cannot_be_told_says_why():
     assert "inconclusive with 2 seeds" in {row[2][0] for row in speedup_rows(noisy[::2], ["d3 ×20"])}
 
 
+def test_a_run_that_diverged_at_once_ends_nothing():
+    runs = ladder({"base": BASE, "arm": (0.7, 1.0, 1.0)}, seeds=(0, 1))
+    expected = measure_speedups(runs, "base")
+    assert measure_speedups([*runs, record("wild", 0, None, size="d3 ×20", status="diverged")], "base") == expected
+    assert measure_speedups([record("wild", 0, None, status="diverged")], "base") == []
+
+
+def test_pinned_constants_are_for_subwords():
+    runs = ladder({"base": BASE, "arm": (0.7, 1.0, 1.0)})
+    for run in runs:
+        end = run.held_out[-1].metrics
+        end["bits_per_byte"] = end["loss"] / math.log(2) / 1.1
+    speedups = measure_speedups(runs, "base")
+    assert {s.missing for s in speedups if s.constants == "pinned"} == {"only 1.1 bytes a token"}
+    assert {s.missing for s in speedups if s.constants == "fitted"} == {""}
+
+
 def test_times_of_different_machines_are_not_compared():
     runs = ladder({"base": BASE, "arm": (0.7, 1.0, 1.0)})
     for run in runs:

@@ -19,6 +19,7 @@ from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.running import ArmKey
 from headwater_lab.comparison.trials import Job, describe_runs, list_trials
 from headwater_lab.optimization.laws import READ_FIELDS
+from headwater_lab.recipe.comparison_section import Compare
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import read_recipe
 from headwater_lab.recipe.unread import find_overruled
@@ -176,20 +177,22 @@ def _report_overruled(recipe: Recipe, overrides: Sequence[str], watch: Observer)
     setters = {"seed": "compare.seeds"}
     if section.tried_rates:
         setters["training.learning_rate"] = "compare.ladder" if section.ladder else "compare.learning_rates"
-    keys, used = [text.partition("=")[0] for text in overrides], set()
+    keys, read = [text.partition("=")[0] for text in overrides], set()
     if section.ladder is not None:
-        by_law = next(iter(section.sizes.values()))["training"]
-        in_arms = [arm.get("training") or {} for arm in section.arms.values()]
-        used = {
-            f"training.{name}" for name in READ_FIELDS[section.ladder.law] if not all(name in arm for arm in in_arms)
-        }
-        setters = {f"training.{name}": "compare.ladder" for name in by_law} | setters
         keys += [f"training.{name}" for name in sorted(recipe.training.model_fields_set)]
-    fixed = [key for key in keys if key == "seed" or (section.tried_rates and key == "training.learning_rate")]
-    for key in dict.fromkeys([*fixed, *find_overruled(recipe, recipe.trials().values(), keys)]):
-        if key not in used:
-            setter = setters.get(key, "every arm or size")
+        read = {f"training.{name}" for name in READ_FIELDS[section.ladder.law]} - _list_set_by_arms(section)
+    replaced = [*filter(setters.__contains__, keys), *find_overruled(recipe, recipe.trials().values(), keys)]
+    by_law = {f"training.{name}" for size in section.sizes.values() for name in size["training"]} if read else ()
+    for key in dict.fromkeys(replaced):
+        if key not in read:
+            setter = setters.get(key, "compare.ladder" if key in by_law else "every arm or size")
             watch.tell(f"{key} has no effect, because {setter} sets it; change it in the recipe's compare section.")
+
+
+def _list_set_by_arms(section: Compare) -> set[str]:
+    """List the fields of `training:` that every arm sets."""
+    fields = [{f"training.{name}" for name in arm.get("training") or {}} for arm in section.arms.values()]
+    return set.intersection(*fields)
 
 
 def _check_titles(titles: list[str], searches: bool) -> None:

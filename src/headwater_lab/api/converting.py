@@ -100,11 +100,7 @@ def convert(
     rows = getattr(built, "held_out_rows", 0)
     price = price_conversion(recipe, config, element, rows, build_control(recipe) if control else None)
     _say_price(price, recipe, watch)
-    if (passes := price.tokens / (built.description.get("train_tokens") or math.inf)) > PASSES:
-        watch.tell(
-            f"Healing reads the text {passes:.1f} times; beyond {PASSES}, repeated text is worth little "
-            "(arXiv 2305.16264). Pass more text, or a smaller --heal."
-        )
+    _tell_passes(price, built, watch)
     if only_plan:
         _say_time(price, trained.model.to(choose_device(recipe)), built.context, watch)
         return None
@@ -301,6 +297,15 @@ def _say_price(priced: ConversionPrice, recipe: Recipe, watch: Observer) -> None
         f"healing on {priced.tokens:,} tokens: {sum(priced.flops.values()):.3g} FLOPs ({costs}); about "
         f"{si(priced.step_bytes)}B of memory in a step{teacher_share}"
     )
+
+
+def _tell_passes(priced: ConversionPrice, data: Data, watch: Observer) -> None:
+    """Tell that healing repeats the text too often."""
+    if (passes := priced.tokens / (data.description.get("train_tokens") or math.inf)) > PASSES:
+        watch.tell(
+            f"Healing reads the text {passes:.1f} times; beyond {PASSES}, repeated text is worth little "
+            "(arXiv 2305.16264). Pass more text, or a smaller --heal."
+        )
 
 
 def _say_time(priced: ConversionPrice, model: HeadwaterForCausalLM, context: int, watch: Observer) -> None:

@@ -88,24 +88,25 @@ def check_data(trials: Sequence[Trial], comparison: Sequence[Trial]) -> None:
 
     A folder, or a file of records, may be from another machine. The data are built only if a trial is missing.
     """
-    ended = {
-        trial.folder: record for trial in comparison if (record := find_record(trial.folder)) and not record.stages
-    }
-    ended = {folder: record for folder, record in ended.items() if record.status in ENDED}
-    missing = [trial.recipe.data for trial in trials if trial.folder not in ended and not trial.recipe.stages]
+    records = {trial.folder: find_record(trial.folder) for trial in (*comparison, *trials) if not trial.recipe.stages}
+    ended = {folder: record for folder, record in records.items() if record is not None and record.status in ENDED}
+    missing = [trial.recipe.data for trial in trials if trial.folder in records and trial.folder not in ended]
     for settings in {data.model_dump_json(): data for data in missing}.values():
         values = settings.model_dump(mode="json")
-        if not (earlier := [item for item in ended.items() if item[1].recipe.get("data") == values]):
-            continue
-        description = settings.build().description
-        for folder, record in earlier:
-            if any(record.data.get(name) != description.get(name) for name in ("sha256", "held_out_sha256")):
-                python = record.data.get("python")
-                data = "other data" if python is None else f"{record.data['source']!r} of Python {python}"
-                raise HeadwaterError(
-                    f"{str(folder)!r} holds a run trained on {data}, which differs from the data here; choose another "
-                    "--out, or restore the data."
-                )
+        if earlier := {folder: record for folder, record in ended.items() if record.recipe.get("data") == values}:
+            _check_same_data(earlier, settings.build().description)
+
+
+def _check_same_data(runs: Mapping[Path, RunRecord], description: Mapping[str, Any]) -> None:
+    """Raise `HeadwaterError` if a run's data are not those that are described. runs: by folder."""
+    for folder, record in runs.items():
+        if any(record.data.get(name) != description.get(name) for name in ("sha256", "held_out_sha256")):
+            python = record.data.get("python")
+            data = "other data" if python is None else f"{record.data['source']!r} of Python {python}"
+            raise HeadwaterError(
+                f"{str(folder)!r} holds a run trained on {data}, which differs from the data here; choose another "
+                "--out, or restore the data."
+            )
 
 
 def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns, out: Path) -> None:

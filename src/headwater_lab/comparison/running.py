@@ -63,18 +63,13 @@ def run_comparison(
         section = recipe.compare
         assert section is not None
         workers = workers or section.workers
-        priced = [
-            (size, {trial.experiment.arm: trial.recipe for trial in trials if trial.experiment.size == size})
-            for size in (section.sizes or [None] if section.costs else [])
-        ]
-        for _, arms in priced:
-            check_priced(arms)
+        priced = _list_priced(section, trials)
         plan = make_plan(section)
         runs = find_earlier_runs(recipe, trials, out, shared)
         check_earlier_runs(recipe, runs, out)
         _check_models(trials)
-        tuning = _choose_tuning_trials(recipe, out, only) if section.tried_rates else []
-        check_data(tuning if plan is not None else [*tuning, *trials], [*tuning, *trials])
+        tuning = _choose_tuning_trials(recipe, out, only)
+        check_data(tuning, [*tuning, *trials])
         rates: dict[str, float] = {}
         if section.tried_rates:
             rates = _tune_rates(section, tuning, workers, on_change, tell)
@@ -84,12 +79,24 @@ def run_comparison(
         if plan is not None:
             outcomes = run_sequentially(trials, plan, section.baseline, workers, on_change)
         else:
+            check_data(trials, trials)
             outcomes = run_trials(trials, workers, on_change)
         measured: dict[tuple[str, str], ArmPrice] = {}
         for size, arms in priced:
             if section.baseline in arms:
                 measure_prices(arms, section.baseline, find_folder(recipe, size, out), tell, measured)
         return outcomes
+
+
+def _list_priced(section: Compare, trials: Sequence[Trial]) -> list[tuple[str | None, dict[str, Recipe]]]:
+    """List the arms whose costs are measured, by size. Raises `HeadwaterError` as `check_priced`."""
+    priced: list[tuple[str | None, dict[str, Recipe]]] = [
+        (size, {trial.experiment.arm: trial.recipe for trial in trials if trial.experiment.size == size})
+        for size in (section.sizes or [None] if section.costs else [])
+    ]
+    for _, arms in priced:
+        check_priced(arms)
+    return priced
 
 
 def _tune_rates(

@@ -74,25 +74,27 @@ def measure_speedups(
     if not records:
         return []
     metric = choose_metric(records)
-    by_size = {size: [run for run in records if size_of(run) == size] for size in map(size_of, records)}
-    runs = {(arm, size): arms for size in by_size for arm, arms in finished_runs(by_size[size]).items()}
+    runs = _group_runs(records)
     points = {key: _list_points(arms.values(), metric) for key, arms in runs.items()}
     ladders = _find_ladders(records, points, baseline)
-    in_nats = is_in_nats(metric, records[0].unit)
     speedups = []
     for arm, size in points:
         if arm == baseline or (baseline, size) not in points:
             continue
         pair = points[arm, size], points[baseline, size]
         time = (times or {}).get(size, {}).get(arm) or _check_machines([runs[arm, size], runs[baseline, size]])
-        missing = "not in nats per token"
-        if in_nats:
-            missing = _explain_unpinned(pair) or _explain_tokens([*runs[arm, size].values()], metric)
+        missing = _explain_unpinned([*runs[arm, size].values(), *runs[baseline, size].values()], metric)
         speedups.append(_fill_in(Speedup(arm, size, "pinned", missing=missing), *pair, [], time))
         ladder = ladders.get(size, [])
         missing = _explain_unfitted(ladder)
         speedups.append(_fill_in(Speedup(arm, size, "fitted", missing=missing), *pair, ladder, time))
     return speedups
+
+
+def _group_runs(records: Sequence[RunRecord]) -> dict[tuple[str, str], dict[int, RunRecord]]:
+    """Group runs by arm and size, then by seed."""
+    by_size = {size: [run for run in records if size_of(run) == size] for size in map(size_of, records)}
+    return {(arm, size): arms for size in by_size for arm, arms in finished_runs(by_size[size]).items()}
 
 
 def _list_points(runs: Iterable[RunRecord], metric: str) -> Points:
@@ -133,17 +135,16 @@ def _explain_unfitted(ladder: Sequence[Points]) -> str:
     return "" if distinct >= LEAST_SIZES else f"needs {LEAST_SIZES} budgets"
 
 
-def _explain_unpinned(pair: Sequence[Points]) -> str:
-    lowest = min((point[0] for points in pair for point in points.values()), default=math.inf)
-    return "" if lowest > PINNED_E else f"loss below {PINNED_E}"
-
-
-def _explain_tokens(runs: Sequence[RunRecord], metric: str) -> str:
-    """Explain why these tokens do not have marin's constants, which are of subwords; "" if they may."""
-    bits = metric.replace("loss", "bits_per_byte")
+def _explain_unpinned(runs: Sequence[RunRecord], metric: str) -> str:
+    """Explain why marin's constants, of nats for subwords, do not hold for these runs; "" if they may."""
+    if not is_in_nats(metric, runs[0].unit):
+        return "not in nats per token"
     ends = [run.held_out[-1].metrics for run in runs]
-    lengths = [end[metric] / (end[bits] * math.log(2)) for end in ends if end.get(bits)]
-    return f"only {min(lengths):.1f} bytes a token" if min(lengths, default=math.inf) < PINNED_BYTES else ""
+    if min(end[metric] for end in ends) <= PINNED_E:
+        return f"loss below {PINNED_E}"
+    bits = metric.replace("loss", "bits_per_byte")
+    length = min((end[metric] / (end[bits] * math.log(2)) for end in ends if end.get(bits)), default=math.inf)
+    return f"only {length:.1f} bytes a token" if length < PINNED_BYTES else ""
 
 
 def _fill_in(speedup: Speedup, arm: Points, base: Points, ladder: Sequence[Points], time: float | None) -> Speedup:

@@ -146,19 +146,20 @@ def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
     """Read the runs of an arm by seed: finished or diverged, with exactly these settings."""
     runs: dict[int, FinishedRun] = {}
     section = arm.recipe.compare
-    tuned = section is not None and section.tried_rates
-    rate = find_tuned_rate(arm.recipe, arm.arm, out) if tuned and arm.devices == 1 else None
+    tuned = section is not None and section.tried_rates and arm.devices == 1
+    rate = find_tuned_rate(arm.recipe, arm.arm, out) if tuned else None
     for seed in arm.seeds:
         if arm.recipe.compare and not arm.folder(seed, out).is_dir():  # because computing settings takes time
             continue
         recipe, folder = arm.run(seed, out)
         if (record := find_record(folder)) is None:
             continue
-        if section is not None and tuned and arm.devices > 1:  # trained by hand, at a learning rate that somebody chose
-            rate = find_tried_rate(recipe, section, record)
-        if tuned and rate is None:
-            continue
-        recipe = recipe if rate is None else choose_rate(recipe, section, rate)
+        if section is not None and section.tried_rates:
+            # On several devices it was trained by hand, at a learning rate that somebody chose.
+            chosen = find_tried_rate(recipe, section, record) if arm.devices > 1 else rate
+            if chosen is None:
+                continue
+            recipe = choose_rate(recipe, section, chosen)
         if record.status in ENDED and record.identity == recipe.identity:
             runs[seed] = FinishedRun(record, folder)
     return runs

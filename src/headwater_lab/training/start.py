@@ -499,8 +499,6 @@ class Setup:
             self.optimizers = make_optimizers(self.model, training)
             steppers = fabric.setup_optimizers(*self.optimizers)
         self.config = self.model.config
-        if self.beginning is not None:
-            read_generation_config(self.model, self.beginning.path)
         self.steppers = steppers if isinstance(steppers, tuple) else (steppers,)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.scalars = list_scalars(self.model) if is_sharded(training) else []
@@ -528,6 +526,8 @@ class Setup:
     def load_weights(self, checkpoint: Path | None) -> Average | None:
         """Read the weights of a resumed run, or those that it starts from. Returns their average, if there is one."""
         training = self.recipe.training
+        if self.beginning is not None:
+            read_generation_config(self.model, self.beginning.path)
         if checkpoint is None and self.beginning is not None:
             optimizers = self.optimizers if self.beginning.start.optimizer_state == "keep" else ()
             begin_with(self.beginning.path, self.model, optimizers, is_sharded(training))
