@@ -264,6 +264,19 @@ def test_unpacked_runs_are_not_continued_on_other_data(packed, run, tmp_path):
     assert not (tmp_path / "runs/texts/a-1").exists()
 
 
+def test_a_file_names_no_folder_of_a_machine(packed, run, tmp_path):
+    """And unpacked over the runs that it was made of, it changes nothing."""
+    record = deepcopy(packed[0]["record"])
+    record["data"]["tokenizer"] = str(tmp_path / "private" / "bpe")
+    (folder := tmp_path / "runs" / packed[0]["run"]).mkdir(parents=True)
+    (folder / "record.json").write_text(json.dumps(record))
+    assert run("records", "pack", tmp_path / "runs", "--out", tmp_path / "a.jsonl", "--by", "Ada")[0] == 0
+    assert "private" not in (tmp_path / "a.jsonl").read_text()
+    assert read_runs(tmp_path / "a.jsonl")[0].record.data["tokenizer"] == "bpe"
+    code, said, _ = run("records", "unpack", tmp_path / "a.jsonl", "--out", tmp_path / "runs")
+    assert (code, said.split()[0]) == (0, "0")
+
+
 def test_runs_with_stages_are_not_unpacked(packed, run, tmp_path):
     """`compare` looks for the runs of their stages, which are not in the file, and would train all again."""
     lines = deepcopy(packed)

@@ -89,8 +89,8 @@ def write_runs(file: Path, runs: Iterable[KeptRun]) -> None:
 
 
 def dump_record(record: RunRecord) -> str:
-    """Dump what a run was, as JSON: not in which comparison it is read, nor losses of single documents."""
-    return record.model_dump_json(exclude={"documents", "experiment"})
+    """Dump what a run was, as JSON: not in which comparison it is read, where its tokenizer was, nor single losses."""
+    return record.model_dump_json(exclude={"documents": True, "experiment": True, "data": {"tokenizer"}})
 
 
 def write_run(run: KeptRun, out: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.papers.kept import KeptRun, dump_record, read_runner, write_run
@@ -27,10 +28,17 @@ def pack_records(folder: Path, by: str) -> list[KeptRun]:
         record = read_record(path)
         if record.experiment is not None and record.status in ENDED:
             run = path.parent.relative_to(folder).as_posix()
-            runs.append(KeptRun(run=run, by=read_runner(path.parent) or by, record=record))
+            shared = record.model_copy(update={"data": _hide_folders(record.data)})
+            runs.append(KeptRun(run=run, by=read_runner(path.parent) or by, record=shared))
     if not runs:
         raise HeadwaterError(f"There are no finished runs of a comparison under {str(folder)!r}.")
     return runs
+
+
+def _hide_folders(data: dict[str, Any]) -> dict[str, Any]:
+    """Leave only the name of a tokenizer that lies in a folder of somebody's machine."""
+    tokenizer = Path(data.get("tokenizer") or "")
+    return data | {"tokenizer": tokenizer.name} if tokenizer.is_absolute() else data
 
 
 def unpack_runs(runs: Sequence[KeptRun], out: Path) -> int:
