@@ -2,6 +2,7 @@
 
 import io
 import re
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import yaml
 
 from headwater.testing.small_models import build
 from headwater_lab.api.comparing import watched_trials
-from headwater_lab.api.observer import Observer
+from headwater_lab.api.observer import Observer, estimate_time_left
 from headwater_lab.cli import arguments, progress
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.data.text import TextSettings
@@ -41,21 +42,37 @@ def test_a_task_has_a_first_line_a_last_line_and_few_between(lines):
     assert [line.split("  ")[1] for line in printed()] == ["step 100/200"]
 
 
-def test_work_done_before_says_nothing_of_the_speed(lines):
+@pytest.fixture
+def timed_report():
+    """A report, and the clock of its estimates."""
     report, seconds = ProgressReport(), [0.0]
     report.get_time = lambda: seconds[0]
     with report:
-        report.show("resumed", 700, 1000)
-        report.show("comparison", 0, 1000)
-        report.show("comparison", 800, 1000, done_before=True)
-        for step in range(1, 11):
-            seconds[0] += 2
-            report.show("resumed", 700 + step, 1000)
-            report.show("comparison", 800 + step, 1000)
-        assert [task.time_remaining for task in report.tasks] == [
-            pytest.approx(580, rel=0.1),
-            pytest.approx(380, rel=0.1),
-        ]
+        yield report, seconds
+
+
+def test_rare_updates_of_two_workers_give_the_mean_speed(timed_report):
+    report, seconds = timed_report
+    report.show("comparison", 0, 1000)
+    for done in (100, 200, 300):
+        seconds[0] += 140  # both workers finish 50 steps at almost the same time
+        report.show("comparison", done - 50, 1000)
+        seconds[0] += 1
+        report.show("comparison", done, 1000)
+    assert estimate_time_left(report.tasks[0]) == timedelta(seconds=987)  # 700 steps of 1.41 seconds
+
+
+def test_work_done_before_says_nothing_of_the_speed(timed_report):
+    report, seconds = timed_report
+    report.show("resumed", 700, 1000)
+    report.show("comparison", 0, 1000)
+    report.show("comparison", 800, 1000, done_before=True)
+    for step in range(1, 11):
+        seconds[0] += 2
+        report.show("resumed", 700 + step, 1000)
+        report.show("comparison", 800 + step, 1000)
+    report.show("comparison", 910, 1000, done_before=True)
+    assert [estimate_time_left(task).total_seconds() for task in report.tasks] == [2 * 290, 2 * 90]
 
 
 def test_nothing_is_printed_before_the_work_begins_nor_twice(lines):

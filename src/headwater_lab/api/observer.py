@@ -31,8 +31,8 @@ class Observer:
     def show(self, name: str, done: int, total: int | None = None, **changes: Any) -> None:
         """Receive the progress of a task.
 
-        changes: its `unit`, `info` and `title`, and whether it is `visible`. done_before: `done` now includes work of
-        an earlier run, which does not count towards the speed.
+        changes: its `unit`, `info` and `title`, and whether it is `visible`. done_before: the growth of `done` is the
+        work of an earlier run, which does not count towards the speed.
         """
 
 
@@ -40,7 +40,7 @@ SILENT = Observer()
 
 
 class NamedTasks(Progress, Observer):
-    """Tasks by name, with rich's counts and estimates of the time left."""
+    """Tasks by name, with rich's counts."""
 
     def __init__(self, *columns: str | ProgressColumn, **options: Any) -> None:
         super().__init__(*columns, **options)
@@ -52,19 +52,32 @@ class NamedTasks(Progress, Observer):
         """Update the task of this name; the first update creates it."""
         title, unit = changes.pop("title", name), changes.pop("unit", "")
         if name not in self.tasks_by_name:
-            self.tasks_by_name[name] = self.add_task(title, total=total, completed=done, unit=unit, info="")
-        elif done_before:
-            self.reset(self.tasks_by_name[name], completed=done)
-        self.update(self.tasks_by_name[name], completed=done, **changes)
-        return self._tasks[self.tasks_by_name[name]]
+            options = {"total": total, "completed": done, "unit": unit, "info": "", "done_before": done}
+            self.tasks_by_name[name] = self.add_task(title, **options)
+        task = self._tasks[self.tasks_by_name[name]]
+        if done_before:
+            changes["done_before"] = task.fields["done_before"] + done - task.completed
+        self.update(task.id, completed=done, **changes)
+        return task
+
+
+def estimate_time_left(task: Task) -> timedelta | None:
+    """Estimate how long a task still takes, from its mean speed since it was first shown.
+
+    rich's own estimate takes the updates of the last seconds, of which long training steps have none or two at once.
+    """
+    done = task.completed - task.fields["done_before"]
+    if task.finished or task.total is None or done <= 0 or not task.elapsed:
+        return None
+    return timedelta(seconds=int((task.total - task.completed) * task.elapsed / done))
 
 
 def write_line(task: Task) -> str:
     """Write a task's progress as one line of text."""
     count = f"{task.completed:,.0f}" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}"
     progress = f"{task.fields['unit']} {count}".strip() if task.total is not None or task.completed else ""
-    seconds = None if task.finished or not task.completed else task.time_remaining
-    remaining = "" if seconds is None else f"{timedelta(seconds=int(seconds))} left"
+    time_left = estimate_time_left(task)
+    remaining = "" if time_left is None else f"{time_left} left"
     return "  ".join(filter(None, (task.description.strip(), progress, task.fields["info"], remaining)))
 
 

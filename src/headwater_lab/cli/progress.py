@@ -6,14 +6,25 @@ import sys
 import time
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
 
-from headwater_lab.api.observer import NamedTasks, write_line
+from headwater_lab.api.observer import NamedTasks, estimate_time_left, write_line
 from headwater_lab.cli.arguments import say, stderr, tell
 from headwater_lab.util.terminal import literal
 
 # Minimum seconds between two lines about a task in a log. Its first and last line are always printed.
 LINE_SECONDS = 10.0
+
+
+class TimeLeftColumn(ProgressColumn):
+    """The estimated time left."""
+
+    max_refresh = 0.5  # seconds
+
+    def render(self, task: Task) -> Text:
+        time_left = estimate_time_left(task)
+        return Text("" if time_left is None else str(time_left), style="progress.remaining")
 
 
 class ProgressReport(NamedTasks):
@@ -29,7 +40,7 @@ class ProgressReport(NamedTasks):
         name = TextColumn("{task.description}", markup=False)
         info = TextColumn("{task.fields[info]}", markup=False)
         info.get_table_column().no_wrap = False  # on a narrow terminal, it wraps, and nothing is cut
-        columns = (name, BarColumn(bar_width=10), MofNCompleteColumn(), info, TimeRemainingColumn(compact=True))
+        columns = (name, BarColumn(bar_width=10), MofNCompleteColumn(), info, TimeLeftColumn())
         super().__init__(*columns, console=stderr, disable=not stderr.is_terminal or stderr.is_dumb_terminal)
         self.printed: dict[TaskID, tuple[float, str]] = {}
         self.is_running = False
