@@ -28,6 +28,7 @@ MODULES = {
     "evaluate": ("lm_eval",),
     "serve": ("uvicorn", "starlette"),
     "wandb": ("wandb",),
+    "gguf": ("gguf",),
     "titan": ("torchtitan",),
     "vllm": ("vllm",),
 }

@@ -8,23 +8,29 @@ from headwater.conversion.export import export, export_family
 from headwater.conversion.families import find_family
 from headwater.plugins import outside
 from headwater.util.errors import HeadwaterError
+from headwater.util.extras import check_extra
 from headwater.util.files import check_free, local
 from headwater.util.hub import find_repository, push_folder
 from headwater_lab.api.common import PathLike, check_outside, quiet
 from headwater_lab.training.model_card import describe_history, read_card
 from headwater_lab.training.trained_models import open_trained
 
+GGUF = ".gguf"
+
 
 @quiet()
 def export_checkpoint(
     checkpoint: Path, out: Path, *, materialise: bool = False, family: str | None = None, name: str | None = None
 ) -> None:
-    """Export a checkpoint or a run's newest to a new folder, like `headwater export`.
+    """Export a checkpoint or a run's newest to a new folder or a new NAME.gguf, like `headwater export`.
 
     A README.md next to the checkpoint is kept as its card; otherwise the card is made from its history. name: the
     repository that it is for. Raises `HeadwaterError`.
     """
     check_outside(out, checkpoint)
+    if out.suffix == GGUF:
+        _export_gguf(checkpoint, out, is_plain=not materialise and family in (None, "llama"))
+        return
     check_free(out)
     trained = open_trained(checkpoint)
     if family == "source":
@@ -38,6 +44,18 @@ def export_checkpoint(
         export(trained.model, out, materialise, trained.tokenizer, card)
     else:
         export_family(trained.model, out, family, trained.tokenizer, card)
+
+
+def _export_gguf(checkpoint: Path, out: Path, is_plain: bool) -> None:
+    check_extra("gguf")
+    from headwater.conversion.gguf_file import write_gguf
+
+    if not is_plain:
+        raise HeadwaterError("A GGUF file holds a plain Llama; leave out --materialise, and any other --family.")
+    if out.exists():
+        raise HeadwaterError(f"{str(out)!r} already exists; choose another name, or remove it.")
+    trained = open_trained(checkpoint)
+    write_gguf(trained.model, out, trained.tokenizer)
 
 
 def push_to_hub(
@@ -61,6 +79,8 @@ def push_to_hub(
     Raises `HeadwaterError`: without a token or network, and for files that would be replaced.
     """
     outside.trust_names(trust)
+    if out is not None and local(out).suffix == GGUF:
+        raise HeadwaterError("--push uploads a folder; write the GGUF file without it.")
     find_repository(repository, private)
     with TemporaryDirectory(prefix="headwater-") as folder:
         target = Path(folder, "export") if out is None else local(out)

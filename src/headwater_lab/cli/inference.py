@@ -201,7 +201,7 @@ def export_model(
 
     Its card, README.md, is made from the model's history, unless there is one next to the checkpoint.
 
-    out: The new folder.
+    out: The new folder; of a plain Llama also a new file NAME.gguf, for llama.cpp.
     push: Upload the export, and nothing else, to this repository USER/NAME of the Hugging Face hub.
     private: With --push: create the repository as private.
     message: With --push: the message of the commit.
@@ -212,12 +212,12 @@ def export_model(
         llama, mistral, nanochat, qwen2, qwen3, vit, or package.module:NAME; source is the family it was retrofitted
         from.
     """
-    from headwater_lab.api.exporting import export_checkpoint, push_to_hub
+    from headwater_lab.api.exporting import GGUF, export_checkpoint, push_to_hub
 
     exclude("--family", "--materialise")
     need("--push", "--private", "--message", "--overwrite")
     if out is not None:
-        check_writable(out, folder=True)
+        check_writable(out, folder=out.suffix != GGUF)
     if push is not None:
         address = push_to_hub(
             checkpoint,
@@ -234,5 +234,7 @@ def export_model(
         export_checkpoint(checkpoint, out, materialise=materialise, family=family)
     else:
         raise HeadwaterError("Name a new folder with --out, a repository with --push, or both.")
-    if out is not None:
+    if out is not None and out.suffix == GGUF:
+        say(f"written to {out}\n`llama-cli -m {out}` runs it.")
+    elif out is not None:
         tell_model(out)
