@@ -179,6 +179,18 @@ class TestWhatIsSaid:
         found = read_comparisons(saved(tmp_path, three("base", BASE, recipe=recipe) + tries))
         assert rates_table(found)[1] == [f"base: {chosen:g} is the {other} one may be better."]
 
+    def test_of_a_ladder_the_rate_of_the_tuned_size_is_chosen(self, tmp_path):
+        """At larger sizes the law gives other rates."""
+
+        def with_rate(rate):
+            return {"recipe": {"training": {"steps": 40, "learning_rate": rate}}}
+
+        tries = [record("base", 9, 3.0 + r, phase="tuning", size="d1", **with_rate(r)) for r in (0.01, 0.1)]
+        runs = three("base", BASE, size="d1", **with_rate(0.01)) + three("base", BASE, size="d2", **with_rate(0.007))
+        grid, edges = rates_table(read_comparisons(saved(tmp_path, runs + tries)))
+        assert grid.rows == [["base", ("3.010 chosen", "better"), "3.100"]]
+        assert edges == ["base: 0.01 is the smallest rate tried; a smaller one may be better."]
+
     def test_what_is_not_there_is_one_sentence(self, tmp_path):
         with pytest.raises(HeadwaterError, match="no finished runs of a comparison"):
             write_report(tmp_path)

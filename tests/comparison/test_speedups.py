@@ -56,6 +56,7 @@ def test_the_pinned_speedup_is_marin_s_program():
     budget, runs = 3.82e17, []
     for arm, loss, speed in (("base", 3.5422, 433_986), ("arm", 3.52, 410_000)):
         runs.append(record(arm, 0, loss, metric="loss", size="d512", tokens=10**9, flops=budget, seconds=1e9 / speed))
+        runs[-1].held_out[-1].metrics["bits_per_byte"] = loss / 3
     pinned, fitted = measure_speedups(runs, "base")
     a = (3.5422 - 1.6) * budget**0.0941
     needed = (a / (3.52 - 1.6)) ** (1 / 0.0941)
@@ -175,6 +176,44 @@ def test_pinned_constants_are_for_subwords():
     speedups = measure_speedups(runs, "base")
     assert {s.missing for s in speedups if s.constants == "pinned"} == {"only 1.1 bytes a token"}
     assert {s.missing for s in speedups if s.constants == "fitted"} == {""}
+    scaling = fit_scaling(runs, [1e21])
+    assert not scaling.pinned_laws
+    assert not any(prediction.pinned for prediction in scaling.predictions)
+    for run in runs:
+        run.metric = "loss"
+        del run.held_out[-1].metrics["bits_per_byte"]
+    assert {s.missing for s in measure_speedups(runs, "base") if s.constants == "pinned"} == {"not of text"}
+    assert not fit_scaling(runs).pinned_laws
+
+
+def test_a_speedup_beyond_the_trained_sizes_is_marked():
+    runs = ladder({"base": BASE, "arm": (0.7, 1.0, 1.0)}, law=(2.0, 400.0, 0.17), seeds=(0, 1))
+    fitted = [s for s in measure_speedups(runs, "base") if s.constants == "fitted"]
+    assert {s.size: s.inside for s in fitted} == {"d3 ×20": True, "d4 ×20": True, "d6 ×20": True, "d8 ×20": False}
+    (row,) = [row for row in speedup_rows(fitted, ["d6 ×20", "d8 ×20"]) if row[1][0] == "effective"]
+    assert [cell.endswith(" *") for cell, _ in row[2:]] == [False, True]
+
+
+def test_sizes_of_equal_tokens_share_a_law_over_compute():
+    arms = {"base": BASE, "arm": (0.7, 1.0, 1.0)}
+    runs = [run for depth, n in DEPTHS.items() for run in ladder(arms, ratios=(2e7 / n,), depths={depth: n})]
+    fitted = [s for s in measure_speedups(runs, "base") if s.constants == "fitted"]
+    assert len({run.tokens for run in runs}) == 1
+    assert [s.values["equal FLOPs"].value for s in fitted] == pytest.approx([1 / 0.7] * 4, rel=1e-3)
+
+
+def test_what_one_seed_decides_is_inconclusive():
+    """Without it, no compute reaches the arm's loss."""
+    runs = ladder({"base": BASE, "arm": (0.7, 1.0, 1.0)}, law=(2.0, 400.0, 0.17), seeds=(0, 1, 2))
+    for run in runs:
+        if run.experiment.arm == "arm" and run.experiment.size == "d8 ×20":
+            loss = {0: 2.5, 1: 1.7, 2: 1.7}[run.seed]
+            run.held_out[-1].metrics |= {"loss": loss, "bits_per_byte": loss / 3}
+    scaling = fit_scaling(runs)
+    (equal,) = [equal for equal in scaling.equals if equal.size == "d8 ×20"]
+    assert equal.more.interval == (-1.0, math.inf)
+    assert "a base with its loss are inconclusive" in scaling.sentences()[-1]
+    assert scaling.seeds == 3
 
 
 def test_times_of_different_machines_are_not_compared():

@@ -26,6 +26,10 @@ CONFIDENCE = 0.95
 LEAST_SIZES = 3
 # marin's E, in nats per token, which its laws over FLOPs share, so that only A and a are fitted.
 PINNED_E = 1.6
+# Fewest bytes of a token for which it is used. marin's tokenizer (Llama 3) has 4 to 5.
+PINNED_BYTES = 3.0
+# The exponents among which the best one is searched.
+EXPONENTS = (1e-3, 4.0)
 # Budgets whose tokens per parameter differ by less are the same, since steps are whole numbers. Others differ in two
 # digits.
 SAME_BUDGET = 1.1
@@ -33,9 +37,10 @@ SAME_BUDGET = 1.1
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its interval (95 %, see `fit_scaling`); None with one seed, and if a number is not finite.
+    """A number and its interval (95 %, see `fit_scaling`).
 
-    error: the standard error of its logarithm; freedom: degrees of freedom of its t.
+    interval: None with one seed, and if no sample has a finite number; (0, ∞) if some have and others not. error: the
+    standard error of its logarithm. freedom: degrees of freedom of its t.
     """
 
     value: float
@@ -97,8 +102,10 @@ class Scaling:
     unit: str = "tokens"
     """What the models were trained on, tokens or images."""
     sizes: Sequence[str] = ()
+    seeds: int = 0
+    """How many seeds all arms have at all sizes; other runs are left out."""
     pinned_laws: Sequence[Law] = ()
-    """Laws over FLOPs with E = `PINNED_E`; none if any loss is not above it."""
+    """Laws over FLOPs with E = `PINNED_E`; none where `explain_unpinned` says why."""
     predictions: Sequence[Prediction] = ()
     """Of each law the largest size, which is left out of the fit if enough others remain, then the `projections`."""
 
@@ -116,10 +123,10 @@ class Scaling:
         estimate = equal.more
         if math.isnan(estimate.value):
             return f"the losses of {self.baseline} do not fall with its size"
-        if not math.isfinite(estimate.value):
-            return f"no {self.baseline} of any size reaches its loss, by the fitted law"
         if is_too_wide(estimate.interval, shift=1):
             return f"the {unit} of a {self.baseline} with its loss are {INCONCLUSIVE}"
+        if not math.isfinite(estimate.value):
+            return f"no {self.baseline} of any size reaches its loss, by the fitted law"
         percent = f"{abs(estimate.value):.1%} {'more' if estimate.value >= 0 else 'fewer'}"
         interval = "" if estimate.interval is None else " [{:+.1%}, {:+.1%}]".format(*estimate.interval)
         extrapolated = "" if equal.inside else "; beyond the sizes trained"
@@ -179,11 +186,11 @@ def fit_scaling(records: Sequence[RunRecord], projections: Sequence[float] = ())
     projections: FLOPs at which laws over FLOPs predict the losses.
 
     Sizes are the baseline's; arms that lack one are left out, and so are seeds that are missing for any arm or
-    size. None if there are fewer sizes than constants, or no seed is left.
+    size. None if there are fewer sizes than constants.
 
     Laws are fitted to the loss in nats per token, or to bits per byte where tokenizers differ.
 
-    Raises `HeadwaterError` where too few sizes differ in parameters or tokens, or runs have no loss.
+    Raises `HeadwaterError` where too few sizes differ in parameters or tokens, no seed is left, or runs have no loss.
     """
     runs = [run for run in records if run.status == "finished" and run.held_out and size_of(run)]
     of_baseline = _choose_baseline_runs(runs)
@@ -194,7 +201,7 @@ def fit_scaling(records: Sequence[RunRecord], projections: Sequence[float] = ())
     arms, n, losses = _stack_losses(runs, sizes, axis, metric)
     baseline = arm_of(of_baseline[0])
     if baseline not in arms or not losses.size:
-        return None
+        raise HeadwaterError("No law can be fitted: no seed has finished with all arms and sizes.")
     base = arms.index(baseline)
     _check_sizes(n.mean(2)[base], axis)
     fits = _fit_samples(base, n, np.broadcast_to(n[base], n.shape) if axis == "tokens" else n, losses)
@@ -202,8 +209,9 @@ def fit_scaling(records: Sequence[RunRecord], projections: Sequence[float] = ())
     sizes_and_losses = zip(fits[0].n.tolist(), fits[0].losses.tolist(), strict=True)
     points = {arm: list(zip(*row, strict=True)) for arm, row in zip(arms, sizes_and_losses, strict=True)}
     equals = _estimate_equals(arms, sizes, base, fits)
-    scaling = Scaling(axis, metric, baseline, points, laws, equals, runs[0].unit, sizes)
-    return _add_predictions(scaling, arms, fits, projections)
+    scaling = Scaling(axis, metric, baseline, points, laws, equals, runs[0].unit, sizes, losses.shape[2])
+    is_pinned = axis == "flops" and not explain_unpinned(runs, metric)
+    return _add_predictions(scaling, arms, fits, projections, is_pinned)
 
 
 def _check_sizes(n: np.ndarray, axis: Axis) -> None:
@@ -274,22 +282,30 @@ def _count_constants(pinned_e: float | None) -> int:
 
 
 def _add_predictions(
-    scaling: Scaling, arms: Sequence[str], fits: Sequence[_FittedLaws], projections: Sequence[float]
+    scaling: Scaling, arms: Sequence[str], fits: Sequence[_FittedLaws], projections: Sequence[float], is_pinned: bool
 ) -> Scaling:
-    """Add what the laws predict, and over FLOPs the laws with a pinned E."""
-    of_flops = scaling.axis == "flops"
-    projections = projections if of_flops else ()
+    """Add what the laws predict, and the laws with a pinned E if `is_pinned`."""
+    projections = projections if scaling.axis == "flops" else ()
     predictions = _predict_losses(arms, fits, projections, pinned=False)
-    if not (of_flops and is_in_nats(scaling.metric, scaling.unit)) or fits[0].losses.min() <= PINNED_E:
+    if not is_pinned:
         return replace(scaling, predictions=predictions)
     predictions += _predict_losses(arms, fits, projections, pinned=True)
     pinned_laws = describe_laws(arms, fits[0].n, fits[0].losses, PINNED_E)
     return replace(scaling, pinned_laws=pinned_laws, predictions=predictions)
 
 
-def is_in_nats(metric: str, unit: str) -> bool:
-    """Whether a metric is in nats per token."""
-    return metric.startswith("loss") and unit == "tokens"
+def explain_unpinned(runs: Sequence[RunRecord], metric: str) -> str:
+    """Explain why marin's constants, of nats for subwords of text, do not hold for these runs; "" if they may."""
+    if not metric.startswith("loss") or runs[0].unit != "tokens":
+        return "not in nats per token"
+    ends = [run.held_out[-1].metrics for run in runs]
+    bits = metric.replace("loss", "bits_per_byte")
+    if not all(end.get(bits) for end in ends):
+        return "not of text"
+    if min(end[metric] for end in ends) <= PINNED_E:
+        return f"loss below {PINNED_E}"
+    length = min(end[metric] / (end[bits] * math.log(2)) for end in ends)
+    return f"only {length:.1f} bytes a token" if length < PINNED_BYTES else ""
 
 
 def _predict_losses(
@@ -339,8 +355,10 @@ def estimate_ratio(values: np.ndarray) -> Estimate:
     with np.errstate(divide="ignore", over="ignore"):
         center, *again = np.log(values)
         result = float(np.exp(center))
-        if len(again) < 2 or not (np.isfinite(center) and np.isfinite(again).all()):
+        if len(again) < 2 or not np.isfinite([center, *again]).any():
             return Estimate(result, None)
+        if not np.isfinite([center, *again]).all():
+            return Estimate(result, (0.0, math.inf))
         count = len(again)
         error = math.sqrt((count - 1) / count * float(np.sum((again - np.mean(again)) ** 2)))
         half = float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
@@ -369,7 +387,7 @@ def fit_law(n: np.ndarray, loss: np.ndarray, pinned_e: float | None = None) -> n
         e, amount = np.where(amount > 0, e, loss.mean()), np.maximum(amount, 0.0)
         return ((e[..., None] + amount[..., None] * x - loss) ** 2).sum(-1), e, amount
 
-    grid = np.geomspace(1e-3, 4.0, 161)
+    grid = np.geomspace(*EXPONENTS, 161)
     start = int(np.argmin(solve(grid)[0]))
     low, high = grid[max(0, start - 1)], grid[min(len(grid) - 1, start + 1)]
     minimum = optimize.minimize_scalar(lambda a: float(solve(a)[0]), bounds=(low, high), options={"xatol": 1e-10})

@@ -3,7 +3,8 @@
     f = ((L_base - E) / (L_arm - E))^(1/a)
 
 f is how many times the baseline's compute at a size reaches the arm's loss, by a law L = E + A / C^a through the
-baseline's point. E and a are fitted to the baseline's sizes, or pinned to marin's. With tokens D, FLOPs C, tokens/s v:
+baseline's point. E and a are fitted to the baseline's sizes, or pinned to marin's, whose parameters and tokens grow
+together. So f is of compute, whichever of an arm's costs it is compared with. With tokens D, FLOPs C, tokens/s v:
 
     equal tokens     f·D_base / D_arm                      equal time   (f·D_base / v_base) / (D_arm / v_arm)
     equal FLOPs      f·C_base / C_arm                      effective    (f·C_base / v_base) / (C_arm / v_arm)
@@ -24,9 +25,9 @@ from headwater_lab.comparison.scaling import (
     Estimate,
     choose_metric,
     estimate_ratio,
+    explain_unpinned,
     fit_law,
     group_sizes,
-    is_in_nats,
     size_of,
 )
 from headwater_lab.comparison.statistics import finished_runs
@@ -34,8 +35,6 @@ from headwater_lab.training.records import RunRecord
 
 # marin's exponent of FLOPs: its law is L = 1.6 + A / C^0.0941.
 PINNED_EXPONENT = 0.0941
-# Fewest bytes of a token for which its constants are used. Its tokenizer's (Llama 3) have 4 to 5.
-PINNED_BYTES = 3.0
 
 Constants = Literal["pinned", "fitted"]
 CONSTANTS: tuple[Constants, ...] = ("pinned", "fitted")
@@ -48,8 +47,9 @@ Points = Mapping[int, np.ndarray]
 class Speedup:
     """The speedup of an arm at a size, from `seeds` seeds, with E and the exponent of `constants`.
 
-    values: by measure, of `MEASURES`; above 1 the arm is faster. No times of runs on different machines. missing: why
-    there are none.
+    values: by measure, of `MEASURES`; above 1 the arm is faster. No times of runs on different machines.
+    inside: whether the compute that the baseline needs is within the sizes that the law is fitted to.
+    missing: why there are no values.
     """
 
     arm: str
@@ -57,6 +57,7 @@ class Speedup:
     constants: Constants
     seeds: int = 0
     values: Mapping[str, Estimate] = field(default_factory=dict)
+    inside: bool = True
     missing: str = ""
 
 
@@ -83,7 +84,7 @@ def measure_speedups(
             continue
         pair = points[arm, size], points[baseline, size]
         time = (times or {}).get(size, {}).get(arm) or _check_machines([runs[arm, size], runs[baseline, size]])
-        missing = _explain_unpinned([*runs[arm, size].values(), *runs[baseline, size].values()], metric)
+        missing = explain_unpinned([*runs[arm, size].values(), *runs[baseline, size].values()], metric)
         speedups.append(_fill_in(Speedup(arm, size, "pinned", missing=missing), *pair, [], time))
         ladder = ladders.get(size, [])
         missing = _explain_unfitted(ladder)
@@ -131,20 +132,7 @@ def _find_machine(run: RunRecord) -> tuple[object, ...]:
 def _explain_unfitted(ladder: Sequence[Points]) -> str:
     """Explain why no law over FLOPs can be fitted to these sizes of the baseline; "" if it can."""
     sizes = np.array([next(iter(points.values())) for points in ladder if points]).reshape(-1, 4)
-    distinct = min(len({*sizes[:, column]}) for column in (1, 2))
-    return "" if distinct >= LEAST_SIZES else f"needs {LEAST_SIZES} budgets"
-
-
-def _explain_unpinned(runs: Sequence[RunRecord], metric: str) -> str:
-    """Explain why marin's constants, of nats for subwords, do not hold for these runs; "" if they may."""
-    if not is_in_nats(metric, runs[0].unit):
-        return "not in nats per token"
-    ends = [run.held_out[-1].metrics for run in runs]
-    if min(end[metric] for end in ends) <= PINNED_E:
-        return f"loss below {PINNED_E}"
-    bits = metric.replace("loss", "bits_per_byte")
-    length = min((end[metric] / (end[bits] * math.log(2)) for end in ends if end.get(bits)), default=math.inf)
-    return f"only {length:.1f} bytes a token" if length < PINNED_BYTES else ""
+    return "" if len({*sizes[:, 2]}) >= LEAST_SIZES else f"needs {LEAST_SIZES} budgets"
 
 
 def _fill_in(speedup: Speedup, arm: Points, base: Points, ladder: Sequence[Points], time: float | None) -> Speedup:
@@ -161,7 +149,9 @@ def _fill_in(speedup: Speedup, arm: Points, base: Points, ladder: Sequence[Point
         return replace(speedup, missing="no baseline reaches its loss")
     columns = dict(zip(MEASURES, rows.T, strict=True))
     values = {name: estimate_ratio(column) for name, column in columns.items() if not np.isnan(column[0])}
-    return replace(speedup, seeds=len(seeds), values=values)
+    needed, trained = rows[0][1] * samples[0][0].mean(0)[2], samples[0][2:].mean(1)[:, 2]
+    inside = not trained.size or bool(trained.min() <= needed <= trained.max())
+    return replace(speedup, seeds=len(seeds), values=values, inside=inside)
 
 
 def _compare(arm: np.ndarray, base: np.ndarray, *sizes: np.ndarray, time: float | None) -> np.ndarray:

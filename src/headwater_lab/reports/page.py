@@ -224,7 +224,7 @@ def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
         rate = float(record.recipe["training"]["learning_rate"])
         trials.setdefault(arm_of(record), {}).setdefault(rate, []).append(record)
     rates = sorted({rate for by_rate in trials.values() for rate in by_rate})
-    chosen = {summary.arm: summary.learning_rate for comparison in sizes for summary in comparison.summaries}
+    chosen = {summary.arm: summary.learning_rate for summary in comparison.summaries}  # of the size that is tuned
     order = {arm: index for index, arm in enumerate(comparison.arms)}
     arms = sorted(trials, key=lambda arm: order.get(arm, len(order)))
     rows: list[list[PageCell]] = [
@@ -292,7 +292,7 @@ def scaling_part(sizes: Sequence[Comparison], name: str, label: str = "") -> Sec
     if scaling is None:
         return None
     columns = ["", "E", "A", "a", "error"]
-    rows = [[law.arm, *map("{:.4g}".format, (law.e, law.a, law.exponent))] for law in scaling.laws]
+    rows = [[law.arm, f"{law.e:.4g}", f"{law.a:.4g}", words.write_exponent(law.exponent)] for law in scaling.laws]
     if errors := [f"{law.error:.2g}" for law in scaling.laws if law.error is not None]:
         quality = "Error: root mean square of the residuals."
         rows = [[*row, error] for row, error in zip(rows, errors, strict=True)]
@@ -303,7 +303,8 @@ def scaling_part(sizes: Sequence[Comparison], name: str, label: str = "") -> Sec
         )
     caption = (
         f"Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556), of arms with all sizes. N: "
-        f"{scaling.size_unit}. {quality} Intervals of the sizes below: 95 %, by the jackknife over the seeds."
+        f"{scaling.size_unit}. {quality} Intervals of the sizes below: 95 %, by the jackknife over the "
+        f"{counted(scaling.seeds)} that all arms have at all sizes."
     )
     picture = scaling_picture(scaling, sizes[0].title, sizes[0].arms)
     table = PageTable(caption, columns[: len(rows[0])], rows, numbers=list_laws(scaling, sizes[0]))
@@ -315,7 +316,10 @@ def _pinned_tables(scaling: Scaling) -> list[PageTable]:
     """Make the table of laws with a pinned E, if any."""
     if not scaling.pinned_laws:
         return []
-    rows = [[law.arm, f"{law.a:.4g}", f"{law.exponent:.4g}", f"{law.error or 0:.2g}"] for law in scaling.pinned_laws]
+    rows = [
+        [law.arm, f"{law.a:.4g}", words.write_exponent(law.exponent), f"{law.error or 0:.2g}"]
+        for law in scaling.pinned_laws
+    ]
     return [PageTable(f"Laws with E = {PINNED_E}, as marin's.", ["", "A", "a", "error"], rows, name="pinned")]
 
 

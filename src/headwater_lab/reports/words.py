@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from headwater_lab.comparison.scaling import LEAST_SIZES, PINNED_E, Estimate, Prediction, Scaling
+from headwater_lab.comparison.scaling import EXPONENTS, LEAST_SIZES, PINNED_E, Estimate, Prediction, Scaling
 from headwater_lab.comparison.sequential import skewed_error
 from headwater_lab.comparison.speedup import MEASURES, PINNED_EXPONENT, Constants, Speedup
 from headwater_lab.comparison.statistics import INCONCLUSIVE, Paired, Summary, compare_all_pairs, is_too_wide
@@ -117,6 +117,12 @@ def write_factor(cheaper: Paired | None) -> str:
     return f"×{mean:.2f}" + (" [{:.2f}, {:.2f}]".format(*ends) if ends else "")
 
 
+def write_exponent(exponent: float) -> str:
+    """Write a law's exponent, and whether a better one may lie beyond the range that is searched."""
+    is_inside = EXPONENTS[0] * 1.01 < exponent < EXPONENTS[1] / 1.01
+    return f"{exponent:.4g}" + ("" if is_inside else ", the bound of the search")
+
+
 def write_speedup(speedup: Speedup, measure: str) -> str:
     """Write a cell of a speedup, or why there is none."""
     if speedup.missing:
@@ -124,11 +130,10 @@ def write_speedup(speedup: Speedup, measure: str) -> str:
     estimate = speedup.values.get(measure)
     if estimate is None:
         return "runs on different machines"
-    if estimate.interval is None:
-        return f"×{estimate.value:.2f}, {'one seed' if speedup.seeds == 1 else 'unbounded'}"
     if is_too_wide(estimate.interval):
         return f"inconclusive with {counted(speedup.seeds)}"
-    return f"×{estimate.value:.2f} [{estimate.interval[0]:.2f}, {estimate.interval[1]:.2f}]"
+    interval = ", one seed" if estimate.interval is None else " [{:.2f}, {:.2f}]".format(*estimate.interval)
+    return f"×{estimate.value:.2f}{interval}{'' if speedup.inside else ' *'}"
 
 
 def speedup_rows(speedups: Sequence[Speedup], sizes: Sequence[str]) -> list[list[tuple[str, Estimate | None]]]:
@@ -152,13 +157,15 @@ def speedup_rows(speedups: Sequence[Speedup], sizes: Sequence[str]) -> list[list
 def describe_speedups(constants: Constants, baseline: str, *, are_priced: bool) -> str:
     """Describe the table of speedups with one kind of constants."""
     law = {
-        "pinned": f"pinned to marin's E = {PINNED_E} and exponent {PINNED_EXPONENT}",
+        "pinned": f"pinned to marin's E = {PINNED_E} and exponent {PINNED_EXPONENT}, of runs with 1e18 to 3e20 FLOPs",
         "fitted": f"fitted to {baseline} at the sizes with as many tokens per parameter, or else parameters",
     }[constants]
+    beyond = " * Beyond the sizes trained." if constants == "fitted" else ""
     clock = "timed in alternation, as under Prices" if are_priced else "of the runs, which other work slows down"
     return (
-        f"What {baseline} needs for each arm's loss, over what the arm needed; constants {law}. Effective: FLOPs "
-        f"divided by tokens/s, as marin defines it. Times: {clock}. Intervals: 95 % each, jackknife over the seeds."
+        f"The compute that {baseline} needs for each arm's loss, over what the arm had of tokens, FLOPs or time; "
+        f"constants {law}. Effective: FLOPs divided by tokens/s, as marin defines it. Times: {clock}. Intervals: 95 % "
+        f"each, jackknife over the seeds.{beyond}"
     )
 
 
@@ -182,6 +189,8 @@ def _write_prediction(prediction: Prediction) -> str:
     interval, measured = prediction.loss.interval, prediction.measured
     if interval is None:
         return f"{prediction.loss.value:.3f}, one seed"
+    if is_too_wide(interval):
+        return INCONCLUSIVE
     outside = measured is not None and not interval[0] <= measured <= interval[1]
     low, high = interval
     return f"{prediction.loss.value:.3f} [{low:.3f}, {high:.3f}]" + (", missed" if outside else "")
