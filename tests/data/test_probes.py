@@ -4,11 +4,14 @@ import functools
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
+from scipy import stats
 
 from headwater.util.seeding import generator
-from headwater_lab.data.base import Share
+from headwater_lab.data.base import ALONE, Share
 from headwater_lab.data.synthetic.brevo import BrevoSettings, is_topological
 from headwater_lab.data.synthetic.capo import BITS, VALUES, CapoSettings
 from headwater_lab.data.synthetic.depo import DepoSettings
@@ -43,6 +46,17 @@ def test_depo_answers_are_found_by_walking_along_the_edges():
     assert depths == set(range(1, 5))
 
 
+def test_depo_rows_are_the_same_however_their_edges_are_listed():
+    data = DepoSettings(nodes=6, hops=3, questions=2).build()
+    rows = data.sample(generator("test"), 50)["input_ids"]
+    turned = torch.cat([rows[:, :12].unflatten(1, (6, 2)).flip(1).flatten(1), rows[:, 12:]], dim=1)
+    prints = data.fingerprint_rows({"input_ids": rows})
+    assert torch.equal(data.fingerprint_rows({"input_ids": turned}), prints)
+    assert len(prints.unique()) == 50
+    turned[:, -1] = (turned[:, -1] + 1) % 6
+    assert not (data.fingerprint_rows({"input_ids": turned}) == prints).any()
+
+
 def test_depo_is_measured_for_each_depth():
     data = DepoSettings(nodes=6, hops=3, questions=2, held_out=100).build()
 
@@ -70,18 +84,31 @@ def test_brevo_answers_are_the_ancestors_in_a_topological_order():
         edges = list(zip(words[:middle:2], words[1:middle:2], strict=True))
         assert len(set(edges)) == len(edges)
         sizes.add(len({node for edge in edges for node in edge}))
-        assert max(sum(child == node for _, child in edges) for _, node in edges) <= 3
+        for side in (0, 1):  # parents and children of a node
+            assert max(sum(edge[side] == node for edge in edges) for node in {edge[side] for edge in edges}) <= 3
         assert not any(reaches(edges, node, node) for node in {parent for parent, _ in edges})
         query, colon, *answer = words[middle + 1 : words.index("<end>") + 1]
         assert colon == ":"
         assert list(labels.items()) == list(enumerate(answer, start=middle + 2))
-        order = answer[:-1]
+        assert answer[-2:] == [query, "<end>"]
+        assert not any(parent == query for parent, _ in edges)  # it is the last node
+        order = answer[:-2]
         assert sorted(order) == sorted({parent for parent, _ in edges if reaches(edges, parent, query)})
         for later, earlier in itertools.combinations(reversed(order), 2):
             assert not reaches(edges, later, earlier)
         firsts += len(order) > 1
     assert sizes == set(range(3, 8))
     assert firsts > 50
+
+
+def test_brevo_draws_small_graphs_more_often(monkeypatch):
+    """A chance in proportion to 1 / (n + √N), as in the source."""
+    data, sizes = BrevoSettings(nodes=9).build(), []
+    monkeypatch.setattr(data, "draw_rows", lambda chance, drawn: sizes.extend(drawn))
+    data.sample(generator("test"), 20_000)
+    counts = [sizes.count(size) for size in range(3, 10)]
+    expected = np.array([1 / (size + 3) for size in range(3, 10)])
+    assert stats.chisquare(counts, expected / expected.sum() * 20_000).pvalue > 0.001
 
 
 def test_brevo_takes_exactly_the_topological_orders():
@@ -115,6 +142,21 @@ def test_brevo_judges_what_the_model_writes():
     assert data.evaluate(functools.partial(remember, rows=less)).metrics["accuracy"] == 0.95
 
 
+def test_brevo_answers_are_written_in_pieces(monkeypatch):
+    data, sizes = BrevoSettings(nodes=6, held_out=20).build(), []
+
+    def guess(batch):
+        sizes.append(len(batch["input_ids"]))
+        return data.guess_logits(batch)
+
+    whole = data.write_answers(guess, data.held_out_prompts, ALONE)
+    assert max(sizes) == 20
+    sizes.clear()
+    monkeypatch.setattr("headwater_lab.data.synthetic.task.LOGITS", 7 * data.context * data.vocab_size)
+    assert data.write_answers(guess, data.held_out_prompts, ALONE) == whole
+    assert max(sizes) <= 14
+
+
 def test_brevo_holds_out_its_largest_graphs_however_their_edges_are_listed():
     data = BrevoSettings(nodes=6, held_out=20).build()
     rows, sizes = data.held_out(), set()
@@ -125,6 +167,7 @@ def test_brevo_holds_out_its_largest_graphs_however_their_edges_are_listed():
         answer = row[len(prompt) : row.index(data.end) + 1]
         assert data.is_right(number, answer)
         assert not data.is_right(number, [*answer[:-1], answer[0]])  # it does not end
+        assert not data.is_right(number, [*answer[:-2], data.end])  # without the last node
     assert max(sizes) == 6
     assert torch.equal(data.fingerprint_rows(turned), data.fingerprint_rows(rows))
 
@@ -152,27 +195,16 @@ def test_mano_answers_are_the_values_of_the_expressions():
     assert lengths == set(range(1, 7))
 
 
-def test_mano_is_measured_for_each_number_of_operations():
-    data = ManoSettings(operations=2, held_out=100).build()
-
-    def know_the_tables(batch):
-        """Answer expressions of one operation, from the labels."""
-        known = (batch["input_ids"][:, :1] == data.ids["<1>"]) & (batch["shift_labels"] >= 0)
-        return torch.nn.functional.one_hot(batch["shift_labels"] * known, data.vocab_size).float()
-
-    metrics = data.evaluate(know_the_tables).metrics
-    assert [metrics[f"accuracy/operations={n}"] for n in (1, 2)] == [1.0, 0.0]
-
-
-def test_mano_trains_on_its_tables_but_on_no_longer_expression_that_is_held_out():
+def test_mano_is_measured_on_its_longest_expressions_of_which_training_shows_none():
     data = ManoSettings(operations=2, modulus=2, held_out=30).build()
     held_out = {tuple(row) for row in data.held_out()["input_ids"].tolist()}
+    assert {data.words[row[0]] for row in held_out} == {"<2>"}
     drawn = {tuple(row) for row in data.sample(generator("test"), 2000)["input_ids"].tolist()}
     trained = {tuple(row) for row in next(data.batches(0, 2000, 0))["input_ids"].tolist()}
-    facts = {row for row in held_out if data.words[row[0]] == "<1>"}
-    assert facts <= trained
-    assert (held_out - facts) & drawn, "the test would say nothing"
-    assert not (held_out - facts) & trained
+    assert held_out & drawn, "the test would say nothing"
+    assert not held_out & trained
+    facts = {row for row in trained if data.words[row[0]] == "<1>"}
+    assert len(facts) == 3 * 2**2
 
 
 def expand(grammar, level, symbol):
@@ -254,11 +286,16 @@ def test_lano_divergence_is_0_for_the_truth_and_the_loss_is_then_the_entropy():
     assert uniform["kl"] == pytest.approx(math.log(6) - float(entropy), rel=1e-6)
 
 
+def test_lano_refuses_grammars_whose_truth_takes_gigabytes():
+    with pytest.raises(ValidationError, match=r"data.levels=6 with data.symbols=64 takes gigabytes"):
+        LanoSettings(levels=6, symbols=64)
+
+
 def test_lano_is_measured_in_pieces_as_at_once(monkeypatch):
     data = LanoSettings(levels=2, held_out=30).build()
     once = data.evaluate(data.guess_logits).metrics
     monkeypatch.setattr("headwater_lab.data.synthetic.task.LOGITS", 7 * data.context * data.vocab_size)
-    monkeypatch.setattr("headwater_lab.data.synthetic.lano.CHART", 4 * data.context**2 * 3)
+    monkeypatch.setattr("headwater_lab.data.synthetic.lano.CHART", 4 * (data.context * 3) ** 2)
     assert LanoSettings(levels=2, held_out=30).build().evaluate(data.guess_logits).metrics == pytest.approx(once)
 
 
@@ -323,11 +360,11 @@ def test_processes_of_brevo_share_the_graphs():
 @pytest.mark.parametrize(
     ("data", "layers", "steps", "least"),
     [
-        ({"kind": "brevo", "nodes": 4, "parents": 1, "held_out": 128}, 2, 60, 0.4),
+        ({"kind": "brevo", "nodes": 5, "parents": 2, "held_out": 128}, 3, 250, 0.1),
         ({"kind": "capo", "people": 20, "held_out": 64}, 1, 60, 10 * BITS),
         ({"kind": "depo", "nodes": 6, "hops": 2, "questions": 6, "held_out": 128}, 2, 100, 0.3),
         ({"kind": "lano", "levels": 3, "held_out": 64}, 1, 40, -0.65),
-        ({"kind": "mano", "operations": 1, "modulus": 5, "held_out": 128}, 1, 150, 0.4),
+        ({"kind": "mano", "operations": 2, "modulus": 3, "held_out": 96}, 2, 250, 0.5),
     ],
     ids=lambda value: value["kind"] if isinstance(value, dict) else "",
 )

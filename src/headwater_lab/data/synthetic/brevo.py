@@ -1,8 +1,8 @@
 """Brevo, the ancestors of a node in topological order: arXiv 2512.17351 (Allen-Zhu), reasoning breadth.
 
-A row lists the edges of an acyclic graph in any order, and a node: x_1 y_1 … x_m y_m ? q : a_1 … a_p <end>. The answer
-is every node from which q can be reached, each after those that lead to it. Differently: the name of a node is one
-token.
+A row lists the edges of an acyclic graph in any order, and its last node: x_1 y_1 … x_m y_m ? q : a_1 … a_p q <end>.
+The answer is every node from which q can be reached, each after those that lead to it, and q. Graphs are those of
+facebookresearch/PhysicsLM4 at 7580696, Brevo1, in which a node has at most 4 parents and 4 children.
 """
 
 import random
@@ -25,9 +25,10 @@ class BrevoSettings(SyntheticSettings):
 
     kind: Literal["brevo"] = "brevo"
     nodes: int = Field(default=8, ge=3, le=2**10)
-    """The most nodes of a training graph, from 3 on equally likely; a held-out graph has exactly this many."""
+    """The most nodes N of a training graph, which has n from 3 on, with a chance in proportion to 1 / (n + √N); a
+    held-out graph has N."""
     parents: int = Field(default=4, ge=1, le=2**10)
-    """The most edges that end in a node. Of n nodes, 1 to n // 4 + 1 have none."""
+    """The most edges that end in a node, and that begin in one. Of n nodes, 1 to (n - 1) // 4 + 1 have no parents."""
     held_out: int = Field(default=128, ge=1, le=2**20)
     """Graphs to evaluate on. The model writes an answer for each, without a cache."""
 
@@ -39,7 +40,7 @@ class BrevoSettings(SyntheticSettings):
     def context(self) -> int:
         """The length of the longest possible row."""
         edges = sum(min(node, self.parents) for node in range(self.nodes))
-        return pad_length(2 * edges + 3 + self.nodes)
+        return pad_length(2 * edges + 4 + self.nodes)
 
 
 @BrevoSettings.register
@@ -53,8 +54,9 @@ class BrevoData(WrittenData[BrevoSettings]):
     mark, end = ANSWER, END
 
     def sample(self, draw: torch.Generator, count: int) -> Batch:
-        chance = draw_chance(draw)
-        return self.draw_rows(chance, [chance.randint(3, self.settings.nodes) for _ in range(count)])
+        chance, most = draw_chance(draw), self.settings.nodes
+        sizes = range(3, most + 1)
+        return self.draw_rows(chance, chance.choices(sizes, [1 / (size + most**0.5) for size in sizes], k=count))
 
     def held_out(self) -> Batch:
         chance = draw_chance(generator(self.settings.kind, "held out"))
@@ -66,20 +68,21 @@ class BrevoData(WrittenData[BrevoSettings]):
         for size in sizes:
             edges, query = self.draw_graph(chance, size)
             prompts.append([*(node for edge in edges for node in edge), QUERY, query, ANSWER])
-            answers.append([*draw_order(chance, edges, query), END])
+            answers.append([*draw_order(chance, edges, query), query, END])
         return pack_rows(prompts, answers, self.context)
 
     def draw_graph(self, chance: random.Random, size: int) -> tuple[list[Edge], int]:
-        """Draw the edges, in any order, and a node that at least one of them ends in."""
-        nodes = chance.sample(range(NODE, self.vocab_size), size)
-        first = chance.randint(1, size // 4 + 1)  # the nodes before this have no parents
-        edges = [
-            (parent, nodes[index])
-            for index in range(first, size)
-            for parent in chance.sample(nodes[:index], chance.randint(1, min(index, self.settings.parents)))
-        ]
+        """Draw the edges, in any order, and the last node."""
+        nodes, most = chance.sample(range(NODE, self.vocab_size), size), self.settings.parents
+        free = dict.fromkeys(nodes, most)  # edges that may still begin in a node
+        edges = []
+        for index in range(chance.randint(1, (size - 1) // 4 + 1), size):
+            possible = [node for node in nodes[:index] if free[node]]
+            for parent in chance.sample(possible, chance.randint(1, min(len(possible), most))):
+                edges.append((parent, nodes[index]))
+                free[parent] -= 1
         chance.shuffle(edges)
-        return edges, chance.choice(nodes[first:])
+        return edges, nodes[-1]
 
     def fingerprint_rows(self, batch: Batch) -> Tensor:
         """Return fingerprints that ignore the order of edges and answers."""
@@ -89,7 +92,8 @@ class BrevoData(WrittenData[BrevoSettings]):
 
     def is_right(self, number: int, answer: list[int]) -> bool:
         prompt = self.held_out_prompts[number]
-        return answer[-1:] == [END] and is_topological(read_edges(prompt), prompt[-2], answer[:-1])
+        query = prompt[-2]
+        return answer[-2:] == [query, END] and is_topological(read_edges(prompt), query, answer[:-2])
 
     def write_token(self, token: int) -> str:
         return ("<pad>", "<end>", "?", ":")[token] if token < NODE else f"n{token - NODE}"

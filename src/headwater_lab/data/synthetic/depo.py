@@ -1,7 +1,8 @@
 """Depo, retrieval over several hops of a permutation: arXiv 2512.17351 (Allen-Zhu), reasoning depth.
 
 A row lists the edges of a cycle in any order, and then asks for successors: x_1 y_1 … x_n y_n k_1 q_1 a_1 k_2 q_2 a_2 …
-Differently: every row has all nodes, and the name of a node is one token.
+Differently from facebookresearch/PhysicsLM4 at 7580696: every row has all nodes, the name of a node is one token, and
+held-out questions are of 1 to K hops, where the source asks for powers of two. `accuracy/k=K` is the hardest.
 """
 
 from typing import Literal, Self
@@ -66,6 +67,13 @@ class DepoData(SyntheticData[DepoSettings]):
         labels = torch.full_like(row, -100)
         labels[:, 2 * nodes + 1 :: 3] = answers
         return {"input_ids": row, "shift_labels": labels}
+
+    def fingerprint_rows(self, batch: Batch) -> Tensor:
+        """Return fingerprints that ignore the order of edges."""
+        rows, nodes = batch["input_ids"], self.settings.nodes
+        parents, children = rows[:, : 2 * nodes].unflatten(1, (nodes, 2)).unbind(2)
+        ordered = torch.cat([children.gather(1, parents.argsort(1)), rows[:, 2 * nodes :]], dim=1)
+        return super().fingerprint_rows({"input_ids": ordered})
 
     def split_positions(self, batch: Batch) -> dict[str, Tensor]:
         hops = batch["input_ids"].roll(1, 1) - self.settings.nodes + 1

@@ -20,8 +20,8 @@ from headwater_lab.data.base import ALONE, Batch, Evaluation, Share
 from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings, draw_chance, pack_rows
 
 PAD, END, BEGIN, TERMINAL = range(4)
-# Maximum numbers of a chart to compute at a time.
-CHART = 2**22
+# Maximum numbers of the charts of all symbols to compute at a time, and of those of one sentence.
+CHART, LARGEST_CHART = 2**24, 2**27
 
 
 class LanoSettings(SyntheticSettings):
@@ -37,7 +37,16 @@ class LanoSettings(SyntheticSettings):
     grammar_seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the grammar, which is the same for all seeds of a run."""
     held_out: int = Field(default=256, ge=1, le=2**20)
-    """Sentences to evaluate on."""
+    """Sentences to evaluate on. Their true probabilities take 6 seconds each at 6 levels, of 2^6 to 3^6 tokens."""
+
+    @model_validator(mode="after")
+    def _charts_fit(self) -> Self:
+        if (self.context * self.symbols) ** 2 > LARGEST_CHART:
+            raise ValueError(
+                f"data.levels={self.levels} with data.symbols={self.symbols} takes gigabytes for the true "
+                "probabilities of a sentence; lower one."
+            )
+        return self
 
     @model_validator(mode="after")
     def _rules_differ(self) -> Self:
@@ -135,7 +144,7 @@ class LanoData(SyntheticData[LanoSettings]):
 
     @functools.cached_property
     def held_out_probabilities(self) -> Tensor:
-        size = max(1, CHART // (self.context**2 * self.settings.symbols))
+        size = max(1, CHART // (self.context * self.settings.symbols) ** 2)
         return torch.cat([self.next_probabilities(rows) for rows in self.held_out()["input_ids"].split(size)])
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:

@@ -1,17 +1,17 @@
 """Mano, modular arithmetic by heart: arXiv 2512.17351 (Allen-Zhu), manipulation of knowledge.
 
 A row is the number of operations, an expression in prefix notation, and its value: <2> + 4 × 3 22 = 1. The model must
-know the tables of the operations, and combine them without intermediate steps.
+know the tables of the operations, and combine them without intermediate steps. Differently from
+facebookresearch/PhysicsLM4 at 7580696: a sign is one token.
 """
 
-import functools
 import random
 from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
+from headwater.util.seeding import generator
 from headwater_lab.data.base import Batch
 from headwater_lab.data.synthetic.arithmetic import OPERATIONS
 from headwater_lab.data.synthetic.task import SyntheticData, SyntheticSettings, draw_chance, pack_rows
@@ -21,8 +21,8 @@ class ManoSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: mano`."""
 
     kind: Literal["mano"] = "mano"
-    operations: int = Field(default=3, ge=1, le=2**10)
-    """The most operations of an expression; each number from 1 on is equally likely."""
+    operations: int = Field(default=3, ge=2, le=2**10)
+    """The operations of a held-out expression; one of training has 1 to this many, equally likely."""
     modulus: int = Field(default=23, ge=2, le=2**10)
     """Numbers are from 0 to modulus - 1. Knowledge is a table of modulus² entries for each of + - ×."""
 
@@ -38,10 +38,9 @@ class ManoSettings(SyntheticSettings):
 
 @ManoSettings.register
 class ManoData(SyntheticData[ManoSettings]):
-    """One expression per row, padded, with one label: its value. Accuracy is also measured for each length.
+    """One expression per row, padded, with one label: its value.
 
-    Operands are uniform, and the operations are split at random between the two operands of a sign. Expressions of one
-    operation are the knowledge itself: training shows all of them, including those held out.
+    Operands are uniform, and the operations are split at random between the two operands of a sign.
     """
 
     def __init__(self, settings: ManoSettings) -> None:
@@ -53,7 +52,14 @@ class ManoData(SyntheticData[ManoSettings]):
 
     def sample(self, draw: torch.Generator, count: int) -> Batch:
         chance = draw_chance(draw)
-        lengths = [chance.randint(1, self.settings.operations) for _ in range(count)]
+        return self.draw_rows(chance, [chance.randint(1, self.settings.operations) for _ in range(count)])
+
+    def held_out(self) -> Batch:
+        chance = draw_chance(generator(self.settings.kind, "held out"))
+        return self.draw_rows(chance, [self.settings.operations] * self.settings.held_out)
+
+    def draw_rows(self, chance: random.Random, lengths: list[int]) -> Batch:
+        """Draw a row for each number of operations."""
         expressions = [self.draw_expression(chance, length) for length in lengths]
         prompts = [
             [self.ids[word] for word in (f"<{length}>", *expression, "=")]
@@ -69,17 +75,6 @@ class ManoData(SyntheticData[ManoSettings]):
         left = chance.randrange(operations)
         operands = [self.draw_expression(chance, count) for count in (left, operations - 1 - left)]
         return [chance.choice(list(OPERATIONS)), *operands[0], *operands[1]]
-
-    @functools.cached_property
-    def held_out_fingerprints(self) -> Tensor:
-        """The fingerprints of the rows that training must not show."""
-        rows = self.held_out()
-        return self.fingerprint_rows(rows)[rows["input_ids"][:, 0] != self.ids["<1>"]]
-
-    def split_positions(self, batch: Batch) -> dict[str, Tensor]:
-        rows = batch["input_ids"]
-        lengths = range(1, self.settings.operations + 1)
-        return {f"operations={n}": (rows[:, :1] == self.ids[f"<{n}>"]).expand_as(rows) for n in lengths}
 
     def write_token(self, token: int) -> str:
         return self.words[token]

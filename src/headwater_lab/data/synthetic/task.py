@@ -232,8 +232,12 @@ class WrittenData(SyntheticData[S]):
             length = pad_length(max(len(rows[row]) for row in turn))
             ids = torch.tensor([rows[row] + [0] * (length - len(rows[row])) for row in turn])
             ends = torch.tensor([len(rows[row]) - 1 for row in turn])
-            scores = logits({"input_ids": ids})
-            chosen = scores[torch.arange(len(turn)), ends.to(scores.device)].argmax(-1).tolist()
+            chosen: list[int] = []
+            for part, last in zip(
+                *(x.split(max(1, LOGITS // (length * self.vocab_size))) for x in (ids, ends)), strict=True
+            ):
+                scores = logits({"input_ids": part})
+                chosen += scores[torch.arange(len(part)), last.to(scores.device)].argmax(-1).tolist()
             for row, token in zip(open_rows, chosen, strict=False):
                 rows[row].append(token)
             open_rows = [row for row in open_rows if rows[row][-1] != self.end and len(rows[row]) < self.context]
