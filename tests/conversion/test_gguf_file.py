@@ -157,7 +157,7 @@ def test_what_cannot_be_written(tokenizer, tmp_path):
 
 
 def test_the_command(tokenizer, tmp_path, run):
-    from_transformers(llama(tokenizer)).save_pretrained(tmp_path / "model")
+    llama(tokenizer).save_pretrained(tmp_path / "model")  # of transformers, which need not be retrofitted first
     tokenizer.save_pretrained(tmp_path / "model")
     file = tmp_path / "tiny.gguf"
     code, out, _ = run("export", tmp_path / "model", "--out", file)

@@ -13,7 +13,7 @@ from headwater.util.files import check_free, local
 from headwater.util.hub import find_repository, push_folder
 from headwater_lab.api.common import PathLike, check_outside, quiet
 from headwater_lab.training.model_card import describe_history, read_card
-from headwater_lab.training.trained_models import open_trained
+from headwater_lab.training.trained_models import open_source
 
 GGUF = ".gguf"
 
@@ -24,6 +24,8 @@ def export_checkpoint(
 ) -> None:
     """Export a checkpoint or a run's newest to a new folder or a new NAME.gguf, like `headwater export`.
 
+    A model of transformers is converted first, as by `retrofit` without mechanisms.
+
     A README.md next to the checkpoint is kept as its card; otherwise the card is made from its history. name: the
     repository that it is for. Raises `HeadwaterError`.
     """
@@ -32,7 +34,7 @@ def export_checkpoint(
         _export_gguf(checkpoint, out, is_plain=not materialise and family in (None, "llama"))
         return
     check_free(out)
-    trained = open_trained(checkpoint)
+    trained = open_source(str(checkpoint))
     if family == "source":
         families = [event.details["family"] for event in trained.history if "family" in event.details]
         if not families or not isinstance(families[0], str):
@@ -54,7 +56,7 @@ def _export_gguf(checkpoint: Path, out: Path, is_plain: bool) -> None:
         raise HeadwaterError("A GGUF file holds a plain Llama; leave out --materialise, and any other --family.")
     if out.exists():
         raise HeadwaterError(f"{str(out)!r} already exists; choose another name, or remove it.")
-    trained = open_trained(checkpoint)
+    trained = open_source(str(checkpoint))
     write_gguf(trained.model, out, trained.tokenizer)
 
 
