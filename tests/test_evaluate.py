@@ -19,6 +19,8 @@ from transformers import (
     GPTNeoXConfig,
     MambaConfig,
     OPTConfig,
+    PhiConfig,
+    PhiForCausalLM,
     QuantizedCache,
     RwkvConfig,
     T5Config,
@@ -189,6 +191,30 @@ def test_models_without_a_quantized_cache_are_refused_before_any_is_measured(tmp
         evaluate([str(tmp_path / "model")], text=[str(text)], cache_bits=4)
 
 
+def test_models_are_read_through_the_same_quantized_cache(tmp_path, run):
+    """A model of transformers, and the same converted, lose the same."""
+    pytest.importorskip("optimum.quanto")
+    llama = teach_llama(LETTERS * 60, positions=256, steps=20, stride=700)
+    llama.save_pretrained(tmp_path / "llama")
+    byte_tokenizer().save_pretrained(tmp_path / "llama")
+    code, _, said = run("retrofit", tmp_path / "llama", "--out", tmp_path / "converted")
+    assert code == 0, said
+    sources = [str(tmp_path / name) for name in ("llama", "converted")]
+    text = [str(write(tmp_path / "text" / "a.txt", LETTERS * 30))]
+    result = evaluate(sources, text=text, context=256, cache_bits=2)
+    (row,) = [row for row in result.rows if row.metric == "loss"]
+    assert row.figures["converted"].value == pytest.approx(row.figures["llama"].value, rel=1e-5)
+    whole = evaluate(sources[:1], text=text, context=256)
+    assert row.figures["llama"].value != pytest.approx(whole.rows[1].figures["llama"].value, rel=1e-5)
+    other = PhiForCausalLM(
+        PhiConfig(vocab_size=257, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    )
+    other.save_pretrained(tmp_path / "phi")
+    byte_tokenizer().save_pretrained(tmp_path / "phi")
+    with pytest.raises(HeadwaterError, match=r"phi' can only be read through transformers' quantized cache"):
+        evaluate([*sources, str(tmp_path / "phi")], text=text, context=256, cache_bits=2)
+
+
 def test_a_model_that_ignores_the_cache_is_refused():
     pytest.importorskip("optimum.quanto")
     model = build(vocab_size=257, max_position_embeddings=512)
@@ -317,6 +343,9 @@ def test_numbers_hidden_in_a_text_are_asked_for(tmp_path, run, monkeypatch):
     code, printed, said = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", "--context", 512)
     assert code == 0, said
     assert "needle_500" in printed
+    assert "longer than the context" not in printed
+    code, printed, _ = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", "--context", 300)
+    assert "6 prompts are longer than the context of model; they lost their beginning" in " ".join(printed.split())
     pytest.importorskip("optimum.quanto")
     code, printed, said = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", "--cache-bits", 2)
     assert code == 0, said

@@ -659,10 +659,17 @@ def test_a_quantized_cache_holds_what_layers_store_in_few_bits(mechanisms):
     assert_near(model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits, 1e-4)
 
 
-@pytest.mark.parametrize("head_dim", [6, 80])
-def test_heads_of_any_width_are_quantized(head_dim):
+def test_heads_that_cannot_be_quantized_are_not_left_whole_without_a_word():
     pytest.importorskip("optimum.quanto")
-    model, ids = build(head_dim=head_dim, num_key_value_heads=1).float(), tokens(1, 21)
+    model = build(head_dim=6, num_key_value_heads=1).float()
+    with pytest.raises(HeadwaterError, match="1 heads of 6 numbers cannot be quantized"):
+        model(tokens(1, 21), past_key_values=HeadwaterQuantizedCache(model.config, residual_length=4))
+
+
+@pytest.mark.parametrize("heads", [{"head_dim": 80, "num_key_value_heads": 1}, {"head_dim": 24}])
+def test_heads_of_other_widths_are_quantized(heads):
+    pytest.importorskip("optimum.quanto")
+    model, ids = build(**heads).float(), tokens(1, 21)
     cache = HeadwaterQuantizedCache(model.config, residual_length=4)
     for piece in ids.split([7, 3, 5, 1, 5], dim=1):
         logits = model(piece, past_key_values=cache).logits

@@ -69,7 +69,8 @@ def export_family(
     """
     folder = local(folder).absolute()
     check_free(folder)
-    _write_folder(to_transformers(expand_latent(model), family), folder, tokenizer, card, model)
+    plain = expand_latent(model)
+    _write_folder(to_transformers(plain, family), folder, tokenizer, card, origin=plain)
     return folder
 
 

@@ -259,7 +259,7 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
 
     Most of a latent points in one direction in all tokens. So each token's part along the mean is stored as one number,
     and only the difference is quantized. These stay whole: the first tokens, to which many heads attend most (arXiv
-    2309.17453); the latest; positions beside a latent; tails; and heads that are not a multiple of 16 wide.
+    2309.17453); the latest; positions beside a latent; and tails.
     """
 
     FIRST = 4
@@ -271,9 +271,14 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
 
     def _quantize(self, tensor: Tensor, axis: int) -> Any:
         rows, heads, length, width = tensor.shape
-        self.q_group_size = math.gcd(64, heads * width)  # read below; 1 for positions
-        if not heads or length <= self.FIRST or self.q_group_size < 16:
+        self.q_group_size = math.gcd(64, heads * width)  # read below
+        if length <= self.FIRST or heads * width <= 1:  # nothing, or positions
             return tensor
+        if self.q_group_size < 16:
+            raise HeadwaterError(
+                f"{heads} heads of {width} numbers cannot be quantized, which takes a multiple of 16; use a cache that "
+                "is not quantized."
+            )
         slots = torch.arange(length, device=tensor.device)
         starts = slots.new_zeros(rows) if self.starts is None else self.starts.to(tensor.device)
         starts = starts.clamp(max=length - self.FIRST)[:, None]

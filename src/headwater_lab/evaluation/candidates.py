@@ -1,6 +1,7 @@
 """Models to evaluate: headwater's checkpoints and runs, and any causal Hugging Face model."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.config.text import HeadwaterConfig
+from headwater.conversion.families import find_family
 from headwater.models.load import check_finite, check_size, describe_reason, model_type, read_config, weight_files
 from headwater.models.weights import check_files
 from headwater.util.errors import HeadwaterError, first_line
@@ -68,6 +70,15 @@ class Candidate:
                 f"The config of {self.source!r} describes no model that can be built: {describe_reason(error)}; "
                 "correct it."
             ) from error
+
+    @cached_property
+    def own_config(self) -> HeadwaterConfig | None:
+        """Its config as a model of headwater's, to which those of transformers can be converted; None if it cannot."""
+        if self.is_headwater:
+            return self.config
+        with suppress(HeadwaterError):
+            return find_family(self.config.model_type).read_config(self.config)
+        return None
 
     @property
     def positions(self) -> int | None:

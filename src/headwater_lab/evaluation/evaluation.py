@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_optimum_quanto_available
 
 import headwater
+from headwater.conversion import from_transformers
 from headwater.kernels.autotune import forbid_autotuning
 from headwater.util.errors import HeadwaterError, first_line
 from headwater_lab.data.corpus import check_column_is_read
@@ -113,7 +114,8 @@ def evaluate(
     text: files, folders, globs of text, JSONL, CSV or parquet, or datasets of the hub. text_column: the column of
     tables. context: tokens that a model sees at a time; default for texts the most that all take, up to 2048, and for
     tasks each model's own. stride: tokens that each window adds, default context // 2.
-    cache_bits: 2 or 4: read texts and prompts through a quantized cache, as `read_quantized` says.
+    cache_bits: 2 or 4: read texts and prompts through a quantized cache, as `read_quantized` says: headwater's for its
+    own models and those that it can convert, and transformers' for others.
     on_progress: called after each batch with (name, done, of how many): windows of a text, or batches of tasks, whose
     number is not known.
     Raises `HeadwaterError` for anything that is missing or inconsistent, before any model runs.
@@ -168,6 +170,8 @@ def _score_model(
     """Add the scores and facts of one model."""
     settings, name = result.settings, candidate.name
     model = candidate.load_model(settings["device"], settings["dtype"])
+    if settings["cache_bits"] is not None and not candidate.is_headwater and candidate.own_config is not None:
+        model = from_transformers(model).eval()
     facts = result.models[name] = _model_facts(candidate, model)
     # All models use the same linear kernel, not the one timed to be fastest here.
     with forbid_autotuning(), read_quantized(model, settings["cache_bits"]) as count:
@@ -187,9 +191,15 @@ def _check_quantized_cache(bits: CacheBits | None, candidates: Sequence[Candidat
         raise HeadwaterError(f"A cache is quantized every {KEPT} tokens; with --cache-bits, use a longer --context.")
     if not is_optimum_quanto_available():
         raise HeadwaterError("--cache-bits needs optimum-quanto; install it with `pip install optimum-quanto`.")
+    others = [candidate for candidate in candidates if candidate.own_config is None]
+    if others and len(others) < len(candidates):
+        raise HeadwaterError(
+            f"{others[0].source!r} can only be read through transformers' quantized cache, and another of these models "
+            "only through headwater's, which loses less; evaluate them apart."
+        )
     for candidate in candidates:
         try:
-            make_quantized_cache(candidate.config, bits)
+            make_quantized_cache(candidate.own_config or candidate.config, bits)
         except (ValueError, HeadwaterError) as error:
             raise HeadwaterError(
                 f"{candidate.source!r} cannot be read through a quantized cache: {first_line(error)}"

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import math
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -158,11 +159,12 @@ class Tasks:
             torch.manual_seed(options.seed)
             for task in loaded["tasks"].values():
                 task.set_fewshot_seed(seed=options.seed)
-            with explain_failure(request.name, candidate, lm), silence_output():
+            with explain_failure(request.name, candidate, lm), silence_output(), _count_cut_prompts(lm) as cut:
                 results = evaluate(lm, loaded, limit=options.limit, bootstrap_iters=DRAWS, log_samples=True)
+            facts = {"cut_prompts": {candidate.name: sum(cut)}} if sum(cut) else {}
             is_group = request.name in results.get("groups", {})
             for name in [request.name] if is_group else list(loaded["tasks"]):
-                yield from TaskResult(name, loaded["tasks"], results, is_group).list_scores(request.metrics)
+                yield from TaskResult(name, loaded["tasks"], results, is_group).list_scores(request.metrics, facts)
 
 
 def wrap_model(candidate: Candidate, model: PreTrainedModel, options: RunOptions, **settings: Any) -> Any:
@@ -180,6 +182,31 @@ def wrap_model(candidate: Candidate, model: PreTrainedModel, options: RunOptions
         add_bos_token=None if candidate.adds_begin else False,
         **settings,
     )
+
+
+@contextlib.contextmanager
+def _count_cut_prompts(lm: Any) -> Iterator[list[bool]]:
+    """Yield a list to which lm-eval's model adds, for each prompt of a known length, whether it is cut to the context.
+
+    lm-eval says so only in its log, once.
+    """
+    cut: list[bool] = []
+    score, encode = lm._loglikelihood_tokens, lm.tok_batch_encode
+
+    def score_counted(requests: list[tuple[Any, list[int], list[int]]], *args: Any, **options: Any) -> Any:
+        cut.extend(len(prompt) + len(answer) > lm.max_length + 1 for _, prompt, answer in requests)
+        return score(requests, *args, **options)
+
+    def encode_counted(strings: list[str], *args: Any, left_truncate_len: int | None = None, **options: Any) -> Any:
+        most = left_truncate_len or math.inf
+        cut.extend(len(ids) > most for ids in lm.tokenizer(strings, add_special_tokens=False).input_ids)
+        return encode(strings, *args, left_truncate_len=left_truncate_len, **options)
+
+    lm._loglikelihood_tokens, lm.tok_batch_encode = score_counted, encode_counted
+    try:
+        yield cut
+    finally:
+        del lm._loglikelihood_tokens, lm.tok_batch_encode
 
 
 @contextlib.contextmanager
@@ -206,9 +233,9 @@ class TaskResult:
         self.task = tasks[self.members[0]]
         self.row = results["groups" if is_group else "results"][name]
 
-    def list_scores(self, metrics: tuple[str, ...] | None) -> Iterator[Score]:
+    def list_scores(self, metrics: tuple[str, ...] | None, more_facts: dict[str, Any]) -> Iterator[Score]:
         """Yield its figures. metrics: those to show, None for all."""
-        member, facts = self.members[0], self._read_facts()
+        member, facts = self.members[0], self._read_facts() | more_facts
         for key, value in self.row.items():
             metric, _, filter_name = key.partition(",")
             if not filter_name or metric.endswith("_stderr") or not isinstance(value, (int, float)):
