@@ -164,8 +164,11 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def read_answers(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         sys.exit(f"There is no file {path}.")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    if not all({"content", "completion"} <= row.keys() for row in rows):
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    except ValueError as error:
+        sys.exit(f"{path} is not JSON Lines: {error}.")
+    if not all(isinstance(row, dict) and {"content", "completion"} <= row.keys() for row in rows):
         sys.exit(f"{path} is not what headwater generate --jsonl prints for the prompts of write.")
     return rows
 

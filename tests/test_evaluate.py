@@ -313,6 +313,8 @@ def test_instructions_are_written_checked_and_made_into_texts(tmp_path, monkeypa
     for files, message in (
         ([tmp_path / "none"], "no file"),
         ([tmp_path / "testing"], "not what headwater generate"),
+        ([write(tmp_path / "broken" / "a.jsonl", '{"content": 1}\n{') / "a.jsonl"], "is not JSON Lines"),
+        ([write(tmp_path / "numbers" / "a.jsonl", "1\n2\n") / "a.jsonl"], "not what headwater generate"),
         ([answer("topics", "x", rows=topics)], "an instruction each"),
         ([silent, answer("fewer", "x", rows=rows[1:])], "different prompts"),
     ):

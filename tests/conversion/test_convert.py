@@ -50,6 +50,8 @@ from headwater.conversion.convert import (
     pool_tensors,
     turn_samples,
 )
+from headwater.conversion.export import export_family
+from headwater.conversion.latent import make_latent
 from headwater.cost.counts import training_flops
 from headwater.mechanisms.blend import Blend
 from headwater.models.cache import cache_bytes
@@ -807,6 +809,12 @@ def test_what_is_plain_says_how_it_is_exported(written, tmp_path, run):
     card = (tmp_path / "plain-llama" / "README.md").read_text()
     assert f"{ours.config.num_hidden_layers} layers of width {ours.config.hidden_size}, " in card
     assert "- Cache: " in card
+    latent = make_latent(open_trained(tmp_path / "same").model, tokens(2, 40), ours.config.head_dim)
+    export_family(latent, tmp_path / "latent", "llama")
+    numbers = [line for line in card.splitlines() if line.startswith("- Cache: ") or "parameters, " in line]
+    other = (tmp_path / "latent" / "README.md").read_text()
+    assert len(numbers) == 2
+    assert all(line in other for line in numbers), "the card is of what is written, not of the latent"
     code, printed, _ = run("retrofit", written / "llama", "--mechanism", "kv_shift", "--out", tmp_path / "shifted")
     assert code == 0
     assert "--family" not in printed
@@ -897,6 +905,9 @@ def test_the_control_is_the_original_trained_on_the_same_rows(written, tmp_path,
             time.sleep(0.005)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(60)
+    code, _, said = run(*arguments, "--out", cut)
+    assert code == 2
+    assert "holds a conversion; continue it with --resume" in " ".join(said.split())
     code, printed, said = run(*arguments, "--out", cut, "--resume", "--heal", "900")
     assert code == 2
     assert "with other options" in " ".join(said.split())
@@ -913,6 +924,20 @@ def test_the_control_is_the_original_trained_on_the_same_rows(written, tmp_path,
     assert {**again, "source": None} == {**result, "source": None}
     for folder in ("", "control"):
         assert (cut / folder / "model.safetensors").read_bytes() == (out / folder / "model.safetensors").read_bytes()
+
+
+def test_a_control_may_be_added_later(written, tmp_path, run):
+    arguments = [
+        "convert", written / "llama", "--num-key-value-heads", "1", "--heal", "1k", "data.context=16",
+        "training.batch_size=2", "--text", written / "texts", "--out", tmp_path / "out",
+    ]  # fmt: skip
+    assert run(*arguments)[0] == 0
+    result = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    code, printed, said = run(*arguments, "--resume", "--control")
+    assert code == 0, said
+    assert "after / control" in printed
+    again = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert again["after"] == result["after"]
 
 
 @pytest.mark.parametrize("more", ["", "training.batch_size=4", "data.length=24"])
@@ -970,12 +995,18 @@ def test_the_plan_says_memory_time_and_passes(written, tmp_path, run):
         code, said, told = run(*command, "--text", written / "texts", "data.context=64", "training.batch_size=8")
         assert code == 0, told
         said = " ".join(said.split())
-        assert re.search(r"The conversion takes about \d+:\d\d:\d\d, judged by", said)
+        assert re.search(r"The conversion computes for about \d+:\d\d:\d\d on this machine", said)
         amount, unit = re.search(r"about ([\d.]+) ([kMG]?)B of memory in a step", said).groups()
         return float(amount) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[unit], " ".join(told.split())
 
     plain, told = plan()
     assert "Healing reads the text" not in told
+    if not torch.cuda.is_available():
+        command = ["convert", written / "llama", "--num-key-value-heads", "1", "--heal", "4k", "--plan"]
+        more = ["data.context=64", "training.batch_size=8", "training.device=cuda"]
+        code, said, _ = run(*command, "--text", written / "texts", *more)
+        assert code == 0
+        assert "How long it takes is not known here, where PyTorch cannot use cuda." in " ".join(said.split())
     assert plan("training.gradient_checkpointing=true")[0] < plain
     assert plan("training.ema_decay=0.9")[0] > plain
     assert "Healing reads the text" in plan(heal="1M")[1]

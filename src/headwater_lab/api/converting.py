@@ -15,7 +15,7 @@ from headwater.cost.counts import forward_flops
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.load import read_config, read_object
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import replace_text
+from headwater.util.files import check_free, replace_text
 from headwater_lab.api.common import explain_plain, measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.api.training import watch_training
@@ -25,7 +25,7 @@ from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import change_recipe, load_recipe
 from headwater_lab.training.checkpoints import FOLDER, newest_checkpoint, read_history
 from headwater_lab.training.model_estimates import ConversionPrice, price_conversion, read_count
-from headwater_lab.training.processes import connect_processes
+from headwater_lab.training.processes import autocast_forward, connect_processes
 from headwater_lab.training.records import CONTROL, CONVERSION, RunRecord
 from headwater_lab.training.run_folder import check_ours, mark_folder
 from headwater_lab.training.saving import how_to_load, publish_model, write_model
@@ -41,6 +41,7 @@ from headwater_lab.training.stages import (
 )
 from headwater_lab.training.start import MAY_DIFFER, check_tokenizer
 from headwater_lab.training.trained_models import Trained, data_settings, open_source, open_trained, warn_changed_data
+from headwater_lab.util.machine import usable_device
 from headwater_lab.util.output_folder import occupy_folder
 from headwater_lab.util.terminal import lined, si
 
@@ -75,6 +76,7 @@ def convert(
     the original on the same tokens. only_plan: report the cost, and stop. resume: continue an interrupted conversion.
     Raises `HeadwaterError`.
     """
+    _check_out(out, resume, only_plan)
     path = Path(source)
     if path.is_dir():
         checkpoint = newest_checkpoint(path).resolve()
@@ -102,7 +104,7 @@ def convert(
     _say_price(price, recipe, watch)
     _tell_passes(price, built, watch)
     if only_plan:
-        _say_time(price, trained.model.to(choose_device(recipe)), built.context, watch)
+        watch.say(_write_time(price, recipe, trained.model, built.context))
         return None
     if price.rows < rows:
         watch.tell(f"Measuring on the way uses {price.rows:,} of {rows:,} held-out rows.")
@@ -115,7 +117,7 @@ def convert(
         _copy_source(checkpoint, trained)
         if text is None and (warning := warn_changed_data(trained, built)):
             watch.tell(f"{warning} Pass another text with --text.")
-        measures = _measure_original(out, source, price, trained.model.to(device), built, watch)
+        measures = _measure_original(out, source, price, recipe, trained.model.to(device), built, watch)
         del trained
         watch.tell("making the smaller model")
         records: list[RunRecord] = []
@@ -187,6 +189,15 @@ def _copy_source(checkpoint: Path, trained: Trained) -> None:
         write_model(checkpoint, trained.model, trained.tokenizer, trained.history)
 
 
+def _check_out(out: Path, resume: bool, only_plan: bool) -> None:
+    """Raise `HeadwaterError` if the folder of a new conversion is not empty."""
+    if resume or only_plan:
+        return
+    if (out / CONVERSION).is_file():
+        raise HeadwaterError(f"{str(out)!r} holds a conversion; continue it with --resume, or choose another --out.")
+    check_free(out)
+
+
 def _begin_folders(runs: Sequence[tuple[Recipe, Path]], resume: bool) -> None:
     """Write the recipes of a conversion and its control to their folders, for `headwater train`.
 
@@ -205,10 +216,18 @@ def _begin_folders(runs: Sequence[tuple[Recipe, Path]], resume: bool) -> None:
 
 
 def _measure_original(
-    out: Path, source: str, price: ConversionPrice, model: HeadwaterForCausalLM, data: Data, watch: Observer
+    out: Path,
+    source: str,
+    price: ConversionPrice,
+    recipe: Recipe,
+    model: HeadwaterForCausalLM,
+    data: Data,
+    watch: Observer,
 ) -> dict[str, dict[str, float]]:
-    """Measure the original on all held-out data, and tell how long the rest takes at this speed; after an interruption,
-    return all that was measured before it. Raises `HeadwaterError` if that is of another model."""
+    """Measure the original on all held-out data, and tell how long the rest takes.
+
+    After an interruption, return all that was measured before it. Raises `HeadwaterError` if that is of another model.
+    """
     if (out / CONVERSION).is_file():
         measured = read_object(out / CONVERSION)
         if measured["source"] != source:
@@ -216,15 +235,9 @@ def _measure_original(
                 f"{str(out)!r} holds a conversion of {measured['source']!r}, not of {source!r}; choose another --out."
             )
         return {name: measured[name] for name in ("before", "after", CONTROL) if name in measured}
-    started = time.perf_counter()
     measures = {"before": measure_held_out("measuring the original", model, data, watch)}
-    seconds = time.perf_counter() - started
-    rows, context = getattr(data, "held_out_rows", 0), data.context
-    done = rows * context * sum(forward_flops(model.config, context).values())
-    if done:
-        left = timedelta(seconds=round((sum(price.flops.values()) / done - 1) * seconds))
-        watch.tell(f"about {left} to go at the speed of this measurement")
     _write_measures(out, source, price, measures)
+    watch.tell(_write_time(price, recipe, model, data.context))
     return measures
 
 
@@ -308,17 +321,22 @@ def _tell_passes(priced: ConversionPrice, data: Data, watch: Observer) -> None:
         )
 
 
-def _say_time(priced: ConversionPrice, model: HeadwaterForCausalLM, context: int, watch: Observer) -> None:
-    """Tell how long a conversion takes at the speed of a pass through the original."""
-    ids = torch.arange(2 * context, device=model.device).reshape(2, context) % model.config.vocab_size
-    with torch.inference_mode():
+def _write_time(priced: ConversionPrice, recipe: Recipe, model: HeadwaterForCausalLM, context: int) -> str:
+    """Write how long a conversion takes at the speed of a pass through the original in the precision of training."""
+    try:
+        device = torch.device(usable_device(str(choose_device(recipe))))
+    except HeadwaterError:
+        return f"How long it takes is not known here, where PyTorch cannot use {recipe.training.device}."
+    model = model.to(device, recipe.training.precision.weights)
+    ids = torch.arange(2 * context, device=device).reshape(2, context) % model.config.vocab_size
+    with torch.inference_mode(), autocast_forward(device, recipe.training):
         for _ in range(2):  # the first one is slower
             started = time.perf_counter()
             float(model(ids, use_cache=False).logits[0, -1, 0])
             seconds = time.perf_counter() - started
     flops = ids.numel() * sum(forward_flops(model.config, context).values())
     whole = timedelta(seconds=round(sum(priced.flops.values()) / flops * seconds))
-    watch.say(f"The conversion takes about {whole}, judged by a pass through the original on this machine.")
+    return f"The conversion computes for about {whole} on this machine; fitting and saving come on top."
 
 
 def _report_conversion(

@@ -58,7 +58,7 @@ def convert_model(
     with ProgressReport() as report:
         convert(
             source,
-            new_folder(out, source, "converted", may_exist=plan or resume),
+            new_folder(out, source, "converted", may_exist=True),
             mechanisms=mechanisms,
             num_key_value_heads=num_key_value_heads,
             latent_width=latent_width,

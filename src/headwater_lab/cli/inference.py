@@ -81,7 +81,7 @@ def generate_text(
     model, tokenizer, begin = load_for_generation(checkpoint)
     model.to(device, None if dtype == "auto" else getattr(torch, dtype))
     decoder = Decoder(model, compile) if cache == "static" else None
-    tokens, seconds = 0, 0.0
+    tokens, seconds, sizes = 0, 0.0, (0, 0)
     for first in range(0, len(rows), batch_size):
         batch = rows[first : first + batch_size]
         continued = continue_prompts(
@@ -100,13 +100,13 @@ def generate_text(
             cache_bits=cache_bits,
         )
         tokens, seconds = tokens + continued.tokens, seconds + continued.seconds
+        sizes = max(sizes, (continued.cache_bytes, continued.reserved_bytes))
         if jsonl is not None:
             for row, completion, finished in zip(batch, continued.texts, continued.finished, strict=True):
                 result = {"completion": completion, "finish_reason": "stop" if finished else "length"}
                 print_result(row | result, [], as_json=True)
     stderr.print(
-        f"{tokens} tokens, {tokens / seconds:,.0f} tokens/s, cache {continued.cache_bytes:,} bytes "
-        f"({continued.reserved_bytes:,} reserved)",
+        f"{tokens} tokens, {tokens / seconds:,.0f} tokens/s, cache {sizes[0]:,} bytes ({sizes[1]:,} reserved)",
         style="dim",
     )
 

@@ -92,13 +92,13 @@ def price_conversion(
         raise HeadwaterError("No stage of the recipe ends with the smaller model trained; leave its stages unchanged.")
     stages = _price_stages(recipe, configs, teacher, held_out_rows)
     if control is not None:
-        tokens, healing, measuring, peaks = zip(
+        tokens, costs, per_rows, peaks = zip(
             *_price_stages(control, [config] * len(configs), None, held_out_rows).values(), strict=True
         )
-        stages["control"] = StagePrice(sum(tokens), sum(healing), sum(measuring), max(peaks))
+        stages["control"] = StagePrice(sum(tokens), sum(costs), sum(per_rows), max(peaks))
     flops = {name: stage.healing for name, stage in stages.items()}
     per_row = sum(stage.measuring for stage in stages.values())
-    most = max(1, int(MEASURING * sum(flops.values()) / per_row))
+    most = _count_measured_rows(recipe, configs, held_out_rows)
     rows = min(held_out_rows, most, getattr(recipe.data, "held_out_rows", None) or most)
     before, after = (sum(cost.forward_flops(end, context).values()) for end in (config, configs[-1]))
     flops["measuring"] = per_row * rows + held_out_rows * context * (before + after + before * ("control" in stages))
@@ -125,6 +125,16 @@ def price_conversion(
         max(stage.peak for stage in stages.values()) + teacher_bytes,
         teacher_bytes,
     )
+
+
+def _count_measured_rows(recipe: Recipe, configs: Sequence[HeadwaterConfig], held_out_rows: int) -> int:
+    """Count the held-out rows whose measurements cost `MEASURING` of healing.
+
+    That of a control is taken, which has no teacher, so that one may be added later to the same conversion.
+    """
+    stages = _price_stages(recipe, configs, None, held_out_rows).values()
+    healing, measuring = (sum(getattr(stage, name) for stage in stages) for name in ("healing", "measuring"))
+    return max(1, int(MEASURING * healing / measuring))
 
 
 def _find_teacher(recipe: Recipe, config: HeadwaterConfig) -> HeadwaterConfig | None:
