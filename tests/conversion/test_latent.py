@@ -245,6 +245,7 @@ def test_fitted_outputs_bring_attention_nearer():
         ({}, 24, "multiple of head_dim, from 8 to 16"),
         (dict(hidden_size=8, head_dim=8), 16, "multiple of head_dim, from 8 to 8"),
         (dict(mechanisms={"kv_shift": {}}), 8, "mechanisms"),
+        (dict(mechanisms={"low_rank_kv": {"heads": 2}}), 8, "export the model with --family, and convert that"),
         (dict(sliding_window=5, sliding_layers=[1], sliding_fields=dict(head_dim=12)), 8, "differ in head_dim"),
         (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), 8, "use another rope_type"),
     ],

@@ -395,13 +395,14 @@ def test_tokens_under_other_ids_are_no_addition(model_of_words, tmp_path):
             assert begun(tmp_path / "other").config.vocab_size == 32
 
 
-def test_a_model_from_elsewhere_keeps_how_it_begins_and_ends_texts(recipe, tmp_path):
+def test_a_model_from_elsewhere_keeps_how_it_begins_and_ends_texts(recipe, tmp_path, capsys):
     """Stop tokens may stand only in generation_config.json; texts begin with its tokenizer's begin-of-text token."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=258, **sizes))
-    llama.generation_config = GenerationConfig(eos_token_id=[256, 97], do_sample=True, temperature=0.3)
+    settings = dict(eos_token_id=[256, 97], do_sample=True, temperature=0.3, repetition_penalty=1.5)
+    llama.generation_config = GenerationConfig(**settings)
     for saved in (llama, tokenizer):
         saved.save_pretrained(tmp_path / "llama")
     data = {"tokenizer": str(tmp_path / "llama")}
@@ -409,6 +410,7 @@ def test_a_model_from_elsewhere_keeps_how_it_begins_and_ends_texts(recipe, tmp_p
         begun = recipe(model={}, data=data, training={"steps": steps}, **start(tmp_path / "llama"))
         train(begun, tmp_path / "run", resume=True)
     model, tokenizer, begin = load_for_generation(tmp_path / "run")
+    assert "generation_config.json sets repetition_penalty, which generate does not follow." in capsys.readouterr().err
     settings = json.loads((newest_checkpoint(tmp_path / "run") / "generation_config.json").read_text())
     assert (settings["eos_token_id"], settings["do_sample"], settings["temperature"]) == ([256, 97], True, 0.3)
     original, trained = find_candidates([str(tmp_path / "llama"), str(tmp_path / "run")])

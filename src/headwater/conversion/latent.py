@@ -30,6 +30,11 @@ DAMPING, LEAST = 1e-6, 1e-5
 
 def latent_config(config: HeadwaterConfig, width: int) -> HeadwaterConfig:
     """The config of `make_latent`. Raises `HeadwaterError` for a model that cannot be converted."""
+    if MECHANISM in (config.mechanisms or {}):
+        raise HeadwaterError(
+            "Keys and values are made from a latent already. For another width, export the model with --family, and "
+            "convert that."
+        )
     differing = (config.sliding_fields or {}).keys() - {"rope_parameters"}
     if config.mechanisms or differing:
         reason = "mechanisms" if config.mechanisms else f"layers that differ in {min(differing)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,14 @@ from headwater_lab.training.checkpoints import (
     read_history,
 )
 
+logger = logging.getLogger(__name__)
+# Fields of a generation_config.json that change a text and that `continue_prompts` neither reads nor replaces.
+IGNORED = {
+    *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens"),
+    *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens"),
+    *("stop_strings", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "num_beams", "guidance_scale"),
+}
+
 
 def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase, bool]:
     """Load the model and tokenizer of a checkpoint folder, or of a run's newest checkpoint. Raises `HeadwaterError`.
@@ -43,9 +52,16 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
             f"The tokenizer in {str(path)!r} has neither an end-of-text nor a begin-of-text token to start a text "
             f"with; add its tokenizer_config.json, or use the tokenizer the model was trained with."
         )
+    _warn_of_ignored(model.generation_config)
     # `continue_prompts` sets the rest.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     return model.eval(), tokenizer, not is_from_elsewhere(read_history(path))
+
+
+def _warn_of_ignored(settings: GenerationConfig) -> None:
+    """Log the settings of a generation_config.json that generation here does not follow."""
+    if changed := sorted(IGNORED & settings.to_diff_dict().keys()):
+        logger.warning(f"generation_config.json sets {', '.join(changed)}, which generate does not follow.")
 
 
 @dataclass(frozen=True)
