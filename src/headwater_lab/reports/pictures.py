@@ -208,7 +208,8 @@ def speedup_picture(speedups: Sequence[Speedup], sizes: Sequence[str], compariso
 
 def _draw_speedups(axes: Any, points: Mapping[float, Estimate], arm: str, style: Style) -> None:
     """Draw an arm's estimates, by their positions."""
-    low, high = zip(*(estimate.interval or [estimate.value] * 2 for estimate in points.values()), strict=True)
+    ends = np.array([estimate.interval or [estimate.value] * 2 for estimate in points.values()])
+    low, high = ends.clip(1e-6, 1e6).T  # unbounded intervals end outside the picture
     axes.vlines([*points], low, high, color=style.color, lw=1.8, alpha=0.8)
     values = [estimate.value for estimate in points.values()]
     axes.plot([*points], values, style.marker, color=style.color, ms=6, label=literal(arm))
@@ -223,7 +224,7 @@ def _set_speedup_axes(axes: Any, values: Sequence[float], sizes: Sequence[str]) 
     axes.yaxis.set_minor_locator(NullLocator())
     axes.grid(axis="y", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=3, fontsize=9)
+    axes.legend(frameon=False, ncols=3, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1))  # above all bars
 
 
 def _choose_estimate(speedup: Speedup) -> Estimate:
