@@ -6,14 +6,17 @@ from tempfile import TemporaryDirectory
 
 from headwater.conversion.export import export, export_family
 from headwater.conversion.families import find_family
+from headwater.models.load import model_type
 from headwater.plugins import outside
 from headwater.util.errors import HeadwaterError
 from headwater.util.extras import check_extra
 from headwater.util.files import check_free, local
 from headwater.util.hub import find_repository, push_folder
 from headwater_lab.api.common import PathLike, check_outside, quiet
+from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.model_card import describe_history, read_card
-from headwater_lab.training.trained_models import open_source
+from headwater_lab.training.trained_models import Trained, open_source, open_trained
+from headwater_lab.util.model_kinds import MODEL_TYPES
 
 GGUF = ".gguf"
 
@@ -34,7 +37,7 @@ def export_checkpoint(
         _export_gguf(checkpoint, out, is_plain=not materialise and family in (None, "llama"))
         return
     check_free(out)
-    trained = open_source(str(checkpoint))
+    trained = _open_model(checkpoint)
     if family == "source":
         families = [event.details["family"] for event in trained.history if "family" in event.details]
         if not families or not isinstance(families[0], str):
@@ -48,6 +51,11 @@ def export_checkpoint(
         export_family(trained.model, out, family, trained.tokenizer, card)
 
 
+def _open_model(checkpoint: Path) -> Trained:
+    is_foreign = model_type(newest_checkpoint(checkpoint)) not in (None, *MODEL_TYPES)
+    return open_source(str(checkpoint)) if is_foreign else open_trained(checkpoint)
+
+
 def _export_gguf(checkpoint: Path, out: Path, is_plain: bool) -> None:
     check_extra("gguf")
     from headwater.conversion.gguf_file import write_gguf
@@ -56,7 +64,7 @@ def _export_gguf(checkpoint: Path, out: Path, is_plain: bool) -> None:
         raise HeadwaterError("A GGUF file holds a plain Llama; leave out --materialise, and any other --family.")
     if out.exists():
         raise HeadwaterError(f"{str(out)!r} already exists; choose another name, or remove it.")
-    trained = open_source(str(checkpoint))
+    trained = _open_model(checkpoint)
     write_gguf(trained.model, out, trained.tokenizer)
 
 
