@@ -358,6 +358,17 @@ def test_numbers_hidden_in_a_text_are_asked_for(tmp_path, run, monkeypatch):
     assert "model: at most 0 of " in printed
 
 
+def test_prompts_that_a_continuation_does_not_fit_behind_are_counted(folder, tmp_path, run):
+    rows = "".join(json.dumps({"q": "x" * length, "a": "b"}) + "\n" for length in (8, 70, 80))
+    data = write(tmp_path / "data" / "d.jsonl", rows) / "d.jsonl"
+    task = f"task: continued\ndataset_path: json\ndataset_kwargs: {{data_files: {data}}}\ntest_split: train\n"
+    task += "output_type: generate_until\ngeneration_kwargs: {max_gen_toks: 4}\ndoc_to_text: q\ndoc_to_target: a\n"
+    files = write(tmp_path / "tasks" / "a.yaml", task)
+    code, printed, said = run("evaluate", folder / "twin", "--task-files", files, "--context", 64)
+    assert code == 0, said
+    assert "continued: 2 prompts are longer than the context of twin" in " ".join(printed.split())
+
+
 @pytest.mark.parametrize("kind", ["of transformers", "a latent"])
 def test_a_quantized_cache_is_measured_by_the_command(kind, tmp_path, run):
     pytest.importorskip("optimum.quanto")

@@ -166,7 +166,7 @@ def test_the_command(tokenizer, tmp_path, run):
     assert content.startswith(b"GGUF")
     for options, message in (
         ((), "is a file"),
-        (("--materialise",), ""),
+        (("--out", tmp_path / "new.gguf", "--materialise"), "leave out --materialise, and any other --family"),
         (("--out", tmp_path / "new.gguf", "--family", "gpt2"), "leave out --materialise, and any other --family"),
         (("--out", tmp_path / "new.gguf", "--push", "ada/tiny"), "--push uploads a folder"),
     ):

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import logging
-import math
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -198,8 +197,8 @@ def _count_cut_prompts(lm: Any) -> Iterator[list[bool]]:
         return score(requests, *args, **options)
 
     def encode_counted(strings: list[str], *args: Any, left_truncate_len: int | None = None, **options: Any) -> Any:
-        most = left_truncate_len or math.inf
-        cut.extend(len(ids) > most for ids in lm.tokenizer(strings, add_special_tokens=False).input_ids)
+        if left_truncate_len is not None:  # prompts of `generate_until`
+            cut.extend(len(lm.tok_encode(text)) > left_truncate_len for text in strings)
         return encode(strings, *args, left_truncate_len=left_truncate_len, **options)
 
     lm._loglikelihood_tokens, lm.tok_batch_encode = score_counted, encode_counted
