@@ -1,16 +1,16 @@
 """Measure whether a chat model follows instructions that a program can check, and make texts of its answers to heal on:
 
     headwater retrofit HuggingFaceTB/SmolLM2-135M-Instruct --out original
-    python examples/instructions.py write original --out asked.jsonl
-    headwater generate original --jsonl asked.jsonl --temperature 0 --max-new-tokens 400 > original.jsonl
-    headwater generate smaller --jsonl asked.jsonl --temperature 0 --max-new-tokens 400 > smaller.jsonl
+    python examples/instructions.py write --out asked.jsonl
+    headwater generate original --chat --jsonl asked.jsonl --temperature 0 --max-new-tokens 400 > original.jsonl
+    headwater generate smaller --chat --jsonl asked.jsonl --temperature 0 --max-new-tokens 400 > smaller.jsonl
     python examples/instructions.py check original.jsonl smaller.jsonl
 
 The second model is compared with the first, prompt by prompt. An answer of fewer than five words follows nothing.
 To make texts:
 
-    python examples/instructions.py write original --topics healing --items 2000 --out prompts.jsonl
-    headwater generate original --jsonl prompts.jsonl --max-new-tokens 400 > answers.jsonl
+    python examples/instructions.py write --topics healing --items 2000 --out prompts.jsonl
+    headwater generate original --chat --jsonl prompts.jsonl --max-new-tokens 400 > answers.jsonl
     python examples/instructions.py texts answers.jsonl --out texts.jsonl
     headwater convert original --latent-width 192 --heal 1M --text texts.jsonl --out smaller
 
@@ -28,8 +28,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
-
-from transformers import AutoTokenizer
 
 
 class Instruction(NamedTuple):
@@ -126,23 +124,17 @@ TOPICS = {
 
 
 def write_prompts(options: argparse.Namespace) -> None:
-    """Write different prompts in the model's chat format, with their instructions."""
-    tokenizer, draw = AutoTokenizer.from_pretrained(options.model), random.Random(f"{options.topics}:{options.seed}")
-    if tokenizer.chat_template is None:
-        sys.exit(f"{options.model} has no chat template; pass a chat model.")
+    """Write different prompts, with their instructions."""
+    draw = random.Random(f"{options.topics}:{options.seed}")
     rows: dict[str, dict[str, Any]] = {}
     for _ in range(20 * options.items):
         name = [*INSTRUCTIONS][len(rows) % len(INSTRUCTIONS)]
-        content = draw.choice(REQUESTS).format(draw.choice(TOPICS[options.topics].split(", ")))
+        prompt = draw.choice(REQUESTS).format(draw.choice(TOPICS[options.topics].split(", ")))
         row: dict[str, Any] = {}
         if options.topics == "testing" or draw.random() < 0.5:
             row = {"instruction": name, "values": INSTRUCTIONS[name].draw(draw)}
-            content += " " + INSTRUCTIONS[name].text.format(*row["values"])
-        chat = [{"role": "user", "content": content}]
-        prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        # `headwater generate` adds the token that begins a text.
-        prompt = prompt.removeprefix(tokenizer.bos_token or "") if tokenizer("").input_ids else prompt
-        rows[content] = {"prompt": prompt, "content": content} | row
+            prompt += " " + INSTRUCTIONS[name].text.format(*row["values"])
+        rows[prompt] = {"prompt": prompt} | row
         if len(rows) == options.items:
             return write_rows(options.out, rows.values())
     sys.exit(f"There are not {options.items:,} different prompts; pass fewer --items.")
@@ -151,7 +143,7 @@ def write_prompts(options: argparse.Namespace) -> None:
 def write_texts(options: argparse.Namespace) -> None:
     """Write each request with its answer as a conversation, unless the answer was cut off."""
     rows = [row for row in read_answers(options.answers) if row.get("finish_reason") != "length"]
-    pairs = [(("user", row["content"]), ("assistant", row["completion"])) for row in rows]
+    pairs = [(("user", row["prompt"]), ("assistant", row["completion"])) for row in rows]
     write_rows(options.out, ({"messages": [{"role": r, "content": c} for r, c in pair]} for pair in pairs))
 
 
@@ -168,7 +160,7 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     except ValueError as error:
         sys.exit(f"{path} is not JSON Lines: {error}.")
-    if not all(isinstance(row, dict) and {"content", "completion"} <= row.keys() for row in rows):
+    if not all(isinstance(row, dict) and {"prompt", "completion"} <= row.keys() for row in rows):
         sys.exit(f"{path} is not what headwater generate --jsonl prints for the prompts of write.")
     return rows
 
@@ -177,7 +169,7 @@ def check_answers(options: argparse.Namespace) -> None:
     """Print how many instructions each file's answers follow, with standard errors."""
     files = {path: read_answers(path) for path in options.answers}
     first = files[options.answers[0]]
-    if any([row["content"] for row in rows] != [row["content"] for row in first] for rows in files.values()):
+    if any([row["prompt"] for row in rows] != [row["prompt"] for row in first] for rows in files.values()):
         sys.exit("The files answer different prompts; generate them from the same ones.")
     if len(first) < 2 or not all("instruction" in row for row in first):
         sys.exit(f"{options.answers[0]} needs at least two prompts of --topics testing, with an instruction each.")
@@ -209,7 +201,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     write = commands.add_parser("write", help=write_prompts.__doc__)
-    write.add_argument("model", help="a chat model: a folder or a name on the hub")
     write.add_argument("--topics", choices=[*TOPICS], default="testing")
     write.add_argument("--items", type=int, default=240)
     write.add_argument("--seed", type=int, default=0)

@@ -275,26 +275,18 @@ def test_each_instruction_is_told_from_its_opposite():
 
 
 def test_instructions_are_written_checked_and_made_into_texts(tmp_path, monkeypatch, capsys):
-    tokenizer = byte_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-
     def use(*words):
         run_example(monkeypatch, "instructions.py", *words)
 
-    with pytest.raises(SystemExit, match="has no chat template"):
-        use("write", tmp_path, "--out", tmp_path / "testing")
-    tokenizer.chat_template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
-    tokenizer.save_pretrained(tmp_path)
     for topics in ("testing", "healing"):
-        use("write", tmp_path, "--topics", topics, "--items", 24, "--out", tmp_path / topics)
+        use("write", "--topics", topics, "--items", 24, "--out", tmp_path / topics)
     with pytest.raises(SystemExit, match="exists; choose another --out"):
-        use("write", tmp_path, "--items", 24, "--out", tmp_path / "testing")
+        use("write", "--items", 24, "--out", tmp_path / "testing")
     with pytest.raises(SystemExit, match="not 100,000 different prompts"):
-        use("write", tmp_path, "--topics", "healing", "--items", 100_000, "--out", tmp_path / "more")
+        use("write", "--topics", "healing", "--items", 100_000, "--out", tmp_path / "more")
     rows = [json.loads(line) for line in (tmp_path / "testing").read_text().splitlines()]
     assert [row["instruction"] for row in rows] == [*FOLLOWED] * 2
     assert len({row["prompt"] for row in rows}) == 24
-    assert all(row["prompt"].endswith(f"<{row['content']}>") for row in rows)
     assert 0 < (tmp_path / "healing").read_text().count("instruction") < 24
 
     def answer(name, *answers, rows=rows):
@@ -313,7 +305,7 @@ def test_instructions_are_written_checked_and_made_into_texts(tmp_path, monkeypa
     for files, message in (
         ([tmp_path / "none"], "no file"),
         ([tmp_path / "testing"], "not what headwater generate"),
-        ([write(tmp_path / "broken" / "a.jsonl", '{"content": 1}\n{') / "a.jsonl"], "is not JSON Lines"),
+        ([write(tmp_path / "broken" / "a.jsonl", '{"prompt": 1}\n{') / "a.jsonl"], "is not JSON Lines"),
         ([write(tmp_path / "numbers" / "a.jsonl", "1\n2\n") / "a.jsonl"], "not what headwater generate"),
         ([answer("topics", "x", rows=topics)], "an instruction each"),
         ([silent, answer("fewer", "x", rows=rows[1:])], "different prompts"),
@@ -323,7 +315,7 @@ def test_instructions_are_written_checked_and_made_into_texts(tmp_path, monkeypa
     half = [row | {"finish_reason": ("stop", "length")[number % 2]} for number, row in enumerate(rows)]
     use("texts", answer("half", "A.", "B", rows=half), "--out", tmp_path / "texts.jsonl")
     texts = [json.loads(line)["messages"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
-    assert [[message["content"] for message in text] for text in texts] == [[row["content"], "A."] for row in rows[::2]]
+    assert [[message["content"] for message in text] for text in texts] == [[row["prompt"], "A."] for row in rows[::2]]
     assert {message["role"] for text in texts for message in text} == {"user", "assistant"}
 
 

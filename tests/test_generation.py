@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import build
 from headwater.models.decoding import Decoder
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.serving.generation import _Stream, continue_prompts
+from headwater_lab.serving.server import Continuation
 
 
 @pytest.mark.parametrize(("top_k", "worst"), [(0, (200, 256)), (5, (1, 4))])
@@ -63,3 +65,49 @@ def test_a_text_ends_at_every_stop_token_of_the_model(static):
     assert all(ended.finished)
     assert ended.tokens == 0
     assert all(len(text) <= 1 for text in ended.texts)
+
+
+def chat_tokenizer():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|eot_id|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return tokenizer
+
+
+def test_a_chat_is_written_by_the_template_and_ends_with_the_turn(capsys):
+    """Also where generation_config.json does not name the token that ends a turn."""
+    model, tokenizer = build(vocab_size=259).eval(), chat_tokenizer()
+    ended = torch.zeros(259).scatter(0, torch.tensor([257]), 1e4)  # the head's bias decides
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, 259, dtype=model.dtype)
+    asked = []
+    original = model.generate
+    model.generate = lambda ids, **options: asked.append(ids) or original(ids, **options)
+    continued = continue_prompts(model, tokenizer, ["Hi", "Hello"], chat=True, max_new_tokens=3, temperature=0)
+    texts = [tokenizer.decode(row[row != 256]) for row in asked[0]]
+    assert texts == [f"user: {prompt}<|im_end|>assistant: " for prompt in ("Hi", "Hello")]
+    with torch.no_grad():
+        model.lm_head.bias.copy_(ended)
+    continued = continue_prompts(model, tokenizer, ["Hi"], chat=True, max_new_tokens=3, temperature=0, stream=True)
+    assert (continued.texts, continued.finished, continued.tokens) == ([""], [True], 0)
+    assert capsys.readouterr().out == "\n"
+    text = continue_prompts(model, tokenizer, ["Hi"], max_new_tokens=3, temperature=0)
+    assert not text.finished[0]
+    request = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    assert Continuation(model, tokenizer, [1], request).ends == {257}
+    with pytest.raises(HeadwaterError, match="no chat template; leave out --chat"):
+        continue_prompts(model, byte_tokenizer(), ["Hi"], chat=True)
+
+
+def test_a_model_of_transformers_continues_as_there(run, tmp_path):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=257, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=256))
+    llama.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    code, shown, _ = run("generate", tmp_path, "The line", "--temperature", 0, "--max-new-tokens", 6)
+    ids = byte_tokenizer()("The line", return_tensors="pt").input_ids
+    expected = llama.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    assert (code, shown) == (0, byte_tokenizer().decode(expected[0], skip_special_tokens=True) + "\n")

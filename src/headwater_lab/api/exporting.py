@@ -6,17 +6,14 @@ from tempfile import TemporaryDirectory
 
 from headwater.conversion.export import export, export_family
 from headwater.conversion.families import find_family
-from headwater.models.load import model_type
 from headwater.plugins import outside
 from headwater.util.errors import HeadwaterError
 from headwater.util.extras import check_extra
 from headwater.util.files import check_free, local
 from headwater.util.hub import find_repository, push_folder
 from headwater_lab.api.common import PathLike, check_outside, quiet
-from headwater_lab.training.checkpoints import newest_checkpoint
 from headwater_lab.training.model_card import describe_history, read_card
-from headwater_lab.training.trained_models import Trained, open_source, open_trained
-from headwater_lab.util.model_kinds import MODEL_TYPES
+from headwater_lab.training.trained_models import Trained, is_foreign, open_source, open_trained
 
 GGUF = ".gguf"
 
@@ -52,8 +49,7 @@ def export_checkpoint(
 
 
 def _open_model(checkpoint: Path) -> Trained:
-    is_foreign = model_type(newest_checkpoint(checkpoint)) not in (None, *MODEL_TYPES)
-    return open_source(str(checkpoint)) if is_foreign else open_trained(checkpoint)
+    return open_source(str(checkpoint)) if is_foreign(checkpoint) else open_trained(checkpoint)
 
 
 def _export_gguf(checkpoint: Path, out: Path, is_plain: bool) -> None:

@@ -28,6 +28,7 @@ def generate_text(
     prompt: str | None = None,
     *,
     jsonl: Path | None = None,
+    chat: bool = False,
     max_new_tokens: Annotated[int, Values(min=1, max=2**20)] = 200,
     temperature: Annotated[float, Values(min=0)] = 0.8,
     top_p: Annotated[float, Values(min=0, max=1)] = 0.95,
@@ -46,6 +47,7 @@ def generate_text(
     prompt: The text to continue; - reads it from stdin.
     jsonl: JSONL file with one {"prompt": "…"} per line, or - for stdin; continued in batches, printed as JSONL
         with "completion" and "finish_reason" (stop or length).
+    chat: Answer each prompt as a user's message, in the tokenizer's chat template.
     max_new_tokens: Maximum number of tokens to generate.
     temperature: Sampling temperature; 0 is greedy.
     top_p: Sample from the most likely tokens with this total probability.
@@ -89,6 +91,7 @@ def generate_text(
             tokenizer,
             [row["prompt"] for row in batch],
             begin=begin,
+            chat=chat,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,

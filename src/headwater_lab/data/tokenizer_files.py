@@ -27,6 +27,16 @@ TEXT_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<｜end▁of▁sentenc
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eom_id|>", "<|return|>")
 
 
+def list_turn_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """List the tokens that end a message in the tokenizer's chat template."""
+    template = str(tokenizer.chat_template or "")
+    return [
+        id
+        for id, token in tokenizer.added_tokens_decoder.items()
+        if token.content in TURN_ENDS and token.content in template
+    ]
+
+
 def local_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer in a folder or a tokenizer.json, without running its code. Can raise anything if damaged."""
     described = ("tokenizer_config.json", "special_tokens_map.json")

@@ -17,7 +17,8 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST, Decoder
 from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.data.tokenizer import encode_plainly, frame_text, separator_id, warn_of_unknown
-from headwater_lab.data.tokenizer_files import find_tokenizer
+from headwater_lab.data.tokenizer_files import find_tokenizer, list_turn_ends
+from headwater_lab.serving.prompts import apply_chat_template
 from headwater_lab.serving.stops import UntilStop, before_stop
 from headwater_lab.training.checkpoints import (
     check_sums,
@@ -26,6 +27,7 @@ from headwater_lab.training.checkpoints import (
     newest_checkpoint,
     read_history,
 )
+from headwater_lab.training.trained_models import is_foreign, open_source
 
 logger = logging.getLogger(__name__)
 # Fields of a generation_config.json that change a text and that `continue_prompts` neither reads nor replaces.
@@ -37,14 +39,19 @@ IGNORED = {
 
 
 def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase, bool]:
-    """Load the model and tokenizer of a checkpoint folder, or of a run's newest checkpoint. Raises `HeadwaterError`.
+    """Load the model and tokenizer of a checkpoint folder, a run's newest checkpoint, or a folder of transformers.
 
     Also returns whether the model began here, and so knows the token that `continue_prompts` begins documents with.
+    Raises `HeadwaterError`.
     """
     path = newest_checkpoint(path)
-    check_sums(path)
-    model = load_model(path)
-    tokenizer = find_tokenizer(path, model.config.vocab_size)
+    if is_foreign(path):
+        source = open_source(str(path))
+        model, tokenizer, history = source.model, source.tokenizer, source.history
+    else:
+        check_sums(path)
+        model = load_model(path)
+        tokenizer, history = find_tokenizer(path, model.config.vocab_size), read_history(path)
     if tokenizer is None:
         raise HeadwaterError(f"{str(path)!r} has no tokenizer: its model was not trained on text.")
     if separator_id(tokenizer) is None:
@@ -55,7 +62,7 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
     _warn_of_ignored(model.generation_config)
     # `continue_prompts` sets the rest.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
-    return model.eval(), tokenizer, not is_from_elsewhere(read_history(path))
+    return model.eval(), tokenizer, not is_from_elsewhere(history)
 
 
 def _warn_of_ignored(settings: GenerationConfig) -> None:
@@ -83,6 +90,7 @@ def continue_prompts(
     prompts: Sequence[str],
     *,
     begin: bool = True,
+    chat: bool = False,
     max_new_tokens: int = 200,
     temperature: float = 0.8,
     top_p: float = 0.95,
@@ -96,22 +104,22 @@ def continue_prompts(
     """Continue `prompts` as one left-padded batch, each up to a stop token of the model or its tokenizer.
 
     begin: put the token before each that training here puts before a document; otherwise only what the tokenizer adds,
-    as transformers and engines do.
+    as transformers and engines do. chat: answer each as a user's message, in the tokenizer's chat template.
     temperature: 0 is greedy. top_k: 0 is no limit. stop: a continuation ends before the first of these strings.
-    stream: print a single prompt, and its continuation as it is generated.
+    stream: print a single prompt, unless it is a message, and its continuation as it is generated.
     decoder: use its static cache instead of a growing one; the texts are the same. cache_bits: 2 or 4: quantize a
     growing cache.
     """
     _check_texts(prompts, stop)
     end = cast(int, separator_id(tokenizer))  # `load_for_generation` has checked that there is one
-    ends = torch.tensor(_list_ends(model, end))
+    ends = torch.tensor(sorted({end, *_list_ends(model), *(list_turn_ends(tokenizer) if chat else ())}))
     warn_of_unknown(tokenizer, prompts)
-    rows = _encode_prompts(tokenizer, prompts, begin, end)
+    rows = _encode_messages(tokenizer, prompts) if chat else _encode_prompts(tokenizer, prompts, begin, end)
     longest = max(map(len, rows))
     _check_length(model, longest, max_new_tokens)
     ids = torch.tensor([[end] * (longest - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
-    streamer = _Stream(tokenizer, stop) if stream else None
+    streamer = _Stream(tokenizer, stop, skip_prompt=chat) if stream else None
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": end, "eos_token_id": ends.tolist()}
     started = time.perf_counter()
@@ -143,10 +151,15 @@ def continue_prompts(
     )
 
 
-def _list_ends(model: HeadwaterForCausalLM, separator: int) -> list[int]:
-    """List the tokens that end a text: the separator of documents, and those of the model."""
+def _list_ends(model: HeadwaterForCausalLM) -> list[int]:
     ends = model.generation_config.eos_token_id
-    return sorted({separator, *([] if ends is None else [ends] if isinstance(ends, int) else ends)})
+    return [] if ends is None else [ends] if isinstance(ends, int) else ends
+
+
+def _encode_messages(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
+    if tokenizer.chat_template is None:
+        raise HeadwaterError("The model's tokenizer has no chat template; leave out --chat.")
+    return [apply_chat_template(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
 
 
 def _encode_prompts(
@@ -206,15 +219,15 @@ def _watch_tokens(
 
 
 class _Stream(TextStreamer):
-    """Print a prompt and its continuation, up to the first stop text.
+    """Print a prompt, unless it is to be skipped, and its continuation, up to the first stop text.
 
     Like transformers' streamer, it holds back a word until it is complete.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
-        super().__init__(tokenizer, skip_special_tokens=True)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], skip_prompt: bool = False) -> None:
+        super().__init__(tokenizer, skip_prompt, skip_special_tokens=True)
         self.until = UntilStop(stop)
-        self.prompt: int | None = None  # characters of the prompt not yet received
+        self.prompt: int | None = 0 if skip_prompt else None  # characters of the prompt not yet received
 
     def put(self, value: torch.Tensor) -> None:
         if self.prompt is None:

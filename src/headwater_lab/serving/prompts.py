@@ -2,14 +2,33 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headwater.util.errors import HeadwaterError
+from transformers import PreTrainedTokenizerBase
+
+from headwater.util.errors import HeadwaterError, first_line
 from headwater_lab.recipe.overrides import MOST_TEXT, read_text
+from headwater_lab.util.deadline import SECONDS, within
 
 # Options of the command that apply to all lines, so that no line of JSONL can set them.
 OF_ALL_LINES = {"top_p", "top_k", "seed", "temperature", "max_new_tokens", "max_tokens", "stop"}
+
+
+def apply_chat_template(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], **options: Any
+) -> list[int]:
+    """Encode a conversation, and the beginning of its answer, with the tokenizer's chat template.
+
+    options: of the template. Raises `HeadwaterError` if the template refuses the conversation.
+    """
+    write = partial(tokenizer.apply_chat_template, messages, add_generation_prompt=True, return_dict=True, **options)
+    try:
+        ids: list[int] = within(SECONDS, lambda: write()["input_ids"], "it takes too long")
+    except Exception as error:  # templates can raise anything
+        raise HeadwaterError(f"The model's chat template refuses the conversation: {first_line(error)}") from error
+    return ids
 
 
 def read_prompt(file: Path) -> str:

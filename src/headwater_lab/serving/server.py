@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST
 from headwater.util.errors import HeadwaterError, first_line, shown
 from headwater_lab.data.tokenizer import separator_id
-from headwater_lab.data.tokenizer_files import find_tokenizer
+from headwater_lab.data.tokenizer_files import find_tokenizer, list_turn_ends
+from headwater_lab.serving.prompts import apply_chat_template
 from headwater_lab.serving.requests import (
     LENGTHS,
     MOST_BYTES,
@@ -48,7 +48,6 @@ from headwater_lab.serving.requests import (
 )
 from headwater_lab.serving.stops import UntilStop, before_stop
 from headwater_lab.training.checkpoints import load_model
-from headwater_lab.util.deadline import SECONDS, within
 
 logger = logging.getLogger(__name__)
 
@@ -230,11 +229,10 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> l
         if name not in text or name in ("messages", "tools", "documents", "add_generation_prompt", "chat_template"):
             raise RequestError(f"chat_template_kwargs.{name}", "is not an option of the model's chat template")
     messages = [{name: message[name] for name in ("role", "content")} for message in fields["messages"]]
-    write = partial(tokenizer.apply_chat_template, messages, add_generation_prompt=True, return_dict=True, **options)
     try:
-        return within(SECONDS, lambda: write()["input_ids"], "it takes too long")
-    except Exception as error:  # templates can raise anything
-        raise RequestError("messages", f"the model's chat template refuses it: {first_line(error)}") from error
+        return apply_chat_template(tokenizer, messages, **options)
+    except HeadwaterError as error:
+        raise RequestError("messages", str(error)) from error
 
 
 class Continuation(StoppingCriteria):
@@ -258,6 +256,7 @@ class Continuation(StoppingCriteria):
         self.stops: list[str] = fields.get("stop", [])
         # Special tokens are not part of the text, so a stop text that is one must be compared as a token.
         ends = [tokenizer.convert_tokens_to_ids(stop) for stop in self.stops if stop in tokenizer.all_special_tokens]
+        ends += list_turn_ends(tokenizer) if "messages" in fields else []
         end = self.config.eos_token_id
         self.ends = {*ends, *([] if end is None else end if isinstance(end, list) else [end])}
         self.config.eos_token_id = sorted(self.ends) or None

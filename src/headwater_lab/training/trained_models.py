@@ -69,6 +69,11 @@ class Trained:
         return replace(self, history=[*self.history, event], original=None, **changes)
 
 
+def is_foreign(path: Path) -> bool:
+    """Whether a folder is a model of transformers, not a headwater checkpoint or run."""
+    return model_type(newest_checkpoint(path)) not in (None, *MODEL_TYPES)
+
+
 def open_trained(path: Path, with_state: bool = False) -> Trained:
     """Open a checkpoint, or a run's newest. Raises `HeadwaterError` if it is damaged, quantized or not a checkpoint."""
     path = newest_checkpoint(path)
