@@ -118,6 +118,12 @@ def test_numbers_that_no_option_can_mean_are_refused_by_all(run, tiny):
         assert re.search(rf"--[a-z-]+: .*{said}", err), err
 
 
+def test_an_option_of_one_value_is_not_repeated(run):
+    code, _, err = run("evaluate", ".", "--tasks", "piqa", "--limit", 3, "--tasks=arc_easy")
+    assert (code, err) == (2, "headwater: --tasks appears twice; keep only one of them.\n")
+    assert "not a checkpoint" in run("generate", ".", "x", "--stop", "a", "--chat", "--stop", "b", "--chat")[2]
+
+
 @pytest.mark.parametrize("arguments", [["train", "{}", "--out", ""], ["train", ""], ["inspect", ""], ["runs", ""]])
 def test_an_empty_path_is_not_the_working_directory(run, tiny, tmp_path, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)

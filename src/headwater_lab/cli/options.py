@@ -256,16 +256,35 @@ def extra_arguments() -> list[str]:
 
 
 def guard_command(command: Any) -> Any:
-    """Make a command, or a group of them, reject values of options that no command can use.
+    """Make a command, or a group of them, reject repeated options, and values that no command can use.
 
-    A number that is not finite or beyond 64 bits passes through every range that Typer checks, and an empty path is
-    the working directory.
+    A number that is not finite or beyond 64 bits passes through every range that Typer checks, an empty path is
+    the working directory, and of a repeated option only the last value would be read.
     """
+    make_parser = command.make_parser
+
+    def make_strict_parser(context: Any) -> Any:
+        parser = make_parser(context)
+        parser.parse_args = functools.partial(_parse_once, parser.parse_args)
+        return parser
+
+    command.make_parser = make_strict_parser
     for parameter in command.params:
         parameter.process_value = functools.partial(_check_value, parameter, parameter.process_value)
     for below in getattr(command, "commands", {}).values():
         guard_command(below)
     return command
+
+
+def _parse_once(parse_args: Callable[[list[str]], Any], args: list[str]) -> Any:
+    """Parse a command line. Raises `HeadwaterError` if it repeats an option that takes one value."""
+    parsed = parse_args(args)
+    seen: list[Any] = []
+    for parameter in parsed[2]:
+        if parameter in seen and not (parameter.multiple or parameter.is_flag):
+            raise HeadwaterError(f"{max(parameter.opts, key=len)} appears twice; keep only one of them.")
+        seen += [parameter] if parameter.param_type_name == "option" else []
+    return parsed
 
 
 def _check_value(parameter: Any, process: Callable[[Any, Any], Any], context: Any, text: Any) -> Any:
