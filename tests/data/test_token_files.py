@@ -345,6 +345,7 @@ def test_from_nanogpts_folder_to_a_run(tmp_path, run, monkeypatch):
     take = ["data", "prepare", "bins", "--tokens", "nanogpt", "--tokenizer", "characters", "--out", "folder"]
     assert "--by has no effect with --tokens" in run(*take, "--by", "x")[2]
     assert "--border has no effect without --tokens" in run("data", "prepare", "bins", "--out", "x", "--border", 3)[2]
+    assert "--held-out has no effect beside the held-out file 'val.bin'" in run(*take, "--held-out", 0.1)[2]
     assert run(*take)[0] == 0
     assert run(*take, "--border", 3)[2].rstrip().endswith("use the same, or name another folder.")
     assert "all checksums match" in run("data", "show", "folder", "--check")[1]

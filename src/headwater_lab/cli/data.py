@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.arguments import check_writable, say, stdout
-from headwater_lab.cli.options import TRAIN, NaturalInt, PositiveInt, Values, add_group, command, exclude, need
+from headwater_lab.cli.options import TRAIN, NaturalInt, PositiveInt, Values, add_group, command, exclude, need, refuse
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import Table, lined
 
@@ -68,6 +68,8 @@ def prepare_corpus(
     read: TextSource | TokenSource = TextSource(source, text_column, config, split, separator, begins, by)
     if tokens is not None:
         read = TokenSource(source, tokens, held_out_source, border)
+        if named := read.list_held_out():
+            refuse(f"beside the held-out file {min(named.values())!r}", "--held-out")
     with ProgressReport() as report:
         bar = partial(_show_progress, report, time.monotonic())
         folders = prepare(read, out, tokenizer, Options(held_out), workers=workers, on_progress=bar)

@@ -157,6 +157,24 @@ class TokenSource:
     border: int | None = None
     """The token between documents; default: the tokenizer's end of text. Megatron's index lists them instead."""
 
+    def list_files(self, source: str) -> dict[Path, str]:
+        """List files of this format with their names in records. Raises `HeadwaterError` if there are none."""
+        check_known("--tokens has no format", self.tokens, FORMATS)
+        suffix, _ = FORMATS[self.tokens]
+        if (local := local_files(source)) is None:
+            raise HeadwaterError(f"There is no file {source!r}; --tokens is for files on this machine.")
+        root, files = local
+        names = {file: name_in(file, root) for file in files if file.suffix == suffix}
+        if not names:
+            raise HeadwaterError(f"There is no {suffix} file in {source!r}; name others, or another --tokens.")
+        return names
+
+    def list_held_out(self) -> dict[Path, str]:
+        """List the held-out files with their names; none if a share of the documents is held out."""
+        if self.held_out_source:
+            return self.list_files(self.held_out_source)
+        return {file: name for file, name in self.list_files(self.source).items() if HELD_OUT.search(name)}
+
 
 class TokenStream:
     """An iterator over the documents of token files, as `headwater_lab.data.stream.Stream` is over texts.
@@ -165,31 +183,18 @@ class TokenStream:
     """
 
     def __init__(self, source: TokenSource, encoder: Encoder) -> None:
-        check_known("--tokens has no format", source.tokens, FORMATS)
+        files, held_out = source.list_files(source.source), source.list_held_out()
         self.source, self.encoder = source, encoder
         self.empty = self.none = 0
         self.skipped: list[str] = []
         self.border = encoder.separator if source.border is None else source.border
-        self.suffix, self.reader = FORMATS[source.tokens]
-        files = self._list_files(source.source)
-        held_out = self._list_files(source.held_out_source) if source.held_out_source else {}
-        held_out = held_out or {file: name for file, name in files.items() if HELD_OUT.search(name)}
+        _, self.reader = FORMATS[source.tokens]
         aside = {file.resolve() for file in held_out}
         train = {file: name for file, name in files.items() if file.resolve() not in aside}
         if not train:
             raise HeadwaterError(f"{source.source!r} has only held-out files; name files to train on too.")
         in_train = False if held_out else None
         self.files = [*((*item, in_train) for item in train.items()), *((*item, True) for item in held_out.items())]
-
-    def _list_files(self, source: str) -> dict[Path, str]:
-        """List files with their names in records. Raises `HeadwaterError` if there are none."""
-        if (local := local_files(source)) is None:
-            raise HeadwaterError(f"There is no file {source!r}; --tokens is for files on this machine.")
-        root, files = local
-        names = {file: name_in(file, root) for file in files if file.suffix == self.suffix}
-        if not names:
-            raise HeadwaterError(f"There is no {self.suffix} file in {source!r}; name others, or another --tokens.")
-        return names
 
     @property
     def fingerprint(self) -> list[Any]:
