@@ -12,6 +12,7 @@ import headwater_lab as lab
 from headwater import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater_lab.api.comparing import _report_overruled
+from headwater_lab.api.training import _find_trial as find_recipe
 from headwater_lab.comparison.running import run_comparison
 from headwater_lab.comparison.scaling import Estimate, fit_scaling
 from headwater_lab.comparison.trials import choose_rate, list_trials, list_tuning_trials
@@ -134,6 +135,42 @@ def test_a_record_of_a_ladder_is_known_by_its_rate(tmp_path):
         run = record(trial.experiment.arm, trial.recipe.seed, 0.5).model_copy(update=values)
         assert _find_trial(run, made, trial.folder, tmp_path).folder == trial.folder
         assert _find_trial(run.model_copy(update={"identity": "another"}), made, trial.folder, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"training": {"gradient_accumulation_steps": 2}}, "training.gradient_accumulation_steps"),
+        ({"training": {"learning_rate": 0.1}}, "training.learning_rate"),
+        ({"data": {"context": 8}}, "data.context"),
+    ],
+)
+def test_an_arm_has_the_budget_and_the_rate_of_its_rung(change, field):
+    with pytest.raises(HeadwaterError, match=f"'shift' sets {field}, which compare.ladder sets for all arms"):
+        ladder(arms={"base": {}, "shift": SHIFT | change})
+
+
+@pytest.mark.parametrize("multipliers", [[0.5], [0.25, 0.5]])
+def test_an_arm_trained_alone_has_its_tuned_rate(tmp_path, monkeypatch, multipliers):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("headwater_lab.comparison.running.run_trials", Here())
+    made = ladder({"depths": [1], "tokens_per_parameter": [2], "multipliers": multipliers})
+
+    def find_rate():
+        return find_recipe(made, "shift", "d1 ×2", [], SimpleNamespace())[0].training.learning_rate
+
+    if len(multipliers) > 1:
+        with pytest.raises(HeadwaterError, match="'shift' is not tuned in 'runs/ladder'"):
+            find_rate()
+    run_comparison(made, tmp_path / "runs")
+    (compared,) = (
+        run for run in map(read_record, list_records(tmp_path / "runs/ladder/d1-2")) if run.name.startswith("shift")
+    )
+    assert (
+        find_rate()
+        == compared.recipe["training"]["learning_rate"]
+        < made.compare.sizes["d1 ×2"]["training"]["learning_rate"]
+    )
 
 
 def test_accumulated_batches_are_the_law_s():

@@ -76,6 +76,21 @@ def test_the_search_is_a_comparison_of_the_candidates():
     assert (section.learning_rates, section.match, section.arms) == ([1e-3, 1e-2], "flops", arms)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"ladder": {"law": "olmo", "depths": [2]}},
+        {"sizes": {"small": {"training": {"steps": 3}}}},
+        {"sequential": True, "margin": 0.1, "arms": {"a": {}, "b": {}}},
+    ],
+)
+def test_a_comparison_of_sizes_or_until_decided_is_not_searched(setting):
+    made = recipe(compare={"arms": {"a": {}}, "baseline": "a"} | setting)
+    arms, _ = find_candidates(made, TWO)
+    with pytest.raises(HeadwaterError, match=f"compare.{next(iter(setting))} has no effect"):
+        make_search(made, arms)
+
+
 @pytest.mark.parametrize(("mechanism", "left"), [("kv_shift", "kv_shift"), ("pattention", "pattention")])
 def test_what_cannot_be_searched_is_one_sentence(mechanism, left):
     made = recipe()

@@ -166,6 +166,10 @@ def test_a_run_that_diverged_at_once_ends_nothing():
     expected = measure_speedups(runs, "base")
     assert measure_speedups([*runs, record("wild", 0, None, size="d3 ×20", status="diverged")], "base") == expected
     assert measure_speedups([record("wild", 0, None, status="diverged")], "base") == []
+    lost = record("arm", 2, None, size="d3 ×20", status="diverged")
+    assert {(s.size, s.missing) for s in measure_speedups([*runs, lost], "base") if not s.values} == {
+        ("d3 ×20", "1 run diverged")
+    }
 
 
 def test_pinned_constants_are_for_subwords():

@@ -10,8 +10,10 @@ import pytest
 
 from conftest import forking
 from headwater import HeadwaterError
-from headwater_lab.papers.kept import KeptRun, read_runs, write_runs
+from headwater_lab.papers.kept import KeptRun, read_runs, write_run, write_runs
 from headwater_lab.papers.shared_records import compute_comparisons, find_missing, find_problems
+from headwater_lab.recipe.recipe import parse
+from headwater_lab.training.records import read_record
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,7 +83,12 @@ def _set(path, value):
         (_set("record.curve", []), "no training curve"),
         (_set("record.curve.0.step", 99), "do not increase"),
         (_set("record.held_out.-1.step", 3), "no evaluation at its last step, 4"),
-        (_set("record.tokens", 7), "but it has seen 7"),
+        (_set("record.held_out.-1.tokens", 7), "was after 7 tokens, but it has seen"),
+        (_set("record.recorded.commit", "zzz"), "names no commit"),
+        (_set("record.seed", 3), "its seed is 3, but its recipe's is"),
+        (_set("record.parameters", 1000), "parameters are not those"),
+        (_set("record.flops", 1e9), "FLOPs do not follow"),
+        (_set("record.curve.-1.step", 5), "up to its last step"),
         (_set("record.held_out.-1.metrics.accuracy", float("nan")), "not finite"),
     ],
 )
@@ -99,6 +106,24 @@ def test_a_copied_run_is_seen(packed):
     lines[1]["record"]["curve"] = lines[0]["record"]["curve"]
     (problem,) = find_problems(parse_lines(lines))
     assert problem == f"{lines[1]['run']}: its curve is that of {lines[0]['run']}."
+
+
+def test_what_a_recipe_of_text_says_is_compared_with_the_record(packed):
+    lines = deepcopy(packed)
+    of_text = {"kind": "prepared", "context": 64, "source": "/home/ada/prose", "metric": "bits_per_byte"}
+    record = lines[0]["record"]
+    record["recipe"]["data"] = of_text
+    record["identity"] = parse(record["recipe"], "a recipe").identity
+    problems = find_problems(parse_lines(lines))
+    for problem in ("no sha256", "metric is not that", "path of a machine", "but its recipe makes"):
+        assert any(problem in line for line in problems), problem
+
+
+def test_arms_of_a_seed_read_the_same_rows(packed):
+    lines = deepcopy(packed)
+    lines[-1]["record"]["data_order"] = "0" * 64
+    (problem,) = find_problems(parse_lines(lines))
+    assert problem == f"{lines[-1]['run']}: it did not read the same rows as the other runs of its seed."
 
 
 def test_bits_per_byte_follow_from_the_loss(packed):
@@ -236,6 +261,16 @@ def test_an_unpacked_comparison_is_continued(packed, run, tmp_path):
     code, _, err = run("records", "unpack", tmp_path / "changed.jsonl", "--out", folder)
     assert code == 2
     assert "is not that run of the file" in err
+
+
+def test_a_killed_unpacking_is_repeated(packed, run, tmp_path):
+    file, runs = tmp_path / "ada.jsonl", parse_lines(packed)
+    write_runs(file, runs)
+    write_run(runs[0], tmp_path / "runs")
+    (tmp_path / "runs" / runs[0].run / "record.json").unlink()
+    code, said, _ = run("records", "unpack", file, "--out", tmp_path / "runs")
+    assert (code, said.split()[0]) == (0, "6")
+    assert read_record(tmp_path / "runs" / runs[0].run / "record.json").identity == runs[0].record.identity
 
 
 def test_unpacked_runs_are_not_continued_on_other_data(packed, run, tmp_path):

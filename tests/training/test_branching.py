@@ -16,7 +16,7 @@ from headwater_lab.comparison.trials import list_trials, order_jobs
 from headwater_lab.training.branching import can_branch
 from headwater_lab.training.checkpoints import find_damage, list_checkpoints, step_of
 from headwater_lab.training.loop import train
-from headwater_lab.training.records import read_record
+from headwater_lab.training.records import RunRecord, read_record
 from headwater_lab.training.saving import write_sums
 
 # Accumulation, dropout, log points across the branch, an average of the weights, and evaluations before and after.
@@ -174,6 +174,17 @@ def test_a_damaged_trunk_is_no_trunk(recipe, tmp_path):
     for file in (tmp_path / "trunk").glob("checkpoints/*/model.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
     assert not can_branch(tmp_path / "trunk", long)
+
+
+def test_a_trunk_with_other_settings_or_code_is_no_trunk(recipe, tmp_path, monkeypatch):
+    """`compare` then trains the run from its start; --trunk says what is different."""
+    short, long = (recipe(training=WSD | {"steps": steps}) for steps in (10, 20))
+    train(short, tmp_path / "trunk")
+    assert not can_branch(tmp_path / "trunk", recipe(training=WSD | {"steps": 20}, reporting={"log_every": 7}))
+    monkeypatch.setattr(RunRecord, "changed_code", ["mine:Optimizer"])
+    assert not can_branch(tmp_path / "trunk", long)
+    with pytest.raises(HeadwaterError, match=r"mine:Optimizer has changed since .* was started"):
+        train(long, tmp_path / "branch", trunk=tmp_path / "trunk")
 
 
 def test_a_comparison_branches_its_budgets(recipe, tmp_path):

@@ -1,7 +1,7 @@
 """The function `lab.train` and its result."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +120,9 @@ def _find_trial(
     recipe: Recipe, arm: str, size: str | None, overrides: Sequence[str], watch: Observer
 ) -> tuple[Recipe, Path, Experiment]:
     """Find the recipe, the folder and the experiment of an arm; report the overrides that it replaces."""
-    from headwater_lab.comparison.trials import make_trial  # plain training does not need this package
+    # Plain training does not need this package.
+    from headwater_lab.comparison.trials import choose_rate, make_trial
+    from headwater_lab.comparison.tuning import find_tuned_rate
 
     if recipe.compare is None or arm not in recipe.compare.arms:
         arms = list(recipe.compare.arms) if recipe.compare else []
@@ -129,6 +131,14 @@ def _find_trial(
     setter = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
     for key in find_overruled(recipe, [trial.recipe], overrides):
         watch.tell(f"{key} has no effect, because {setter} sets it; change it in the recipe's compare section.")
+    is_chosen = recipe.compare.ladder is None and any(text.startswith("training.learning_rate=") for text in overrides)
+    if recipe.compare.tried_rates and not is_chosen:
+        if (rate := find_tuned_rate(recipe, arm, Path("runs"))) is None:
+            raise HeadwaterError(
+                f"The learning rate of {arm!r} is not tuned in {str(Path('runs') / recipe.name)!r}; run `headwater "
+                "compare` first, or give one rate as compare.learning_rates (compare.ladder.multipliers)."
+            )
+        trial = replace(trial, recipe=choose_rate(trial.recipe, recipe.compare, rate))
     return trial.recipe, trial.folder, trial.experiment
 
 

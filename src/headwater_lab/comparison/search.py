@@ -61,8 +61,14 @@ def make_search(recipe: Recipe, arms: dict[str, dict[str, Any]]) -> Recipe:
     """Make the comparison that chooses among the arms.
 
     It keeps the learning rates and `match` (default: equal parameters) of the recipe's own comparison. Raises
-    `HeadwaterError` if there is nothing to choose.
+    `HeadwaterError` if there is nothing to choose, and for a comparison of several sizes or until decided.
     """
+    for field in ("ladder", "sizes", "sequential"):
+        if recipe.compare is not None and getattr(recipe.compare, field):
+            raise HeadwaterError(
+                f"--search compares at the recipe's own size, with fixed seeds, so compare.{field} has no effect; "
+                "take it out of the recipe."
+            )
     names = [arm for arm in arms if arm != VANILLA]
     if len(names) <= FINALISTS:
         few = f"only {' and '.join(names)}" if names else "no mechanism"

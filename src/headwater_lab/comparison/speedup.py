@@ -13,6 +13,7 @@ The last is marin's, whose arms have equal FLOPs. It differs from equal time whe
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -30,8 +31,9 @@ from headwater_lab.comparison.scaling import (
     group_sizes,
     size_of,
 )
-from headwater_lab.comparison.statistics import finished_runs
+from headwater_lab.comparison.statistics import arm_of, finished_runs
 from headwater_lab.training.records import RunRecord
+from headwater_lab.util.terminal import counted
 
 # marin's exponent of FLOPs: its law is L = 1.6 + A / C^0.0941.
 PINNED_EXPONENT = 0.0941
@@ -68,9 +70,10 @@ def measure_speedups(
 
     The fitted constants are of the sizes with as many tokens per parameter, or else with as many parameters.
     Seeds are those that the arm and the baseline share, the latter at all of these sizes. Intervals (95 %, each alone)
-    leave out each in turn, as in `fit_scaling`. times: by size and arm, the time per token over the baseline's; without
-    it, from the runs.
+    leave out each in turn, as in `fit_scaling`. None where a run of either diverged. times: by size and arm, the time
+    per token over the baseline's; without it, from the runs.
     """
+    diverged = Counter((arm_of(run), size_of(run)) for run in records if run.status == "diverged")
     records = [run for run in records if run.status == "finished" and run.held_out]
     if not records:
         return []
@@ -84,10 +87,12 @@ def measure_speedups(
             continue
         pair = points[arm, size], points[baseline, size]
         time = (times or {}).get(size, {}).get(arm) or _check_machines([runs[arm, size], runs[baseline, size]])
-        missing = explain_unpinned([*runs[arm, size].values(), *runs[baseline, size].values()], metric)
+        of_pair = diverged[arm, size] + diverged[baseline, size]
+        lost = f"{counted(of_pair, 'run')} diverged" if of_pair else ""
+        missing = lost or explain_unpinned([*runs[arm, size].values(), *runs[baseline, size].values()], metric)
         speedups.append(_fill_in(Speedup(arm, size, "pinned", missing=missing), *pair, [], time))
         ladder = ladders.get(size, [])
-        missing = _explain_unfitted(ladder)
+        missing = lost or _explain_unfitted(ladder)
         speedups.append(_fill_in(Speedup(arm, size, "fitted", missing=missing), *pair, ladder, time))
     return speedups
 

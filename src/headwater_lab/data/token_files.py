@@ -26,7 +26,7 @@ CHUNK = 2**20
 # The documents, and the tokens of each, that show whether the tokenizer is the right one.
 TRIED, TRIED_TOKENS = 64, 1024
 # Names of held-out files, if none are named: val.bin, fineweb_val_000000.bin, val/part-0.npy.
-HELD_OUT = re.compile(r"(^|[_/-])val(id(ation)?)?[_./-]")
+HELD_OUT = re.compile(r"(^|[_/-])val(id(ation)?)?\d*[_./-]", re.IGNORECASE)
 LLM_C_HEADER = 256 * 4
 # (magic number, version) -> type of the tokens.
 LLM_C_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}

@@ -102,6 +102,11 @@ def write_run(run: KeptRun, out: Path) -> None:
     write_record(run.record, folder)
 
 
+def is_cut_off(folder: Path) -> bool:
+    """Whether a folder has only the marks of `write_run`, which was stopped before it wrote the record."""
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= {MARK, RESTORED}
+
+
 def read_runner(folder: Path) -> str:
     """Read who ran the run in a folder that `write_run` wrote; "" for a run that was trained there."""
     mark = folder / RESTORED

@@ -1,15 +1,20 @@
 """Records of comparisons that anybody ran: packed into a file as `papers.kept` reads, and checked before they count."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from headwater.config.text import HeadwaterConfig
+from headwater.cost.counts import embedding_parameters, parameters, training_flops
 from headwater.util.errors import HeadwaterError
-from headwater_lab.papers.kept import KeptRun, dump_record, read_runner, write_run
-from headwater_lab.recipe.recipe import parse
+from headwater_lab.data.base import DataShape
+from headwater_lab.data.language import LanguageSettings
+from headwater_lab.papers.kept import KeptRun, dump_record, is_cut_off, read_runner, write_run
+from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.reports.comparison import Comparison, read_comparisons
 from headwater_lab.training.records import ENDED, RunRecord, SeedPlan, find_record, list_records, read_record
 from headwater_lab.util.terminal import counted
@@ -52,7 +57,7 @@ def unpack_runs(runs: Sequence[KeptRun], out: Path) -> int:
         folder = out / run.run
         if run.record.stages:
             raise HeadwaterError(f"{run.run} has stages, whose runs are not in the file, so it cannot be continued.")
-        if not folder.exists():
+        if not folder.exists() or is_cut_off(folder):
             missing.append(run)
         elif (earlier := find_record(folder)) is None or dump_record(earlier) != dump_record(run.record):
             raise HeadwaterError(f"{str(folder)!r} is not that run of the file; choose another --out, or move it away.")
@@ -80,9 +85,16 @@ def find_problems(runs: Sequence[KeptRun]) -> list[str]:
     """List what is wrong with the runs of a file, in sentences: of each run, then of runs together."""
     problems = [f"{line.run}: {problem}" for line in runs for problem in _check_record(line.record, line.by)]
     curves: dict[str, KeptRun] = {}
+    orders: dict[tuple[Any, ...], str] = {}
     ratios: dict[tuple[str, str], float] = {}
     for line in runs:
         problems += [f"{line.run}: {problem}" for problem in _check_bits(line.record, ratios)]
+        data = line.record.data_hashes, line.record.recipe["data"].get("context"), line.record.tokens, line.record.seed
+        if (
+            orders.setdefault((*data, line.record.recipe["training"]["batch_size"]), line.record.data_order)
+            != line.record.data_order
+        ):
+            problems.append(f"{line.run}: it did not read the same rows as the other runs of its seed.")
         # Two seeds never give the same losses, so one was copied from the other.
         points = repr([(point.step, point.loss) for point in line.record.curve])
         earlier = curves.setdefault(points, line)
@@ -116,19 +128,55 @@ def _check_record(record: RunRecord, by: str) -> Iterator[str]:
     if record.experiment is None:
         yield "it belongs to no comparison."
     try:
-        identity = parse(record.recipe, "its recipe").identity
+        yield from _check_recipe(record, parse(record.recipe, "its recipe"))
     except HeadwaterError as error:
         yield f"{error}"
-    else:
-        if identity != record.identity:
-            yield "its recipe does not have its identity: it was changed, or is of another version of headwater."
     if not record.environment.device_name:
         yield "its hardware has no name."
-    if record.recorded is None or record.recorded.commit is None:
+    commit = str(record.recorded and record.recorded.commit)
+    if not re.fullmatch("[0-9a-f]{7,40}(-dirty)?", commit):
         yield "it names no commit; run it from a clone."
-    elif record.recorded.commit.endswith("-dirty"):
-        yield f"its code had changes that are in no commit ({record.recorded.commit})."
+    elif commit.endswith("-dirty"):
+        yield f"its code had changes that are in no commit ({commit})."
     yield from _check_points(record)
+
+
+def _check_recipe(record: RunRecord, recipe: Recipe) -> Iterator[str]:
+    """List what does not follow from a record's recipe: its identity, seed, metric, tokens, parameters and FLOPs."""
+    if recipe.identity != record.identity:
+        yield "its recipe does not have its identity: it was changed, or is of another version of headwater."
+    elif recipe.seed != record.seed:
+        yield f"its seed is {record.seed}, but its recipe's is {recipe.seed}."
+    sources = record.recipe["data"].get("source")
+    for source in sources if isinstance(sources, dict | list) else [sources]:
+        if isinstance(source, str) and Path(source).is_absolute():
+            yield "its data.source is a path of a machine; name it from the working directory."
+    if isinstance(recipe.data, LanguageSettings):
+        if not record.data.get("sha256"):
+            yield "its data have no sha256."
+        if (record.metric, record.lower_is_better) != (recipe.data.metric, True):
+            yield f"its metric is not that of its recipe, {recipe.data.metric}, of which less is better."
+    if record.status == "finished" and not (record.stages or recipe.start or recipe.training.trainable_mechanisms):
+        yield from _check_costs(record, recipe)
+
+
+def _check_costs(record: RunRecord, recipe: Recipe) -> Iterator[str]:
+    """List the costs of a whole run that do not follow from its recipe."""
+    tokens = recipe.rows * recipe.row_length
+    if record.tokens != tokens:
+        yield f"it has seen {record.tokens:,} {record.unit}, but its recipe makes {tokens:,}."
+    elif record.unit == "tokens":
+        config = _build_config(record, recipe)
+        if sum(parameters(config).values()) != record.parameters:
+            yield "its parameters are not those of its recipe's model."
+        if not math.isclose(training_flops(config, recipe.row_length) * tokens, record.flops, rel_tol=1e-6):
+            yield "its FLOPs do not follow from its recipe."
+
+
+def _build_config(record: RunRecord, recipe: Recipe) -> HeadwaterConfig:
+    """Build the config of a record's model, whose vocabulary follows from the size of its embedding."""
+    one, two = (embedding_parameters(recipe.config_for(DataShape(size, recipe.row_length))) for size in (1, 2))
+    return recipe.config_for(DataShape(1 + (record.embedding_parameters - one) // max(1, two - one), recipe.row_length))
 
 
 def _check_points(record: RunRecord) -> Iterator[str]:
@@ -137,8 +185,8 @@ def _check_points(record: RunRecord) -> Iterator[str]:
     curve, last = record.curve, record.held_out[-1] if record.held_out else None
     if not curve:
         yield "it has no training curve; set reporting.log_every."
-    elif any(a.step >= b.step or a.tokens > b.tokens for a, b in pairwise(curve)):
-        yield "the steps of its curve do not increase."
+    elif any(a.step >= b.step or a.tokens > b.tokens for a, b in pairwise(curve)) or curve[-1].step > steps:
+        yield "the steps of its curve do not increase up to its last step."
     if record.status != "finished":
         return
     if last is None or last.step != steps:

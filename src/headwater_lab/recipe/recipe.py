@@ -283,6 +283,10 @@ def _add_rungs(recipe: Recipe, where: str) -> Recipe:
         return recipe
     if recipe.start is not None or recipe.stages or recipe.unit == "images":
         raise HeadwaterError(f"{where}: compare.ladder is for whole runs from scratch on text; use compare.sizes.")
+    for arm, name in _list_budget_fields(section):
+        raise HeadwaterError(
+            f"{where}: the arm {arm!r} sets {name}, which compare.ladder sets for all arms; leave it out."
+        )
     baseline, sizes = recipe.arm(section.baseline, section.seeds[0]), {}
     for depth, tokens_per_parameter in product(sorted(ladder.depths), sorted(ladder.tokens_per_parameter)):
         shape = ladder.shape(depth)
@@ -294,6 +298,18 @@ def _add_rungs(recipe: Recipe, where: str) -> Recipe:
     if section.sizes and section.sizes.keys() != sizes.keys():
         raise HeadwaterError(f"{where}: compare.ladder makes the sizes; leave out compare.sizes.")
     return recipe.model_copy(update={"compare": section.model_copy(update={"sizes": sizes})})
+
+
+def _list_budget_fields(section: Compare) -> Iterator[tuple[str, str]]:
+    """List the arms that set a field by which tokens or the law's rate are set, and the field."""
+    for arm, changes in section.arms.items():
+        if arm in section.budget_arms:
+            continue
+        for name in ("steps", "batch_size", "gradient_accumulation_steps", "learning_rate", "warmup_steps", "schedule"):
+            if name in (changes.get("training") or {}):
+                yield arm, f"training.{name}"
+        if "context" in (changes.get("data") or {}):
+            yield arm, "data.context"
 
 
 def _follow_law(law: str, size: int, width: int, tokens: float, recipe: Recipe) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from headwater_lab.training.checkpoints import (
     read_progress,
     step_of,
 )
+from headwater_lab.training.records import find_record
 from headwater_lab.training.run_folder import METRICS
 from headwater_lab.training.saving import link_or_copy, sync_files, write_sums
 from headwater_lab.training.start import list_changes
@@ -44,8 +45,16 @@ def can_branch(trunk: Path, recipe: Recipe) -> bool:
     """
     if not (checkpoints := list_checkpoints(trunk)):
         return False
-    point = find_branch_point(trunk, parse(read_progress(checkpoints[-1]).recipe, repr(str(trunk))), recipe)
+    trunk_recipe = parse(read_progress(checkpoints[-1]).recipe, repr(str(trunk)))
+    if trunk_recipe.trunk_settings != recipe.trunk_settings or _list_changed_code(trunk):
+        return False
+    point = find_branch_point(trunk, trunk_recipe, recipe)
     return point is not None and find_damage(point) is None and not read_progress(point).kept
+
+
+def _list_changed_code(run: Path) -> list[str]:
+    record = find_record(run)
+    return [] if record is None else record.changed_code
 
 
 def _describe_change(trunk: Recipe, recipe: Recipe) -> str:
@@ -76,6 +85,10 @@ def start_branch(trunk: Path, recipe: Recipe, run: Path) -> Path:
         raise HeadwaterError(
             f"{str(trunk)!r} was trained with {_describe_change(trunk_recipe, recipe)}; a branch differs only in "
             f"training.{', training.'.join(DECAY_FIELDS)}."
+        )
+    if changed := _list_changed_code(trunk):
+        raise HeadwaterError(
+            f"{changed[0]} has changed since {str(trunk)!r} was started; restore it, or leave out --trunk (trunk=)."
         )
     if (source := find_branch_point(trunk, trunk_recipe, recipe)) is None:
         raise HeadwaterError(
