@@ -1,7 +1,8 @@
 """Export of plain Llamas as GGUF, the one-file format of llama.cpp.
 
-Weights keep their precision, norms and biases are float32, as llama.cpp expects. The format is that of ggml-org/ggml,
-docs/gguf.md. Names, the order of rows and the names of tokenizers are those of llama.cpp's convert_hf_to_gguf.py.
+Weights keep their precision, norms and biases are float32, as llama.cpp expects. The format is that of docs/gguf.md in
+github.com/ggml-org/ggml. Names, the order of rows and the names of tokenizers are those of llama.cpp's
+convert_hf_to_gguf.py.
 """
 
 import json
@@ -129,7 +130,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase |
         tokenizer.save_pretrained(folder)
         special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocab_size)
     if not special.merges:
-        raise HeadwaterError("llama.cpp reads no tokenizer without merges, such as one of bytes.")
+        raise HeadwaterError(
+            "llama.cpp needs a BPE tokenizer with merges, and this one has none; train the model with another."
+        )
     ids = tokenizer("a").input_ids
     special.add_special_token |= {"bos": ids[0] == tokenizer.bos_token_id, "eos": ids[-1] == tokenizer.eos_token_id}
     kinds = dict.fromkeys(tokens, gguf.TokenType.NORMAL)

@@ -12,7 +12,7 @@ from headwater.models.quantization import check_full_precision
 def grow(model: Model, attention_pairs: int | None = None, ffn_pairs: int | None = None, **fields: Any) -> Model:
     """A deeper or wider model, or one with more parameter tokens, made from a trained one.
 
-    options: the other fields of `headwater.growth.GrowthOptions`, such as num_hidden_layers, hidden_size and method.
+    fields: the others of `headwater.growth.GrowthOptions`, such as num_hidden_layers, hidden_size and method.
 
     The result is on the model's device, in its dtype and in its mode; the model does not change. Raises
     `HeadwaterError` for sizes that shrink or that the method cannot give, and for a mechanism that it does not fit.

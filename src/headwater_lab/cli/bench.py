@@ -23,7 +23,7 @@ TruePrecision = Annotated[Literal["32-true", "bf16-true"], Values(help="As in re
 Pairs = Annotated[int, Values(min=2, help="Timed steps of each model.")]
 Memory = Annotated[bool, Values(help="Measure bytes stored for the backward pass, on the CPU, instead of times.")]
 
-bench = add_group(LOOK, "bench", "Benchmarks: interleaved pairs, ratios of times.")
+bench = add_group(LOOK, "bench", "Time models in alternation, and report ratios.")
 
 
 @command(bench, "bench train --base gpt2 --precision bf16-mixed")

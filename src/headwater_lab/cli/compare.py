@@ -92,7 +92,7 @@ def show_report(folder: Path, formats: Sequence[str] | None = None) -> None:
     comparisons = reports.read_comparisons(folder)
     for comparison in comparisons:
         print_comparison(comparison)
-    say(f"report: {page}\nBeside it: results.csv, tables and figures")
+    say(f"report: {page}\nAlso there: results.csv, tables and figures")
     if wrong := next((comparison.changed_data for comparison in comparisons if comparison.changed_data), ""):
         raise HeadwaterError(wrong)
 

@@ -10,6 +10,7 @@ from headwater.util import extras
 from headwater_lab.cli.arguments import check_writable, device_of, say, stdout
 from headwater_lab.cli.options import USE, DeviceName, NaturalInt, PositiveInt, TrustRemoteCode, command, need
 from headwater_lab.cli.progress import ProgressReport
+from headwater_lab.util.terminal import counted
 
 if TYPE_CHECKING:
     from headwater_lab.evaluation import EvaluationResult
@@ -95,7 +96,7 @@ def _print_models(result: EvaluationResult) -> None:
         if missing := facts.get("missing"):
             say(f"{facts['task']} is not CORE, and comparable only with itself. Missing: {', '.join(missing)}.")
         for name, count in facts.get("cut_prompts", {}).items():
-            say(f"{facts['task']}: {count:,} prompts are longer than the context of {name}; they lost their beginning.")
+            say(f"{facts['task']}: the context of {name} cuts the beginning of {counted(count, 'prompt')}.")
     for name, facts in result.models.items():
         if count := facts.get("rows_of_tasks"):
             say(

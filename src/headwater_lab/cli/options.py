@@ -51,7 +51,7 @@ TRUST = inspect.Parameter(
         Sequence[str],
         Values(
             metavar="NAME",
-            help="Let files name this code (package.module, or package.module:Class) or data (a path); repeatable.",
+            help="Trust code (package.module or package.module:Class) or data (a path) that files name; repeatable.",
         ),
     ],
 )

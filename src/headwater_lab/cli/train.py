@@ -39,7 +39,7 @@ def train_recipe(
     arm: Train this arm of the recipe's comparison.
     size: Use this size of the recipe's comparison.
     stage: Train only this stage of the recipe.
-    trunk: Begin where the decay of this shorter run with training.schedule=wsd begins.
+    trunk: Branch off this shorter run (training.schedule=wsd), where its decay begins.
     """
     from headwater_lab.api.training import train
     from headwater_lab.training.processes import is_first

@@ -218,7 +218,7 @@ def find_standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping
 def skewed_error(plan: SeedPlan) -> float | None:
     """The share of wrong verdicts on one arm whose differences are strongly skewed, if it is above `LEVEL`.
 
-    Measured with exponential and log-normal differences, rounded up (docs/compare.md). With a maximum of 30 or more
+    Measured with exponential and log-normal differences, rounded up (docs/statistics.md). With a maximum of 30 or more
     seeds, most of the level is spent where there are enough seeds.
     """
     if len(plan.seeds) >= 30:

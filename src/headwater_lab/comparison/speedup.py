@@ -87,14 +87,17 @@ def measure_speedups(
             continue
         pair = points[arm, size], points[baseline, size]
         time = (times or {}).get(size, {}).get(arm) or _check_machines([runs[arm, size], runs[baseline, size]])
-        of_pair = diverged[arm, size] + diverged[baseline, size]
-        lost = f"{counted(of_pair, 'run')} diverged" if of_pair else ""
+        lost = _describe_lost(diverged[arm, size] + diverged[baseline, size])
         missing = lost or explain_unpinned([*runs[arm, size].values(), *runs[baseline, size].values()], metric)
         speedups.append(_fill_in(Speedup(arm, size, "pinned", missing=missing), *pair, [], time))
         ladder = ladders.get(size, [])
         missing = lost or _explain_unfitted(ladder)
         speedups.append(_fill_in(Speedup(arm, size, "fitted", missing=missing), *pair, ladder, time))
     return speedups
+
+
+def _describe_lost(diverged: int) -> str:
+    return f"{counted(diverged, 'run')} diverged" if diverged else ""
 
 
 def _group_runs(records: Sequence[RunRecord]) -> dict[tuple[str, str], dict[int, RunRecord]]:

@@ -232,7 +232,7 @@ class Summary:
         return None if self.paired is None else self.paired.interval
 
     def verdict(self, lower_is_better: bool) -> Verdict:
-        """The verdict on the arm compared with the baseline, as docs/compare.md defines them; "" for the baseline."""
+        """The verdict on the arm against the baseline, as docs/statistics.md defines them; "" for the baseline."""
         if self.diverged:
             return "diverged"
         if self.paired is None:

@@ -31,12 +31,12 @@ class Compare(Settings):
     the baseline's final value, seed by seed."""
     budget_arms: list[str] = []
     """Arms that are the baseline with other budgets. Report what every other arm's result is worth: the FLOPs that the
-    baseline would need for it (docs/compare.md)."""
+    baseline would need for it (docs/statistics.md)."""
     match: Literal["tokens", "parameters", "flops"] | None = None
     """Make every arm cost the same as the baseline by adjusting its steps (tokens, flops), or the width of its
     feed-forward or the pairs that replace it (parameters, within 1 %); null leaves arms as written."""
     costs: bool = False
-    """Measure after the runs what each arm costs: times of training and of generation (docs/compare.md)."""
+    """Measure after the runs what each arm costs: times of training and of generation (docs/statistics.md)."""
     learning_rates: list[Annotated[float, Field(gt=0)]] = []
     """Try each arm at each of these first; the arm gets the best by mean over `tuning_seeds`. With several `sizes`, all
     use the rate found for the first. A single one is taken as it is."""

@@ -1,7 +1,7 @@
 """Glyphs: letters and digits drawn from font outlines, with whole font families held out.
 
 The fonts come with packages, never from the system, and their outlines are drawn without hinting: images
-are the same on every machine. Which fonts, and why: docs/vision.md.
+are the same on every machine.
 """
 
 from __future__ import annotations
