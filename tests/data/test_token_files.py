@@ -1,5 +1,6 @@
 """Token files of other programs: the documents that went in come out, and damaged files are refused in a sentence."""
 
+import pickle
 import random
 import shutil
 import struct
@@ -15,7 +16,7 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.data.prepare import Options, prepare
 from headwater_lab.data.prepared import PreparedSettings
 from headwater_lab.data.shards import Shards, open_prepared
-from headwater_lab.data.token_files import CHUNK, HELD_OUT, TokenSource
+from headwater_lab.data.token_files import CHUNK, HELD_OUT, TokenSource, read_characters
 from headwater_lab.data.tokenizer import (
     byte_tokenizer,
     character_tokenizer,
@@ -168,7 +169,13 @@ def test_held_out_files_are_never_trained_on(tmp_path, bpe, documents, monkeypat
         prepared = open_prepared(tmp_path / f"out-{number}")
         assert sorted(read_all(prepared.train)) == sorted([end, *document] for document in documents[:40])
         assert read_all(prepared.held_out) == [[end, *document] for document in documents[40:]]
-    held_out_names = {"valid.bin": True, "x_valid_0.bin": True, "validation.bin": True, "valley.bin": False}
+    held_out_names = {
+        "valid.bin": True,
+        "x_valid_0.bin": True,
+        "validation.bin": True,
+        "valley.bin": False,
+        "Val1.bin": True,
+    }
     for name, is_held_out in held_out_names.items():
         assert bool(HELD_OUT.search(name)) == is_held_out
 
@@ -224,7 +231,8 @@ def test_nanogpts_characters(tmp_path):
     cut = len(ids) * 9 // 10
     (tmp_path / "train.bin").write_bytes(pack("H", ids[:cut]))
     (tmp_path / "val.bin").write_bytes(pack("H", ids[cut:]))
-    (tmp_path / "meta.pkl").write_bytes(b"c__builtin__\nexit\n(tR.")
+    meta = tmp_path / "meta.pkl"
+    meta.write_bytes(b"c__builtin__\nexit\n(tR.")
     source = TokenSource(str(tmp_path), "nanogpt")
     with pytest.raises(HeadwaterError, match=r"meta\.pkl.*data tokenizer .*input.txt --characters"):
         prepare(source, tmp_path / "bytes", "bytes")
@@ -235,6 +243,19 @@ def test_nanogpts_characters(tmp_path):
     assert (train[1:], held_out[1:]) == (ids[:cut], ids[cut:])
     assert [document.text for document in prepared.read_evaluation()] == [text[cut:]]
     assert prepared.manifest.tokenizer.vocab_size == len(characters) + 2
+    # As nanoGPT's prepare.py writes it. The tokenizer of a text with another character is not its.
+    numbers = dict(enumerate(characters))
+    table = {"vocab_size": len(numbers), "itos": numbers, "stoi": {name: number for number, name in numbers.items()}}
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        meta.write_bytes(pickle.dumps(table, protocol))
+        assert read_characters(meta) == table["stoi"]
+    prepare(source, tmp_path / "again", str(tmp_path / "characters"))
+    character_tokenizer(["\t" + text]).save_pretrained(tmp_path / "dos")
+    with pytest.raises(HeadwaterError, match=r"as \d+, and the tokenizer as .*convert them in the text first"):
+        prepare(source, tmp_path / "dos-out", str(tmp_path / "dos"))
+    meta.write_bytes(b"\x80\x04]")
+    with pytest.raises(HeadwaterError, match="not a table of nanoGPT's"):
+        prepare(source, tmp_path / "cut", str(tmp_path / "characters"))
 
 
 def test_characters_that_are_not_in_the_text(capsys):

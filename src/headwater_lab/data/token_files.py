@@ -6,9 +6,10 @@ here, since every document of a prepared folder is given the tokenizer's own.
 """
 
 import hashlib
+import pickletools
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from headwater.util.errors import HeadwaterError, check_known
+from headwater.util.errors import HeadwaterError, check_known, first_line
 from headwater_lab.data.corpus import Document, local_files, name_in
 from headwater_lab.data.stream import fingerprint_files
 from headwater_lab.data.tokenizer import Encoder
@@ -50,6 +51,25 @@ def map_llm_c(file: Path, vocab_size: int) -> Mapped:
     if len(ids) != count:
         raise HeadwaterError(f"{str(file)!r} has {len(ids):,} tokens, but its header says {count:,}; copy it again.")
     return ids, None
+
+
+def read_characters(file: Path) -> dict[str, int]:
+    """Read the numbers of characters in nanoGPT's meta.pkl, without unpickling it, which could run code."""
+    table: dict[str, int] = {}
+    number = None
+    try:
+        for operation, value, _ in pickletools.genops(file.read_bytes()):
+            if operation.name.startswith(("BININT", "INT", "LONG")):
+                number = value
+            elif isinstance(value, str) and "UNICODE" in operation.name:
+                if number is not None and len(value) == 1:
+                    table[value] = number
+                number = None
+    except ValueError as error:
+        raise HeadwaterError(
+            f"{str(file)!r} is not a table of nanoGPT's: {first_line(error)}; copy it again."
+        ) from error
+    return table
 
 
 def map_nanogpt(file: Path, vocab_size: int) -> Mapped:
@@ -193,6 +213,7 @@ class TokenStream:
         train = {file: name for file, name in files.items() if file.resolve() not in aside}
         if not train:
             raise HeadwaterError(f"{source.source!r} has only held-out files; name files to train on too.")
+        self._check_characters({file.with_name("meta.pkl") for file in files})
         in_train = False if held_out else None
         self.files = [*((*item, in_train) for item in train.items()), *((*item, True) for item in held_out.items())]
 
@@ -267,6 +288,18 @@ class TokenStream:
         decode = self.encoder.tokenizer.decode
         return str(decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def _check_characters(self, tables: Iterable[Path]) -> None:
+        """Raise `HeadwaterError` if the tokenizer numbers characters otherwise than nanoGPT's tables: any ids of
+        characters are restored.
+        """
+        for file in tables:
+            for character, number in read_characters(file).items() if file.exists() else ():
+                if (ids := self.encoder([character])[0].tolist()) != [number]:
+                    raise HeadwaterError(
+                        f"{str(file)!r} has {character!r} as {number}, and the tokenizer as {ids}; "
+                        f"{self._advise(file)}. nanoGPT reads line ends as \\n: convert them in the text first."
+                    )
+
     def _check_tokenizer(self, restored: Sequence[bool]) -> None:
         """Raise `HeadwaterError` unless the tokenizer restores most documents; a few begin within a word."""
         if 2 * sum(restored) <= len(restored):
@@ -276,7 +309,7 @@ class TokenStream:
     def _advise(self, file: Path) -> str:
         if (file.parent / "meta.pkl").exists():
             return (
-                f"meta.pkl, which is not read since a pickle can run code, lists characters: make the tokenizer with "
+                f"meta.pkl lists characters, so make the tokenizer with "
                 f"`headwater data tokenizer {file.parent / 'input.txt'} --characters --out FOLDER`, and pass "
                 "--tokenizer FOLDER"
             )
