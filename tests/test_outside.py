@@ -386,6 +386,36 @@ def test_a_plan_that_leaves_something_out_is_refused(monkeypatch, plan, said):
         _ = plan_layers(config({"acting": {}}))
 
 
+class Sharpened(Mechanism):
+    """Attends with the squares of the weights."""
+
+    @classmethod
+    def plan_stages(cls, options, config, plans):
+        return [plan.acting(cls, cls.transform_attention_weights) for plan in plans]
+
+    @classmethod
+    def build_module(cls, options, config, plan):
+        return cls()
+
+    @classmethod
+    def count_cost(cls, options, config, plan):
+        return Cost()
+
+    def transform_attention_weights(self, weights, context):
+        return weights.square() / weights.square().sum(-1, keepdim=True)
+
+
+def test_attention_weights_are_those_of_the_eager_kernel(monkeypatch):
+    """Other kernels hide the future themselves, and give no weights."""
+    monkeypatch.setitem(MECHANISMS.added, "sharpened", Sharpened)
+    model, ids = build({"sharpened": {}}), tokens(2, 6)
+    assert model.config._attn_implementation == "eager"
+    other = torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % model.config.vocab_size], dim=1)
+    assert torch.equal(model(ids).logits[:, :-1], model(other).logits[:, :-1])
+    with pytest.raises(HeadwaterError, match="'sharpened', which transforms attention weights,"):
+        model.set_attn_implementation("sdpa")
+
+
 def test_a_comparison_refuses_what_its_workers_would_not_know(monkeypatch, recipe, tmp_path):
     monkeypatch.setitem(MECHANISMS.added, "acting", Acting)
     made = recipe().model_dump(mode="json")

@@ -15,6 +15,7 @@ from headwater import verification as verify
 from headwater.mechanisms import kv_shift
 from headwater.models import cache, inputs
 from headwater.plugins.registry import MECHANISMS, Registry
+from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
 from headwater.verification import Verified, own, verdicts
 from headwater.verification.own import OWN_WAYS, build_tiny
@@ -39,6 +40,11 @@ CHECKS = [one.name for one in [*WAYS, *OWN_WAYS]]
 # Of each kind one, for models of which not every way need be run.
 SOME = {"1 by 1", "mixed", "packing", "padding", "padded, 1 by 1", "static, padded", "reorder", "greedy", "beams"}
 SOME |= {"generate, padded", "cache bytes"}
+
+
+def test_unknown_ways_are_refused():
+    with pytest.raises(HeadwaterError, match="There is no way of decoding 'one by one'"):
+        verify.verify(build(), ways=["one by one"])
 
 
 def failed(model) -> set[str]:

@@ -256,6 +256,46 @@ def test_masks_of_other_shapes_are_refused():
         model(ids, attention_mask=several)
 
 
+@pytest.mark.parametrize("cached", [DynamicCache, StaticCache])
+@pytest.mark.parametrize(
+    "mechanisms", [{}, {"kv_shift": {"window": 3}}, {"short_conv": {}}, {"value_residual": {}}], ids=str
+)
+def test_a_mask_may_be_allocated_once_for_all_steps(mechanisms, cached):
+    """It is then wider than the tokens so far, and of what is not yet there it says anything."""
+    model, ids = shared(mechanisms), tokens(2, 12)
+    for begins in (0, 3):
+        mask = torch.ones(2, 20, dtype=torch.long)
+        mask[0, :begins] = 0
+        whole = model(ids, attention_mask=mask[:, :12]).logits
+        mask[1, 14:] = 0
+        cache = (
+            StaticCache(config=model.config, max_cache_len=20)
+            if cached is StaticCache
+            else DynamicCache(config=model.config)
+        )
+        parts = [
+            model(part, attention_mask=mask, past_key_values=cache).logits for part in ids.split([5, 1, 1, 5], dim=1)
+        ]
+        assert_near(torch.cat(parts, 1)[:, begins:], whole[:, begins:], EXACT)
+
+
+def test_numbers_of_a_mask_other_than_zero_are_one():
+    model, ids = shared({"kv_shift": {}}), tokens(2, 6)
+    numbered = torch.tensor([[0, 1, 1, 2, 2, 2], [1, 1, 1, 1, 3, 3]])
+    assert_near(
+        model(ids, attention_mask=numbered).logits[:, 1:],
+        model(ids, attention_mask=numbered.sign()).logits[:, 1:],
+        EXACT,
+    )
+
+
+def test_a_mask_of_the_new_tokens_alone_is_refused():
+    model, ids = shared({}), tokens(2, 6)
+    cache = model(ids[:, :4]).past_key_values
+    with pytest.raises(HeadwaterError, match="has 2 columns, but there are 4 cached tokens and 2 new ones"):
+        model(ids[:, 4:], attention_mask=torch.ones(2, 2), past_key_values=cache)
+
+
 def test_masks_by_layer_type():
     model, ids = shared({"kv_shift": {}}, sliding_window=4), tokens(1, 6)
     slot = torch.arange(6)

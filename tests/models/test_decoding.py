@@ -377,3 +377,8 @@ def test_a_replayed_graph_gives_the_same_tokens(name, compiled):
         for _ in range(2):
             expected = plain(model, ids, mask, use_cache=False, **options)
             assert torch.equal(decoder(ids, mask, max_new_tokens=10, **options), expected)
+
+
+def test_at_least_one_token_is_generated():
+    with pytest.raises(HeadwaterError, match="max_new_tokens must be at least 1, not 0"):
+        Decoder(build())(tokens(1, 3), max_new_tokens=0)

@@ -66,7 +66,7 @@ class Source(NamedTuple):
     """A tensor of an earlier layer that a later layer reads. d head width, T new tokens, S all tokens.
 
     kind: "raw"           part q, k or v as projected, [B, heads, T, d];
-          "local"         the same after the mechanisms, before RoPE;
+          "local"         v after the mechanisms, [B, heads, T, d];
           "bank"          k or v as attended to, the whole history, [B, heads, S, d];
           "probabilities" the attention weights, part "a", [B, H, T, S];
           "stream"        a block's output, part "x", [B, T, D]; layer -1 is the embedding;

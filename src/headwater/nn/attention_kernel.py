@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.config.capabilities import LimitsKernels
+from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels.autotune import get_choices
 from headwater.kernels.fused_attention import FEW, run_fastest_attention
-from headwater.mechanisms.contract import KV
+from headwater.mechanisms.contract import KV, Mechanism
 from headwater.nn.documents import is_flash
 from headwater.nn.head_groups import KernelInputs, join_groups, of_tokens
 from headwater.plugins.registry import resolve
@@ -32,6 +33,14 @@ def supported_kernels(config: HeadwaterConfig) -> tuple[tuple[str, ...] | None, 
         for name, options in config.mechanisms.items()
         if isinstance(mechanism := resolve(name), LimitsKernels)
     }
+    limits |= {
+        f"Mechanism {name!r}, which transforms attention weights,": ("eager",)
+        for name in config.mechanisms
+        if not isinstance(mechanism := resolve(name), LimitsKernels)
+        and mechanism.transform_attention_weights is not Mechanism.transform_attention_weights
+    }
+    if any(source.kind == "probabilities" for plan in plan_layers(config) for source in plan.exports):
+        limits["Reading a layer's attention weights"] = ("eager",)
     limits["ALiBi"] = ("sdpa", "eager", "matmul") if config.position == "alibi" else None
     limits["attention_softcap"] = ("eager",) if config.attention_softcap is not None else None
     limited = {reason: kernels for reason, kernels in limits.items() if kernels is not None}

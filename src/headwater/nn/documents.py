@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwater.kernels.varlen import VARLEN
 from headwater.nn.checks import require_all
+from headwater.util.errors import HeadwaterError
 
 # FlashAttention 3 of the hub, with a backward pass and as operations that compile; that of the name flash_attention_3,
 # where no package is installed, has neither.
@@ -74,11 +75,17 @@ def check_documents(cu_seq_lens: Tensor, position_ids: Tensor, rows: int, length
 def select_columns(x: Tensor, past: int | Tensor, length: int) -> Tensor:
     """Select the columns [B, T] of the `length` new tokens in x [B, S], which covers the whole history.
 
-    past: the number of cached tokens. A static cache has it as a tensor; x may then be as wide as that cache.
+    past: the number of cached tokens. A static cache has it as a tensor. x may be wider, such as a mask for a whole
+    static cache. Raises `HeadwaterError` if it is narrower.
     """
     if isinstance(past, Tensor):
         return x.index_select(1, torch.arange(length, device=x.device) + past.to(x.device))
-    return x[:, -length:]
+    if x.shape[1] < past + length:
+        raise HeadwaterError(
+            f"The attention mask has {x.shape[1]} columns, but there are {past} cached tokens and {length} new ones; "
+            "pass a mask of all of them."
+        )
+    return x[:, past : past + length]
 
 
 class Positions(NamedTuple):
@@ -94,5 +101,5 @@ def count_positions(attention_mask: Tensor | None, past: int | Tensor, length: i
     attention_mask: [B, S] of zeros and ones over the whole history; None: all tokens are real.
     """
     if attention_mask is not None:
-        return select_columns((attention_mask.long().cumsum(-1) - 1).clamp(min=0), past, length).to(device)
+        return select_columns((attention_mask.ne(0).cumsum(-1) - 1).clamp(min=0), past, length).to(device)
     return (torch.arange(length, device=device) + past).unsqueeze(0)

@@ -76,7 +76,8 @@ def find_reach(
     # Only with a cache: without one, the first tokens of a row have fewer than `limit` tokens before them.
     looks = isinstance(past, int) and past > 0 and not must_wait(position_ids) and not torch.compiler.is_compiling()
     if looks and bool((position_ids >= limit).all()):
-        near = None if attention_mask is None else attention_mask[:, -(position_ids.shape[1] + limit) :]
+        end = past + position_ids.shape[1]
+        near = None if attention_mask is None else attention_mask[:, max(0, past - limit) : end]
         if near is None or bool(near.all()):
             return None
     return _limit_reach(count_reach(position_ids, attention_mask, past), limit)

@@ -136,7 +136,7 @@ def separate_documents(tokens: NewTokens, attention_mask: Tensor | None, positio
         query_count = count[None].expand_as(position_ids)
         key_count = None
     else:
-        key_count = attention_mask.long().cumsum(-1).to(device)
+        key_count = attention_mask.ne(0).cumsum(-1).to(device)
         query_count = select_columns(key_count, past, length)
         if cache is not None and cache.is_compileable:  # pad for slots beyond the tokens, which no query sees
             key_count = torch.nn.functional.pad(key_count, (0, max(0, cache.get_max_length() - key_count.shape[1])))
@@ -175,7 +175,7 @@ def add_alibi(kind: LayerKind, tokens: NewTokens, mask: Tensor, attention_mask: 
     if attention_mask is None:
         distance_BTS = (query[:, None] - slot)[None]
     else:
-        count = attention_mask.long().cumsum(-1).to(device)
+        count = attention_mask.ne(0).cumsum(-1).to(device)
         query_count = select_columns(count, tokens.past, length)
         distance_BTS = query_count[:, :, None] - count[:, slot.clamp(max=count.shape[1] - 1)][:, None]
     wide = torch.promote_types(dtype, torch.float32)

@@ -12,7 +12,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.util.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError, check_known
 from headwater.verification.subject import Subject
 from headwater.verification.verdicts import EXACT, Verified, verify_twice
 from headwater.verification.ways import LONGEST, PROMPT, WAYS, Feed, Probe, Way, read_packed
@@ -84,12 +84,15 @@ def verify(
     model: any causal language model with transformers' interface, on the CPU; it is not changed. It runs in fp64, where
     only a mistake exceeds 1e-6, if it can; in fp32; and in bf16. ways: the names of those to run; default: all that
     apply.
-    Raises `HeadwaterError` for a model with too few learned positions, and for one that cannot read ids alone.
+    Raises `HeadwaterError` for unknown ways, for a model with too few learned positions, and for one that cannot read
+    ids alone.
     """
     config = model.config
     positions = getattr(config, "max_position_embeddings", LONGEST)
     if getattr(config, "position", None) == "learned" and positions < LONGEST:
         raise HeadwaterError(f"Verifying needs {LONGEST} positions, but this model has only {positions} learned ones.")
+    for name in [ways] if isinstance(ways, str) else ways or ():
+        check_known("There is no way of decoding", name, [way.name for way in (*WAYS, *OWN_WAYS)])
     chosen = [way for way in ways_of(model) if ways is None or way.name in ways]
     exact_to = OWN_EXACT if isinstance(model, HeadwaterForCausalLM) else EXACT
     return verify_twice(model, seed, chosen, exact_to)
