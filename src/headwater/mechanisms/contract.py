@@ -101,7 +101,7 @@ class Context(NamedTuple):
         `LayerPlan.slot(source)`.
     reach: [B, T], how many tokens of the same document precede each token (0 at a document's first token, and at the
         first real token of a left-padded row; negative at padding), counted up to the longest tail of any mechanism.
-        None: each row is one document. `Ancestors`: rows branch, so that the previous token need not be in the
+        None: each row is one document, no mechanism keeps a tail, or all tokens have that many before them. `Ancestors`: rows branch, so that the previous token need not be in the
         previous slot.
     tail: the raw tokens of earlier calls; None without a cache.
     ids: [B, T], the new tokens' ids; None unless a mechanism of the model sets `needs_input_ids`.
@@ -187,7 +187,10 @@ class Mechanism(nn.Module):
 
     @classmethod
     def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        """Build the module of one layer in which the mechanism acts."""
+        """Build the module of one layer in which the mechanism acts.
+
+        A mechanism with stages both inside and around attention gets two modules in a layer, one for each.
+        """
         raise NotImplementedError
 
     @classmethod
