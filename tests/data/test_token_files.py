@@ -216,6 +216,31 @@ def test_a_document_is_framed_as_text_is(tmp_path):
         assert {document.text for document in prepared.read_evaluation()} <= set(texts(60))
 
 
+def test_special_tokens_that_are_not_evaluated_on_are_counted(tmp_path, bpe, documents, run):
+    tokenizer = load_tokenizer(bpe)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    tokenizer.save_pretrained(tmp_path / "chat")
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    for name, part in (("train.bin", documents[:40]), ("val.bin", documents[40:])):
+        write_nanogpt(tmp_path / name, [[user, *document] for document in part], tokenizer.eos_token_id)
+    words = (
+        "data",
+        "prepare",
+        tmp_path,
+        "--tokens",
+        "nanogpt",
+        "--tokenizer",
+        tmp_path / "chat",
+        "--out",
+        tmp_path / "out",
+    )
+    code, said, _ = run(*words)
+    assert (code, f"without their {len(documents) - 40} special tokens" in " ".join(said.split())) == (0, True)
+    prepared = open_prepared(tmp_path / "out")
+    assert prepared.manifest.evaluation.special == len(documents) - 40
+    assert all(user in row for row in read_all(prepared.held_out))
+
+
 def test_another_token_can_separate_documents(tmp_path, bpe, documents):
     write_nanogpt(tmp_path / "a.bin", documents, border := load_tokenizer(bpe).convert_tokens_to_ids("q"))
     assert not any(border in document for document in documents)

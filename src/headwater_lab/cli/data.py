@@ -76,9 +76,11 @@ def prepare_corpus(
     if is_finished:
         say(f"{out} is already finished")
     stdout.print(_make_table(folders))
-    skipped = read_manifest(folders[0]).skipped
-    if skipped != Skipped():
-        say(_describe_skipped(skipped))
+    manifest = read_manifest(folders[0])
+    if manifest.skipped != Skipped():
+        say(_describe_skipped(manifest.skipped))
+    if special := manifest.evaluation.special:
+        say(f"Evaluation reads the text of held-out documents, without their {special:,} special tokens.")
 
 
 @command(data, "data show data/texts --check")

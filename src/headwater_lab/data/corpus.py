@@ -43,7 +43,8 @@ class Document:
 
     id: its name in records. key: the text or path that is hashed for the split; of a long document within a text file,
     its first part. is_chat: its text is a conversation in JSON, see `headwater_lab.data.chat`. domain: the value of the
-    column that a corpus is split by. ids: its tokens, if the source has them. is_held_out: what the source states.
+    column that a corpus is split by. ids: its tokens, if the source has them; special: how many of
+    these the text leaves out. is_held_out: what the source states.
     """
 
     id: str
@@ -52,6 +53,7 @@ class Document:
     is_chat: bool = False
     domain: str | None = None
     ids: np.ndarray = field(default_factory=lambda: NO_IDS, compare=False)
+    special: int = 0
     is_held_out: bool | None = None
 
     @property

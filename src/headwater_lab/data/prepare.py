@@ -276,7 +276,7 @@ class _Folder:
         self.content = hashlib.sha256()
         # (fraction, name, text): texts to evaluate on with the smallest fractions, and their bytes.
         self.chosen: list[tuple[float, str, str]] = []
-        self.chosen_bytes = 0
+        self.chosen_bytes = self.special = 0
         self.is_chat = False
 
     def add_document(self, document: Document, tokens: Encoded) -> None:
@@ -290,6 +290,7 @@ class _Folder:
         most = self.settings["evaluation_bytes"]
         if is_held_out and not (document.is_chat and len(document.data) > most):  # conversations are never cut
             self.is_chat = document.is_chat
+            self.special += document.special
             text = document.data[:most].decode(errors="ignore")  # ignore an incomplete last character
             bisect.insort(self.chosen, (fraction, document.id, text))
             self.chosen_bytes += len(text.encode())
@@ -308,7 +309,8 @@ class _Folder:
         file = self.path / shards.EVALUATION
         replace_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         size = sum(len(text.encode()) for _, text in documents)
-        return shards.EvaluationFacts(documents=len(documents), bytes=size, sha256=sha256_of(file))
+        facts = {"documents": len(documents), "bytes": size, "special": self.special}
+        return shards.EvaluationFacts(**facts, sha256=sha256_of(file))
 
 
 class _Split:

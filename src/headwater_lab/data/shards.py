@@ -125,6 +125,8 @@ class EvaluationFacts(Facts):
     documents: ShardCount
     bytes: ShardCount
     """UTF-8 bytes of text."""
+    special: ShardCount = 0
+    """Special tokens of held-out token files, which their text leaves out."""
     sha256: Digest
 
 

@@ -235,7 +235,8 @@ class TokenStream:
                         self._check_tokenizer(restored)
                 text = self._decode_ids(ids)
                 key = hashlib.sha256(ids.tobytes()).hexdigest()
-                yield Document(f"{name}#{index}", text, key, ids=ids, is_held_out=is_held_out)
+                special = int(np.isin(ids, self.encoder.tokenizer.all_special_ids).sum())
+                yield Document(f"{name}#{index}", text, key, ids=ids, special=special, is_held_out=is_held_out)
         self._check_tokenizer(restored)
 
     def _read_documents(self, file: Path) -> Iterator[np.ndarray]:
