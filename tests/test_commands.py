@@ -118,10 +118,10 @@ def test_numbers_that_no_option_can_mean_are_refused_by_all(run, tiny):
         assert re.search(rf"--[a-z-]+: .*{said}", err), err
 
 
-def test_an_option_of_one_value_is_not_repeated(run):
-    code, _, err = run("evaluate", ".", "--tasks", "piqa", "--limit", 3, "--tasks=arc_easy")
-    assert (code, err) == (2, "headwater: --tasks appears twice; keep only one of them.\n")
-    assert "not a checkpoint" in run("generate", ".", "x", "--stop", "a", "--chat", "--stop", "b", "--chat")[2]
+def test_a_repeated_option_of_one_value_is_reported(run):
+    code, _, err = run("generate", ".", "x", "--seed", 3, "--top-k", 4, "--seed=4")
+    assert (code, err.splitlines()[0]) == (2, "Only the last --seed is read; it appears 2 times.")
+    assert len(run("generate", ".", "x", "--stop", "a", "--chat", "--stop", "b", "--chat")[2].splitlines()) == 1
 
 
 @pytest.mark.parametrize("arguments", [["train", "{}", "--out", ""], ["train", ""], ["inspect", ""], ["runs", ""]])

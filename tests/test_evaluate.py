@@ -358,7 +358,7 @@ def test_prompts_that_a_continuation_does_not_fit_behind_are_counted(folder, tmp
     files = write(tmp_path / "tasks" / "a.yaml", task)
     code, printed, said = run("evaluate", folder / "twin", "--task-files", files, "--context", 64)
     assert code == 0, said
-    assert "continued: 2 prompts are longer than the context of twin" in " ".join(printed.split())
+    assert "continued: the context of twin cuts the beginning of 2 prompts" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize("kind", ["of transformers", "a latent"])

@@ -412,7 +412,7 @@ def test_attention_weights_are_those_of_the_eager_kernel(monkeypatch):
     assert model.config._attn_implementation == "eager"
     other = torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % model.config.vocab_size], dim=1)
     assert torch.equal(model(ids).logits[:, :-1], model(other).logits[:, :-1])
-    with pytest.raises(HeadwaterError, match="'sharpened', which transforms attention weights,"):
+    with pytest.raises(HeadwaterError, match="'sharpened' with its options"):
         model.set_attn_implementation("sdpa")
 
 

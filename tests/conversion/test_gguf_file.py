@@ -147,7 +147,7 @@ def test_what_cannot_be_written(tokenizer, tmp_path):
         (shifted, tokenizer, "mechanisms"),
         (yarn, tokenizer, "RoPE of the type 'yarn'"),
         (plain, None, "needs a tokenizer"),
-        (plain, byte_tokenizer(), "no tokenizer without merges"),
+        (plain, byte_tokenizer(), "needs a BPE tokenizer"),
         (from_transformers(llama(tokenizer, vocab_size=299)), tokenizer, "has token 300, but the model only 299"),
         (from_transformers(llama(tokenizer, torch.float64)), tokenizer, "no torch.float64 weights"),
     ):

@@ -215,6 +215,11 @@ class Attention(Staged, JoinsLinears):
         """Compute the heads' outputs [B, T, H, d], and the tokens' attention weights if the kernel returns them."""
         if not self.shows_weights:
             return attend_in_groups(self, self.config._attn_implementation, inputs, options)
+        if self.config._attn_implementation != "eager":
+            raise HeadwaterError(
+                "A mechanism of this model reads attention weights, which only the eager kernel has; set "
+                'attn_implementation="eager".'
+            )
         weights_of_keys = weigh_keys(inputs, self.scaling, self.softcap)
         weights = of_tokens(weights_of_keys, inputs)
         context.sources.append(weights)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.config.capabilities import LimitsKernels
-from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels.autotune import get_choices
 from headwater.kernels.fused_attention import FEW, run_fastest_attention
@@ -29,18 +28,9 @@ Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 def supported_kernels(config: HeadwaterConfig) -> tuple[tuple[str, ...] | None, str]:
     """Return the values of `attn_implementation` that support this config (None: all), and what limits them."""
     limits = {
-        f"Mechanism {name!r} with its options": mechanism.list_kernels(options)
+        f"Mechanism {name!r} with its options": _list_kernels(resolve(name), options)
         for name, options in config.mechanisms.items()
-        if isinstance(mechanism := resolve(name), LimitsKernels)
     }
-    limits |= {
-        f"Mechanism {name!r}, which transforms attention weights,": ("eager",)
-        for name in config.mechanisms
-        if not isinstance(mechanism := resolve(name), LimitsKernels)
-        and mechanism.transform_attention_weights is not Mechanism.transform_attention_weights
-    }
-    if any(source.kind == "probabilities" for plan in plan_layers(config) for source in plan.exports):
-        limits["Reading a layer's attention weights"] = ("eager",)
     limits["ALiBi"] = ("sdpa", "eager", "matmul") if config.position == "alibi" else None
     limits["attention_softcap"] = ("eager",) if config.attention_softcap is not None else None
     limited = {reason: kernels for reason, kernels in limits.items() if kernels is not None}
@@ -48,6 +38,14 @@ def supported_kernels(config: HeadwaterConfig) -> tuple[tuple[str, ...] | None, 
         return None, ""
     reason, fewest = min(limited.items(), key=lambda limit: len(limit[1]))
     return tuple(name for name in fewest if all(name in kernels for kernels in limited.values())), reason
+
+
+def _list_kernels(mechanism: type[Mechanism], options: Any) -> tuple[str, ...] | None:
+    """List the kernels that a mechanism supports; None: all."""
+    if isinstance(mechanism, LimitsKernels):
+        return mechanism.list_kernels(options)
+    changes_weights = mechanism.transform_attention_weights is not Mechanism.transform_attention_weights
+    return ("eager",) if changes_weights else None
 
 
 def attend_in_groups(

@@ -4,6 +4,7 @@ import functools
 import inspect
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
@@ -18,7 +19,7 @@ from typer.core import TyperGroup
 
 from headwater.util.errors import HeadwaterError, find_unusable, shown
 from headwater.util.files import check_local
-from headwater_lab.cli.arguments import quiet, warn_untested
+from headwater_lab.cli.arguments import quiet, tell, warn_untested
 
 
 @dataclass(frozen=True)
@@ -256,19 +257,19 @@ def extra_arguments() -> list[str]:
 
 
 def guard_command(command: Any) -> Any:
-    """Make a command, or a group of them, reject repeated options, and values that no command can use.
+    """Make a command, or a group of them, report repeated options, and reject values that no command can use.
 
-    A number that is not finite or beyond 64 bits passes through every range that Typer checks, an empty path is
-    the working directory, and of a repeated option only the last value would be read.
+    A number that is not finite or beyond 64 bits passes through every range that Typer checks, and an empty path is
+    the working directory.
     """
     make_parser = command.make_parser
 
-    def make_strict_parser(context: Any) -> Any:
+    def make_reporting_parser(context: Any) -> Any:
         parser = make_parser(context)
-        parser.parse_args = functools.partial(_parse_once, parser.parse_args)
+        parser.parse_args = functools.partial(_report_repeated, parser.parse_args)
         return parser
 
-    command.make_parser = make_strict_parser
+    command.make_parser = make_reporting_parser
     for parameter in command.params:
         parameter.process_value = functools.partial(_check_value, parameter, parameter.process_value)
     for below in getattr(command, "commands", {}).values():
@@ -276,14 +277,13 @@ def guard_command(command: Any) -> Any:
     return command
 
 
-def _parse_once(parse_args: Callable[[list[str]], Any], args: list[str]) -> Any:
-    """Parse a command line. Raises `HeadwaterError` if it repeats an option that takes one value."""
+def _report_repeated(parse_args: Callable[[list[str]], Any], args: list[str]) -> Any:
+    """Parse a command line, and say which options of one value it repeats: only the last value is read."""
     parsed = parse_args(args)
-    seen: list[Any] = []
-    for parameter in parsed[2]:
-        if parameter in seen and not (parameter.multiple or parameter.is_flag):
-            raise HeadwaterError(f"{max(parameter.opts, key=len)} appears twice; keep only one of them.")
-        seen += [parameter] if parameter.param_type_name == "option" else []
+    counts = Counter(parameter.name for parameter in parsed[2] if parameter.param_type_name == "option")
+    for parameter in dict.fromkeys(parsed[2]):
+        if counts[parameter.name] > 1 and not (parameter.multiple or parameter.is_flag):
+            tell(f"Only the last {max(parameter.opts, key=len)} is read; it appears {counts[parameter.name]} times.")
     return parsed
 
 
