@@ -111,3 +111,19 @@ def test_a_model_of_transformers_continues_as_there(run, tmp_path):
     ids = byte_tokenizer()("The line", return_tensors="pt").input_ids
     expected = llama.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
     assert (code, shown) == (0, byte_tokenizer().decode(expected[0], skip_special_tokens=True) + "\n")
+
+
+def test_an_export_continues_as_the_model_it_was_made_of(run, tmp_path):
+    """It has no history, which would say how its texts begin; its tokenizer does."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=257, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    llama = LlamaForCausalLM(LlamaConfig(**sizes))
+    with torch.no_grad():
+        for parameter in llama.parameters():
+            parameter *= 5  # else the latest token alone decides
+    llama.save_pretrained(tmp_path / "llama")
+    byte_tokenizer().save_pretrained(tmp_path / "llama")
+    assert run("retrofit", tmp_path / "llama", "--out", tmp_path / "ours")[0] == 0
+    assert run("export", tmp_path / "ours", "--out", tmp_path / "exported")[0] == 0
+    prompt = ("The line", "--temperature", 0, "--max-new-tokens", 8)
+    assert run("generate", tmp_path / "exported", *prompt)[:2] == run("generate", tmp_path / "ours", *prompt)[:2]

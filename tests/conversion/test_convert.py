@@ -911,6 +911,12 @@ def test_the_control_is_the_original_trained_on_the_same_rows(written, tmp_path,
     code, printed, said = run(*arguments, "--out", cut, "--resume", "--heal", "900")
     assert code == 2
     assert "with other options" in " ".join(said.split())
+    text_file = next(path for path in sorted((written / "texts").iterdir()) if path.is_file())
+    content = text_file.read_text()
+    text_file.write_text(content + "One more line.\n")
+    code, _, said = run(*arguments, "--out", cut, "--resume")
+    assert (code, "The text has changed since the conversion" in " ".join(said.split())) == (2, True)
+    text_file.write_text(content)
     measured = json.loads((cut / "conversion.json").read_text())
     (cut / "conversion.json").write_text(json.dumps(measured | {"source": "other"}))
     code, _, said = run(*arguments, "--out", cut, "--resume")

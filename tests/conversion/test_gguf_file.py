@@ -156,6 +156,11 @@ def test_what_cannot_be_written(tokenizer, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_another_activation_is_refused(tokenizer, tmp_path):
+    with pytest.raises(HeadwaterError, match="has SiLU, not hidden_act='relu'"):
+        write_gguf(from_transformers(llama(tokenizer, hidden_act="relu")), tmp_path / "relu.gguf", tokenizer)
+
+
 def test_the_command(tokenizer, tmp_path, run):
     llama(tokenizer).save_pretrained(tmp_path / "model")  # of transformers, which need not be retrofitted first
     tokenizer.save_pretrained(tmp_path / "model")

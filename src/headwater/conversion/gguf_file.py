@@ -62,6 +62,10 @@ def write_gguf(model: HeadwaterForCausalLM, file: Path, tokenizer: PreTrainedTok
         raise HeadwaterError(
             f"A GGUF file has no {llama.dtype} weights; convert the model to float32 or bfloat16 first."
         )
+    if llama.config.hidden_act not in ("silu", "swish"):
+        raise HeadwaterError(
+            f"llama.cpp's Llama has SiLU, not hidden_act={llama.config.hidden_act!r}; export a folder."
+        )
     writer = gguf.GGUFWriter(None, "llama")
     _add_sizes(writer, llama.config, file.stem)
     writer.add_file_type(_TYPES[llama.dtype][1])

@@ -49,6 +49,8 @@ from headwater_lab.util.terminal import lined, si
 CONTEXT, ROWS = 512, 8
 # Passes over a text up to which repeated text is about as good as new text (arXiv 2305.16264).
 PASSES = 4
+# What tells whether the text has changed since a conversion was started.
+DATA_FACTS = ("sha256", "train_tokens", "held_out_sha256", "held_out_bytes")
 
 
 @quiet()
@@ -117,7 +119,8 @@ def convert(
         _copy_source(checkpoint, trained)
         if text is None and (warning := warn_changed_data(trained, built)):
             watch.tell(f"{warning} Pass another text with --text.")
-        measures = _measure_original(out, source, price, recipe, trained.model.to(device), built, watch)
+        origin = {"source": source, "data": {name: built.description.get(name) for name in DATA_FACTS}}
+        measures = _measure_original(out, origin, price, recipe, trained.model.to(device), built, watch)
         del trained
         watch.tell("making the smaller model")
         records: list[RunRecord] = []
@@ -130,8 +133,8 @@ def convert(
             if name not in measures:  # else measured before an interruption
                 label = f"measuring the {title}"
                 measures[name] = measure_held_out(label, open_trained(result).model.to(device), built, watch)
-                _write_measures(out, source, price, measures)
-        _report_conversion(out, records[0], price, measures, source, watch)
+                _write_measures(out, origin, price, measures)
+        _report_conversion(out, records[0], price, measures, origin, watch)
     return records[0]
 
 
@@ -217,7 +220,7 @@ def _begin_folders(runs: Sequence[tuple[Recipe, Path]], resume: bool) -> None:
 
 def _measure_original(
     out: Path,
-    source: str,
+    origin: dict[str, Any],
     price: ConversionPrice,
     recipe: Recipe,
     model: HeadwaterForCausalLM,
@@ -226,23 +229,30 @@ def _measure_original(
 ) -> dict[str, dict[str, float]]:
     """Measure the original on all held-out data, and tell how long the rest takes.
 
-    After an interruption, return all that was measured before it. Raises `HeadwaterError` if that is of another model.
+    After an interruption, return all that was measured before it. origin: the source and the facts of its data.
+    Raises `HeadwaterError` if what was measured is of another model or text.
     """
     if (out / CONVERSION).is_file():
         measured = read_object(out / CONVERSION)
-        if measured["source"] != source:
+        if Path(measured["source"]) != Path(origin["source"]):
             raise HeadwaterError(
-                f"{str(out)!r} holds a conversion of {measured['source']!r}, not of {source!r}; choose another --out."
+                f"{str(out)!r} holds a conversion of {measured['source']!r}, not of {origin['source']!r}; choose "
+                "another --out."
+            )
+        if measured["data"] != origin["data"]:
+            raise HeadwaterError(
+                f"The text has changed since the conversion in {str(out)!r} was started; restore it, or choose another "
+                "--out."
             )
         return {name: measured[name] for name in ("before", "after", CONTROL) if name in measured}
     measures = {"before": measure_held_out("measuring the original", model, data, watch)}
-    _write_measures(out, source, price, measures)
+    _write_measures(out, origin, price, measures)
     watch.tell(_write_time(price, recipe, model, data.context))
     return measures
 
 
-def _write_measures(out: Path, source: str, price: ConversionPrice, measures: Mapping[str, Any]) -> None:
-    result = {"source": source, "price": asdict(price), **measures}
+def _write_measures(out: Path, origin: dict[str, Any], price: ConversionPrice, measures: Mapping[str, Any]) -> None:
+    result = {**origin, "price": asdict(price), **measures}
     replace_text(out / CONVERSION, json.dumps(result, indent=1) + "\n")
 
 
@@ -344,13 +354,13 @@ def _report_conversion(
     record: RunRecord,
     priced: ConversionPrice,
     measures: dict[str, dict[str, float]],
-    source: str,
+    origin: dict[str, Any],
     watch: Observer,
 ) -> None:
     """Report what the conversion did, and write it next to the run. measures: of the original "before", the result
     "after", and the "control" if there is one."""
     curve = list_healing(record)
-    _write_measures(target, source, priced, {**measures, "curve": curve})
+    _write_measures(target, origin, priced, {**measures, "curve": curve})
     # The control is the fairer comparison: it has seen the same tokens.
     basis = CONTROL if CONTROL in measures else "before"
     table = lined("", *measures, f"after / {basis}")

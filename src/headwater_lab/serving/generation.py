@@ -41,8 +41,8 @@ IGNORED = {
 def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase, bool]:
     """Load the model and tokenizer of a checkpoint folder, a run's newest checkpoint, or a folder of transformers.
 
-    Also returns whether the model began here, and so knows the token that `continue_prompts` begins documents with.
-    Raises `HeadwaterError`.
+    Also returns whether the model is known to have begun here, so that it knows the token that `continue_prompts`
+    begins documents with. Raises `HeadwaterError`.
     """
     path = newest_checkpoint(path)
     if is_foreign(path):
@@ -62,7 +62,7 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
     _warn_of_ignored(model.generation_config)
     # `continue_prompts` sets the rest.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
-    return model.eval(), tokenizer, not is_from_elsewhere(history)
+    return model.eval(), tokenizer, bool(history) and not is_from_elsewhere(history)
 
 
 def _warn_of_ignored(settings: GenerationConfig) -> None:
