@@ -337,13 +337,17 @@ def test_numbers_hidden_in_a_text_are_asked_for(tmp_path, run, monkeypatch):
     code, printed, said = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", "--context", 512)
     assert code == 0, said
     assert "needle_500" in printed
-    assert "longer than the context" not in printed
+    assert "cuts the beginning" not in printed
     code, printed, _ = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", "--context", 300)
     assert "the context of model cuts the beginning of 6 prompts" in " ".join(printed.split())
     pytest.importorskip("optimum.quanto")
     code, printed, said = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", "--cache-bits", 2)
     assert code == 0, said
     assert "model: at most 6 of 6 rows of tasks were read from a quantized cache" in " ".join(printed.split())
+    short = write(tmp_path / "short" / "texts.jsonl", "".join(f'{{"text": "Text {n}."}}\n' for n in range(5)))
+    code, printed, said = run("evaluate", tmp_path / "model", "--text", short / "texts.jsonl", "--cache-bits", 2)
+    assert code == 0, said
+    assert "model: at most 0 of 5 rows of text were read from a quantized cache" in " ".join(printed.split())
     options = "--task-files", TASKS, "--tasks", "closing", "--cache-bits", 2
     code, printed, said = run("evaluate", tmp_path / "model", *options)
     assert code == 0, said

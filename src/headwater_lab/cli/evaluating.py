@@ -98,11 +98,12 @@ def _print_models(result: EvaluationResult) -> None:
         for name, count in facts.get("cut_prompts", {}).items():
             say(f"{facts['task']}: the context of {name} cuts the beginning of {counted(count, 'prompt')}.")
     for name, facts in result.models.items():
-        if count := facts.get("rows_of_tasks"):
-            say(
-                f"{name}: at most {count['quantized']:,} of {count['read']:,} rows of tasks were read from a quantized "
-                "cache; the others are too short for it."
-            )
+        for kind, count in facts.get("rows", {}).items():
+            if kind == "tasks" or count["quantized"] < count["read"]:
+                say(
+                    f"{name}: at most {count['quantized']:,} of {count['read']:,} rows of {kind} were read from a "
+                    "quantized cache; the others are too short for it."
+                )
         size = f"{facts['parameters']:,} parameters, {facts['dtype']}, vocabulary {facts['vocab_size']:,}"
         say(f"{name}: {facts['family']}, {size}, documents begin with {facts['begins_with']}")
         for label, counts in facts.get("texts", {}).items():

@@ -178,9 +178,12 @@ def _score_model(
         with _count_batches(model, partial(on_texts.on_progress, f"{name}: tasks")):
             for suite in suites:
                 result.add_scores(name, suite.run_tasks(candidate, model, options))
-        if suites and settings["cache_bits"] is not None:
-            facts["rows_of_tasks"] = {"read": count.rows, "quantized": count.quantized}
+        of_tasks = count.rows, count.quantized
         result.add_scores(name, on_texts.score_model(candidate, model, facts))
+        if settings["cache_bits"] is not None:
+            of_texts = count.rows - of_tasks[0], count.quantized - of_tasks[1]
+            read = {"tasks": of_tasks, "text": of_texts}
+            facts["rows"] = {kind: {"read": n, "quantized": small} for kind, (n, small) in read.items() if n}
 
 
 def _check_quantized_cache(bits: CacheBits | None, candidates: Sequence[Candidate], window: int | None) -> None:

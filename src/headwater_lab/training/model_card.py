@@ -115,13 +115,13 @@ def _describe_training(record: RunRecord, trained: Trained) -> str:
     return "\n".join(f"- {line}" for line in lines if line)
 
 
-def _read_conversion(checkpoint: Path) -> dict[str, dict[str, float]]:
-    """Read what a conversion measured of its result (or its control) and of the models beside it, on all held-out data;
-    its runs measure on fewer rows."""
+def _read_conversion(checkpoint: Path) -> tuple[dict[str, dict[str, float]], int]:
+    """Read what a conversion measured of its result (or its control) and of the models beside it, and on how many bytes
+    of text; its runs measure on fewer rows."""
     names = {"after": "this model", "before": "the original", CONTROL: "the original, trained on the same tokens"}
     for folder in checkpoint.parents[1:5]:
         if (folder / CONVERSION).is_file():
-            measures: dict[str, dict[str, float]] = read_object(folder / CONVERSION)
+            measures = read_object(folder / CONVERSION)
             for result, run in (("after", folder), (CONTROL, folder / CONTROL)):
                 if result in measures and run in checkpoint.parents and newest_checkpoint(run) == checkpoint:
                     beside = {
@@ -129,8 +129,8 @@ def _read_conversion(checkpoint: Path) -> dict[str, dict[str, float]]:
                         for name in names
                         if name in measures and name not in (result, "after")
                     }
-                    return {"this model": measures[result]} | beside
-    return {}
+                    return {"this model": measures[result]} | beside, measures["data"]["held_out_bytes"] or 0
+    return {}, 0
 
 
 def _describe_results(record: RunRecord, trained: Trained) -> str:
@@ -140,8 +140,9 @@ def _describe_results(record: RunRecord, trained: Trained) -> str:
     if not points:
         return ""
     at = "" if step is None else f" at step {step:,}"  # the last stage's steps are not the model's
-    if models := _read_conversion(Path(trained.source).resolve()):
-        line = f"Measured{at} on all data that was held out of training."
+    models, size = _read_conversion(Path(trained.source).resolve())
+    if models:
+        line = f"Measured{at} on {f'{size:,} bytes of ' if size else ''}data that was held out of training."
     else:
         models = {"value": points[-1].metrics}
         sizes = {name: record.data.get(f"held_out_{name}") for name in ("documents", "bytes")}
