@@ -95,7 +95,9 @@ def convert(
         choose=choose,
         anneal=anneal and latent_width is None,
     )
-    recipe = _make_recipe(trained, checkpoint, out.resolve().name, text, options, read_count(heal, "heal"), overrides, watch.tell)
+    recipe = _make_recipe(
+        trained, checkpoint, out.resolve().name, text, options, read_count(heal, "heal"), overrides, watch.tell
+    )
     dtype = trained.model.dtype
     element, config = dtype.itemsize, trained.model.config
     price_conversion(recipe, config, element)  # raises before the text is read
