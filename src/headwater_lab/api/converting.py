@@ -121,7 +121,7 @@ def convert(
         _copy_source(checkpoint, trained)
         if text is None and (warning := warn_changed_data(trained, built)):
             watch.tell(f"{warning} Pass another text with --text.")
-        origin = {"source": source, "data": {name: built.description.get(name) for name in DATA_FACTS}}
+        origin = {"source": source, "data": _list_data_facts(built)}
         measures = _measure_original(out, origin, price, recipe, trained.model.to(device), built, watch)
         del trained
         watch.tell("making the smaller model")
@@ -218,6 +218,10 @@ def _begin_folders(runs: Sequence[tuple[Recipe, Path]], resume: bool) -> None:
             )
         mark_folder(folder)
         write_recipe(recipe, folder)
+
+
+def _list_data_facts(data: Data) -> dict[str, Any]:
+    return {name: data.description.get(name) for name in DATA_FACTS}
 
 
 def _measure_original(

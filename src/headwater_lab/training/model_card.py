@@ -115,7 +115,7 @@ def _describe_training(record: RunRecord, trained: Trained) -> str:
     return "\n".join(f"- {line}" for line in lines if line)
 
 
-def _read_conversion(checkpoint: Path) -> tuple[dict[str, dict[str, float]], int]:
+def _read_conversion(checkpoint: Path) -> tuple[dict[str, dict[str, float]], str]:
     """Read what a conversion measured of its result (or its control) and of the models beside it, and on how many bytes
     of text; its runs measure on fewer rows."""
     names = {"after": "this model", "before": "the original", CONTROL: "the original, trained on the same tokens"}
@@ -129,8 +129,12 @@ def _read_conversion(checkpoint: Path) -> tuple[dict[str, dict[str, float]], int
                         for name in names
                         if name in measures and name not in (result, "after")
                     }
-                    return {"this model": measures[result]} | beside, measures["data"]["held_out_bytes"] or 0
-    return {}, 0
+                    return {"this model": measures[result]} | beside, _write_size(measures["data"]["held_out_bytes"])
+    return {}, ""
+
+
+def _write_size(size: int | None) -> str:
+    return f"{size:,} bytes of " if size else ""
 
 
 def _describe_results(record: RunRecord, trained: Trained) -> str:
@@ -142,7 +146,7 @@ def _describe_results(record: RunRecord, trained: Trained) -> str:
     at = "" if step is None else f" at step {step:,}"  # the last stage's steps are not the model's
     models, size = _read_conversion(Path(trained.source).resolve())
     if models:
-        line = f"Measured{at} on {f'{size:,} bytes of ' if size else ''}data that was held out of training."
+        line = f"Measured{at} on {size}data that was held out of training."
     else:
         models = {"value": points[-1].metrics}
         sizes = {name: record.data.get(f"held_out_{name}") for name in ("documents", "bytes")}
