@@ -126,6 +126,16 @@ def test_arms_of_a_seed_read_the_same_rows(packed):
     assert problem == f"{lines[-1]['run']}: it did not read the same rows as the other runs of its seed."
 
 
+def test_tasks_of_other_settings_need_not_have_the_same_rows(packed):
+    lines = deepcopy(packed)
+    other = lines[0] | {"run": "other/run"}
+    other["record"] = deepcopy(other["record"]) | {"data_order": "0" * 64}
+    other["record"]["recipe"]["data"]["length"] += 1
+    problems = find_problems(parse_lines([*lines, other]))
+    assert problems
+    assert not any("the same rows" in problem for problem in problems)
+
+
 def test_bits_per_byte_follow_from_the_loss(packed):
     lines = deepcopy(packed)
     for number, line in enumerate(lines):

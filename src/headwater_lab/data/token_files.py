@@ -208,6 +208,7 @@ class TokenStream:
         self.empty = self.none = 0
         self.skipped: list[str] = []
         self.border = encoder.separator if source.border is None else source.border
+        self.special = encoder.tokenizer.all_special_ids
         _, self.reader = FORMATS[source.tokens]
         aside = {file.resolve() for file in held_out}
         train = {file: name for file, name in files.items() if file.resolve() not in aside}
@@ -235,7 +236,7 @@ class TokenStream:
                         self._check_tokenizer(restored)
                 text = self._decode_ids(ids)
                 key = hashlib.sha256(ids.tobytes()).hexdigest()
-                special = int(np.isin(ids, self.encoder.tokenizer.all_special_ids).sum())
+                special = int(np.isin(ids, self.special).sum())
                 yield Document(f"{name}#{index}", text, key, ids=ids, special=special, is_held_out=is_held_out)
         self._check_tokenizer(restored)
 
@@ -280,7 +281,7 @@ class TokenStream:
         """Whether the tokenizer makes these ids of their own text, special tokens aside."""
         if self.encoder.is_bytes and (file.parent / "meta.pkl").exists():  # characters' numbers also are bytes
             return False
-        ids = ids[~np.isin(ids, self.encoder.tokenizer.all_special_ids)][:TRIED_TOKENS]
+        ids = ids[~np.isin(ids, self.special)][:TRIED_TOKENS]
         again = self.encoder([self._decode_ids(ids)])[0]
         half = -(-len(ids) // 2)  # the end may be cut within a word
         return len(ids) > 0 and np.array_equal(again[:half], ids[:half])

@@ -85,15 +85,11 @@ def find_problems(runs: Sequence[KeptRun]) -> list[str]:
     """List what is wrong with the runs of a file, in sentences: of each run, then of runs together."""
     problems = [f"{line.run}: {problem}" for line in runs for problem in _check_record(line.record, line.by)]
     curves: dict[str, KeptRun] = {}
-    orders: dict[tuple[Any, ...], str] = {}
+    orders: dict[Any, str] = {}
     ratios: dict[tuple[str, str], float] = {}
     for line in runs:
         problems += [f"{line.run}: {problem}" for problem in _check_bits(line.record, ratios)]
-        data = line.record.data_hashes, line.record.recipe["data"].get("context"), line.record.tokens, line.record.seed
-        if (
-            orders.setdefault((*data, line.record.recipe["training"]["batch_size"]), line.record.data_order)
-            != line.record.data_order
-        ):
+        if orders.setdefault(_identify_rows(line.record), line.record.data_order) != line.record.data_order:
             problems.append(f"{line.run}: it did not read the same rows as the other runs of its seed.")
         # Two seeds never give the same losses, so one was copied from the other.
         points = repr([(point.step, point.loss) for point in line.record.curve])
@@ -101,6 +97,12 @@ def find_problems(runs: Sequence[KeptRun]) -> list[str]:
         if line.record.curve and earlier.record.identity != line.record.identity:
             problems.append(f"{line.run}: its curve is that of {earlier.run}.")
     return problems
+
+
+def _identify_rows(record: RunRecord) -> Any:
+    """What the rows that a run reads, and their order, follow from."""
+    settings = repr(record.recipe["data"]), record.recipe["training"]["batch_size"]
+    return *settings, record.data_hashes, record.tokens, record.seed
 
 
 def _check_bits(record: RunRecord, ratios: dict[tuple[str, str], float]) -> Iterator[str]:
@@ -148,7 +150,9 @@ def _check_recipe(record: RunRecord, recipe: Recipe) -> Iterator[str]:
     elif recipe.seed != record.seed:
         yield f"its seed is {record.seed}, but its recipe's is {recipe.seed}."
     sources = record.recipe["data"].get("source")
-    for source in sources if isinstance(sources, dict | list) else [sources]:
+    if isinstance(sources, dict):
+        sources = [*sources.values()]
+    for source in sources if isinstance(sources, list) else [sources]:
         if isinstance(source, str) and Path(source).is_absolute():
             yield "its data.source is a path of a machine; name it from the working directory."
     if isinstance(recipe.data, LanguageSettings):
