@@ -594,6 +594,18 @@ def test_what_nobody_says_how_to_start_is_refused(convolved):
         HeadwaterForCausalLM(config({"convolved": {"silent": True}}))
 
 
+def test_a_buffer_that_loading_would_leave_undefined_is_refused(convolved, monkeypatch):
+    initialize = Convolved.__init__
+
+    def with_positions(self, *args):
+        initialize(self, *args)
+        self.register_buffer("positions", torch.arange(4), persistent=False)
+
+    monkeypatch.setattr(Convolved, "__init__", with_positions)
+    with pytest.raises(HeadwaterError, match="buffer 'positions' of Convolved"):
+        HeadwaterForCausalLM(config(convolved))
+
+
 def test_groups_are_what_the_mechanism_and_the_shapes_say(convolved):
     model = HeadwaterForCausalLM(config(convolved))
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 
 from conftest import assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
@@ -12,6 +12,7 @@ from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.cost import counts as cost
 from headwater.mechanisms import NGramMemory, NGramTable
+from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.mechanisms.ngram_memory import draw_multipliers, list_primes
 from headwater.models.cache import HeadwaterLayer, HeadwaterStaticLayer, cache_bytes
 from headwater.testing.small_models import decode, document_positions
@@ -178,3 +179,25 @@ def test_it_acts_where_a_layer_has_values_of_its_own():
     assert [plan.at(Stage.QKV) for plan in plan_layers(both)] == [("ngram_memory",)] * 2 + [()]
     with pytest.raises(HeadwaterError, match="layer 2 has none"):
         config({"ngram_memory": {"target": "values", "layers": [0, 2]}, "svformer": {"layers": [2]}})
+
+
+class Foreign(PreTrainedModel):
+    """Somebody else's model with headwater's table in it."""
+
+    config_class = PreTrainedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.ngrams = NGramTable(50, numbers=4)
+        self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, KeepsPrecision):
+            module.restore_constants()
+
+
+def test_a_table_in_another_model_keeps_its_hash(tmp_path):
+    model, ids = Foreign(PreTrainedConfig()), torch.arange(18).view(2, 9)
+    model.save_pretrained(tmp_path)
+    loaded = Foreign.from_pretrained(tmp_path)
+    assert torch.equal(loaded.ngrams(ids), model.ngrams(ids))

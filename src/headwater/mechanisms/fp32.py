@@ -29,6 +29,16 @@ class KeepsPrecision(nn.Module):
         """The initial values of the module's buffers, by name, since loading a checkpoint creates buffers empty."""
         return {}
 
+    @torch.no_grad()
+    def restore_constants(self) -> None:
+        """Give the buffers their values. headwater's models do this; call it in the `_init_weights` of your own
+        `PreTrainedModel`, whose `from_pretrained` leaves buffers that are not in the checkpoint undefined.
+        """
+        for name, value in self.constants().items():
+            buffer = self.get_buffer(name)
+            if not getattr(buffer, "_is_hf_initialized", False):  # transformers' mark of what it has loaded
+                buffer.copy_(value)
+
 
 def fp32_parameter(*shape: int) -> nn.Parameter:
     """Make an uninitialized parameter in fp32 (in fp64 models, fp64), whatever precision the model is built in.

@@ -86,7 +86,8 @@ class NGramTable(KeepsPrecision, Mechanism):
         seed: of the multipliers. table_index: the table's number among the model's, from 0: each has other multipliers
             and primes. zero: the table starts at zero.
 
-    Parameters: `table.weight` [Σ p_nj, numbers], order after order, and in each head after head.
+    Parameters: `table.weight` [Σ p_nj, numbers], order after order, and in each head after head. In a
+    `PreTrainedModel` of your own, call `restore_constants()` in `_init_weights`.
 
         >>> import torch
         >>> from headwater.mechanisms import NGramTable

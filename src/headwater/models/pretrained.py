@@ -226,15 +226,24 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize each parameter."""
+        """Initialize each parameter, and each buffer that `KeepsPrecision.constants` names.
+
+        Raises `HeadwaterError` for another buffer that checkpoints leave out: loading would leave it undefined.
+        """
         for name, parameter in module.named_parameters(recurse=False):
             value = self.initial_value(module, name)
             if isinstance(parameter, DTensor):  # each process draws the whole tensor and keeps its shard
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
             init.copy_(parameter, value)
+        lost = set(module._non_persistent_buffers_set)
         if isinstance(module, KeepsPrecision):
-            for name, value in module.constants().items():
-                init.copy_(module.get_buffer(name), value)
+            module.restore_constants()
+            lost -= module.constants().keys()
+        if lost:
+            raise HeadwaterError(
+                f"Loading a checkpoint would leave the buffer {min(lost)!r} of {type(module).__name__} undefined; "
+                "register it with persistent=True, or derive from KeepsPrecision and return its value from constants()."
+            )
 
     def initial_value(self, module: nn.Module, name: str) -> Tensor:
         """Return the initial value of `module`'s parameter `name`, from initializer_seed and its full name.

@@ -180,8 +180,7 @@ def draw_weights(model: M, device: torch.device) -> M:
             parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
         for module in model.modules():
             if isinstance(module, KeepsPrecision):
-                for name, value in module.constants().items():
-                    module.get_buffer(name).copy_(value)
+                module.restore_constants()
     return model
 
 

@@ -163,8 +163,7 @@ class TitanModel(BaseModel):
             parameter.copy_(value)
         for module in self.modules():
             if isinstance(module, KeepsPrecision):
-                for name, value in module.constants().items():
-                    module.get_buffer(name).copy_(value)
+                module.restore_constants()
         if self.after_init is not None:
             self.after_init(self)
 
