@@ -395,6 +395,15 @@ def test_tokens_under_other_ids_are_no_addition(model_of_words, tmp_path):
             assert begun(tmp_path / "other").config.vocab_size == 32
 
 
+def test_a_teacher_whose_ids_mean_other_tokens_is_refused(recipe, tmp_path):
+    made = recipe(training={"distillation": {"teacher": str(tmp_path / "teacher")}, "loss_chunk_tokens": None})
+    config = made.config_for(made.data.build())
+    words = word_tokenizer(tmp_path / "words", config.vocab_size)
+    write_model(tmp_path / "teacher", HeadwaterForCausalLM(config), words, [])
+    with pytest.raises(HeadwaterError, match=r"is not the one .*teacher' was trained with"):
+        train(made, tmp_path / "run")
+
+
 def test_a_model_from_elsewhere_keeps_how_it_begins_and_ends_texts(recipe, tmp_path, capsys):
     """Stop tokens may stand only in generation_config.json; texts begin with its tokenizer's begin-of-text token."""
     tokenizer = byte_tokenizer()

@@ -402,15 +402,16 @@ class Hooks:
 
 
 class Teacher:
-    """The model that a run learns from. Raises `HeadwaterError` if it cannot be read, or predicts other tokens."""
+    """The model that a run learns from. Raises `HeadwaterError` if it cannot be read, or has other tokens."""
 
-    def __init__(self, recipe: Recipe, config: HeadwaterConfig, context: int, device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, config: HeadwaterConfig, data: Data, device: torch.device) -> None:
         settings = recipe.training.distillation
         assert settings is not None
         self.settings: Distillation = settings
         source = settings.teacher or (recipe.start.checkpoint if recipe.start is not None else None)
         assert source is not None
-        model = open_source(str(Path(source))).model
+        teacher = open_source(str(Path(source)))
+        model = teacher.model
         if is_of_images(model.config) or model.config.vocab_size != config.vocab_size:
             kind = "is an image model"
             if not is_of_images(model.config):
@@ -419,10 +420,11 @@ class Teacher:
                 f"training.distillation: the teacher {source!r} {kind}, and the model one of {config.vocab_size}; use "
                 "a teacher with the same vocabulary."
             )
-        _check_positions(f"teacher {source!r}", model.config, context)
         assert isinstance(model, HeadwaterForCausalLM)
+        check_tokenizer(source, model.config, teacher.tokenizer, data)
+        _check_positions(f"teacher {source!r}", model.config, data.context)
         self.model = recipe.training.precision.cast_activations(model.to(device)).eval().requires_grad_(False)
-        self.flops = sum(forward_flops(model.config, context).values())
+        self.flops = sum(forward_flops(model.config, data.context).values())
 
     def add_loss(self, loss: Tensor, logits: Tensor, batch: Batch, count: Tensor) -> Tensor:
         """Return the loss to minimize, over `count` tokens. loss: the loss without a teacher; logits: of the batch."""
@@ -505,7 +507,7 @@ class Setup:
         self.running = {name: torch.zeros(1, dtype=torch.float64) for name in ("loss", "steps")}
         with fail_together(fabric):
             teaches = training.distillation is not None
-            self.teacher = Teacher(recipe, config, data.context, fabric.device) if teaches else None
+            self.teacher = Teacher(recipe, config, data, fabric.device) if teaches else None
         with fail_together(fabric):
             self.average = self.load_weights(checkpoint)
         self.hooks = Hooks(self.model, recipe, self.beginning, None if checkpoint is None else self.progress.kept)
