@@ -912,11 +912,13 @@ def test_the_control_is_the_original_trained_on_the_same_rows(written, tmp_path,
     assert code == 2
     assert "with other options" in " ".join(said.split())
     text_file = next(path for path in sorted((written / "texts").iterdir()) if path.is_file())
-    content = text_file.read_text()
-    text_file.write_text(content + "One more line.\n")
-    code, _, said = run(*arguments, "--out", cut, "--resume")
-    assert (code, "The text has changed since the conversion" in " ".join(said.split())) == (2, True)
-    text_file.write_text(content)
+    weights_file = tmp_path / "llama" / "model.safetensors"
+    for file, what in ((text_file, "The text has"), (weights_file, f"{str(tmp_path / 'llama')!r} has")):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        code, _, said = run(*arguments, "--out", cut, "--resume")
+        assert (code, f"{what} changed since the conversion" in " ".join(said.split())) == (2, True)
+        file.write_bytes(content)
     measured = json.loads((cut / "conversion.json").read_text())
     (cut / "conversion.json").write_text(json.dumps(measured | {"source": "other"}))
     code, _, said = run(*arguments, "--out", cut, "--resume")

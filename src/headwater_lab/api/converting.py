@@ -15,7 +15,7 @@ from headwater.cost.counts import forward_flops
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.load import read_config, read_object
 from headwater.util.errors import HeadwaterError
-from headwater.util.files import check_free, replace_text
+from headwater.util.files import check_free, replace_text, sha256_of
 from headwater_lab.api.common import explain_plain, measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.api.training import watch_training
@@ -49,7 +49,8 @@ from headwater_lab.util.terminal import lined, si
 CONTEXT, ROWS = 512, 8
 # Passes over a text up to which repeated text is about as good as new text (arXiv 2305.16264).
 PASSES = 4
-# What tells whether the text has changed since a conversion was started.
+# What tells whether the model or the text has changed since a conversion was started.
+MODEL_FILES = (".json", ".safetensors", ".bin")
 DATA_FACTS = ("sha256", "train_tokens", "held_out_sha256", "held_out_bytes")
 
 
@@ -121,7 +122,8 @@ def convert(
         _copy_source(checkpoint, trained)
         if text is None and (warning := warn_changed_data(trained, built)):
             watch.tell(f"{warning} Pass another text with --text.")
-        origin = {"source": source, "data": _list_data_facts(built)}
+        files = {file.name: sha256_of(file) for file in sorted(checkpoint.iterdir()) if file.suffix in MODEL_FILES}
+        origin = {"source": source, "files": files, "data": _list_data_facts(built)}
         measures = _measure_original(out, origin, price, recipe, trained.model.to(device), built, watch)
         del trained
         watch.tell("making the smaller model")
@@ -235,7 +237,7 @@ def _measure_original(
 ) -> dict[str, dict[str, float]]:
     """Measure the original on all held-out data, and tell how long the rest takes.
 
-    After an interruption, return all that was measured before it. origin: the source and the facts of its data.
+    After an interruption, return all that was measured before it. origin: the source, and the facts of its files and data.
     Raises `HeadwaterError` if what was measured is of another model or text.
     """
     if (out / CONVERSION).is_file():
@@ -245,11 +247,12 @@ def _measure_original(
                 f"{str(out)!r} holds a conversion of {measured['source']!r}, not of {origin['source']!r}; choose "
                 "another --out."
             )
-        if measured["data"] != origin["data"]:
-            raise HeadwaterError(
-                f"The text has changed since the conversion in {str(out)!r} was started; restore it, or choose another "
-                "--out."
-            )
+        for field, what in (("files", f"{origin['source']!r} has"), ("data", "The text has")):
+            if measured[field] != origin[field]:
+                raise HeadwaterError(
+                    f"{what} changed since the conversion in {str(out)!r} was started; restore it, or choose another "
+                    "--out."
+                )
         return {name: measured[name] for name in ("before", "after", CONTROL) if name in measured}
     measures = {"before": measure_held_out("measuring the original", model, data, watch)}
     _write_measures(out, origin, price, measures)
