@@ -205,12 +205,19 @@ def test_a_link_out_of_a_models_folder_is_not_followed(here, private):
     trust_names([str(private)])
     check_regular(here / "model")
     forget()
+    (here / "model" / "chat_template.jinja").unlink()
+    (here / "model" / "additional_chat_templates").mkdir()
+    (here / "model" / "additional_chat_templates" / "tool_use.jinja").symlink_to(private / "1.txt")
+    with pytest.raises(NotTrusted, match=r"tool_use.jinja' is a link"):
+        check_regular(here / "model")
     cached, blobs = here / "models--a" / "snapshots" / "1", here / "models--a" / "blobs"
     cached.mkdir(parents=True)
     blobs.mkdir()
     (blobs / "ab").write_text("{}")
     (cached / "config.json").symlink_to("../../blobs/ab")
     (cached / "tokenizer.json").symlink_to("config.json")
+    (cached / "additional_chat_templates").mkdir()
+    (cached / "additional_chat_templates" / "tool_use.jinja").symlink_to("../../../blobs/ab")
     check_regular(cached)
 
 

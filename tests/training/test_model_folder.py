@@ -10,6 +10,7 @@ from trials import train_until
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
+from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.training.checkpoints import find_damage, list_checkpoints, load_model, newest_checkpoint
 from headwater_lab.training.loop import train
 from headwater_lab.training.saving import how_to_load, publish_model, write_model
@@ -32,6 +33,14 @@ def test_a_run_is_loaded_by_its_name_also_where_it_was_moved(recipe, finished, t
         assert AutoTokenizer.from_pretrained(folder)("a").input_ids
     assert "training.safetensors" not in {path.name for path in (tmp_path / "run").iterdir()}
     assert f"AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}"[:-1] in how_to_load(tmp_path / "run")
+
+
+def test_several_chat_templates_are_written(model, tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "tools: {{ messages }}"}
+    write_model(tmp_path / "model", model, tokenizer, [])
+    assert find_damage(tmp_path / "model") is None
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == tokenizer.chat_template
 
 
 def test_it_follows_the_newest_checkpoint_and_takes_no_space(recipe, tmp_path):

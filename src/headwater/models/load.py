@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
@@ -45,7 +46,7 @@ _COMPOSITE = ("decoder", "generator", "text_config", "text_encoder", "attn_imple
 _LONGEST = 200
 _MOST_LABELS = 10**6
 # Names of files that some library reads as part of a model or tokenizer.
-OPENED = re.compile(r".*\.(safetensors|json|bin|pth?|ckpt|model|jinja|py)|vocab\.txt|merges\.txt|chat_templates")
+OPENED = re.compile(r".*\.(safetensors|json|bin|pth?|ckpt|model|jinja|py)|vocab\.txt|merges\.txt|" + CHAT_TEMPLATE_DIR)
 
 
 @contextmanager
@@ -92,7 +93,7 @@ def check_regular(folder: Path) -> None:
     """
     with reading(repr(str(folder))):
         paths = sorted(path for path in folder.iterdir() if OPENED.fullmatch(path.name))
-        paths += sorted((folder / "chat_templates").glob("*.jinja"))
+        paths += sorted((folder / CHAT_TEMPLATE_DIR).glob("*.jinja"))
         for path in paths:
             if not path.is_file() and not path.is_dir():
                 raise HeadwaterError(f"{str(path)!r} is not a file; use an intact checkpoint.")

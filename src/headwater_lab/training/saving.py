@@ -96,7 +96,9 @@ def write_files(
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)
     if preparer is not None:
-        preparer.save_pretrained(folder)
+        # Several chat templates in one file instead of in a folder of their own: checkpoints have no folders.
+        several = isinstance(getattr(preparer, "chat_template", None), dict)
+        preparer.save_pretrained(folder, **({"save_jinja_files": False} if several else {}))
     if state:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / TENSORS)
     (folder / HISTORY).write_text(json.dumps([event.model_dump() for event in history], indent=1))
