@@ -1034,6 +1034,16 @@ def test_a_teacher_in_another_precision_does_not_change_the_cache(written, tmp_p
     assert teachers[1] == pytest.approx(2 * teachers[0], rel=0.05)
 
 
+def test_what_was_measured_stays_after_an_interruption(written, tmp_path, run, monkeypatch):
+    def interrupt(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headwater_lab.api.converting.train_stages", interrupt)
+    command = ["convert", written / "llama", "--num-key-value-heads", "1", "--heal", "4k", "data.context=16"]
+    assert run(*command, "--text", written / "texts", "--out", tmp_path / "out")[0] == 130
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["before"]
+
+
 def test_another_tokenizer_is_refused_before_anything_is_measured(written, tmp_path, run):
     """Of as many tokens, so that only they show it."""
     train_tokenizer(["some other words " * 20], 257).save_pretrained(tmp_path / "other")

@@ -42,7 +42,7 @@ from headwater_lab.training.stages import (
 from headwater_lab.training.start import MAY_DIFFER, check_tokenizer
 from headwater_lab.training.trained_models import Trained, data_settings, open_source, open_trained, warn_changed_data
 from headwater_lab.util.machine import usable_device
-from headwater_lab.util.output_folder import occupy_folder
+from headwater_lab.util.output_folder import keep_contents, occupy_folder
 from headwater_lab.util.terminal import lined, si
 
 # Tokens in a row, if the model has positions for as many, and rows in a step.
@@ -125,6 +125,7 @@ def convert(
         files = {file.name: sha256_of(file) for file in sorted(checkpoint.iterdir()) if file.suffix in MODEL_FILES}
         origin = {"source": source, "files": files, "data": _list_data_facts(built)}
         measures = _measure_original(out, origin, price, recipe, trained.model.to(device), built, watch)
+        keep_contents(out)  # an interrupted conversion continues from here
         del trained
         watch.tell("making the smaller model")
         records: list[RunRecord] = []
@@ -237,7 +238,7 @@ def _measure_original(
 ) -> dict[str, dict[str, float]]:
     """Measure the original on all held-out data, and tell how long the rest takes.
 
-    After an interruption, return all that was measured before it. origin: the source, and the facts of its files and data.
+    After an interruption, return all that was measured before it. origin: the source, its files, and facts of the data.
     Raises `HeadwaterError` if what was measured is of another model or text.
     """
     if (out / CONVERSION).is_file():
