@@ -17,8 +17,9 @@ from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.api.common import explain_plain, measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
-from headwater_lab.recipe.messages import describe_unknown_field
-from headwater_lab.recipe.start_section import Change, Growth, changed_config
+from headwater_lab.data.base import DataSettings
+from headwater_lab.recipe.messages import list_problems
+from headwater_lab.recipe.start_section import Change, changed_config
 from headwater_lab.training.model_changes import change_model, measure_change
 from headwater_lab.training.records import Event
 from headwater_lab.training.saving import how_to_load, write_model
@@ -61,14 +62,7 @@ def grow(
     try:
         change = Change.model_validate({"grow": pairs | arguments})
     except ValidationError as error:
-        detail = error.errors()[0]
-        if detail["type"] == "value_error":
-            raise HeadwaterError(str(detail["ctx"]["error"])) from error
-        if detail["type"] == "extra_forbidden":
-            name = str(detail["loc"][-1])
-            raise HeadwaterError(describe_unknown_field(name, "grow", Growth.model_fields, {})) from error
-        message = f"{detail['msg'][0].lower()}{detail['msg'][1:]}, not {shown(detail['input'])}."
-        raise HeadwaterError(f"{'.'.join(map(str, detail['loc'][1:]))}: {message}") from error
+        raise HeadwaterError(next(list_problems(error, Change, DataSettings, {}))) from error
     try:
         trained = _open_model("grow", model, with_state=out is not None)
     except HeadwaterError as error:

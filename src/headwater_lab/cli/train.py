@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.arguments import say, stdout, tell, tell_model
@@ -59,46 +58,7 @@ def train_recipe(
         )
     if is_first():
         _print_record(run.record)
-        if line := explain_loss(run.record, run.model_folder):
-            tell(line)
         tell_model(run.folder, run.model_folder)
-
-
-def explain_loss(record: RunRecord, model_folder: Path) -> str | None:
-    """Explain the unit and the text of a run's held-out loss beside nanoGPT's; None if its data are not like those."""
-    data, metrics = record.recipe["data"], record.held_out[-1].metrics
-    if data["kind"] not in ("text", "prepared") or record.domains or not metrics["bits_per_byte"]:
-        return None
-    if not _is_like_nanogpt(data, model_folder):
-        return None
-    size = metrics["loss"] / metrics["bits_per_byte"] / math.log(2)
-    text = (
-        f"{data['held_out']:.0%} of the documents, chosen by hash"
-        if "held_out" in data
-        else "the folder's held-out documents"
-    )
-    return (
-        f"The loss is in nats per token, of {size:.2f} bytes on average, over {text}. nanoGPT's is per character or "
-        "GPT-2 token, over the last 10% of the text, its val.bin. Compare losses only if both are the same. "
-        "Bits per byte allow for the size of tokens."
-    )
-
-
-def _is_like_nanogpt(data: dict[str, Any], model_folder: Path) -> bool:
-    """Whether text has characters for tokens, or was prepared from nanoGPT's token files."""
-    from headwater_lab.data.reading import local_path
-    from headwater_lab.data.shards import read_manifest
-    from headwater_lab.data.tokenizer import UNKNOWN
-    from headwater_lab.data.tokenizer_files import find_tokenizer
-    from headwater_lab.training.checkpoints import newest_checkpoint
-
-    tokenizer = find_tokenizer(newest_checkpoint(model_folder))
-    if tokenizer is not None and tokenizer.unk_token == UNKNOWN:
-        return True
-    names = [data["source"]] if isinstance(data["source"], str) else data["source"]
-    return data["kind"] == "prepared" and any(
-        read_manifest(local_path(name)).settings.get("tokens") == "nanogpt" for name in names
-    )
 
 
 def _print_record(record: RunRecord) -> None:
