@@ -9,7 +9,7 @@ CONSTRAINTS ?= $(CURDIR)/tests/constraints.txt
 # The tests start many processes, and each would compile every module where Python may not write what it compiled.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX=$(abspath $(VENV))/pycache $(BIN)/python -m pytest
 
-.PHONY: demo test test-all test-floor test-newest test-vision test-transformers test-vllm test-titan soak-vllm mutations lint types check docs wheel clean
+.PHONY: demo test test-all test-floor test-newest test-vision test-transformers test-vllm test-titan soak-vllm mutations lint types check results docs wheel clean
 
 demo: $(VENV)/.installed-compare
 	$(BIN)/headwater compare recipes/demo/induction.yaml recipes/demo/language.yaml --out runs/demo
@@ -83,6 +83,10 @@ types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 check: lint types test
+
+# Write docs/results.md from results/summary.md and the stored runs.
+results: $(VENV)/.installed-dev
+	PYTHONPATH=docs/build $(BIN)/python -m result_pages.placeholders
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -1,6 +1,6 @@
-"""Figures in the text of docs/results.md.
+"""Write docs/results.md: the text of results/summary.md, with its figures (`make results`).
 
-A figure is a placeholder that the build fills:
+A figure is a placeholder there:
 
     {{ claim | TABLE | NUMBER }}                    a claim's difference with its interval
     {{ gpu-claim | TABLE | NUMBER }}                the same at the scale of a GPU
@@ -22,9 +22,10 @@ import re
 from collections.abc import Callable
 
 from . import benchmark_pages
-from .judging import MEASURED, judge_everything
+from .judging import MEASURED, ROOT, judge_everything
 from .page_tables import write_value
 
+SUMMARY, PAGE = ROOT / "results" / "summary.md", ROOT / "docs" / "results.md"
 PLACEHOLDER = re.compile(r"\{\{ *(.*?) *\}\}", re.DOTALL)
 
 
@@ -141,3 +142,6 @@ FILLERS: dict[str, Callable[..., str]] = {
     "minutes": fill_minutes,
     "count": fill_count,
 }
+
+if __name__ == "__main__":
+    PAGE.write_text(fill_placeholders(SUMMARY.read_text()))
