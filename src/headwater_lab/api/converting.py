@@ -122,8 +122,7 @@ def convert(
         _copy_source(checkpoint, trained)
         if text is None and (warning := warn_changed_data(trained, built)):
             watch.tell(f"{warning} Pass another text with --text.")
-        files = {file.name: sha256_of(file) for file in sorted(checkpoint.iterdir()) if file.suffix in MODEL_FILES}
-        origin = {"source": source, "files": files, "data": _list_data_facts(built)}
+        origin = _describe_origin(source, checkpoint, built)
         measures = _measure_original(out, origin, price, recipe, trained.model.to(device), built, watch)
         keep_contents(out)  # an interrupted conversion continues from here
         del trained
@@ -223,8 +222,10 @@ def _begin_folders(runs: Sequence[tuple[Recipe, Path]], resume: bool) -> None:
         write_recipe(recipe, folder)
 
 
-def _list_data_facts(data: Data) -> dict[str, Any]:
-    return {name: data.description.get(name) for name in DATA_FACTS}
+def _describe_origin(source: str, checkpoint: Path, data: Data) -> dict[str, Any]:
+    """Describe what must not change until a conversion ends: the source, its files, and facts of the data."""
+    files = {file.name: sha256_of(file) for file in sorted(checkpoint.iterdir()) if file.suffix in MODEL_FILES}
+    return {"source": source, "files": files, "data": {name: data.description.get(name) for name in DATA_FACTS}}
 
 
 def _measure_original(
@@ -238,7 +239,7 @@ def _measure_original(
 ) -> dict[str, dict[str, float]]:
     """Measure the original on all held-out data, and tell how long the rest takes.
 
-    After an interruption, return all that was measured before it. origin: the source, its files, and facts of the data.
+    After an interruption, return all that was measured before it. origin: as `_describe_origin` returns it.
     Raises `HeadwaterError` if what was measured is of another model or text.
     """
     if (out / CONVERSION).is_file():
