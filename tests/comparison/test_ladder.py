@@ -14,13 +14,13 @@ from headwater.util.errors import HeadwaterError
 from headwater_lab.api.comparing import _report_overruled
 from headwater_lab.api.training import _find_trial as find_recipe
 from headwater_lab.comparison.running import run_comparison
-from headwater_lab.comparison.scaling import Estimate, fit_scaling
+from headwater_lab.comparison.scaling import fit_scaling
 from headwater_lab.comparison.trials import choose_rate, list_trials, list_tuning_trials
 from headwater_lab.comparison.tuning import find_score, find_tuned_rate
 from headwater_lab.optimization.laws import LAWS, READ_FIELDS, Hyperparameters
 from headwater_lab.papers.kept import _find_trial
 from headwater_lab.recipe.recipe import parse
-from headwater_lab.reports.page import _judge_speedup, write_report
+from headwater_lab.reports.page import write_report
 from headwater_lab.training.records import list_records, read_record
 
 SHARED = {"model": {"mechanisms": {"svformer": {}}}}
@@ -279,13 +279,6 @@ def test_the_report_of_a_ladder_has_laws_projections_and_speedups(tmp_path, monk
         loss, flops, speed = average("shift", row["size"])
         needed = base_flops * ((base - 1.6) / (loss - 1.6)) ** (1 / 0.0941)
         assert float(row["speedup"]) == pytest.approx((needed / base_speed) / (flops / speed))
-
-
-@pytest.mark.parametrize(
-    ("interval", "judged"), [((1.1, 2.0), "better"), ((0.5, 0.9), "worse"), ((0.9, 1.1), ""), (None, "")]
-)
-def test_a_speedup_is_better_where_its_interval_is_above_one(interval, judged):
-    assert _judge_speedup(Estimate(1.0, interval)) == judged
 
 
 def test_no_law_in_parameters_is_fitted_to_several_budgets():

@@ -129,19 +129,26 @@ def test_a_baseline_that_does_not_fall_equals_nothing():
 
 
 def test_what_is_missing_is_left_out():
-    losses = {arm: lambda n, _: law(n, 1.5, 40.0, 0.3) for arm in ("base", "whole", "lacks", "broken")}
+    losses = {arm: lambda n, _: law(n, 1.5, 40.0, 0.3) for arm in ("base", "whole", "lacks", "broken", "wild")}
     made = runs(losses, seeds=(0, 1))
     made = [one for one in made if (one.experiment.arm, one.experiment.size) != ("lacks", "M")]
     for one in made:
         if (one.experiment.arm, one.experiment.size) == ("broken", "L"):
             one.held_out[-1].metrics["loss"] = float("nan")
         if (one.experiment.arm, one.experiment.size, one.seed) == ("whole", "S", 1):
+            one.status = "failed"
+        if (one.experiment.arm, one.experiment.size, one.seed) == ("wild", "S", 1):
             one.status = "diverged"
     found = fit_scaling(made)
     assert list(found.points) == ["base", "whole"]
+    assert found.sentences()[-1] == "wild has no law, because a run diverged."
     assert found.equals[0].more.interval is None  # one seed is left that all have
     assert fit_scaling([one for one in made if one.experiment.arm != "base"]) is None
     assert fit_scaling([]) is None
+    made[0].status = "diverged"
+    with pytest.raises(HeadwaterError, match="a run of the baseline diverged"):
+        fit_scaling(made)
+    made[0].status = "finished"
     # A size that the baseline lacks is none.
     without = [one for one in made if (one.experiment.arm, one.experiment.size) != ("base", "XL")]
     assert [len(points) for points in fit_scaling(without).points.values()] == [3, 3]

@@ -397,3 +397,35 @@ def test_a_verdict_from_two_seeds_carries_its_caution():
             answer = state_answer(Comparison("made", "Made", "base", None, None, runs + arm))
             assert verdict in answer
             assert ("Caution: two seeds" in answer) == (caution and verdict == "better")
+
+
+def test_small_differences_are_shown():
+    noise = (1e-5, -1e-5, 2e-5)
+    arm = [1.0 - 3e-4 + shift for shift in noise]
+    comparison = Comparison("made", "Made", "base", None, None, of("base", [1.0] * 3) + of("arm", arm))
+    low, high = comparison.summaries[1].interval
+    cell = next(text for name, text in result_rows(comparison)[1].items() if name.startswith("minus base"))
+    assert cell == f"-0.000293 [{low:.6f}, {high:.6f}]"
+    assert f"better than base by 0.000293 {comparison.unit} (95 % interval 0.000" in state_answer(comparison)
+
+
+def test_the_answer_names_what_diverged_or_failed():
+    lost = record("base", 2, None, status="diverged")
+    runs = [*of("base", [1.0, 1.1]), lost, *of("good", [0.5, 0.61, 0.5]), *of("wild", [0.5, 0.6])]
+    runs.append(record("wild", 2, None, status="diverged"))
+    answer = state_answer(Comparison("made", "Made", "base", None, None, runs))
+    assert answer.startswith("good is better than base by")
+    assert answer.endswith(" Diverged, and left out: base in 1 of 3 seeds and wild in 1 of 3 seeds.")
+    answer = state_answer(
+        Comparison("made", "Made", "base", None, None, [run for run in runs if run.experiment.arm != "good"])
+    )
+    assert answer.startswith("Nothing can be compared with base. Diverged, and left out: base in 1 of 3")
+
+
+def test_a_threshold_that_the_first_look_reaches_is_reached():
+    """Runs that begin with a trained model are measured before the first step."""
+    runs = [*of("base", [3.0, 3.1]), *of("arm", [2.0, 2.1])]
+    for run in runs:
+        run.held_out.insert(0, run.held_out[0].model_copy(update={"step": 0}))
+    rows = result_rows(Comparison("made", "Made", "base", 3.05, None, runs))
+    assert [row["steps to 3.05"] for row in rows] == ["0, never", "0, 0"]

@@ -15,6 +15,7 @@ from headwater.util.files import local
 from headwater_lab.api.common import PathLike, Result, make_frame, quiet, write_html
 from headwater_lab.api.observer import Observer, choose_observer
 from headwater_lab.comparison import running, search
+from headwater_lab.comparison.budget import match_arms
 from headwater_lab.comparison.pool import OnChange, Outcome
 from headwater_lab.comparison.running import ArmKey
 from headwater_lab.comparison.trials import Job, describe_runs, list_trials
@@ -234,6 +235,7 @@ def _train_comparison(
     only: Collection[ArmKey] | None = None,
 ) -> list[Outcome]:
     """Train a recipe's comparison, or only some arms and sizes; report what diverged, and return what failed."""
+    recipe = match_arms(recipe)  # which reads the data
     for trial in list_trials(recipe, folder):
         if unknown := as_mapping(trial.recipe.model.get("mechanisms") or {}).keys() & MECHANISMS.added.keys():
             raise HeadwaterError(

@@ -108,6 +108,8 @@ class Scaling:
     """Laws over FLOPs with E = `PINNED_E`; none where `explain_unpinned` says why."""
     predictions: Sequence[Prediction] = ()
     """Of each law the largest size, which is left out of the fit if enough others remain, then the `projections`."""
+    diverged: Sequence[str] = ()
+    """Arms without a law, because a run diverged."""
 
     @property
     def size_unit(self) -> str:
@@ -117,7 +119,8 @@ class Scaling:
 
     def sentences(self) -> list[str]:
         """Describe the size of the baseline that equals each arm: "equals a baseline with x % more parameters"."""
-        return [f"{equal.arm}, {equal.size}: {self._describe(equal, self.size_unit)}." for equal in self.equals]
+        equals = [f"{equal.arm}, {equal.size}: {self._describe(equal, self.size_unit)}." for equal in self.equals]
+        return equals + [f"{arm} has no law, because a run diverged." for arm in self.diverged]
 
     def _describe(self, equal: Equal, unit: str) -> str:
         estimate = equal.more
@@ -185,14 +188,19 @@ def fit_scaling(records: Sequence[RunRecord], projections: Sequence[float] = ())
 
     projections: FLOPs at which laws over FLOPs predict the losses.
 
-    Sizes are the baseline's; arms that lack one are left out, and so are seeds that are missing for any arm or
-    size. None if there are fewer sizes than constants.
+    Sizes are the baseline's; arms that lack one, or diverged in a run, are left out, and so are seeds that are missing
+    for any arm or size. None if there are fewer sizes than constants.
 
     Laws are fitted to the loss in nats per token, or to bits per byte where tokenizers differ.
 
-    Raises `HeadwaterError` where too few sizes differ in parameters or tokens, no seed is left, or runs have no loss.
+    Raises `HeadwaterError` where too few sizes differ in parameters or tokens, no seed is left, runs have no loss, or
+    one of the baseline diverged.
     """
+    diverged = list(dict.fromkeys(arm_of(run) for run in records if run.status == "diverged" and size_of(run)))
     runs = [run for run in records if run.status == "finished" and run.held_out and size_of(run)]
+    if any(arm_of(run) in diverged for run in _choose_baseline_runs(records)):
+        raise HeadwaterError("No law can be fitted: a run of the baseline diverged.")
+    runs = [run for run in runs if arm_of(run) not in diverged]
     of_baseline = _choose_baseline_runs(runs)
     sizes = list(dict.fromkeys(map(size_of, of_baseline)))
     if len(sizes) < LEAST_SIZES:
@@ -209,7 +217,9 @@ def fit_scaling(records: Sequence[RunRecord], projections: Sequence[float] = ())
     sizes_and_losses = zip(fits[0].n.tolist(), fits[0].losses.tolist(), strict=True)
     points = {arm: list(zip(*row, strict=True)) for arm, row in zip(arms, sizes_and_losses, strict=True)}
     equals = _estimate_equals(arms, sizes, base, fits)
-    scaling = Scaling(axis, metric, baseline, points, laws, equals, runs[0].unit, sizes, losses.shape[2])
+    scaling = Scaling(
+        axis, metric, baseline, points, laws, equals, runs[0].unit, sizes, losses.shape[2], diverged=diverged
+    )
     is_pinned = axis == "flops" and not explain_unpinned(runs, metric)
     return _add_predictions(scaling, arms, fits, projections, is_pinned)
 

@@ -1,7 +1,6 @@
 """The page: one file that needs no network, with everything about the comparisons under a folder."""
 
 import base64
-import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from jinja2 import Environment, PackageLoader
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import explain_disk_errors
 from headwater.util.layout import top_package
-from headwater_lab.comparison.scaling import LEAST_SIZES, PINNED_E, Estimate, Scaling, fit_scaling, group_sizes
+from headwater_lab.comparison.scaling import LEAST_SIZES, PINNED_E, Scaling, fit_scaling, group_sizes
 from headwater_lab.comparison.speedup import CONSTANTS, measure_speedups
 from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, group_by_experiment, name_unit, read_comparisons
@@ -351,7 +350,7 @@ def speedup_part(sizes: Sequence[Comparison], name: str) -> Section | None:
     tables = []
     for constants in CONSTANTS:
         chosen = [speedup for speedup in speedups if speedup.constants == constants]
-        rows = [[(text, _judge_speedup(number)) for text, number in row] for row in words.speedup_rows(chosen, names)]
+        rows = words.speedup_rows(chosen, names)
         caption = words.describe_speedups(constants, comparison.baseline, are_priced=len(times) == len(sizes))
         numbers = list_speedups(chosen, comparison)
         tables.append(PageTable(caption, ["", "", *names], rows, name=constants, numbers=numbers))
@@ -366,12 +365,6 @@ def _read_times(sizes: Sequence[Comparison]) -> dict[str, dict[str, float]]:
         for size, measured in prices.items()
         if not isinstance(measured, str)
     }
-
-
-def _judge_speedup(estimate: Estimate | None) -> str:
-    """Choose the class of a cell by whether the interval excludes 1."""
-    low, high = (estimate and estimate.interval) or (0.0, math.inf)
-    return "better" if low > 1 else "worse" if high < 1 else ""
 
 
 def commands_part(sizes: Sequence[Comparison], name: str) -> Section:

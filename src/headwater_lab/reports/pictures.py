@@ -13,7 +13,7 @@ from headwater_lab.comparison.speedup import MEASURES, Speedup
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
 from headwater_lab.reports.curves import Curve, Curves, choose_y_limits, make_arm_curves, make_run_curve
 from headwater_lab.reports.styles import GREY, Style, choose_styles
-from headwater_lab.reports.words import write_interval, write_verdict
+from headwater_lab.reports.words import split_difference, write_verdict
 from headwater_lab.training.records import RunRecord
 from headwater_lab.util.figures import Figure, ShownFigure, draw_png
 from headwater_lab.util.outputs import default_style
@@ -134,13 +134,13 @@ def differences_picture(comparison: Comparison) -> Picture | None:
         axes.plot([paired.mean], [row], color=style.color, marker=style.marker, ms=9)
         seeds = paired.differences
         axes.plot(seeds, [row + 0.22] * len(seeds), "o", ms=4, mfc="none", color=style.color)
-        text = literal(f"{arm}: {paired.mean:+.3f} {verdict}")
+        mean, written = split_difference(paired)
+        text = literal(f"{arm}: {mean} {verdict}")
         axes.annotate(
             text, (0, row - 0.33), xycoords=("axes fraction", "data"), va="center", fontsize=9,
             bbox={"fc": "white", "ec": "none", "pad": 1},
         )  # fmt: skip
-        written = write_interval(interval) if interval else "no interval"
-        descriptions.append(f"{arm} {paired.mean:+.3f}, {written}, {verdict}")
+        descriptions.append(f"{arm} {mean}, {written or 'no interval'}, {verdict}")
     axes.axvline(0, color=GREY, lw=1, zorder=0)
     axes.set(ylim=(len(tests) - 0.5, -0.65), yticks=[])
     axes.set_xlabel(literal(f"{comparison.unit}, minus {comparison.baseline}"))

@@ -12,8 +12,8 @@ from headwater_lab.util.terminal import Prose, literal
 
 # A cell: its text, or (text, class): better, worse or soft.
 PageCell = str | tuple[str, str]
-# Letters in a line of a LaTeX cell, and in a row: an article shows a row of so many in letters of some 7 points.
-LINE, ROW = 36, 90
+# Letters in a line of a LaTeX cell.
+LINE = 36
 _NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)?(e[+-]\d+)?")
 _GREEK = "αβγδεζηθικλμνξπρςστυφχψωΓΔΘΛΞΠΣΥΦΨΩ"
 _GREEK_NAMES = (
@@ -87,20 +87,15 @@ def _escape_markdown(text: str) -> str:
 
 
 def write_latex(table: PageTable, name: str) -> str:
-    r"""Write a table for \input, its caption in a comment. Columns without room are in further tabulars."""
+    r"""Write a table for \input, its caption in a comment."""
     columns = list(starmap(_break_column, zip(table.columns, *table.texts, strict=True)))
-    blocks = [columns[:1]]
-    for column in columns[1:]:
-        if len(blocks[-1]) > 1 and sum(map(_measure_column, [*blocks[-1], column])) > ROW:
-            blocks.append(columns[:1])
-        blocks[-1].append(column)
-    texts = [_write_tabular(block, "l" if table.text else "r") for block in blocks]
+    text = _write_tabular(columns, "l" if table.text else "r")
     lines = [
         rf"% Written by headwater: {name}, for \input. It needs \usepackage{{graphicx}}.",
         f"% {_join_lines(table.caption)}",
-        "\n\n\\medskip\n".join(texts),
+        text,
     ]
-    if max(map(ord, "".join(texts))) > 0x17F:  # the letters that pdflatex's fonts have
+    if max(map(ord, text)) > 0x17F:  # the letters that pdflatex's fonts have
         lines[0] += " Compile it with lualatex or xelatex and a font that has all its letters."
     return "\n".join([*lines, ""])
 

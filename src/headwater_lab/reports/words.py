@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from headwater_lab.comparison.scaling import EXPONENTS, LEAST_SIZES, PINNED_E, Estimate, Prediction, Scaling
+from headwater_lab.comparison.scaling import EXPONENTS, LEAST_SIZES, PINNED_E, Prediction, Scaling
 from headwater_lab.comparison.sequential import skewed_error
 from headwater_lab.comparison.speedup import MEASURES, PINNED_EXPONENT, Constants, Speedup
 from headwater_lab.comparison.statistics import INCONCLUSIVE, Paired, Summary, compare_all_pairs, is_too_wide
@@ -33,7 +33,9 @@ def result_rows(comparison: Comparison) -> list[dict[str, str]]:
         if comparison.threshold is not None:
             steps = summary.steps_to_threshold or []
             texts = ["never" if step is None else str(step) for step in steps]
-            row[f"steps to {describe_threshold(comparison)}"] = ", ".join(texts) if any(steps) else "never"
+            row[f"steps to {describe_threshold(comparison)}"] = (
+                ", ".join(texts) if any(step is not None for step in steps) else "never"
+            )
         if shows_seeds:
             row["seeds"] = str(summary.runs)
         row |= {
@@ -136,8 +138,8 @@ def write_speedup(speedup: Speedup, measure: str) -> str:
     return f"×{estimate.value:.2f}{interval}{'' if speedup.inside else ' *'}"
 
 
-def speedup_rows(speedups: Sequence[Speedup], sizes: Sequence[str]) -> list[list[tuple[str, Estimate | None]]]:
-    """Lay out speedups of one kind of constants: a row for each arm and measure, with a cell and its number by size.
+def speedup_rows(speedups: Sequence[Speedup], sizes: Sequence[str]) -> list[list[str]]:
+    """Lay out speedups of one kind of constants: a row for each arm and measure, with a cell by size.
 
     An arm without any number has one row.
     """
@@ -149,8 +151,7 @@ def speedup_rows(speedups: Sequence[Speedup], sizes: Sequence[str]) -> list[list
         for measure in reversed(MEASURES):
             cells = [by_size.get(size, Speedup(arm, size, "pinned", missing="not trained")) for size in sizes]
             if measure == MEASURES[-1] or any(cell.values for cell in cells):
-                row = [(write_speedup(cell, measure), cell.values.get(measure)) for cell in cells]
-                rows.append([(arm, None), (measure, None), *row])
+                rows.append([arm, measure, *(write_speedup(cell, measure) for cell in cells)])
     return rows
 
 
@@ -258,20 +259,29 @@ def further_tables(comparison: Comparison) -> list[tuple[str, str, tuple[list[st
     return [(name, caption, columns) for name, caption, columns in tables_of_kinds if columns[1]]
 
 
+def count_decimals(scale: float) -> int:
+    """Count the decimals that show two digits of an interval or a spread of this size: 3 to 9."""
+    return 3 if not 0 < scale < 0.01 else min(9, 1 - math.floor(math.log10(scale)))
+
+
 def _write_mean(summary: Summary) -> str:
     if summary.mean is None:
         return ""
-    return f"{summary.mean:.3f}" + ("" if summary.spread is None else f" ± {summary.spread:.3f}")
+    decimals = count_decimals(summary.spread or 0.0)
+    return f"{summary.mean:.{decimals}f}" + ("" if summary.spread is None else f" ± {summary.spread:.{decimals}f}")
 
 
 def write_difference(summary: Summary) -> str:
-    if summary.difference is None:
-        return ""
-    return f"{summary.difference:+.3f}" + ("" if summary.interval is None else f" {write_interval(summary.interval)}")
+    """Write the difference from the baseline with its interval; "" without one."""
+    return "" if summary.paired is None else " ".join(filter(None, split_difference(summary.paired)))
 
 
-def write_interval(interval: tuple[float, float]) -> str:
-    return f"[{interval[0]:+.3f}, {interval[1]:+.3f}]"
+def split_difference(paired: Paired) -> tuple[str, str]:
+    """Write a mean difference, and its interval, "" without one, in as many decimals."""
+    low, high = paired.interval or (0.0, abs(paired.mean))
+    decimals = count_decimals(high - low)
+    interval = "" if paired.interval is None else f"[{low:+.{decimals}f}, {high:+.{decimals}f}]"
+    return f"{paired.mean:+.{decimals}f}", interval
 
 
 def write_verdict(summary: Summary, comparison: Comparison) -> str:
@@ -370,6 +380,9 @@ class _Answer:
             self.by_verdict.setdefault(verdict, []).append(summary)
 
     def sentence(self) -> str:
+        return self._compare() + self._list_diverged()
+
+    def _compare(self) -> str:
         sentences = {
             "better": self._say_better,
             "worse": self._say_worse,
@@ -382,10 +395,19 @@ class _Answer:
         if "identical" in self.by_verdict:
             return f"No arm differs from {self.base} in any digit."
         if self.judged:
-            return f"Nothing can be compared with {self.base}: runs of every other arm diverged."
-        alone = all(arm == self.base for arm in self.comparison.arms)
-        reason = "there is no other arm" if alone else "no other arm shares a seed with it"
+            return f"Nothing can be compared with {self.base}."
+        reason = "no other arm shares a seed with it"
+        if all(arm == self.base for arm in self.comparison.arms):
+            reason = "the runs of other arms failed" if self.comparison.failed else "there is no other arm"
         return f"Nothing can be compared with {self.base}: {reason}."
+
+    def _list_diverged(self) -> str:
+        diverged = [
+            f"{summary.arm} in {summary.diverged} of {counted(summary.runs + summary.diverged)}"
+            for summary in self.comparison.summaries
+            if summary.diverged
+        ]
+        return f" Diverged, and left out: {join_names(diverged)}." if diverged else ""
 
     def _caution(self) -> str:
         """The caution about verdicts from two seeds."""
@@ -455,9 +477,10 @@ def _write_effect(summary: Summary, comparison: Comparison) -> str:
     assert summary.paired is not None
     assert summary.interval is not None
     low, high = sorted(map(abs, summary.interval))
+    decimals = count_decimals(high - low)
     return (
-        f"{abs(summary.paired.mean):.3f} {comparison.unit} "
-        f"({_write_confidence(summary.paired)} interval {low:.3f} to {high:.3f}, "
+        f"{abs(summary.paired.mean):.{decimals}f} {comparison.unit} "
+        f"({_write_confidence(summary.paired)} interval {low:.{decimals}f} to {high:.{decimals}f}, "
         f"{counted(len(summary.paired.differences))})"
     )
 
@@ -511,10 +534,11 @@ def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]
     for s in comparison.summaries:
         if (p := s.paired) is None:
             continue
+        mean, interval = split_difference(p)
         row = {
             "": s.arm,
-            f"minus {comparison.baseline}": f"{p.mean:+.4f}",
-            "interval": "" if p.interval is None else write_interval(p.interval),
+            f"minus {comparison.baseline}": mean,
+            "interval": interval,
             "its level": "" if fixed and p.p is None else _write_confidence(p),
             "p": "" if p.p is None else f"{p.p:.2g}",
             "pairs": str(len(p.differences)),
